@@ -1,0 +1,104 @@
+"""`summary`: a prepared model as a table."""
+
+from torch import fx, nn
+
+from qat.layers import QuantLayer
+from qat.preparation.fusion import swappable_layers
+from qat.preparation.prepared import LEFT_IN_FLOAT
+from qat.preparation.tracing import submodule_of
+from qat.quantizer import Quantizer
+
+HEADER = ("name", "type", "grid", "rule", "parameters", "remark")
+
+Row = tuple[str, str, str, str, str, str]
+
+
+def summary(model: nn.Module) -> str:
+    """A table of a prepared model: every layer and quantizer with its grid, and what stays float with the reason.
+
+    Args:
+        model: from `prepare`, or any module that holds quantized layers.
+
+    Returns:
+        The table as text, one row a layer or quantizer, in the order in which they run; below it, the counts.
+
+    >>> from qat import prepare
+    >>> print(summary(prepare(nn.Sequential(nn.Linear(8, 2)))))
+    name             type          grid                              rule  parameters  remark
+    input_quantizer  LSQQuantizer  uint8 affine per tensor           lsq   1           not calibrated
+    0                QuantLinear   int8 narrow symmetric per channel lsq   20          input: input_quantizer
+    <BLANKLINE>
+    1 quantized layer, 1 activation quantizer, 0 layers in float; 18 float parameters, 3 quantizer parameters
+    """
+    grids = _grids(model)
+    reasons: dict[str, str] = dict(getattr(model, "meta", {}).get(LEFT_IN_FLOAT, {}))
+    for name, _ in swappable_layers(model):
+        if not isinstance(model.get_submodule(name), QuantLayer):
+            reasons.setdefault(name, "the reason was not kept")
+    rows = [_row(name, module, grids) for name, module in _in_order(model)]
+    rows += [_float_row(name, model, reason) for name, reason in reasons.items()]
+    return "\n".join(_align([HEADER, *rows])) + "\n\n" + _counts(model, len(reasons))
+
+
+def _in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Layers and activation quantizers, each once, as they run; as they are registered without a graph."""
+    wanted = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantLayer) or (isinstance(module, Quantizer) and module.role == "activation")
+    }
+    if not isinstance(model, fx.GraphModule):
+        return list(wanted.items())
+    called = [str(node.target) for node in model.graph.nodes if submodule_of(model, node) is not None]
+    order = dict.fromkeys(name for name in called if name in wanted)
+    return [(name, wanted[name]) for name in (*order, *(wanted.keys() - order.keys()))]
+
+
+def _grids(model: nn.Module) -> dict[str, str]:
+    """Layer name to what its graph call is handed: the input's grid, and the BatchNorm."""
+    found: dict[str, str] = {}
+    if isinstance(model, fx.GraphModule):
+        for node in model.graph.nodes:
+            if isinstance(submodule_of(model, node), QuantLayer):
+                handed = {key: str(value.target) for key, value in node.kwargs.items()}
+                text = f"input: {handed['grid']}"
+                found[str(node.target)] = f"{text}, folds {handed['norm']}" if "norm" in handed else text
+    return found
+
+
+def _row(name: str, module: nn.Module, grids: dict[str, str]) -> Row:
+    quantizer = module.weight_quantizer if isinstance(module, QuantLayer) else module
+    assert isinstance(quantizer, Quantizer)
+    remark = grids.get(name, "" if quantizer.is_calibrated else "not calibrated")
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return name, type(module).__name__, str(quantizer.spec), quantizer.spec.rule, f"{count:,}", remark
+
+
+def _float_row(name: str, model: nn.Module, reason: str) -> Row:
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return name, "?", "float", "-", "-", reason
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return name, type(module).__name__, "float", "-", f"{count:,}", f"stays float: {reason}"
+
+
+def _counts(model: nn.Module, in_float: int) -> str:
+    layers = sum(isinstance(module, QuantLayer) for module in model.modules())
+    quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
+    activations = sum(quantizer.role == "activation" for quantizer in quantizers)
+    learned = sum(parameter.numel() for quantizer in quantizers for parameter in quantizer.parameters())
+    rest = sum(parameter.numel() for parameter in model.parameters()) - learned
+    return (
+        f"{_plural(layers, 'quantized layer')}, {_plural(activations, 'activation quantizer')},"
+        f" {_plural(in_float, 'layer')} in float; {rest:,} float parameters, {learned:,} quantizer parameters"
+    )
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _align(rows: list[Row]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

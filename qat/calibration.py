@@ -1,0 +1,83 @@
+"""`calibrate`: set the range of every activation from a few batches, identically on all ranks."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from qat.quantizer import Quantizer, RangeObserver
+from qat.ranges import initial_range
+
+
+def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]) -> None:
+    """Run the batches through the model in evaluation mode and set the range of every activation quantizer.
+
+    While it runs, activations pass unquantized; each quantizer notes its tensor and then takes the range that its
+    spec's `init` finds. Train and eval flags are as before afterwards. Under torch.distributed every rank may bring
+    its own batches: all ranks end with the same ranges, found on the values of all.
+
+    Args:
+        model: a prepared model, or one with quantized layers of your own.
+        batches: tensors; or sequences whose first item is the input (labels are ignored); or mappings of keyword
+            arguments. They are moved to the model's device.
+
+    Raises:
+        ValueError: without an activation quantizer or a batch, if a quantizer saw nothing, or saw NaN or infinity.
+    """
+    quantizers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Quantizer) and module.role == "activation"
+    }
+    if not quantizers:
+        raise ValueError("calibrate: the model has no activation quantizer; call prepare first")
+    training = {module: module.training for module in model.modules()}
+    observers = {name: RangeObserver() for name in quantizers}
+    try:
+        model.eval()
+        for name, quantizer in quantizers.items():
+            quantizer.observer = observers[name]
+        _run(model, batches)
+    finally:
+        for quantizer in quantizers.values():
+            quantizer.observer = None
+        for module, flag in training.items():
+            module.training = flag
+    for name, quantizer in quantizers.items():
+        _set_range(name, quantizer, _gather(observers[name].values()))
+
+
+def _run(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]) -> None:
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    count = 0
+    with torch.no_grad():
+        for batch in batches:
+            count += 1
+            if isinstance(batch, Mapping):
+                model(**{key: value.to(device) for key, value in batch.items()})
+            else:
+                images = batch if isinstance(batch, Tensor) else batch[0]
+                model(images.to(device))
+    if count == 0:
+        raise ValueError("calibrate: batches is empty; at least one batch is needed to find the ranges")
+
+
+def _set_range(name: str, quantizer: Quantizer, values: Tensor) -> None:
+    if values.numel() == 0:
+        raise ValueError(f"calibrate: quantizer {name!r} saw no values; is its part of the model ever run?")
+    try:
+        low, high = initial_range(values, quantizer.spec)
+    except ValueError as error:
+        raise ValueError(f"calibrate: quantizer {name!r}: {error}") from error
+    quantizer.set_range(low[0], high[0])
+
+
+def _gather(values: Tensor) -> Tensor:
+    """The values of all ranks, in rank order; as they are without torch.distributed."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return values
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, values.numpy())
+    return torch.cat([torch.from_numpy(part) for part in everyone], dim=1)

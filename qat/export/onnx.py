@@ -1,0 +1,178 @@
+"""`export_onnx`: a prepared model as an ONNX file with integer initializers."""
+
+import contextlib
+import copy
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from qat.export.integer import OPSET, ActivationGrid, GlobalAveragePool, IntegerLayer
+from qat.layers import QuantLayer
+from qat.preparation.tracing import submodule_of
+from qat.quantizer import Quantizer
+
+
+def export_onnx(
+    model: fx.GraphModule, path: str | os.PathLike[str], example_inputs: Tensor | tuple[Tensor, ...]
+) -> None:
+    """Write the model in QuantizeLinear/DequantizeLinear form: int8 weights, int32 biases, trained grids.
+
+    Nothing is observed again. BatchNorm is folded into the weight's scale; fewer than 8 bits are stored in 8-bit
+    containers with the same integers. The batch axis is free. The output of quantizer `layer1.0.add_quantizer` is
+    called `layer1.0.add_quantizer` in the file, which is how `compare_layers` finds it.
+
+    Args:
+        model: a prepared and calibrated model; it is not changed.
+        path: the file to write; an existing one is replaced, atomically.
+        example_inputs: a tensor or a tuple, only their shapes matter; the first axis is the batch.
+
+    Raises:
+        TypeError: if the model is not a prepared one.
+        ValueError: if a quantizer is not calibrated, not exportable or wider than 8 bits, or if the ONNX graph lacks
+            a quantizer of the model.
+    """
+    import onnx
+
+    _check_exportable(model)
+    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    # Two samples at least: with one, torch.export takes the batch for a constant.
+    inputs = tuple((torch.cat([x, x]) if len(x) == 1 else x).detach().cpu().float().contiguous() for x in inputs)
+    integer_model = to_integer_modules(model)
+    names = [node.name for node in integer_model.graph.nodes if node.op == "placeholder"]
+    with _quiet():
+        program = torch.onnx.export(
+            integer_model,
+            inputs,
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=names[: len(inputs)],
+            dynamic_shapes=[{0: torch.export.Dim.DYNAMIC} for _ in inputs],
+            verbose=False,
+        )
+    assert program is not None
+    proto = program.model_proto
+    _strip_traces(proto)
+    _name_quantizers(proto, model)
+    onnx.checker.check_model(proto)
+    path = Path(path)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        scratch.write_bytes(proto.SerializeToString())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def to_integer_modules(model: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a prepared model, on the CPU, whose quantizers and layers are ONNX operators on frozen integers."""
+    frozen = copy.deepcopy(model).cpu().float().eval()
+    for parameter in frozen.parameters():
+        parameter.requires_grad_(False)
+    replacements: list[tuple[str, nn.Module]] = []
+    for number, node in enumerate(list(frozen.graph.nodes)):
+        module = submodule_of(frozen, node)
+        if isinstance(module, QuantLayer):
+            # One module a call: a shared layer has other integers on another grid.
+            name = f"integer_{number}"
+            frozen.add_submodule(name, IntegerLayer(module, *_handed(frozen, node)))
+            node.target, node.kwargs = name, {}
+        elif isinstance(module, Quantizer):
+            replacements.append((str(node.target), ActivationGrid(module)))
+        elif _averages_all(node, module):
+            name = f"global_average_pool_{number}"
+            frozen.add_submodule(name, GlobalAveragePool())
+            node.op, node.target, node.args, node.kwargs = "call_module", name, node.args[:1], {}
+    for name, grid in replacements:
+        frozen.set_submodule(name, grid)
+    frozen.graph.eliminate_dead_code()
+    frozen.recompile()
+    return frozen
+
+
+def _handed(model: fx.GraphModule, node: fx.Node) -> tuple[Quantizer, nn.Module | None]:
+    """The grid and the BatchNorm that a layer's call is given."""
+    grid, norm = node.kwargs["grid"], node.kwargs.get("norm")
+    assert isinstance(grid, fx.Node)
+    quantizer = model.get_submodule(str(grid.target))
+    assert isinstance(quantizer, Quantizer)
+    return quantizer, model.get_submodule(str(norm.target)) if isinstance(norm, fx.Node) else None
+
+
+def _averages_all(node: fx.Node, module: nn.Module | None) -> bool:
+    size: Any = module.output_size if isinstance(module, nn.AdaptiveAvgPool2d) else None
+    if node.target is F.adaptive_avg_pool2d:
+        size = node.args[1] if len(node.args) > 1 else node.kwargs.get("output_size")
+    return size in (1, (1, 1), [1, 1])
+
+
+def _check_exportable(model: nn.Module) -> None:
+    quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
+    if not isinstance(model, fx.GraphModule) or not quantizers:
+        raise TypeError(
+            f"export_onnx: expected a model from qat.prepare, got {type(model).__name__} without quantizers"
+        )
+    for name, quantizer in quantizers.items():
+        if not quantizer.exportable:
+            raise ValueError(
+                f"export_onnx: {name!r} uses the rule {quantizer.spec.rule!r}, whose values lie on no integer grid"
+            )
+        if not quantizer.is_calibrated:
+            raise ValueError(f"export_onnx: {name!r} has no range yet; call qat.calibrate(model, batches) first")
+        if quantizer.spec.bits > 8:
+            raise ValueError(
+                f"export_onnx: {name!r} has {quantizer.spec.bits} bits; ONNX Runtime's integer kernels take at most 8"
+            )
+
+
+def _name_quantizers(proto: Any, model: fx.GraphModule) -> None:
+    """Give every QuantizeLinear the name of its quantizer, and fail loudly if one is missing."""
+    expected = [str(node.target) for node in model.graph.nodes if isinstance(submodule_of(model, node), Quantizer)]
+    # The last integer tensor of a quantizer: QuantizeLinear, or the Clip behind it.
+    quantized = [node for node in proto.graph.node if node.op_type == "QuantizeLinear"]
+    if len(quantized) != len(expected):
+        raise ValueError(f"export_onnx: the model has {len(expected)} quantizers and the ONNX graph {len(quantized)}")
+    readers: dict[str, list[Any]] = {}
+    for node in proto.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    seen: dict[str, int] = {}
+    for node, name in zip(quantized, expected, strict=True):
+        following = readers.get(node.output[0], [])
+        last = following[0] if following and following[0].op_type == "Clip" else node
+        seen[name] = seen.get(name, -1) + 1
+        new = f"{name}.{seen[name]}" if seen[name] else name
+        for reader in readers.get(last.output[0], []):
+            reader.input[:] = [new if old == last.output[0] else old for old in reader.input]
+        last.output[0] = new
+        node.name = new
+
+
+def _strip_traces(proto: Any) -> None:
+    """Drop the exporter's Python stack traces: they name this machine's paths and weigh more than the operators."""
+    del proto.graph.metadata_props[:]
+    del proto.graph.value_info[:]
+    for part in (*proto.graph.node, *proto.graph.input, *proto.graph.output, *proto.graph.initializer):
+        del part.metadata_props[:]
+        part.doc_string = ""
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's progress lines and its own deprecation warnings from the user's terminal."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)

@@ -1,0 +1,122 @@
+"""Affine grids: an integer zero point, learned with the scale (LSQ+) or given (fake_quantize)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.functional.lsq import check_bounds
+from qat.functional.rounding import require_floating, sum_to_shape
+
+
+class LSQPlusFunction(torch.autograd.Function):
+    """Round onto an affine integer grid whose step and zero point are learned.
+
+    Forward, with v = x / scale and z = clamp(round(zero_point), qmin, qmax):
+                 y = scale * (clamp(round(v) + z, qmin, qmax) - z)
+    Backward:    dy/dx          = 1             where qmin <= v + z <= qmax, else 0
+                 dy/dscale      = round(v) - v  there, else clamp(v, qmin - z, qmax - z); times grad_factor
+                 dy/dzero_point = 0             there, else -scale; times grad_factor
+
+    The zero point acts as an integer of the grid, so that 0.0 is exact (zero padding) and the exported zero point
+    is the trained one; the rounding passes its gradient straight through.
+
+    Shapes: x any; scale and zero_point () or 1 outside the channel axis. Unit of zero_point: integers.
+    Source: Bhalgat et al., "LSQ+", arXiv:2004.09576, whose float offset is -scale * zero_point here.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, grad_factor: float) -> Tensor:
+        """Round first, add the zero point after, as ONNX QuantizeLinear does."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        step, zero = scale.to(wide), torch.clamp(torch.round(zero_point.to(wide)), qmin, qmax)
+        codes = torch.clamp(torch.round(x.to(wide) / step) + zero, qmin, qmax)
+        return (codes - zero).mul(step).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, int, float], output: Tensor) -> None:
+        """Keep the inputs only."""
+        x, scale, zero_point, ctx.qmin, ctx.qmax, ctx.grad_factor = inputs
+        ctx.save_for_backward(x, scale, zero_point)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        """The three lines of the class docstring."""
+        x, scale, zero_point = ctx.saved_tensors
+        wide = torch.promote_types(x.dtype, torch.float32)
+        step, zero = scale.to(wide), torch.clamp(torch.round(zero_point.to(wide)), ctx.qmin, ctx.qmax)
+        v = x.to(wide) / step
+        bounded = torch.minimum(torch.maximum(v, ctx.qmin - zero), ctx.qmax - zero)
+        inside = bounded == v
+        grad_x = grad_scale = grad_zero = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.where(inside, grad, 0)
+        if ctx.needs_input_grad[1]:
+            slope = torch.where(inside, torch.round(v) - v, bounded)
+            grad_scale = sum_to_shape(grad.to(wide) * slope, scale.shape).mul(ctx.grad_factor).to(scale.dtype)
+        if ctx.needs_input_grad[2]:
+            slope = torch.where(inside, 0, -step)
+            grad_zero = sum_to_shape(grad.to(wide) * slope, zero_point.shape).mul(ctx.grad_factor)
+            grad_zero = grad_zero.to(zero_point.dtype)
+        return grad_x, grad_scale, grad_zero, None, None, None
+
+
+def lsq_plus_quantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, grad_factor: float = 1.0
+) -> Tensor:
+    """Put x on the affine grid of scale and zero_point, with gradients for all three.
+
+    y = scale * (clamp(round(x / scale) + z, qmin, qmax) - z) with z = clamp(round(zero_point), qmin, qmax); the
+    gradients are those of `LSQPlusFunction`.
+
+    Args:
+        x: any shape, floating point.
+        scale: step of the grid, > 0, in the unit of x; shape () or broadcastable to x.
+        zero_point: the integer that stands for 0.0, as a floating-point tensor; shape as scale.
+        qmin, qmax: lowest and highest integer.
+        grad_factor: factor on the gradients of scale and zero_point.
+
+    Returns:
+        Tensor of the shape and dtype of x.
+
+    Raises:
+        TypeError: if x is not floating point.
+        ValueError: if qmin >= qmax.
+
+    Source: Bhalgat et al., arXiv:2004.09576; zero point on the integer grid.
+
+    >>> x = torch.tensor([-1.0, 0.0, 9.0])
+    >>> lsq_plus_quantize(x, torch.tensor(0.5), torch.tensor(3.0), 0, 15).tolist()
+    [-1.0, 0.0, 6.0]
+    """
+    check_bounds(qmin, qmax, "lsq_plus_quantize")
+    require_floating(x, "lsq_plus_quantize")
+    result: Tensor = LSQPlusFunction.apply(x, scale, zero_point, qmin, qmax, grad_factor)
+    return result
+
+
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
+    """Put x on a given affine grid; only x gets a gradient, 1 inside the range and 0 outside.
+
+    Args:
+        x: any shape, floating point.
+        scale: step of the grid, > 0, in the unit of x; shape () or broadcastable to x.
+        zero_point: the integer that stands for 0.0; any dtype, shape as scale.
+        qmin, qmax: lowest and highest integer.
+
+    Returns:
+        Tensor of the shape and dtype of x.
+
+    Raises:
+        TypeError: if x is not floating point.
+        ValueError: if qmin >= qmax.
+
+    Source: Jacob et al., arXiv:1712.05877. Deviation from `torch.fake_quantize_per_tensor_affine`, whose gradient
+    is masked on the rounded value: here the unrounded one decides, as in LSQ.
+
+    >>> fake_quantize(torch.tensor([0.3, 200.0]), torch.tensor(0.5), torch.tensor(0), 0, 255).tolist()
+    [0.5, 127.5]
+    """
+    return lsq_plus_quantize(x, scale.detach(), zero_point.detach(), qmin, qmax)

@@ -1,0 +1,81 @@
+"""A layer as the integers that are deployed: weight codes, their scale, and an int32 bias.
+
+A BatchNorm behind the layer folds into the *scale*, not into the weight: W * gamma / sigma has the same integers with
+another scale, so folding changes no rounding and needs no simulation in training.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from qat.functional import round_ste
+
+LARGEST_BIAS_CODE = float(2**30)
+"""int32 minus one bit, so that bias and products together do not overflow."""
+
+DEAD_BIAS_CODE = float(2**20)
+"""Where the weight contributes nothing, the scale is free: the bias becomes +-this integer, exactly enough."""
+
+
+@dataclass(frozen=True)
+class IntegerWeight:
+    """What an integer kernel computes with: y = (sum(x_codes * codes) + bias_codes) * accumulator_scale.
+
+    Attributes:
+        codes: integers (as floats) of the weight, in the weight's shape.
+        scale: (channels,), > 0, step of the codes after the BatchNorm was folded in.
+        bias_codes: (channels,), integers (as floats) on the grid of accumulator_scale.
+        accumulator_scale: (channels,), input scale times scale: the value of one unit of the accumulator.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    bias_codes: Tensor
+    accumulator_scale: Tensor
+
+
+def fold_weight(
+    codes: Tensor, scale: Tensor, bias: Tensor | None, input_scale: Tensor, norm: nn.Module | None = None
+) -> IntegerWeight:
+    """Fold bias and BatchNorm into integers.
+
+    With gain = norm.weight / sqrt(norm.running_var + eps) (1 without a norm), per output channel:
+    codes * sign(gain), scale * |gain|, and bias_codes = round(((bias - running_mean) * gain + norm.bias) /
+    (input_scale * scale * |gain|)). Where gain is 0 or a channel's codes are all 0, the codes are 0 and the scale is
+    chosen so that the bias alone is exact. Where the bias would leave int32, scale grows and codes shrink.
+
+    Args:
+        codes: integers of the weight as floats, output channels first.
+        scale: their step, shape () or one per output channel (any number of trailing axes of length 1).
+        bias: (channels,) or None.
+        input_scale: step of the input's grid, shape ().
+        norm: the BatchNorm behind the layer, or None.
+
+    Returns:
+        The integers; differentiable in all arguments, straight through the roundings.
+    """
+    channels = codes.shape[0]
+    column = (channels, *[1] * (codes.dim() - 1))
+    step = scale.reshape(-1).expand(channels)
+    shift = torch.zeros_like(step) if bias is None else bias.float()
+    if norm is not None:
+        assert isinstance(norm, _BatchNorm) and norm.running_var is not None and norm.running_mean is not None
+        gain = torch.rsqrt(norm.running_var.float() + norm.eps)
+        offset = torch.zeros_like(gain)
+        if norm.affine:
+            gain, offset = gain * norm.weight.float(), norm.bias.float()
+        shift = (shift - norm.running_mean.float()) * gain + offset
+        codes = codes * torch.sign(gain).reshape(column)
+        step = step * gain.abs()
+    dead = (step == 0) | (codes.reshape(channels, -1) == 0).all(1)
+    free = shift.abs().clamp(min=torch.finfo(torch.float32).tiny * DEAD_BIAS_CODE) / (input_scale * DEAD_BIAS_CODE)
+    step = torch.where(dead, free, step)
+    codes = torch.where(dead.reshape(column), 0, codes)
+    # Growth beyond int32 happens only where the weight hardly contributes; then the codes lose bits, not the bias.
+    growth = (shift.abs() / (input_scale * step) / LARGEST_BIAS_CODE).clamp(min=1)
+    step = step * growth
+    codes = torch.where((growth > 1).reshape(column), round_ste(codes / growth.reshape(column)), codes)
+    accumulator_scale = input_scale * step
+    return IntegerWeight(codes, step, round_ste(shift / accumulator_scale), accumulator_scale)

@@ -1,0 +1,60 @@
+"""QuantLinear: a matrix product on integer grids."""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qat.layers.base import QuantLayer, default_input_spec
+from qat.spec import QuantSpec
+
+
+class QuantLinear(QuantLayer, nn.Linear):
+    """`torch.nn.Linear` with quantized weight and input.
+
+    y = quantize(x) @ quantize(weight).T + bias, both quantizers with a learned scale. In evaluation the same is
+    computed as the deployed integers do it, the bias rounded to int32 at scale_x * scale_weight.
+
+    Args:
+        in_features ... dtype: as of `torch.nn.Linear`, in the same order.
+        weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
+        activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
+            quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
+
+    Shapes: input (..., in_features), output (..., out_features).
+
+    >>> layer = QuantLinear(16, 4, activation_spec=None)
+    >>> layer(torch.randn(2, 16)).shape
+    torch.Size([2, 4])
+    """
+
+    float_type = nn.Linear
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: QuantSpec | Literal["default"] | None = "default",
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        self.add_quantizers(weight_spec, default_input_spec(activation_spec))
+
+    @staticmethod
+    def constructor_arguments(layer: Any) -> dict[str, Any]:
+        """Arguments that make a linear layer like this one."""
+        return {
+            "in_features": layer.in_features,
+            "out_features": layer.out_features,
+            "bias": layer.bias is not None,
+            "dtype": layer.weight.dtype,
+        }
+
+    def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """torch's own linear."""
+        return F.linear(x, weight, bias)

@@ -1,0 +1,96 @@
+"""Swapping float layers for their quantized twins, and handing each the BatchNorm that follows it."""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import fx, nn
+
+from qat.layers import QuantConv2d, QuantLayer, QuantLinear
+from qat.preparation.tracing import submodule_of
+from qat.spec import QuantRecipe
+
+TWINS: dict[type[nn.Module], type[QuantLayer]] = {nn.Conv2d: QuantConv2d, nn.Linear: QuantLinear}
+
+_LINEAR_FAMILY = (
+    nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RNNBase,
+)  # fmt: skip
+
+
+def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: QuantRecipe) -> dict[str, str]:
+    """Replace every layer that has a quantized twin, in place.
+
+    Args:
+        graph_module: the traced model; it holds only what its graph calls.
+        root: the model that was traced; its layers that the graph does not call are reported too.
+        recipe: the grids, and which layers to skip.
+
+    Returns:
+        The layers that stay in float, name to reason.
+
+    Raises:
+        ValueError: if a pattern of the recipe names no layer.
+    """
+    called = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
+    layers = dict(swappable_layers(root))
+    _check_patterns(recipe, list(layers))
+    left: dict[str, str] = {}
+    for name, layer in layers.items():
+        layer_recipe = recipe.for_layer(name)
+        if layer_recipe.skipped_by is not None:
+            left[name] = f"skipped by the recipe's pattern {layer_recipe.skipped_by!r}"
+        elif type(layer) not in TWINS:
+            left[name] = f"{type(layer).__name__} has no quantized twin"
+        elif name not in called:
+            left[name] = "forward never calls it: unused in this mode, or its weight is read by a function"
+        else:
+            graph_module.set_submodule(name, TWINS[type(layer)].from_float(layer, layer_recipe.weight))
+    return left
+
+
+def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:
+    """Hand every quantized convolution the BatchNorm that alone reads its output, in place.
+
+    Returns:
+        The BatchNorms that stay in float, name to reason.
+    """
+    left: dict[str, str] = {}
+    for node in list(graph_module.graph.nodes):
+        norm = submodule_of(graph_module, node)
+        if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
+            continue
+        producer = node.args[0]
+        layer = submodule_of(graph_module, producer) if isinstance(producer, fx.Node) else None
+        if not isinstance(layer, QuantConv2d) or type(norm) is not nn.BatchNorm2d:
+            left[str(node.target)] = "no quantized convolution directly before it"
+        elif len(producer.users) > 1:
+            left[str(node.target)] = f"the output of {producer.target} is read by others too"
+        elif norm.running_var is None:
+            left[str(node.target)] = "it keeps no running statistics to fold"
+        else:
+            with graph_module.graph.inserting_before(producer):
+                handed = graph_module.graph.get_attr(str(node.target))
+            producer.kwargs = {**producer.kwargs, "norm": handed}
+            node.replace_all_uses_with(producer)
+            graph_module.graph.erase_node(node)
+    return left
+
+
+def swappable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Layers whose work is a matrix product or a table look-up; the parts of a composite one are not listed."""
+    inside_composite: set[str] = set()
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in inside_composite):
+            continue
+        if isinstance(module, nn.MultiheadAttention):
+            inside_composite.add(name)
+        if isinstance(module, _LINEAR_FAMILY):
+            yield name, module
+
+
+def _check_patterns(recipe: QuantRecipe, names: list[str]) -> None:
+    for pattern in recipe.overrides:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = get_close_matches(pattern, names, n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else f"layers are called {', '.join(names[:3])} ..."
+            raise ValueError(f"prepare: the recipe's pattern {pattern!r} names no layer of the model; {hint}")

@@ -1,0 +1,103 @@
+"""torch.fx tracing of a float model, with module paths kept so that new modules get telling names."""
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+
+class QuantTracer(fx.Tracer):
+    """fx.Tracer whose graphs may pass a submodule as an argument: a layer is handed its grid and its BatchNorm.
+
+    That makes a prepared model picklable too, because GraphModule is rebuilt by tracing its code again.
+    """
+
+    def create_arg(self, a: Any) -> Any:
+        """A submodule used as an argument becomes a get_attr node."""
+        if isinstance(a, nn.Module):
+            return self.create_node("get_attr", self.path_of_module(a), (), {})
+        return super().create_arg(a)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """torch's own modules, and modules whose forward depends on train or eval mode without owning anything.
+
+        Tracing would bake the mode in; torchvision's StochasticDepth is such a module.
+        """
+        acts_by_mode = type(m).__name__ == "StochasticDepth"
+        return acts_by_mode or super().is_leaf_module(m, module_qualified_name)
+
+
+def trace(model: nn.Module) -> fx.GraphModule:
+    """The model as a graph module that shares the model's submodules.
+
+    Raises:
+        ValueError: if torch.fx cannot trace the model; the sentence says where it stopped.
+    """
+    tracer = QuantTracer()
+    try:
+        graph = tracer.trace(model)
+    except Exception as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"prepare: torch.fx cannot trace {type(model).__name__}: {first_line};"
+            " control flow that depends on tensor values has to move out of forward"
+        ) from error
+    graph._tracer_cls = QuantTracer  # what unpickling traces with
+    return fx.GraphModule(tracer.root, graph, type(model).__name__)
+
+
+def scope_of(node: fx.Node) -> str:
+    """Path of the module whose forward created this node, "" at the top."""
+    stack = node.meta.get("nn_module_stack")
+    return next(reversed(stack.values()))[0] if stack else ""
+
+
+def tensor_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that hold tensors, as far as the graph tells: not sizes, shapes, and what is computed from them."""
+    held: set[fx.Node] = set()
+    plain_results = {"size", "dim", "numel", "item"}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "call_module"):
+            held.add(node)
+        elif node.op == "call_method":
+            if node.target not in plain_results and any(argument in held for argument in node.all_input_nodes):
+                held.add(node)
+        elif node.op == "call_function":
+            asks_shape = node.target is getattr and node.args[1] in ("shape", "ndim", "dtype", "device")
+            if not asks_shape and any(argument in held for argument in node.all_input_nodes):
+                held.add(node)
+    return held
+
+
+def submodule_of(graph_module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    """The module that a call_module node calls, else None."""
+    return graph_module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def is_call(node: fx.Node, modules: tuple[type[nn.Module], ...], functions: set[Any], methods: set[str],
+            graph_module: fx.GraphModule) -> bool:  # fmt: skip
+    """Whether a node applies one of these modules (exact types), functions or tensor methods."""
+    if node.op == "call_module":
+        return type(submodule_of(graph_module, node)) in modules
+    if node.op == "call_function":
+        return node.target in functions
+    return node.op == "call_method" and node.target in methods
+
+
+def free_name(graph_module: nn.Module, wanted: str) -> str:
+    """`wanted`, or wanted_1, wanted_2 ... if the model has an attribute of that name."""
+    names = {name for name, _ in graph_module.named_modules()}
+    scope, _, stem = wanted.rpartition(".")
+    owner = graph_module.get_submodule(scope) if scope else graph_module
+    candidate, number = wanted, 0
+    while candidate in names or hasattr(owner, candidate.rpartition(".")[2]):
+        number += 1
+        candidate = f"{scope}.{stem}_{number}" if scope else f"{stem}_{number}"
+    return candidate
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Where the model's first parameter or buffer lives; the CPU if it has none."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")

@@ -1,0 +1,66 @@
+"""The one registry: names of rules to quantizer classes."""
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import TypeVar
+
+import torch
+
+from qat.quantizer.base import Quantizer, Role
+from qat.spec import QuantSpec
+
+_QUANTIZERS: dict[str, type[Quantizer]] = {}
+
+QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])
+
+
+def register_quantizer(name: str) -> Callable[[QuantizerClass], QuantizerClass]:
+    """Class decorator: make a `Quantizer` available as `QuantSpec(rule=name)`, in code and in YAML.
+
+    Raises:
+        ValueError: if the name is taken by another class.
+        TypeError: if the class is no `Quantizer`.
+
+    >>> from qat.functional import round_ste
+    >>> @register_quantizer("doc_half_range")
+    ... class HalfRange(Quantizer):
+    ...     def quantize(self, x):
+    ...         scale, zero_point = self.grid()
+    ...         return round_ste(x / scale).clamp(self.spec.qmin / 2, self.spec.qmax / 2) * scale
+    >>> create_quantizer(QuantSpec(rule="doc_half_range"))
+    HalfRange(doc_half_range, int8 symmetric per tensor)
+    """
+
+    def register(cls: QuantizerClass) -> QuantizerClass:
+        if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
+            raise TypeError(f"register_quantizer({name!r}): expected a subclass of qat.Quantizer, got {cls!r}")
+        taken = _QUANTIZERS.get(name)
+        if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"register_quantizer({name!r}): the name is taken by {taken.__module__}.{taken.__name__}")
+        _QUANTIZERS[name] = cls
+        return cls
+
+    return register
+
+
+def registered_quantizers() -> list[str]:
+    """Names of all registered rules, sorted."""
+    return sorted(_QUANTIZERS)
+
+
+def create_quantizer(
+    spec: QuantSpec,
+    role: Role = "activation",
+    shape: tuple[int, ...] = (),
+    device: torch.device | str | None = None,
+) -> Quantizer:
+    """A new quantizer of the rule that the spec names; arguments as of `Quantizer`.
+
+    Raises:
+        ValueError: if no rule of that name is registered.
+    """
+    if spec.rule not in _QUANTIZERS:
+        near = get_close_matches(spec.rule, _QUANTIZERS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown quantizer {spec.rule!r}; registered: {', '.join(registered_quantizers())}{hint}")
+    return _QUANTIZERS[spec.rule](spec, role, shape, device)

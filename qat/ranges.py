@@ -1,0 +1,109 @@
+"""Initial ranges: from a tensor's values to the (low, high) that its grid shall cover.
+
+Every function takes values of shape (groups, elements), one row per scale, and returns low and high of shape
+(groups,). Rows are independent. Zero always lies inside, so that padding and ReLU stay exact.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from qat.spec import QuantSpec
+
+_MSE_CANDIDATES = 80
+"""Steps of the search for the range of least squared error: 1/80 of the min-max range each."""
+
+
+def initial_range(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """The range that `spec.init` finds for these values.
+
+    Args:
+        values: shape (groups, elements), one row per scale; at least one element each.
+        spec: grid and name of the rule.
+
+    Returns:
+        low (<= 0) and high (>= 0), each of shape (groups,) in the values' unit, float32.
+
+    Raises:
+        ValueError: if a value is NaN or infinite, or a row is empty.
+
+    >>> low, high = initial_range(torch.tensor([[-1.0, 0.5, 2.0]]), QuantSpec(init="minmax"))
+    >>> low.item(), high.item()
+    (-1.0, 2.0)
+    """
+    values = values.detach().float()
+    if values.dim() != 2 or values.shape[1] == 0:
+        raise ValueError(f"initial_range: values must have shape (groups, elements >= 1), got {tuple(values.shape)}")
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError("initial_range: the values hold NaN or infinity")
+    if spec.init == "percentile":
+        return _percentile(values, spec.percentile)
+    if spec.init == "mse":
+        return _least_squares(values, spec)
+    if spec.init == "lsq":
+        return _lsq(values, spec)
+    return _minmax(values)
+
+
+def scale_and_zero_point(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """The grid that covers low .. high.
+
+    symmetric:  scale = max(|low| / |qmin|, |high| / qmax) (without low if unsigned), zero_point = 0
+    affine:     scale = (high - low) / (qmax - qmin), zero_point = clamp(round(qmin - low / scale), qmin, qmax)
+
+    An empty range (all values zero) gets the scale 1: every grid represents zeros.
+
+    Args:
+        low, high: any shape, low <= 0 <= high.
+        spec: the grid.
+
+    Returns:
+        scale (> 0) and zero_point (an integer, as float32), both of the shape of low.
+    """
+    if spec.symmetric:
+        scale = high / spec.qmax
+        if spec.signed:
+            scale = torch.maximum(scale, low / spec.qmin)
+    else:
+        scale = (high - low) / (spec.qmax - spec.qmin)
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    if spec.symmetric:
+        return scale, torch.zeros_like(scale)
+    return scale, torch.clamp(torch.round(spec.qmin - low / scale), spec.qmin, spec.qmax)
+
+
+def _minmax(values: Tensor) -> tuple[Tensor, Tensor]:
+    return values.amin(1).clamp(max=0), values.amax(1).clamp(min=0)
+
+
+def _percentile(values: Tensor, percentile: float) -> tuple[Tensor, Tensor]:
+    # kthvalue instead of torch.quantile, which refuses more than 16 million elements.
+    count = values.shape[1]
+    rank = min(max(math.ceil(percentile / 100 * count), 1), count)
+    high = values.kthvalue(rank, dim=1).values
+    low = values.kthvalue(count - rank + 1, dim=1).values
+    return low.clamp(max=0), high.clamp(min=0)
+
+
+def _lsq(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """LSQ's scale 2*mean|x|/sqrt(qmax) (arXiv:1902.08153), as a range."""
+    reach = 2 * values.abs().mean(1) * math.sqrt(spec.qmax)
+    low, _ = _minmax(values)
+    return torch.where(low < 0, -reach, low), reach
+
+
+def _least_squares(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """Shrink the min-max range step by step; keep, row by row, the one with the least squared error."""
+    low, high = _minmax(values)
+    best = torch.full_like(low, torch.inf)
+    best_share = torch.ones_like(low)
+    for step in range(_MSE_CANDIDATES, 0, -1):
+        share = torch.full_like(low, step / _MSE_CANDIDATES)
+        scale, zero = (part[:, None] for part in scale_and_zero_point(low * share, high * share, spec))
+        on_grid = (torch.clamp(torch.round(values / scale) + zero, spec.qmin, spec.qmax) - zero) * scale
+        error = (on_grid - values).square().sum(1)
+        better = error < best
+        best = torch.where(better, error, best)
+        best_share = torch.where(better, share, best_share)
+    return low * best_share, high * best_share

@@ -1,0 +1,172 @@
+"""The integer grid of one tensor (`QuantSpec`) and the choice of grids for a whole model (`QuantRecipe`)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+Granularity = Literal["tensor", "channel"]
+RangeInit = Literal["minmax", "percentile", "mse", "lsq"]
+GradScale = Literal["sample", "batch", "none"]
+Target = Literal["onnxruntime"]
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """An integer grid and the rule by which a tensor is put on it.
+
+    A value x becomes the integer q = clamp(round(x / scale) + zero_point, qmin, qmax), which stands for
+    (q - zero_point) * scale. The spec says which integers there are; scale and zero_point belong to a quantizer.
+
+    Args:
+        bits: width of the integers, 2 to 16.
+        signed: integers -2^(bits-1) .. 2^(bits-1)-1 if true, 0 .. 2^bits-1 if false.
+        symmetric: zero_point is 0. If false (affine) it is any integer of the grid, so 0.0 stays exact.
+        granularity: "tensor" for one scale, "channel" for one along the channel axis (weights: axis 0).
+        rule: name of a registered quantizer; see `qat.register_quantizer`.
+        narrow_range: leave out the lowest signed integer, so that the grid is its own mirror image.
+        init: how the first range is found: "minmax", "percentile", "mse" or "lsq" (2*mean|x|/sqrt(qmax)).
+        percentile: with init="percentile", the share of values that the range covers, in percent.
+        grad_scale: N in LSQ's factor 1/sqrt(N*qmax) on the gradient of an activation's scale: elements per
+            "sample" (the paper), per "batch", or "none" for a factor of 1 (weights too).
+
+    Raises:
+        ValueError: for values outside these.
+
+    >>> QuantSpec(bits=8).qmin, QuantSpec(bits=8).qmax
+    (-128, 127)
+    >>> QuantSpec(bits=4, signed=False).qmax
+    15
+    """
+
+    bits: int = 8
+    signed: bool = True
+    symmetric: bool = True
+    granularity: Granularity = "tensor"
+    rule: str = "lsq"
+    narrow_range: bool = False
+    init: RangeInit = "minmax"
+    percentile: float = 99.99
+    grad_scale: GradScale = "sample"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 2 <= self.bits <= 16:
+            raise ValueError(f"QuantSpec: bits must be a whole number from 2 to 16, got {self.bits!r}")
+        if not 50 < self.percentile <= 100:
+            raise ValueError(f"QuantSpec: percentile must be above 50 and at most 100, got {self.percentile!r}")
+        for name, choices in (("granularity", Granularity), ("init", RangeInit), ("grad_scale", GradScale)):
+            value, allowed = getattr(self, name), get_args(choices)
+            if value not in allowed:
+                raise ValueError(f"QuantSpec: {name} must be one of {', '.join(allowed)}, got {value!r}")
+        if self.narrow_range and not self.signed:
+            raise ValueError("QuantSpec: narrow_range=True needs signed=True; an unsigned grid has no mirror image")
+
+    @property
+    def qmin(self) -> int:
+        """Lowest integer of the grid."""
+        return -(2 ** (self.bits - 1)) + int(self.narrow_range) if self.signed else 0
+
+    @property
+    def qmax(self) -> int:
+        """Highest integer of the grid."""
+        return int(2 ** (self.bits - int(self.signed)) - 1)
+
+    def __str__(self) -> str:
+        kind = f"{'int' if self.signed else 'uint'}{self.bits}{' narrow' if self.narrow_range else ''}"
+        return f"{kind} {'symmetric' if self.symmetric else 'affine'} per {self.granularity}"
+
+
+def default_weight_spec() -> QuantSpec:
+    """8 bits per output channel, symmetric, narrow range: a BatchNorm with gamma < 0 negates it exactly."""
+    return QuantSpec(bits=8, signed=True, symmetric=True, granularity="channel", narrow_range=True)
+
+
+def default_activation_spec() -> QuantSpec:
+    """8 bits unsigned with a zero point: the only activations that ONNX Runtime runs fully in integers on x86."""
+    return QuantSpec(bits=8, signed=False, symmetric=False, granularity="tensor", init="mse")
+
+
+@dataclass(frozen=True)
+class LayerRecipe:
+    """What a recipe says about one layer: the grid of its weight, the grid of its input, or that it stays float."""
+
+    weight: QuantSpec
+    activation: QuantSpec
+    skipped_by: str | None = None
+
+
+@dataclass(frozen=True)
+class QuantRecipe:
+    """Which grid every tensor of a model gets.
+
+    Args:
+        weight: grid of weights.
+        activation: grid of activations.
+        overrides: patterns of layer names (shell style: `conv1`, `layer1.*`, `*.downsample.0`) mapped to what
+            differs there: {"weight": {...}, "activation": {...}, "skip": True}. "activation" is the grid of the
+            layer's input. Later patterns win. A pattern that names no layer is an error when the model is prepared.
+        target: the runtime that the grids are made for.
+
+    Raises:
+        ValueError: for an unknown target or override key, or a grid that the target does not run.
+
+    >>> first_and_last = {"activation": {"bits": 8}, "weight": {"bits": 8}}
+    >>> recipe = QuantRecipe(weight=QuantSpec(bits=4, granularity="channel"), overrides={"conv1": first_and_last})
+    >>> recipe.for_layer("conv1").weight.bits, recipe.for_layer("layer1.0.conv1").weight.bits
+    (8, 4)
+    """
+
+    weight: QuantSpec = field(default_factory=default_weight_spec)
+    activation: QuantSpec = field(default_factory=default_activation_spec)
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    target: Target = "onnxruntime"
+
+    def __post_init__(self) -> None:
+        if self.target not in get_args(Target):
+            raise ValueError(f"QuantRecipe: target must be one of {', '.join(get_args(Target))}, got {self.target!r}")
+        for pattern in self.overrides:
+            self._check_override(pattern)
+        self._check_target(self.weight, self.activation, "QuantRecipe")
+        for pattern in self.overrides:
+            layer = self._apply(LayerRecipe(self.weight, self.activation), pattern)
+            self._check_target(layer.weight, layer.activation, f"QuantRecipe: overrides[{pattern!r}]")
+
+    def for_layer(self, name: str) -> LayerRecipe:
+        """The grids of the layer with this name, all overrides applied."""
+        layer = LayerRecipe(self.weight, self.activation)
+        for pattern in self.overrides:
+            if fnmatchcase(name, pattern):
+                layer = self._apply(layer, pattern)
+        return layer
+
+    def _apply(self, layer: LayerRecipe, pattern: str) -> LayerRecipe:
+        change = self.overrides[pattern]
+        return LayerRecipe(
+            weight=replace(layer.weight, **change.get("weight", {})),
+            activation=replace(layer.activation, **change.get("activation", {})),
+            skipped_by=pattern if change.get("skip", layer.skipped_by is not None) else None,
+        )
+
+    def _check_override(self, pattern: str) -> None:
+        known = {spec_field.name for spec_field in fields(QuantSpec)}
+        for key, value in self.overrides[pattern].items():
+            if key not in ("weight", "activation", "skip"):
+                raise ValueError(
+                    f"QuantRecipe: overrides[{pattern!r}]: unknown key {key!r}; valid: weight, activation, skip"
+                )
+            unknown = sorted(set(value) - known) if key != "skip" else []
+            if unknown:
+                raise ValueError(
+                    f"QuantRecipe: overrides[{pattern!r}][{key!r}]: unknown key {unknown[0]!r};"
+                    f" valid: {', '.join(sorted(known))}"
+                )
+
+    def _check_target(self, weight: QuantSpec, activation: QuantSpec, where: str) -> None:
+        """ONNX Runtime's integer kernels: per-tensor activations, symmetric weights, 8-bit containers."""
+        if activation.granularity != "tensor":
+            raise ValueError(
+                f"{where}: activation granularity {activation.granularity!r} has no integer kernel in"
+                f" {self.target}; use 'tensor'"
+            )
+        if not weight.symmetric:
+            raise ValueError(f"{where}: an affine weight has no exact BatchNorm folding; use symmetric=True")

@@ -1,0 +1,206 @@
+"""The schema of a run's YAML file: every field with its type, its default and what it does.
+
+One section of the file is one class. `qat.training.config_file` reads a file into `RunConfig`; this
+module only says what a valid config is. Unknown keys are refused everywhere (`extra="forbid"`).
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+
+DatasetName = Literal[
+    "digits", "imagefolder", "cifar10", "cifar100", "mnist", "fashion_mnist", "imagenet", "npz", "fake"
+]
+
+
+class Section(BaseModel):
+    """A section of the file: strict about keys, immutable once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """Which float model is quantized, and where its weights come from."""
+
+    name: str = "resnet18"
+    """A torchvision classification builder (`resnet18`), or `package.module:callable` for a model of your own."""
+    weights: str | None = None
+    """Pretrained torchvision weights by name (`DEFAULT`, `IMAGENET1K_V1`); downloaded once by torchvision."""
+    num_classes: Count | None = None
+    """Classes of the last layer; default: as many as the data set has."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of the builder."""
+    checkpoint: str | None = None
+    """A file of float weights, .safetensors or a weights-only .pt; relative to where the command runs."""
+
+
+class AugmentConfig(Section):
+    """Training-time augmentation, in the order in which it is applied (torchvision.transforms.v2)."""
+
+    random_resized_crop: bool = False
+    """Crop a random area (8 to 100 %) and resize it to `data.image_size`; validation resizes and crops the centre."""
+    crop_padding: CountOrZero = 0
+    """Pad each side by this many pixels, then crop `data.image_size` at random (CIFAR's recipe: 4)."""
+    horizontal_flip: Probability = 0.0
+    """Probability of mirroring an image."""
+    affine: bool = False
+    """Small random rotation (10 degrees), shift (10 %) and scale (0.9 to 1.1); for characters and other aligned data."""
+    trivial_augment: bool = False
+    """TrivialAugmentWide (arXiv:2103.10158)."""
+    random_erasing: Probability = 0.0
+    """Probability of erasing a random rectangle."""
+
+
+class DataConfig(Section):
+    """The data set, its preprocessing and its batches."""
+
+    name: DatasetName = "digits"
+    """`digits` is bundled; `imagefolder` reads root/train/<class>/ and root/val/<class>/; `npz` reads the arrays
+    x_train, y_train, x_val, y_val (uint8 images NHWC or NHW) of one file; `fake` is random and for smoke tests."""
+    root: str | None = None
+    """Folder (or .npz file) of the data; not for `digits` and `fake`."""
+    download: bool = False
+    """Let torchvision download cifar10, cifar100, mnist or fashion_mnist into `root`."""
+    image_size: Count = 32
+    """Side of the square image that the model sees, in pixels."""
+    resize_size: Count | None = None
+    """Validation: resize the shorter side to this before the centre crop; default: image_size, no crop."""
+    mean: tuple[float, float, float] | None = None
+    """Per-channel mean of the normalisation, of pixels in [0, 1]; default: the data set's own."""
+    std: tuple[float, float, float] | None = None
+    """Per-channel deviation of the normalisation."""
+    augment: AugmentConfig = AugmentConfig()
+    batch_size: Count = 64
+    """Images per training step."""
+    eval_batch_size: Count | None = None
+    """Images per validation step; default: twice batch_size."""
+    workers: CountOrZero | None = None
+    """Loader processes; default: 0 for the small in-memory sets, else up to 8, at most one a core."""
+    limit_train: Count | None = None
+    """Use only this many training images (a fixed random choice)."""
+    limit_val: Count | None = None
+    """Use only this many validation images (a fixed random choice)."""
+
+
+class StageConfig(Section):
+    """How a model is optimised: used for the float baseline and, with its own values, for QAT."""
+
+    epochs: CountOrZero = 1
+    """Passes over the training data; 0 skips the stage."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    lr: Positive = 0.1
+    """Peak learning rate, reached after the warm-up."""
+    momentum: Probability = 0.9
+    """SGD momentum (Nesterov); AdamW ignores it."""
+    weight_decay: NonNegative = 1e-4
+    """Weight decay of weights. Norms, biases and quantizer parameters: `norm_weight_decay`."""
+    norm_weight_decay: NonNegative = 0.0
+    """Weight decay of normalisation parameters and biases; quantizer scales never decay."""
+    warmup_epochs: NonNegative = 0.0
+    """Linear warm-up from 1 % of lr, in epochs (fractions allowed)."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """After the warm-up: cosine to 0 over the remaining steps, or constant."""
+    label_smoothing: Probability = 0.0
+    clip_grad_norm: Positive | None = None
+    """Clip the gradient's total norm to this."""
+    ema_decay: Probability | None = None
+    """Keep an exponential moving average of the weights with this decay per step, and evaluate it."""
+
+
+class QATStageConfig(StageConfig):
+    """Fine-tuning with quantization."""
+
+    lr: Positive = 0.01
+    quantizer_lr_factor: Positive = 1.0
+    """Learning rate of quantizer parameters (scales), as a factor of lr."""
+    freeze_bn_epoch: CountOrZero | None = None
+    """From this epoch on (0 is the first) batch-norm statistics stay as they are."""
+
+
+class SpecConfig(Section):
+    """One grid: what `qat.QuantSpec` takes; fields left out keep the target's choice."""
+
+    bits: Annotated[int, Field(ge=2, le=16)] | None = None
+    signed: bool | None = None
+    symmetric: bool | None = None
+    granularity: Literal["tensor", "channel"] | None = None
+    rule: str | None = None
+    """Name of a registered quantizer (`lsq`)."""
+    narrow_range: bool | None = None
+    init: Literal["minmax", "percentile", "mse", "lsq"] | None = None
+    """How the first range is found."""
+    percentile: Annotated[float, Field(gt=50, le=100)] | None = None
+    """With init=percentile: the share of values, in percent, that the range covers."""
+    grad_scale: Literal["sample", "batch", "none"] | None = None
+    """N in LSQ's gradient factor 1/sqrt(N*qmax): elements per sample, per batch, or no factor."""
+
+
+class OverrideConfig(Section):
+    """What differs for the layers that a pattern names."""
+
+    weight: SpecConfig = SpecConfig()
+    activation: SpecConfig = SpecConfig()
+    skip: bool = False
+    """Leave the layer in float."""
+
+
+class QuantizationConfig(Section):
+    """The grids and the ranges that the fine-tuning starts from."""
+
+    target: Literal["onnxruntime"] = "onnxruntime"
+    """The runtime whose integer kernels the model is made for."""
+    weight: SpecConfig = SpecConfig()
+    activation: SpecConfig = SpecConfig()
+    overrides: dict[str, OverrideConfig] = Field(default_factory=dict)
+    """Patterns of layer names (`conv1`, `layer1.*`, fnmatch) and what differs there."""
+    calibration_batches: Count = 8
+    """Training batches (without augmentation) that the activation ranges are found on."""
+
+
+class ExportConfig(Section):
+    """What is written and proven at the end."""
+
+    onnx: bool = True
+    """Write model.onnx and run it in ONNX Runtime over the whole validation split."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    name: str = "run"
+    """Name of the run; default: the config file's name."""
+    run_dir: str | None = None
+    """Run folder; default: runs/<name>, and runs/<name>-2, -3 ... while those exist. A folder given here must be new,
+    empty, or resumed from."""
+    resume: Literal["never", "auto"] = "never"
+    """`auto`: go on from last.pt of run_dir (by default: the newest runs/<name>*), or start if there is none."""
+    seed: CountOrZero = 0
+    device: str = "auto"
+    """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:1` ..."""
+    amp: Literal["none", "bf16", "fp16"] = "none"
+    """Mixed precision of the training steps; fp16 with a gradient scaler (CUDA only)."""
+    channels_last: bool = True
+    """Memory format of images and convolutions; faster on current CPUs and tensor cores."""
+    log_every: Count = 10
+    """Training steps between two points of the curves: the only host-device synchronisation of a step."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    float: StageConfig = StageConfig(epochs=0)
+    """Training of the float baseline; epochs: 0 takes the weights as loaded."""
+    qat: QATStageConfig = QATStageConfig()
+    float_finetune: bool = False
+    """Also fine-tune the float model exactly as QAT does (same epochs and settings): the fair comparison."""
+    quantization: QuantizationConfig = QuantizationConfig()
+    export: ExportConfig = ExportConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RunConfig":
+        if self.amp == "fp16" and self.device == "cpu":
+            raise ValueError("amp: 'fp16' needs a CUDA device; on device 'cpu' use 'bf16' or 'none'")
+        return self
