@@ -24,9 +24,9 @@ def summary(model: nn.Module) -> str:
 
     >>> from qat import prepare
     >>> print(summary(prepare(nn.Sequential(nn.Linear(8, 2)))))
-    name             type          grid                              rule  parameters  remark
-    input_quantizer  LSQQuantizer  uint8 affine per tensor           lsq   1           not calibrated
-    0                QuantLinear   int8 narrow symmetric per channel lsq   20          input: input_quantizer
+    name             type          grid                               rule  parameters  remark
+    input_quantizer  LSQQuantizer  uint8 affine per tensor            lsq   1           not calibrated
+    0                QuantLinear   int8 narrow symmetric per channel  lsq   20          input: input_quantizer
     <BLANKLINE>
     1 quantized layer, 1 activation quantizer, 0 layers in float; 18 float parameters, 3 quantizer parameters
     """

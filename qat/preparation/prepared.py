@@ -58,11 +58,11 @@ def prepare(
     graph_module.meta[LEFT_IN_FLOAT] = left
     graph_module.train(model.training)
     if example_inputs is not None:
-        _probe(graph_module, example_inputs if isinstance(example_inputs, tuple) else (example_inputs,))
+        probe(graph_module, example_inputs if isinstance(example_inputs, tuple) else (example_inputs,))
     return graph_module
 
 
-def _probe(model: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
+def probe(model: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
     """Run the model once, in evaluation, and make sure that every quantizer of an activation saw a tensor."""
     silent = {name for name, module in model.named_modules() if isinstance(module, Quantizer)}
     hooks = [

@@ -1,0 +1,220 @@
+"""Export: integer initializers, the same integers in ONNX Runtime as in torch, and refusals that are loud."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torchvision
+from onnx import numpy_helper
+from torch import nn
+
+import qat
+from qat.export import compare_layers, optimized_operators
+from qat.layers import QuantLayer
+from qat.quantizer import Quantizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+class Small(nn.Module):
+    """Every kind of layer of a ResNet on small tensors: max pool, residual add, downsampling, average pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.pool = nn.MaxPool2d(2)
+        self.conv = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU()
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(self.relu(self.stem(x)))
+        x = self.relu(self.bn(self.conv(x)) + x)
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+def small_model(recipe: qat.QuantRecipe | None = None) -> torch.fx.GraphModule:
+    """A prepared, calibrated and briefly trained Small, with gammas of both signs and one of zero."""
+    torch.manual_seed(0)
+    net = Small()
+    with torch.no_grad():
+        net.bn.weight.copy_(torch.linspace(-1, 1, 8))
+        net.bn.weight[3] = 0
+        net.bn.bias.normal_()
+    model = qat.prepare(net, recipe)
+    qat.calibrate(model, [torch.randn(8, 3, 8, 8)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model.train()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3, 8, 8)).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        model.bn.weight[3] = 0
+    return model.eval()
+
+
+def total(differences: list[qat.export.LayerDifference]) -> tuple[int, int, int]:
+    return (
+        sum(layer.elements for layer in differences),
+        sum(layer.differing for layer in differences),
+        max(layer.largest for layer in differences),
+    )
+
+
+@pytest.mark.parametrize("optimize", [True, False])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_every_layers_integers_are_equal(tmp_path: Path, bits: int, optimize: bool) -> None:
+    recipe = qat.QuantRecipe(
+        weight=qat.QuantSpec(bits=bits, granularity="channel", narrow_range=True),
+        activation=qat.QuantSpec(bits=bits, signed=False, symmetric=False, init="mse"),
+    )
+    model = small_model(recipe)
+    path = tmp_path / "model.onnx"
+    qat.export_onnx(model, path, torch.randn(1, 3, 8, 8))
+    elements, differing, largest = total(compare_layers(path, model, torch.randn(64, 3, 8, 8), optimize))
+    assert elements > 60_000 and differing <= 1 and largest <= 1
+
+
+def test_the_runtime_computes_in_integers(tmp_path: Path) -> None:
+    model = small_model()
+    qat.export_onnx(model, tmp_path / "model.onnx", torch.randn(1, 3, 8, 8))
+    operators = optimized_operators(tmp_path / "model.onnx")
+    assert operators["QLinearConv"] == 2 and operators["QLinearAdd"] == 1 and operators["QGemm"] == 1
+    assert operators["QLinearGlobalAveragePool"] == 1
+    assert not {"Conv", "FusedConv", "Add", "Gemm", "MatMul"} & set(operators)
+
+
+def test_four_bits_run_as_integer_convolutions_too(tmp_path: Path) -> None:
+    spec = qat.QuantSpec(bits=4, signed=False, symmetric=False)
+    model = small_model(qat.QuantRecipe(activation=spec))
+    qat.export_onnx(model, tmp_path / "model.onnx", torch.randn(1, 3, 8, 8))
+    operators = optimized_operators(tmp_path / "model.onnx")
+    assert operators["QLinearConv"] == 2 and "Conv" not in operators and "FusedConv" not in operators
+
+
+def test_the_file_holds_the_trained_integers(tmp_path: Path) -> None:
+    model = small_model()
+    path = tmp_path / "model.onnx"
+    qat.export_onnx(model, path, torch.randn(1, 3, 8, 8))
+    proto = onnx.load(path)
+    arrays = {i.name: numpy_helper.to_array(i) for i in proto.graph.initializer}
+    int8_weights = [a for a in arrays.values() if a.dtype == np.int8 and a.ndim > 1]
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLayer):
+            codes = module.weight_quantizer.codes(module.weight).detach().numpy()
+            if name == "conv":
+                gamma = model.bn.weight.detach().numpy()
+                codes = codes * np.sign(gamma)[:, None, None, None]
+            assert any(a.shape == codes.shape and np.array_equal(a, codes) for a in int8_weights), name
+    assert not [name for name, a in arrays.items() if a.dtype == np.float32 and a.ndim > 1], "a weight is left in float"
+    biases = [a for a in arrays.values() if a.dtype == np.int32]
+    assert sorted(a.shape for a in biases) == [(4,), (8,), (8,)]
+    outputs = {output for node in proto.graph.node for output in node.output}
+    assert {n for n, m in model.named_modules() if isinstance(m, Quantizer) and m.role == "activation"} <= outputs
+
+
+def test_the_file_names_nothing_of_this_machine(tmp_path: Path) -> None:
+    model = small_model()
+    qat.export_onnx(model, tmp_path / "model.onnx", torch.randn(1, 3, 8, 8))
+    content = (tmp_path / "model.onnx").read_bytes()
+    assert str(Path(qat.__file__).parent).encode() not in content and b'File "' not in content
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_export_changes_nothing_and_any_batch_size_runs(tmp_path: Path) -> None:
+    model = small_model().train()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    path = tmp_path / "model.onnx"
+    qat.export_onnx(model, path, torch.randn(1, 3, 8, 8))
+    assert model.training and all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    for size in (1, 5):
+        images = torch.randn(size, 3, 8, 8)
+        result = qat.verify_onnx(
+            path, model, [(images, torch.zeros(size, dtype=torch.int64)), (images, torch.ones(size))]
+        )
+        assert result.samples == 2 * size and result.agreement == 1.0
+        assert result.torch_top1 == result.onnx_top1 and result.max_difference < 0.05
+    assert model.training
+
+
+def test_verification_sees_a_file_of_another_model(tmp_path: Path) -> None:
+    model = small_model()
+    path = tmp_path / "model.onnx"
+    qat.export_onnx(model, path, torch.randn(1, 3, 8, 8))
+    with torch.no_grad():
+        model.conv.weight.neg_()
+        model.fc.weight.neg_()
+    images = torch.randn(64, 3, 8, 8)
+    assert qat.verify_onnx(path, model, [images]).agreement < 0.9
+    assert total(compare_layers(path, model, images))[1] > 1000
+
+
+def test_resnet18_becomes_20_integer_convolutions_and_8_integer_adds(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = torchvision.models.resnet18(num_classes=10)
+    for _ in range(3):
+        net(torch.randn(8, 3, 32, 32))
+    model = qat.prepare(net.eval())
+    qat.calibrate(model, [torch.randn(8, 3, 32, 32)])
+    path = tmp_path / "model.onnx"
+    qat.export_onnx(model, path, torch.randn(1, 3, 32, 32))
+    operators = optimized_operators(path)
+    assert (operators["QLinearConv"], operators["QLinearAdd"], operators["QGemm"]) == (20, 8, 1)
+    assert not {"Conv", "FusedConv", "Add", "Gemm", "MatMul"} & set(operators)
+    elements, differing, largest = total(compare_layers(path, model, torch.randn(32, 3, 32, 32)))
+    assert differing < elements / 100_000 and largest <= 1
+    floats = sum(parameter.numel() for parameter in net.parameters()) * 4
+    assert path.stat().st_size < 0.27 * floats
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "sentence"),
+    [
+        (
+            lambda: Small(),
+            TypeError,
+            "export_onnx: expected a model from qat.prepare, got Small without quantizers",
+        ),
+        (
+            lambda: qat.prepare(Small()),
+            ValueError,
+            "export_onnx: 'input_quantizer' has no range yet; call qat.calibrate(model, batches) first",
+        ),
+        (
+            lambda: small_model(qat.QuantRecipe(overrides={"conv": {"weight": {"bits": 12}}})),
+            ValueError,
+            "export_onnx: 'conv.weight_quantizer' has 12 bits; ONNX Runtime's integer kernels take at most 8",
+        ),
+    ],
+)
+def test_refusals_are_sentences(
+    tmp_path: Path, make: Callable[[], nn.Module], error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error) as caught:
+        qat.export_onnx(make(), tmp_path / "model.onnx", torch.randn(1, 3, 8, 8))  # type: ignore[arg-type]
+    assert str(caught.value) == sentence
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rule_off_the_integer_grid_is_refused(tmp_path: Path) -> None:
+    model = small_model()
+    type(model.conv_quantizer).exportable = False
+    try:
+        with pytest.raises(ValueError, match=r"uses the rule 'lsq', whose values lie on no integer grid$"):
+            qat.export_onnx(model, tmp_path / "model.onnx", torch.randn(1, 3, 8, 8))
+    finally:
+        type(model.conv_quantizer).exportable = True
+
+
+def test_an_existing_file_survives_a_failed_export(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_text("precious")
+    with pytest.raises(ValueError):
+        qat.export_onnx(qat.prepare(Small()), path, torch.randn(1, 3, 8, 8))
+    assert path.read_text() == "precious"

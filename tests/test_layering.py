@@ -1,0 +1,94 @@
+"""Imports point downwards only: the house of DESIGN.md, read from the source."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# From the ground up. A module may import from its own floor and from those before it.
+FLOORS = [
+    ("qat.spec", "qat.functional", "qat.ranges"),
+    ("qat.kernels",),
+    ("qat.quantizer",),
+    ("qat.layers",),
+    ("qat.preparation", "qat.calibration"),
+    ("qat.analysis",),
+    ("qat.export",),
+    ("qat.training",),
+]
+HEAVY = ("yaml", "pydantic", "torchvision", "tensorboard", "onnx", "onnxscript", "onnxruntime")
+
+
+def floor_of(module: str) -> int | None:
+    for number, names in enumerate(FLOORS):
+        if any(module == name or module.startswith(f"{name}.") for name in names):
+            return number
+    return None
+
+
+def imported_modules(path: Path, module: str) -> set[str]:
+    """Modules of this project that a file imports, wherever in the file."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            assert node.module is not None
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name == "qat" or name.startswith("qat.")}
+
+
+SOURCES = sorted((ROOT / "qat").rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_imports_point_downwards(path: Path) -> None:
+    module = module_name(path)
+    if module == "qat":
+        return
+    own = floor_of(module)
+    assert own is not None, f"{module} stands on no floor of the house; add it to FLOORS"
+    for name in imported_modules(path, module):
+        floor = floor_of(name)
+        if floor is None:
+            # `from qat import x` goes through the roof; only the training script's parts live above it.
+            assert module.startswith("qat.training"), f"{module} imports {name} from the package's face"
+        else:
+            assert floor <= own, f"{module} imports {name}, which stands above it"
+
+
+def test_nothing_in_the_library_knows_the_training_script() -> None:
+    for path in SOURCES:
+        module = module_name(path)
+        if not module.startswith("qat.training"):
+            uses = {name for name in imported_modules(path, module) if name.startswith("qat.training")}
+            assert not uses, f"{module} imports {uses}"
+
+
+def test_importing_qat_loads_nothing_heavy() -> None:
+    code = f"import sys, qat; print([name for name in {HEAVY!r} if name in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert shown.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_files_hold_one_idea(path: Path) -> None:
+    lines = len(path.read_text().splitlines())
+    assert lines <= 320, f"{path.name} has {lines} lines; one idea a file, 100 to 300 lines"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            first = node.body[0]
+            documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(node.body) > 1
+            start = node.body[1].lineno if documented else node.lineno
+            assert (node.end_lineno or 0) - start < 60, f"{path.name}: {node.name} is longer than 60 lines"
+    assert path.stem not in ("utils", "common", "helpers", "misc")
