@@ -50,7 +50,7 @@ class AugmentConfig(Section):
     horizontal_flip: Probability = 0.0
     """Probability of mirroring an image."""
     affine: bool = False
-    """Small random rotation (10 degrees), shift (10 %) and scale (0.9 to 1.1); for characters and other aligned data."""
+    """Small random rotation (10 degrees), shift (10 %) and scale (0.9 to 1.1); for aligned data such as characters."""
     trivial_augment: bool = False
     """TrivialAugmentWide (arXiv:2103.10158)."""
     random_erasing: Probability = 0.0
@@ -180,7 +180,7 @@ class RunConfig(Section):
     empty, or resumed from."""
     resume: Literal["never", "auto"] = "never"
     """`auto`: go on from last.pt of run_dir (by default: the newest runs/<name>*), or start if there is none."""
-    seed: CountOrZero = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: str = "auto"
     """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:1` ..."""
     amp: Literal["none", "bf16", "fp16"] = "none"

@@ -1,0 +1,217 @@
+"""Checkpoints: written in one piece, readable without unpickling code, and only taken up by the run they belong to."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from qat.training.config import RunConfig
+from qat.training.errors import UserError
+
+FORMAT = 1
+"""Version of the payload; a reader refuses others."""
+
+PAYLOAD_KEYS = ("stage", "epochs", "model", "state", "results", "config")
+
+FREE_KEYS = ("name", "run_dir", "resume", "device", "log_every", "data.workers", "data.download", "export")
+"""Keys of the config that may differ when a run is resumed: they do not change what is trained."""
+
+
+@dataclass
+class StageState:
+    """Where a stage of training stands, beside the model's own state.
+
+    Args:
+        epoch: finished epochs.
+        best_top1: best validation accuracy so far, in percent.
+        optimizer, schedule, scaler, ema: their state_dicts; ema is None without averaging.
+        rng: states of torch's generators, see `capture_rng`.
+    """
+
+    epoch: int
+    best_top1: float
+    optimizer: dict[str, Any]
+    schedule: dict[str, Any]
+    scaler: dict[str, Any]
+    ema: dict[str, Tensor] | None
+    rng: dict[str, Tensor]
+
+    def to_payload(self) -> dict[str, Any]:
+        """As a plain dict for `save_checkpoint`; tensors are not copied."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_payload(cls, payload: dict[str, Any]) -> "StageState":
+        """Back from `to_payload`."""
+        return cls(**payload)
+
+
+def capture_rng(device: torch.device) -> dict[str, Tensor]:
+    """The states of torch's generators on the CPU and, if the device is one, on the CUDA device."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_rng(states: dict[str, Tensor], device: torch.device) -> None:
+    """Set torch's generators as they were; a CUDA state is only used on a CUDA device."""
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
+    """Write a checkpoint so that `path` always holds a whole one: the old or the new, whenever the power fails.
+
+    Args:
+        path: the file; it is replaced if it exists.
+        payload: tensors and plain Python values under `PAYLOAD_KEYS`: stage (name), epochs (finished ones), model
+            (state_dict), state (`StageState.to_payload()`, or None if not meant for going on), results and config
+            (plain dicts). A `format` version is added.
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
+    assert tuple(payload) == PAYLOAD_KEYS, f"checkpoint payload has the keys {list(payload)}"
+    with _replacing(path) as temporary, open(temporary, "wb") as file:
+        torch.save({"format": FORMAT, **payload}, file)
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint onto the CPU, tensors and plain values only.
+
+    Args:
+        path: a file of `save_checkpoint`.
+
+    Raises:
+        UserError: if the file is missing, damaged, of another program or of another version.
+    """
+    try:
+        with open(path, "rb") as file:
+            payload = _unpickle(path, file)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the checkpoint ({error.strerror})") from error
+    version = payload.get("format") if isinstance(payload, dict) else None
+    if not isinstance(version, int):
+        raise UserError(f"{path}: this is no checkpoint of a run (no format version); weights go in model.checkpoint")
+    if version != FORMAT:
+        raise UserError(f"{path}: the checkpoint has format {version}, this version of qat reads format {FORMAT}")
+    missing = [key for key in PAYLOAD_KEYS if key not in payload]
+    if missing:
+        raise UserError(f"{path}: the checkpoint has no {missing[0]!r}; it is damaged or of another program")
+    return dict(payload)
+
+
+def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig) -> None:
+    """Refuse to go on with a config under which the checkpoint would not have been trained.
+
+    Args:
+        path: the checkpoint, for the message.
+        saved: its config, as `config.model_dump(mode="json")` gave it.
+        config: the present one; only `FREE_KEYS` may differ.
+
+    Raises:
+        UserError: naming the first key that differs, with both values.
+    """
+    before, now = dict(_flat(saved)), dict(_flat(config.model_dump(mode="json")))
+    for key in [*now, *(key for key in before if key not in now)]:
+        if any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS):
+            continue
+        old, new = (repr(values[key]) if key in values else "not set" for values in (before, now))
+        if old != new:
+            raise UserError(
+                f"{path}: was trained with {key}: {old}, now it is {new}; set it back, or start anew in another run_dir"
+            )
+
+
+def restore_model(path: Path, payload: dict[str, Any], model: nn.Module) -> None:
+    """Load the model's state of a checkpoint, strictly.
+
+    Args:
+        path: the checkpoint, for the message.
+        payload: what `load_checkpoint` gave.
+        model: built and prepared as it was when the checkpoint was written.
+
+    Raises:
+        UserError: if it is of another model, naming the first tensor that differs.
+    """
+    saved, own = payload["model"], model.state_dict()
+    for name in [*own, *(name for name in saved if name not in own)]:
+        if name not in saved or name not in own:
+            where = "only the model has it" if name in own else "only the checkpoint has it"
+            raise UserError(f"{path}: the checkpoint is of another model: {name!r}: {where}")
+        there, here = (tuple(state[name].shape) for state in (saved, own))
+        if there != here:
+            raise UserError(f"{path}: the checkpoint is of another model: {name!r} is {there} there and {here} here")
+    model.load_state_dict(saved)
+
+
+def save_float_weights(path: Path, model: nn.Module) -> None:
+    """Write the model's state_dict as safetensors, in one piece, each shared tensor under all of its names.
+
+    Args:
+        path: the file; it is replaced if it exists.
+        model: any; on any device.
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
+    # Copies: safetensors refuses views and shared memory, and plain loaders expect every name to be there.
+    tensors = {
+        name: torch.clone(tensor.detach().cpu(), memory_format=torch.contiguous_format)
+        for name, tensor in model.state_dict().items()
+    }
+    with _replacing(path) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Write a file under a temporary name beside `path`, then put it in its place once it is on the disk."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        reason = _disk_trouble(error)
+        if reason is None:
+            raise
+        raise UserError(f"{path}: cannot write it ({reason})") from error
+
+
+def _unpickle(path: Path, file: BinaryIO) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch answers foreign bytes with a dozen types, KeyError and OSError among them
+        raise UserError(f"{path}: the checkpoint is damaged or of another program; remove it to start anew") from error
+
+
+def _disk_trouble(error: BaseException) -> str | None:
+    """What the operating system said, if that is at the root: torch and safetensors wrap it in their own errors."""
+    if isinstance(error, SafetensorError):
+        return str(error)
+    while not isinstance(error, OSError):
+        if error.__context__ is None:
+            return None
+        error = error.__context__
+    return error.strerror or str(error)
+
+
+def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested keys joined by dots, with their values; an empty section is the same as none."""
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

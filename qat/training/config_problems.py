@@ -1,0 +1,190 @@
+"""From pydantic's errors to sentences for a human, with the help of the schema that `RunConfig` declares."""
+
+import difflib
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from qat.training.config import RunConfig
+from qat.training.config_yaml import parse_yaml
+
+Location = tuple[str | int, ...]
+"""The way to a value: keys of sections and places in lists, from the top."""
+
+_WRONG = "expected {expected}, got {got}{hint}"
+_SENTENCES = {
+    "extra_forbidden": "unknown key; {hint}",
+    "value_error": "{message}",
+    "json_invalid": "nested too deeply to be a config",  # all else that JSON refuses, `parse_yaml` refuses first
+    "finite_number": "expected {expected}, got {got}, which is not finite",
+    "bool_type": _WRONG,
+    "int_type": _WRONG,
+    "float_type": _WRONG,
+    "string_type": _WRONG,
+    "dict_type": _WRONG,
+    "model_type": _WRONG,
+    "tuple_type": _WRONG,
+    "missing": _WRONG,  # a list that is too short
+    "too_long": _WRONG,
+    "literal_error": _WRONG,
+    "greater_than": _WRONG,
+    "greater_than_equal": _WRONG,
+    "less_than": _WRONG,
+    "less_than_equal": _WRONG,
+}
+_FALLBACK = "{message}, got {got}"
+_BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
+_NAMES = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
+_TYPES = {"integer": (int,), "number": (int, float), "boolean": (bool,)}
+
+
+def sentences_of(error: ValidationError, where: Callable[[Location], str]) -> list[str]:
+    """One line for each problem of a config.
+
+    Args:
+        error: what `RunConfig` said of the values.
+        where: gives the beginning of the line for the place of a problem: the file or the override, and the key.
+    """
+    lines = []
+    for problem in error.errors(include_url=False):
+        location: Location = problem["loc"]
+        message = problem["msg"]
+        if problem["type"] == "missing" and location and isinstance(location[-1], int):
+            location = location[:-1]  # pydantic points at each place that a short list lacks
+        if problem["type"] == "value_error":
+            location, message = _of_validator(location, str(problem["ctx"]["error"]))
+        schema = schema_at(location)
+        sentence = _SENTENCES.get(problem["type"], _FALLBACK).format(
+            message=re.sub(r"^[A-Z]\w* should", "should", re.sub(r"^Input should be", "expected", message)),
+            expected=_expectation(schema or {}),
+            got=shown(problem["input"]),
+            hint=_key_hint(location) if schema is None else _value_hint(schema, problem["input"]),
+        )
+        lines.append(f"{where(location)}: {sentence}")
+    return list(dict.fromkeys(lines))
+
+
+def schema_at(location: Sequence[str | int]) -> Mapping[str, Any] | None:
+    """The JSON schema of the value at a place of the config; None where no such key is known."""
+    schema: Mapping[str, Any] = _without_null(_schema())
+    for step in location:
+        inner: Any = None
+        if isinstance(step, int):
+            inner = dict(enumerate(schema.get("prefixItems", ()))).get(step)
+        else:
+            inner = schema.get("properties", {}).get(step) or schema.get("additionalProperties")
+        if not inner:
+            return None
+        schema = _without_null({} if inner is True else inner)
+    return schema
+
+
+def dotted(location: Sequence[str | int]) -> str:
+    """A place as the user writes it: `qat.lr`, `data.mean[1]`."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{one_line(step)}" for step in location).lstrip(".")
+
+
+def shown(value: Any) -> str:
+    """A value as YAML would have it, in one line and not too long."""
+    if isinstance(value, str):
+        text = repr(value)
+    elif isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{one_line(key)}: {shown(inner)}" for key, inner in value.items()) + "}"
+    elif isinstance(value, list):
+        text = "[" + ", ".join(shown(inner) for inner in value) + "]"
+    else:
+        text = {float("inf"): ".inf", float("-inf"): "-.inf"}.get(value, json.dumps(value)).replace("NaN", ".nan")
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def one_line(text: str) -> str:
+    """The user's own words; quoted where line breaks or control characters would spoil the sentence."""
+    return text if text.isprintable() else repr(text)
+
+
+def near(word: str, choices: Iterable[str] | Mapping[str, str], count: int = 1) -> str | None:
+    """`did you mean 'lr'?`, with up to `count` of the choices that look like the word; None where none does.
+
+    Args:
+        word: what the user wrote.
+        choices: the right words; as a mapping, they are compared and what they map to is shown.
+        count: 1 or more.
+    """
+    if not isinstance(choices, Mapping):
+        choices = {choice: choice for choice in choices}
+    told = {choice.lower(): repr(choices[choice]) for choice in choices}
+    found = [told[match] for match in difflib.get_close_matches(word.lower(), told, count)]
+    return f"did you mean {' or '.join(found)}?" if found else None
+
+
+@functools.cache
+def _schema() -> dict[str, Any]:
+    return RunConfig.model_json_schema()
+
+
+def _without_null(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema behind a reference or an optional value; the latter is marked with `or_null`."""
+    if "$ref" in schema:
+        return _schema()["$defs"][schema["$ref"].rpartition("/")[2]]  # type: ignore[no-any-return]
+    for choice in schema.get("anyOf", ()):
+        if choice.get("type") != "null":
+            return {**_without_null(choice), "or_null": True}
+    if "allOf" in schema:  # how pydantic before 2.10 writes a reference that has a default
+        return _without_null(schema["allOf"][0])
+    return schema
+
+
+def _expectation(schema: Mapping[str, Any]) -> str:
+    """What a value has to be: `a whole number >= 1 or null`, `'sgd' or 'adamw'`."""
+    kind = schema.get("type", "")
+    words = [repr(choice) for choice in _choices(schema)]
+    if not words and kind == "object":
+        keys = list(schema.get("properties", ("key: value",)))
+        words = [f"a section ({', '.join(keys[:4])}{', ...' * (len(keys) > 4)})"]
+    elif not words and kind == "array":
+        words = [f"a list of {len(schema['prefixItems'])} numbers"]
+    elif not words:
+        limits = {bound: schema[bound] for bound, _ in _BOUNDS if bound in schema}
+        limits = {bound: int(limit) if limit == int(limit) else limit for bound, limit in limits.items()}  # 1.0 is 1
+        bounds = [f"{sign} {limits[bound]}" for bound, sign in _BOUNDS if bound in limits]
+        if limits.keys() == {"minimum", "maximum"}:
+            bounds = [f"from {limits['minimum']} to {limits['maximum']}"]
+        words = [" ".join([_NAMES.get(kind, "another value"), " and ".join(bounds)]).rstrip()]
+    words += ["null"] * schema.get("or_null", False)
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _choices(schema: Mapping[str, Any]) -> list[str]:
+    return [schema["const"]] if "const" in schema else schema.get("enum", [])
+
+
+def _key_hint(location: Location) -> str:
+    keys = list((schema_at(location[:-1]) or {}).get("properties", ()))
+    key = str(location[-1])
+    # `epochs=3` at the top: the key is right, its section is missing
+    inside = [f"{name}.{key}" for name in keys if key in (schema_at([name]) or {}).get("properties", ())]
+    if len(location) == 1 and inside:
+        return f"did you mean {' or '.join(map(repr, inside))}?"
+    return near(key, keys) or f"valid keys: {', '.join(keys)}"
+
+
+def _value_hint(schema: Mapping[str, Any], value: Any) -> str:
+    hint = None
+    kind = schema.get("type", "")
+    if isinstance(value, str):
+        unquoted = parse_yaml(value).value
+        hint = "write it without quotes" if type(unquoted) in _TYPES.get(kind, ()) else near(value, _choices(schema))
+    elif kind == "string" and isinstance(value, bool | int | float) and not _choices(schema):
+        hint = "write it in quotes"
+    return f"; {hint}" if hint else ""
+
+
+def _of_validator(location: Location, message: str) -> tuple[Location, str]:
+    """A check across keys begins its message with the key that it is about: `amp: 'fp16' needs ...`."""
+    key, separator, rest = message.partition(": ")
+    named = (*location, *key.split("."))
+    return (named, rest) if separator and schema_at(named) is not None else (location, message)

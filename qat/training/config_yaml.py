@@ -1,0 +1,133 @@
+"""The YAML of the config files: PyYAML's safe subset with the traps of YAML 1.1 taken out.
+
+`1e-3` is a number, only `true` and `false` are booleans (`off` and `no` stay words), `010` and `1:30` are text
+rather than 8 and 90, and a key given twice is a problem instead of a silent overwrite.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+_PREFIX = "tag:yaml.org,2002:"
+_DIGITS = "0123456789"
+_FLOAT = re.compile(
+    r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$"
+    r"|\.(?:nan|NaN|NAN)$"
+)
+# Python refuses to read decimal integers of more than 4300 digits; longer ones stay text.
+_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]{0,999})$")
+
+# (tag, what a plain word of this kind looks like, its first characters); everything else is text
+_KINDS: tuple[tuple[str, re.Pattern[str], list[str]], ...] = (
+    ("bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    ("int", _INT, list("-+" + _DIGITS)),
+    ("float", _FLOAT, list("-+." + _DIGITS)),
+    ("null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    ("merge", re.compile(r"<<$"), ["<"]),
+)
+
+
+@dataclass(frozen=True)
+class ParsedYAML:
+    """What a text says and what is wrong with it.
+
+    Args:
+        value: dicts with text keys, lists, text, numbers, booleans and None; None also where the text is empty or
+            not YAML at all.
+        problems: one sentence each, beginning with the line.
+    """
+
+    value: Any
+    problems: tuple[str, ...] = ()
+
+
+def parse_yaml(text: str) -> ParsedYAML:
+    """Read one YAML document; nothing is raised, so that a caller can report the problems of several texts at once."""
+    try:
+        loader = _Loader(text)
+        value = loader.get_single_data()
+        # Through JSON: aliased mappings become copies, so that changing one leaves the other alone,
+        # and a mapping that contains itself is found here.
+        text_of_value = json.dumps(value, ensure_ascii=False).encode()
+        return ParsedYAML(json.loads(text_of_value), tuple(loader.problems))
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        return ParsedYAML(None, (f"line {line}: character {text[error.position]!r} is not allowed in YAML; remove it",))
+    except yaml.MarkedYAMLError as error:
+        return ParsedYAML(None, (_syntax_problem(error),))
+    except UnicodeEncodeError:
+        return ParsedYAML(None, (r"a \u escape stands for half a character only; write the character itself",))
+    except ValueError:
+        return ParsedYAML(None, ("an alias (*) stands inside the value that it names; write the value out",))
+    except RecursionError:
+        return ParsedYAML(None, ("nested too deeply to be a config",))
+
+
+def dump_yaml(value: Any) -> str:
+    """Write plain values as YAML that `parse_yaml` (and any YAML 1.1 reader) reads back to equal values."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def _syntax_problem(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    told = [error.problem.replace(r"character '\t'", "a tab (indent with spaces)")] if error.problem else []
+    if error.context and not error.context.startswith("while"):  # "expected a single document, but found another"
+        told.insert(0, error.context)
+    return f"{where}not valid YAML: {', '.join(told)}"
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with resolvers and constructors of its own; the global one stays as it is."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's way: a class attribute, filled below)
+    yaml_constructors = {  # noqa: RUF012
+        _PREFIX + kind: yaml.SafeLoader.yaml_constructors[_PREFIX + kind]
+        for kind in ("null", "bool", "float", "str", "seq", "map")
+    }
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.problems: list[str] = []
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Here and not in construct_mapping: merging (`<<`) adds keys that may rightly be there already.
+        node = super().compose_mapping_node(anchor)
+        assert node is not None
+        self._check_keys(node)
+        return node
+
+    def _check_keys(self, node: yaml.MappingNode) -> None:
+        first_lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a single word", key.start_mark)
+            line = key.start_mark.line + 1
+            if key.tag not in (_PREFIX + "str", _PREFIX + "merge"):
+                self.problems.append(f"line {line}: the key {key.value} is not text; write it in quotes")
+                key.tag = _PREFIX + "str"
+            if key.value in first_lines:
+                first = first_lines[key.value]
+                self.problems.append(f"line {line}: {key.value!r} is already set on line {first}; keep one of them")
+            first_lines.setdefault(key.value, line)
+
+    def construct_int(self, node: yaml.ScalarNode) -> int:
+        return int(self.construct_scalar(node).replace("_", ""))
+
+    def construct_unknown(self, node: yaml.Node) -> None:
+        tag = node.tag.replace(_PREFIX, "!!")
+        raise yaml.constructor.ConstructorError(None, None, f"the tag {tag} is not known here", node.start_mark)
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that also quotes text which only `_Loader` takes for a number, such as '1e-3'."""
+
+
+for _tag, _pattern, _first in _KINDS:
+    _Loader.add_implicit_resolver(_PREFIX + _tag, _pattern, _first)
+_Loader.add_constructor(_PREFIX + "int", _Loader.construct_int)
+_Loader.add_constructor(None, _Loader.construct_unknown)
+_Dumper.add_implicit_resolver(_PREFIX + "float", _FLOAT, list("-+." + _DIGITS))

@@ -1,0 +1,266 @@
+"""Batches: the splits of a data set as loaders, in an order that only the seed and the epoch decide.
+
+Every training image carries a random number of its own, drawn with the order; its augmentation is seeded with that. So
+an epoch is the same after a resume, with any number of loader processes, and whatever else draws random numbers.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from qat.training import datasets
+from qat.training.config import DataConfig
+from qat.training.datasets import logger, seeded_generator
+from qat.training.errors import UserError
+from qat.training.images import ImageArray, Images
+from qat.training.transforms import Transform, eval_transform, is_random, resized_up_front, train_transform
+
+Sample: TypeAlias = tuple[Tensor, Tensor]
+Batch: TypeAlias = tuple[Tensor, Tensor]
+Key: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A UserError's sentences on their way out of a loader process, where an exception would become a traceback."""
+
+    problems: tuple[str, ...]
+
+
+class Order(Sampler[Key]):
+    """Which image comes when: (index, augmentation seed) for each image of an epoch.
+
+    Args:
+        indices: the images, in the order in which they come; or how many there are, for a new order every epoch.
+        seed: of the shuffled order and of the augmentation.
+    """
+
+    def __init__(self, indices: Sequence[int] | int, seed: int = 0) -> None:
+        self.indices = indices
+        self.seed = seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.indices if isinstance(self.indices, int) else len(self.indices)
+
+    def __iter__(self) -> Iterator[Key]:
+        if not isinstance(self.indices, int):
+            return iter([(index, 0) for index in self.indices])
+        generator = seeded_generator(self.seed, "order", self.epoch)
+        indices = torch.randperm(self.indices, generator=generator)
+        seeds = torch.randint(2**32, (self.indices,), generator=generator)
+        return iter(list(zip(indices.tolist(), seeds.tolist(), strict=True)))
+
+
+class View(Dataset["Sample | Failure"]):
+    """A split's images as the model sees them.
+
+    Args:
+        images: where they are.
+        transform: from a stored picture to the model's input.
+        random: whether the transform draws from torch's global CPU generator.
+    """
+
+    def __init__(self, images: Images, transform: Transform, random: bool) -> None:
+        self.images = images
+        self.transform = transform
+        self.random = random
+
+    def __len__(self) -> int:
+        return len(self.images.labels)
+
+    def __getitem__(self, key: Key) -> "Sample | Failure":
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: list[Key]) -> "list[Sample | Failure]":
+        """Return a whole batch of samples; torch's loader asks for it so where it can."""
+        state, threads = torch.default_generator.get_state(), torch.get_num_threads()
+        # Images are too small to share out: on a busy machine, waiting for the other threads took 15 times as long.
+        torch.set_num_threads(1)
+        try:
+            return [self._sample(index, seed) for index, seed in keys]
+        finally:  # in the main process both are the model's too
+            torch.set_num_threads(threads)
+            torch.default_generator.set_state(state)
+
+    def _sample(self, index: int, seed: int) -> "Sample | Failure":
+        try:
+            picture = self.images.picture(index)
+        except UserError as error:
+            return Failure(error.problems)
+        if self.random:
+            torch.default_generator.manual_seed(seed)
+        return self.transform(picture), self.images.labels[index]
+
+
+class Loader:
+    """Batches of one split: float32 normalised images (N, 3, H, W) and int64 labels (N,), on the CPU.
+
+    Iterating gives one epoch; it raises UserError if an image cannot be read. `len` is the number of batches.
+    """
+
+    def __init__(self, batches: "DataLoader[Batch | Failure]", order: Order) -> None:
+        self._batches = batches
+        self._order = order
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, from 0 on, whose order and augmentation the next iteration has."""
+        self._order.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._batches:
+            if isinstance(batch, Failure):
+                raise UserError(*batch.problems)
+            yield batch
+
+
+class ImagesOnly:
+    """The images of a loader's batches, without the labels."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (images for images, _ in self._loader)
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set, ready for training."""
+
+    train: Loader
+    """Shuffled and augmented; call `set_epoch` before each epoch."""
+    val: Loader
+    """All validation images, always in the same order."""
+    calibration: Callable[[int], Iterable[Tensor]]
+    """`calibration(batches)`: at most that many batches of training images, chosen by the seed, preprocessed as for
+    validation; the first ones of a longer calibration are those of a shorter one."""
+    classes: list[str]
+    """Name of each label."""
+    image_shape: tuple[int, int, int]
+    """Of one image: 3, height, width."""
+
+
+def load_data(config: DataConfig, seed: int, device: torch.device, channels_last: bool) -> Data:
+    """Open the data set that `config` names and make its loaders.
+
+    Args:
+        config: the section `data` of a run's config.
+        seed: of the shuffled order, the augmentation and the choice of calibration images, from 0 on.
+        device: where the batches will go; for CUDA they lie in pinned memory. The engine moves them.
+        channels_last: memory format of the images.
+
+    Raises:
+        UserError: a wrong setting, or a data set that is missing, damaged or of another form.
+    """
+    _check(config)
+    dataset = datasets.build_dataset(config, seed)
+    train = _limited(dataset.train, config.limit_train, "train")
+    val = _prepared(_limited(dataset.val, config.limit_val, "val"), config)
+    if not config.augment.random_resized_crop:
+        train = _prepared(train, config)
+    mean, std = config.mean or dataset.mean, config.std or dataset.std
+    plain = eval_transform(config, mean, std)
+    train_view = View(train, train_transform(config, mean, std), is_random(config.augment))
+    val_view, calibration_view = View(val, plain, random=False), View(train, plain, random=False)
+    workers = _default_workers(train) if config.workers is None else config.workers
+    make = partial(_loader, workers=workers, pinned=device.type == "cuda", channels_last=channels_last)
+    chosen = torch.randperm(len(train.labels), generator=seeded_generator(seed, "calibration")).tolist()
+
+    def calibration(batches: int) -> Iterable[Tensor]:
+        order = Order(chosen[: batches * config.batch_size])
+        return ImagesOnly(make(calibration_view, order, config.batch_size, persistent=False))
+
+    return Data(
+        train=make(train_view, Order(len(train_view), seed), config.batch_size, drop_last=True),
+        val=make(val_view, Order(range(len(val_view))), config.eval_batch_size or 2 * config.batch_size),
+        calibration=calibration,
+        classes=dataset.classes,
+        image_shape=(3, config.image_size, config.image_size),
+    )
+
+
+def _check(config: DataConfig) -> None:
+    """Refuse what the schema allows and no pipeline can do."""
+    problems = []
+    if config.resize_size is not None and config.resize_size < config.image_size:
+        problems.append(
+            f"data.resize_size: {config.resize_size} is smaller than data.image_size ({config.image_size}), which is "
+            "cropped from it"
+        )
+    if config.std is not None and min(config.std) <= 0:
+        problems.append(f"data.std: {list(config.std)}; each must be above 0")
+    if problems:
+        raise UserError(*problems)
+
+
+def _limited(images: Images, limit: int | None, split: str) -> Images:
+    """Return a random choice of `limit` images that is the same for every seed, so that runs can be compared."""
+    count = len(images.labels)
+    if limit is None:
+        return images
+    if limit >= count:
+        logger.warning("data.limit_%s: %d has no effect; there are %d images", split, limit, count)
+        return images
+    chosen = torch.randperm(count, generator=seeded_generator(0, f"limit_{split}"))[:limit]
+    return images.subset(chosen.sort().values)
+
+
+def _prepared(images: Images, config: DataConfig) -> Images:
+    if not isinstance(images, ImageArray):
+        return images
+    return ImageArray(resized_up_front(images.images, config), images.labels)
+
+
+def _default_workers(images: Images) -> int:
+    if isinstance(images, ImageArray):
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(8, cores)
+
+
+def _loader(
+    view: View,
+    order: Order,
+    batch_size: int,
+    *,
+    workers: int,
+    pinned: bool,
+    channels_last: bool,
+    drop_last: bool = False,
+    persistent: bool = True,
+) -> Loader:
+    """Make a loader; `drop_last` drops an incomplete last batch unless it is the only one."""
+    batches: DataLoader[Batch | Failure] = DataLoader(
+        view,
+        batch_size,
+        sampler=order,
+        num_workers=workers,
+        collate_fn=partial(_collate, channels_last=channels_last),
+        pin_memory=pinned,
+        drop_last=drop_last and len(order) >= batch_size,
+        persistent_workers=persistent and workers > 0,
+        generator=torch.Generator(),  # else each epoch would draw from the global one
+    )
+    return Loader(batches, order)
+
+
+def _collate(samples: "list[Sample | Failure]", channels_last: bool) -> Batch | Failure:
+    failed = [sample for sample in samples if isinstance(sample, Failure)]
+    if failed:
+        return failed[0]
+    images = torch.stack([sample[0] for sample in samples if not isinstance(sample, Failure)])
+    labels = torch.stack([sample[1] for sample in samples if not isinstance(sample, Failure)])
+    return images.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format), labels

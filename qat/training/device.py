@@ -1,0 +1,68 @@
+"""The device of a run, its random numbers and its precision."""
+
+import random
+import re
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+
+from qat.training.errors import UserError
+
+LARGEST_SEED = 2**63 - 1
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that a config names.
+
+    Args:
+        name: `auto` (the first CUDA device, else the CPU), `cpu`, `cuda` (the first one) or `cuda:N`.
+
+    Raises:
+        UserError: for any other name, or a CUDA device that is not there.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and count == 0):
+        return torch.device("cpu")
+    match = re.fullmatch(r"auto|cuda(?::(\d+))?", name)
+    if match is None:
+        raise UserError(f"device: {name!r} is no device; choose auto, cpu, cuda or cuda:<number>")
+    if count == 0:
+        raise UserError(f"device: {name!r} needs a CUDA device and torch sees none; choose auto or cpu")
+    index = int(match.group(1) or 0)
+    if index >= count:
+        raise UserError(f"device: {name!r} is not there; torch sees {count}: cuda:0 to cuda:{count - 1}")
+    return torch.device("cuda", index)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch on every device, and Python's and NumPy's global generators for models and data sets that use them.
+
+    Args:
+        seed: 0 to 2**63 - 1.
+
+    Raises:
+        UserError: if the seed is too large.
+    """
+    if seed > LARGEST_SEED:
+        raise UserError(f"seed: {seed} is too large; the largest is {LARGEST_SEED}")
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def autocast(device: torch.device, amp: str) -> AbstractContextManager[object]:
+    """A context in which operations run in mixed precision.
+
+    Args:
+        device: where the operations run.
+        amp: `none`, `bf16` or `fp16`, as in the config.
+
+    Raises:
+        UserError: for fp16 on the CPU, which torch computes but no gradient scaler covers.
+    """
+    if amp == "none":
+        return nullcontext()
+    if amp == "fp16" and device.type != "cuda":
+        raise UserError(f"amp: 'fp16' needs a CUDA device; on device {device.type!r} use 'bf16' or 'none'")
+    return torch.autocast(device.type, dtype=torch.bfloat16 if amp == "bf16" else torch.float16)

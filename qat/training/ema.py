@@ -1,0 +1,85 @@
+"""An exponential moving average of a model's weights."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+
+class EMA:
+    """Running averages of a model's floating-point parameters and buffers, without a copy of its modules.
+
+    After each step: average = decay * average + (1 - decay) * value, starting from the values at construction. An
+    average lies between the values that it has seen, so a scale stays positive. Integer buffers (counters, flags)
+    and buffers that hold infinities (masks) have no average: the model's own values stand for them.
+
+    torch's `AveragedModel` averages integers too and reads its counter from the device in every step; only its
+    update function is used here.
+
+    Args:
+        model: on the device on which it is trained.
+        decay: 0 (always the newest) to 1 (never moves), per step.
+
+    Raises:
+        ValueError: if decay is outside 0 to 1.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self._averages = {
+            name: tensor.detach().clone()
+            for name, tensor in _tensors(model)
+            if tensor.is_floating_point() and bool(torch.isfinite(tensor).all())
+        }
+
+    def update(self, model: nn.Module) -> None:
+        """Move the averages towards the model's present values."""
+        self._average(list(self._averages.values()), self._of(model), 0)
+
+    def copy_to(self, model: nn.Module) -> None:
+        """Give the model the averages as its values, in place."""
+        _copy(self._of(model), list(self._averages.values()))
+
+    @contextmanager
+    def swapped(self, model: nn.Module) -> Iterator[None]:
+        """A context in which the model holds the averages; afterwards it has its own values back."""
+        own = [tensor.clone() for tensor in self._of(model)]
+        self.copy_to(model)
+        try:
+            yield
+        finally:
+            _copy(self._of(model), own)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The averages by name; the tensors themselves, no copies."""
+        return dict(self._averages)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over averages of a model with the same names and shapes.
+
+        Raises:
+            ValueError: if a name is missing or one too many.
+        """
+        different = sorted(self._averages.keys() ^ state.keys())
+        if different:
+            raise ValueError(f"EMA: the averages are of another model; they differ in {different[0]!r}")
+        _copy(list(self._averages.values()), [state[name] for name in self._averages])
+
+    def _of(self, model: nn.Module) -> list[Tensor]:
+        """The model's tensors that are averaged, in the order of the averages."""
+        tensors = dict(_tensors(model))
+        return [tensors[name].detach() for name in self._averages]
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name, a shared one once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@torch.no_grad()
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

@@ -1,0 +1,133 @@
+"""Evaluation of a classifier on a split, and what it shares with training: batches on the device, logits of outputs."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qat.training.device import autocast
+from qat.training.errors import UserError
+from qat.training.logging import progress_bar
+
+
+class Batches(Protocol):
+    """What is evaluated: batches of (images NCHW float32, labels int64) on the CPU, best in pinned memory."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __len__(self) -> int: ...
+
+
+class TrainBatches(Batches, Protocol):
+    """What is trained on: batches in an order that the epoch decides."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order (and augmentation) of this epoch."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a model does on a split.
+
+    Args:
+        top1: share of correct predictions, in percent.
+        loss: mean cross-entropy, without label smoothing.
+        predictions: the predicted classes in the order of the split, int64, on the CPU.
+        count: number of images.
+    """
+
+    top1: float
+    loss: float
+    predictions: Tensor
+    count: int
+
+
+def evaluate(
+    model: nn.Module,
+    loader: Batches,
+    device: torch.device,
+    *,
+    amp: str = "none",
+    channels_last: bool = True,
+    progress: str | None = None,
+) -> Evaluation:
+    """Run a model over a split in eval mode, and leave it and torch's random numbers as they were.
+
+    Args:
+        model: on the device; returns logits, or a dict or tuple that holds them.
+        loader: at least one batch.
+        device: where the model is.
+        amp: mixed precision: none, bf16 or fp16.
+        channels_last: memory format of the images.
+        progress: words before the progress bar; None for no bar.
+
+    Raises:
+        UserError: if there is nothing to evaluate, or the model does not return logits.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    predictions: list[Tensor] = []
+    model.eval()
+    try:
+        # Not inference_mode: a tensor that a module keeps from it could never take part in training again.
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            progress_bar(loader, progress, len(loader)) as bar,
+        ):
+            for batch in bar:
+                images, labels = to_device(batch, device, channels_last=channels_last)
+                with autocast(device, amp):
+                    output = model(images)
+                logits = split_output(output, len(labels))[0].float()
+                predicted = logits.argmax(dim=1)
+                loss = F.cross_entropy(logits, labels, reduction="sum")
+                sums += torch.stack((loss.double(), (predicted == labels).sum().double()))
+                predictions.append(predicted)
+    finally:
+        for module, training in modes:
+            module.training = training
+    if not predictions:
+        raise UserError("data: the split to evaluate on has no images")
+    classes = torch.cat(predictions).cpu()
+    total_loss, correct = sums.tolist()
+    return Evaluation(100.0 * correct / len(classes), total_loss / len(classes), classes, len(classes))
+
+
+def to_device(batch: Any, device: torch.device, *, channels_last: bool) -> tuple[Tensor, Tensor]:
+    """Images and labels on the device, copied without waiting where they are pinned."""
+    images, labels = batch
+    layout = torch.channels_last if channels_last and images.dim() == 4 else torch.preserve_format
+    return (
+        images.to(device, non_blocking=True, memory_format=layout),
+        labels.to(device, non_blocking=True),
+    )
+
+
+def split_output(output: Any, batch_size: int) -> tuple[Tensor, list[Tensor]]:
+    """A classifier's logits and those of its auxiliary classifiers.
+
+    Args:
+        output: a tensor; a dict with the key logits or out; or a tuple or list, whose `.logits` or first entry counts.
+            Other tensors of the same shape are auxiliary logits (GoogLeNet and Inception v3 in training).
+        batch_size: number of images that went in.
+
+    Raises:
+        UserError: if there is no tensor of shape (batch_size, classes).
+    """
+    logits: Any = output
+    others: list[Any] = []
+    if isinstance(output, Mapping):
+        logits, others = output.get("logits", output.get("out")), list(output.values())
+    elif isinstance(output, tuple | list) and output:
+        logits, others = getattr(output, "logits", output[0]), list(output)
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[0] != batch_size:
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
+        raise UserError(f"model: it must return logits of shape ({batch_size}, classes), but returned {got}")
+    auxiliary = [
+        other for other in others if isinstance(other, Tensor) and other is not logits and other.shape == logits.shape
+    ]
+    return logits, auxiliary

@@ -1,0 +1,119 @@
+"""What a run shows: TensorBoard curves, lines and tables on standard output, progress bars on standard error."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+FLUSH_SECONDS = 10
+"""How long a point may wait before TensorBoard can see it."""
+
+SPARSE_SECONDS = 30.0
+"""Between two lines of a progress bar that goes to a file: an hour is 120 lines."""
+
+
+class RunLog:
+    """The curves and the words of one run; a context manager that closes its event file.
+
+    Steps are counted over the whole run, so that curves of a resumed run join (see `resume`).
+
+    Args:
+        folder: an existing run folder; the TensorBoard event files are written into it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._writer: SummaryWriter | None = None
+
+    def __enter__(self) -> "RunLog":
+        self._open(purge_step=None)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def resume(self, step: int) -> None:
+        """Go on after this step: points of the interrupted run that lie behind it are hidden by TensorBoard."""
+        self._close()
+        self._open(purge_step=step + 1)
+
+    def scalar(self, tag: str, value: float, step: int) -> None:
+        """Add a point to the curve `tag`; the part before the first slash groups the curves."""
+        assert self._writer is not None, "RunLog: scalar() outside of the with block"
+        self._writer.add_scalar(tag, value, step)
+
+    def flush(self) -> None:
+        """Make all points visible now."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def say(self, text: str) -> None:
+        """Print a line on standard output, above a progress bar where one is shown."""
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+    def table(self, rows: Sequence[Sequence[str]]) -> None:
+        """Print `format_table(rows)`."""
+        self.say(format_table(rows))
+
+    def _open(self, purge_step: int | None) -> None:
+        self._writer = SummaryWriter(str(self.folder), purge_step=purge_step, flush_secs=FLUSH_SECONDS)
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """A plain-text table: the first row is the head; the first column is left-aligned, the others right.
+
+    Args:
+        rows: at least the head; each of the same length.
+
+    >>> print(format_table([["model", "top1"], ["float", "98.10"]]))
+    model   top1
+    -----  -----
+    float  98.10
+    """
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def progress_bar(batches: Iterable[Any], description: str | None, total: int) -> "tqdm[Any]":
+    """Iterate with a bar on standard error that vanishes at the end; a context manager, so that errors clear it too.
+
+    Where standard error is a file, nothing is written in the first 30 seconds and then one line in 30 seconds, so
+    that logs stay small.
+
+    Args:
+        batches: what to iterate over.
+        description: the words before the bar; None for no bar.
+        total: number of batches.
+    """
+    terminal = sys.stderr.isatty()
+    return tqdm(
+        batches,
+        desc=description,
+        disable=description is None,
+        total=total,
+        unit="batch",
+        leave=False,
+        dynamic_ncols=True,
+        delay=0 if terminal else SPARSE_SECONDS,
+        mininterval=0.2 if terminal else SPARSE_SECONDS,
+        maxinterval=2 * SPARSE_SECONDS,
+    )

@@ -1,0 +1,205 @@
+"""The float model that a run starts from: a torchvision builder by name, or a callable of the user's own."""
+
+import difflib
+import importlib
+import inspect
+import logging
+import os
+import sys
+import textwrap
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+
+from qat.training.config import ModelConfig
+from qat.training.errors import UserError
+from qat.training.weights import last_layer, load_weights
+
+logger = logging.getLogger("qat")
+
+
+def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
+    """Build the float model that `config` names, on the CPU, with its weights.
+
+    Args:
+        config: the section `model` of a run's config; its own num_classes comes first.
+        num_classes: classes of the data set, at least 1.
+
+    Raises:
+        UserError: an unknown name, an argument or weights that do not fit, a file or a network that is not there.
+    """
+    if config.weights is not None and config.checkpoint is not None:
+        raise UserError(
+            f"model.weights: '{config.weights}' and model.checkpoint: '{config.checkpoint}' exclude each other; "
+            "keep one of them"
+        )
+    if "num_classes" in config.kwargs:
+        raise UserError("model.kwargs: num_classes has a field of its own; set model.num_classes")
+    classes = num_classes if config.num_classes is None else config.num_classes
+    if classes < num_classes:
+        raise UserError(f"model.num_classes: {classes} is fewer than the data set's {num_classes} classes")
+    model = _own_model(config, classes) if ":" in config.name else _torchvision_model(config, classes)
+    if config.checkpoint is not None:
+        load_weights(model, config.checkpoint, config.name)
+    return model
+
+
+def _torchvision_model(config: ModelConfig, classes: int) -> nn.Module:
+    names = torchvision.models.list_models(module=torchvision.models)
+    if config.name not in names:
+        close = difflib.get_close_matches(config.name.lower(), names, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ", nor package.module:callable"
+        raise UserError(f"model.name: '{config.name}' is no classification model of torchvision{hint}")
+    for key in ("weights", "pretrained"):
+        if key in config.kwargs:
+            raise UserError(f"model.kwargs: {key} has a field of its own; set model.weights")
+    weights = None if config.weights is None else _weights(config.name, config.weights)
+    known = 1000 if weights is None else len(weights.meta["categories"])
+    arguments = dict(config.kwargs, weights=weights, num_classes=classes if weights is None else known)
+    try:
+        with warnings.catch_warnings():
+            # GoogLeNet and Inception announce another default of init_weights; whoever cares sets it in kwargs.
+            warnings.simplefilter("ignore", FutureWarning)
+            model: nn.Module = torchvision.models.get_model(config.name, **arguments)
+    except Exception as error:  # only the user's kwargs are left as a cause
+        raise UserError(f"model.kwargs: {config.kwargs} do not fit {config.name} ({_reason(error)})") from error
+    if weights is not None and classes != known:
+        name = _renew_classifier(model, classes)
+        logger.info("model.weights: %s has %d classes; %s is new, with %d", config.weights, known, name, classes)
+    return model
+
+
+def _weights(name: str, wanted: str) -> Any:
+    """Return the torchvision weights of that name, once their file is known to be there and readable."""
+    known = torchvision.models.get_model_weights(name)
+    # Weights without categories (vgg16's IMAGENET1K_FEATURES) have no classifier to speak of: its values are NaN.
+    usable = [key for key, entry in known.__members__.items() if entry.meta["categories"] is not None]
+    key = wanted.removeprefix(f"{known.__name__}.")
+    if key not in usable:
+        raise UserError(f"model.weights: {name} has no '{wanted}'; it has {', '.join(sorted(usable))}")
+    folder = Path(torch.hub.get_dir()) / "checkpoints"
+    file = folder / known[key].url.rsplit("/", 1)[1]
+    was_there = file.exists()
+    try:
+        known[key].get_state_dict(progress=True, check_hash=True)
+    except Exception as error:  # network, disk, hash, damaged file: each layer raises its own
+        if was_there:
+            raise UserError(f"model.weights: '{file}' is damaged ({_reason(error)}); delete it") from error
+        raise UserError(
+            f"model.weights: {key} of {name} could not be downloaded ({_reason(error)}); put {file.name} into "
+            f"'{folder}', or use model.checkpoint"
+        ) from error
+    return known[key]
+
+
+def _renew_classifier(model: nn.Module, classes: int) -> str:
+    """Replace the last linear or convolutional layer by a fresh one with `classes` outputs; return its name."""
+    name, old = last_layer(model)
+    bias = getattr(old, "bias", None) is not None
+    if isinstance(old, nn.Conv2d):  # SqueezeNet's, 1 x 1
+        new: nn.Module = nn.Conv2d(old.in_channels, classes, kernel_size=1, bias=bias)
+    else:
+        assert isinstance(old, nn.Linear), f"torchvision model without a classifier: {type(old).__name__}"
+        new = nn.Linear(old.in_features, classes, bias=bias)
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, new)
+    return name
+
+
+def _own_model(config: ModelConfig, classes: int) -> nn.Module:
+    if config.weights is not None:
+        raise UserError(
+            f"model.weights: '{config.weights}' has no effect with '{config.name}'; torchvision's weights are for its "
+            "own models, use model.checkpoint"
+        )
+    with _current_folder_importable():
+        builder = _imported(config.name)
+        arguments = dict(config.kwargs)
+        if _takes_num_classes(builder):
+            arguments["num_classes"] = classes
+        elif config.num_classes is not None:
+            raise UserError(f"model.num_classes: {classes} has no effect; '{config.name}' takes no num_classes")
+        try:
+            model = builder(**arguments)
+        except Exception as error:  # the user's code: anything may come, and the place says more than the type
+            raise UserError(f"model.name: '{config.name}' failed ({_reason(error)}{_place(error)})") from error
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"model.name: '{config.name}' returned {type(model).__name__}; it must return a torch.nn.Module"
+        )
+    return model.cpu()
+
+
+@contextmanager
+def _current_folder_importable() -> Iterator[None]:
+    """Let modules in the folder where the user stands be imported, as `python -m` does."""
+    folder = os.getcwd()
+    added = folder not in sys.path
+    if added:
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        if added and folder in sys.path:
+            sys.path.remove(folder)
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    """Import what `package.module:callable` names."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise UserError(f"model.name: '{name}' is incomplete; write package.module:callable")
+    try:
+        target: Any = importlib.import_module(module_name)
+    except Exception as error:  # the user's module runs here: anything may come
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and f"{module_name}.".startswith(f"{absent}."):
+            raise UserError(
+                f"model.name: no module '{absent}' for '{name}', neither in the current folder '{os.getcwd()}' nor "
+                "installed"
+            ) from error
+        raise UserError(f"model.name: importing '{module_name}' failed ({_reason(error)}{_place(error)})") from error
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            close = difflib.get_close_matches(part, dir(target), n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise UserError(f"model.name: '{module_name}' has no '{attribute}'{hint}")
+        target = getattr(target, part)
+    if not callable(target):
+        raise UserError(f"model.name: '{name}' is {type(target).__name__}; it must be callable")
+    builder: Callable[..., Any] = target
+    return builder
+
+
+def _takes_num_classes(builder: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(builder).parameters
+    except ValueError:  # some callables written in C have no signature
+        return False
+    named = parameters.get("num_classes")
+    if named is not None:
+        return named.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _reason(error: Exception) -> str:
+    """Put an exception into part of one line."""
+    said = textwrap.shorten(str(error), 200, placeholder=" ...")
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def _place(error: Exception) -> str:
+    """Say in which file and line the exception was raised."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f", {error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
+    return f", {own[-1].filename}:{own[-1].lineno}" if own else ""

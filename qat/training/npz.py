@@ -1,0 +1,80 @@
+"""A data set in one .npz file: read without unpickling, every array checked before any of them is used."""
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from qat.training.errors import UserError
+
+NEEDED = ("x_train", "y_train", "x_val", "y_val")
+
+
+def read_npz(path: Path) -> dict[str, np.ndarray]:
+    """Read the arrays of the file at `path`.
+
+    Returns:
+        x_train, x_val: uint8 images (N, H, W), (N, H, W, 1) or (N, H, W, 3), N at least 1.
+        y_train, y_val: integer labels (N,), each below the number of classes.
+        classes: their names; where the file has none, the labels themselves up to the largest in y_train.
+
+    Raises:
+        UserError: no such file, no .npz, or arrays that are missing or of another form; all problems in one go.
+    """
+    arrays = _load(path)
+    where = f"data.root: '{path}'"
+    problems = [
+        problem
+        for split in ("train", "val")
+        for problem in _split_problems(arrays[f"x_{split}"], arrays[f"y_{split}"], split)
+    ]
+    classes = arrays.get("classes")
+    if classes is not None and (classes.ndim != 1 or classes.dtype.kind != "U"):
+        problems.append(f"classes is {classes.dtype} {classes.shape}; it must be one string a class")
+    if problems:
+        raise UserError(*(f"{where}: {problem}" for problem in problems))
+    source = "y_train" if classes is None else "classes"
+    if classes is None:
+        classes = arrays["classes"] = np.arange(int(arrays["y_train"].max()) + 1).astype(str)
+    for name in ("y_train", "y_val"):
+        if arrays[name].max() >= len(classes):
+            raise UserError(
+                f"{where}: {name} has label {arrays[name].max()}; by {source} labels go from 0 to {len(classes) - 1}"
+            )
+    return arrays
+
+
+def _load(path: Path) -> dict[str, np.ndarray]:
+    if not path.is_file():
+        raise UserError(f"data.root: '{path}' is not a file; data.name 'npz' reads {', '.join(NEEDED)} from one .npz")
+    if not zipfile.is_zipfile(path):  # np.load would read a lone .npy array as well
+        raise UserError(f"data.root: '{path}' is not an .npz archive")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in (*NEEDED, "classes") if name in archive}
+            found = ", ".join(archive.files) or "nothing"
+    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"data.root: '{path}' is not an .npz of plain arrays ({reason})") from error
+    absent = [name for name in NEEDED if name not in arrays]
+    if absent:
+        raise UserError(f"data.root: '{path}' has no {', '.join(absent)}; it holds {found}")
+    return arrays
+
+
+def _split_problems(images: np.ndarray, labels: np.ndarray, split: str) -> list[str]:
+    """Say what is wrong with one split's arrays; no problem is an empty list."""
+    problems = []
+    shape = images.shape
+    if images.dtype != np.uint8 or not (images.ndim == 3 or (images.ndim == 4 and shape[3] in (1, 3))):
+        problems.append(f"x_{split} is {images.dtype} {shape}; it must be uint8 (N, H, W) or (N, H, W, 1 or 3)")
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        problems.append(f"y_{split} is {labels.dtype} {labels.shape}; it must be integers (N,)")
+    if problems:
+        return problems
+    if images.size == 0:
+        return [f"x_{split} is empty {shape}"]
+    if len(labels) != len(images):
+        return [f"x_{split} has {len(images)} images, y_{split} has {len(labels)} labels"]
+    return [f"y_{split} has label {labels.min()}; labels count from 0"] if labels.min() < 0 else []

@@ -1,0 +1,127 @@
+"""What is optimised with which weight decay and learning rate, by what, and how the learning rate moves."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from qat.quantizer import Quantizer
+from qat.training.config import QATStageConfig, StageConfig
+from qat.training.errors import UserError
+
+WARMUP_START = 0.01
+"""Where the warm-up begins, as a share of the peak learning rate."""
+
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""torch's normalisation modules with parameters; `_NormBase` is every BatchNorm and InstanceNorm."""
+
+
+def parameter_groups(model: nn.Module, stage: StageConfig) -> list[dict[str, Any]]:
+    """Sort the trainable parameters of a model into groups for an optimizer.
+
+    `quantizers` are all parameters inside a `Quantizer`: no weight decay, and in QAT a learning rate of
+    lr * quantizer_lr_factor. `norms` are those of normalisation modules and `biases` all others called bias or
+    with at most one axis: norm_weight_decay. The rest are `weights`: weight_decay.
+
+    Args:
+        model: the model; each trainable parameter lands in exactly one group, a shared one too.
+        stage: learning rate and weight decays.
+
+    Returns:
+        Groups with the keys name, params, lr and weight_decay, in the order weights, norms, biases, quantizers;
+        those without parameters are left out.
+
+    Raises:
+        UserError: if nothing in the model is trainable.
+    """
+    inside = {
+        "quantizers": _parameters_inside(model, (Quantizer,)),
+        "norms": _parameters_inside(model, NORMS),
+    }
+    members: dict[str, list[nn.Parameter]] = {"weights": [], "norms": [], "biases": [], "quantizers": []}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in inside["quantizers"]:
+            kind = "quantizers"
+        elif id(parameter) in inside["norms"]:
+            kind = "norms"
+        elif parameter.dim() <= 1 or name.rpartition(".")[2] == "bias":
+            kind = "biases"
+        else:
+            kind = "weights"
+        members[kind].append(parameter)
+    if not any(members.values()):
+        raise UserError("model: it has no trainable parameter; set epochs to 0 or unfreeze some")
+    factor = stage.quantizer_lr_factor if isinstance(stage, QATStageConfig) else 1.0
+    decay = {
+        "weights": stage.weight_decay,
+        "norms": stage.norm_weight_decay,
+        "biases": stage.norm_weight_decay,
+        "quantizers": 0.0,
+    }
+    return [
+        {
+            "name": kind,
+            "params": parameters,
+            "lr": stage.lr * factor if kind == "quantizers" else stage.lr,
+            "weight_decay": decay[kind],
+        }
+        for kind, parameters in members.items()
+        if parameters
+    ]
+
+
+def build_optimizer(model: nn.Module, stage: StageConfig) -> torch.optim.Optimizer:
+    """SGD (Nesterov, if there is momentum) or AdamW over `parameter_groups(model, stage)`.
+
+    Args:
+        model: on the device and in the memory format in which it will be trained.
+        stage: optimizer, lr, momentum and weight decays.
+    """
+    groups = parameter_groups(model, stage)
+    # The fused step is one kernel per tensor list: 3 to 4 times faster than torch's default for ResNet-18 on a CPU.
+    # On CUDA it also lets a gradient scaler skip a step without asking the device.
+    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for g in groups for p in g["params"])
+    if stage.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=stage.lr, fused=fused or None)
+    return torch.optim.SGD(
+        groups, lr=stage.lr, momentum=stage.momentum, nesterov=stage.momentum > 0, fused=fused or None
+    )
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, stage: StageConfig, steps_per_epoch: int) -> LambdaLR:
+    """The learning rate of every step: linear warm-up from 1 % of lr, then cosine to 0 or constant.
+
+    With s finished steps, w = warmup_epochs * steps_per_epoch and n = epochs * steps_per_epoch the factor on lr is
+    0.01 + 0.99 * s/w while s < w, then 1 or (1 + cos(pi * (s - w)/(n - w))) / 2. w may be a fraction.
+
+    Args:
+        optimizer: each group keeps its own peak learning rate.
+        stage: epochs, warmup_epochs and schedule.
+        steps_per_epoch: optimizer steps per epoch, >= 1.
+
+    Raises:
+        UserError: if the warm-up is longer than the stage.
+    """
+    if stage.warmup_epochs > stage.epochs:
+        raise UserError(
+            f"warmup_epochs: {stage.warmup_epochs:g} is longer than the stage, which has epochs: {stage.epochs}"
+        )
+    warmup, total = stage.warmup_epochs * steps_per_epoch, stage.epochs * steps_per_epoch
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return WARMUP_START + (1 - WARMUP_START) * step / warmup
+        if stage.schedule == "constant" or total == warmup:
+            return 1.0
+        return (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2
+
+    return LambdaLR(optimizer, factor)
+
+
+def _parameters_inside(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[int]:
+    """Identities of all parameters owned, directly or further down, by modules of these kinds."""
+    return {id(p) for module in model.modules() if isinstance(module, kinds) for p in module.parameters()}

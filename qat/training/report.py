@@ -1,0 +1,76 @@
+"""What a run ends with: summary.json and a small table on the terminal."""
+
+import json
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qat.export import LayerDifference, Verification
+from qat.training.config import RunConfig
+
+ROWS = {
+    "float": "float",
+    "float_finetune": "float, fine-tuned as QAT",
+    "calibrated": "calibrated (PTQ)",
+    "qat": "QAT",
+    "onnx": "ONNX Runtime, integers",
+}
+"""Keys of the results, in the order of the table, and how the table calls them."""
+
+
+def onnx_results(
+    verification: Verification, layers: list[LayerDifference], operators: dict[str, int], size: int
+) -> dict[str, Any]:
+    """The `onnx` section of summary.json.
+
+    Args:
+        verification: over the whole validation split.
+        layers: the layer-by-layer comparison on one batch.
+        operators: what ONNX Runtime runs after its optimisation.
+        size: of the file, in bytes.
+    """
+    return {
+        "top1": verification.onnx_top1,
+        "agreement": verification.agreement,
+        "size_bytes": size,
+        "max_logit_difference": verification.max_difference,
+        "layers": {
+            "compared": len(layers),
+            "elements": sum(layer.elements for layer in layers),
+            "differing": sum(layer.differing for layer in layers),
+            "largest_difference": max((layer.largest for layer in layers), default=0),
+        },
+        "operators": dict(sorted(operators.items())),
+    }
+
+
+def write_summary(path: Path, config: RunConfig, results: dict[str, Any], seconds: float) -> None:
+    """Write summary.json in one piece: the results, and what one needs to get them again."""
+    summary = {
+        "name": config.name,
+        "seed": config.seed,
+        "epochs": config.qat.epochs,
+        **results,
+        "seconds": round(seconds, 1),
+        "versions": {name: version(name) for name in ("torch", "torchvision", "onnx", "onnxruntime")},
+        "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
+    }
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(summary, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+def table_rows(results: dict[str, Any]) -> list[list[str]]:
+    """The table: a row a model, with accuracy, agreement and size where they are known."""
+    rows = [["model", "top1 %", "size", "agreement"]]
+    for key, words in ROWS.items():
+        if key in results:
+            result = results[key]
+            size = f"{result['size_bytes'] / 1e6:.1f} MB" if "size_bytes" in result else ""
+            agreement = f"{100 * result['agreement']:.2f} %" if "agreement" in result else ""
+            rows.append([words, f"{result['top1']:.2f}", size, agreement])
+    return rows

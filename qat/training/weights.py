@@ -1,0 +1,122 @@
+"""Float weights from a file into a model, strictly: every key and every shape must be the model's own."""
+
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+from qat.training.errors import UserError
+
+State: TypeAlias = "OrderedDict[str, Tensor]"
+
+FORMATS = ".safetensors, or a dict of tensors written by torch.save"
+
+
+def load_weights(model: nn.Module, path: str, model_name: str) -> None:
+    """Load the weights in `path` into `model`, which keeps the devices and types of its parameters.
+
+    Args:
+        model: what the weights are for.
+        path: a .safetensors file, or one that torch.save wrote from a dict of tensors, which may lie under the key
+            `state_dict` or `model`; the prefixes of DataParallel and torch.compile are dropped. Step counters of
+            batch norms may be missing, as files older than those lack them.
+        model_name: what to call the model in errors.
+
+    Raises:
+        UserError: no such file, not a file of weights, or the weights of another model.
+    """
+    where = f"model.checkpoint: '{path}'"
+    file = Path(path).expanduser()
+    if not file.is_file():
+        kind = "is a folder" if file.is_dir() else "does not exist"
+        raise UserError(f"{where} {kind}" + ("" if file.is_absolute() else f" (looked in '{os.getcwd()}')"))
+    state = _read(file, where)
+    own = model.state_dict()
+    _align(state, own)
+    differing = {key: value.shape for key, value in state.items() if key in own and value.shape != own[key].shape}
+    for key in differing:
+        del state[key]  # load_state_dict would raise before it names the missing and the unexpected ones
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    except (RuntimeError, ValueError) as error:  # a layer's own rule for weights of its earlier versions
+        raise UserError(f"{where} is not of {model_name}: {' '.join(str(error).split())}") from error
+    missing = [key for key in missing if key not in differing]
+    if not missing and not unexpected:
+        _refuse_other_classes(model, differing, where)
+    shapes = [f"{key}: {tuple(it)} in the file, {tuple(own[key].shape)} in the model" for key, it in differing.items()]
+    groups = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+    problems = [f"{len(found)} {what} ({_first(found)})" for what, found in groups if found]
+    if problems:
+        count, rest = ", ".join(problems).split(" ", 1)
+        raise UserError(f"{where} is not of {model_name}: {count} {'key' if count == '1' else 'keys'} {rest}")
+
+
+def last_layer(model: nn.Module) -> tuple[str, nn.Module]:
+    """Return name and module of the last linear or 2d convolutional layer, the classifier of a classification model.
+
+    A model without such layers gives an empty name and itself.
+    """
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    return layers[-1] if layers else ("", model)
+
+
+def _read(file: Path, where: str) -> State:
+    """Read a file's tensors by key, without running any code in it."""
+    content: Any
+    try:
+        if file.suffix == ".safetensors":
+            content = safetensors.torch.load_file(file)
+        else:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except SafetensorError as error:
+        raise UserError(f"{where} is not a safetensors file ({error})") from error
+    except PermissionError as error:
+        raise UserError(f"{where} cannot be read ({error.strerror})") from error
+    except Exception as error:  # torch.load raises nearly anything for files that torch.save did not write
+        raise UserError(f"{where} is not a file of weights; it must be {FORMATS}") from error
+    if isinstance(content, dict):
+        content = next((content[key] for key in ("state_dict", "model") if isinstance(content.get(key), dict)), content)
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise UserError(f"{where} holds something else than weights; it must be {FORMATS}")
+    if not content:
+        raise UserError(f"{where} holds no weights")
+    state = OrderedDict(content)
+    if hasattr(content, "_metadata"):  # versions of the layers, by which they understand their older weights
+        state._metadata = content._metadata  # type: ignore[attr-defined]
+    return state
+
+
+def _align(state: State, own: dict[str, Tensor]) -> None:
+    """Give a file's weights the names and the layer versions of the model, as far as that loses nothing."""
+    for prefix in ("module.", "_orig_mod.", "module."):  # either may be inside the other
+        if not any(key.startswith(prefix) for key in own):
+            consume_prefix_in_state_dict_if_present(state, prefix)
+    if not hasattr(state, "_metadata"):
+        state._metadata = getattr(own, "_metadata", {})  # type: ignore[attr-defined]
+    for key in own:
+        if key.endswith("num_batches_tracked"):
+            state.setdefault(key, own[key])
+
+
+def _refuse_other_classes(model: nn.Module, differing: dict[str, torch.Size], where: str) -> None:
+    """Say it plainly if the shapes differ in nothing but the number of classes."""
+    name, layer = last_layer(model)
+    own = {f"{name}.{key}": value.shape for key, value in layer.named_parameters()}
+    if not name or set(differing) != set(own) or any(differing[key][1:] != own[key][1:] for key in own):
+        return
+    key = f"{name}.weight"
+    theirs, ours = differing[key][0], own[key][0]
+    raise UserError(
+        f"{where} has {theirs} classes ({key}), the model {ours}; set model.num_classes: {theirs} or use another "
+        "checkpoint"
+    )
+
+
+def _first(names: list[str], most: int = 3) -> str:
+    return ", ".join([*names[:most], *(["..."] if len(names) > most else [])])

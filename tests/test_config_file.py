@@ -1,0 +1,352 @@
+"""Config files and overrides: what is read, and the sentence for everything that cannot be."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from qat.training.config import RunConfig
+from qat.training.config_file import dump_config, load_config
+from qat.training.config_problems import dotted, sentences_of
+from qat.training.errors import UserError
+from qat.training.recipe import build_recipe
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+SHIPPED = sorted(file.name for file in CONFIGS.glob("*.yaml"))
+TOP_KEYS = (
+    "name, run_dir, resume, seed, device, amp, channels_last, log_every, model, data, float, qat, float_finetune, "
+    "quantization, export"
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(text: str, *overrides: str) -> RunConfig:
+    Path("r18.yaml").write_text(text, encoding="utf-8")
+    return load_config("r18.yaml", overrides)
+
+
+def problems(text: str, *overrides: str) -> list[str]:
+    with pytest.raises(UserError) as error:
+        load(text, *overrides)
+    return list(error.value.problems)
+
+
+# The shipped configs
+
+
+def test_the_shipped_configs_are_the_four_of_the_readme() -> None:
+    assert SHIPPED == [
+        "mobilenet_v3_large_imagefolder.yaml",
+        "resnet18_cifar10_w4a4.yaml",
+        "resnet18_imagenet_int8.yaml",
+        "resnet_int8.yaml",
+    ]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_survives_the_way_to_yaml_and_back(name: str) -> None:
+    config = load_config(name, config_folder=CONFIGS)
+    assert config.name == Path(name).stem
+    text = dump_config(config)
+    Path("resolved.yaml").write_text(text, encoding="utf-8")
+    assert load_config("resolved.yaml") == config
+    assert RunConfig.model_validate(yaml.safe_load(text)) == config  # other readers of YAML see the same
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_library_accepts_the_grids_of_a_shipped_config(name: str) -> None:
+    config = load_config(name, config_folder=CONFIGS).quantization
+    recipe = build_recipe(config)
+    assert (recipe.weight.bits, recipe.activation.bits) == (config.weight.bits, config.activation.bits)
+
+
+def test_the_default_config_says_what_the_command_promises() -> None:
+    config = load_config("resnet_int8", config_folder=CONFIGS)
+    assert (config.model.name, config.model.weights, config.data.name, config.seed) == ("resnet18", None, "digits", 0)
+    assert (config.quantization.weight.bits, config.quantization.activation.bits) == (8, 8)
+    assert config.float.epochs > 0 and config.qat.epochs > 0 and config.export.onnx
+
+
+def test_w4a4_keeps_the_first_and_the_last_layer_at_8_bits() -> None:
+    quantization = load_config("resnet18_cifar10_w4a4", config_folder=CONFIGS).quantization
+    assert (quantization.weight.bits, quantization.activation.bits) == (4, 4)
+    bits = {name: (layer.weight.bits, layer.activation.bits) for name, layer in quantization.overrides.items()}
+    assert bits == {"conv1": (8, 8), "fc": (8, 8)}
+
+
+# Which file
+
+
+def test_the_current_folder_comes_before_the_config_folder(folder: Path) -> None:
+    shipped = folder / "shipped"
+    shipped.mkdir()
+    (shipped / "a.yaml").write_text("seed: 1")
+    (shipped / "b.yml").write_text("seed: 2")
+    Path("a.yaml").write_text("seed: 3")
+    assert [load_config(name, config_folder=shipped).seed for name in ("a", "a.yaml", "b", "shipped/a")] == [3, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("resnet_int9", "not found in {here} and {here}/shipped; did you mean 'resnet_int8.yaml'?"),
+        ("zz.yaml", "not found in {here} and {here}/shipped; there are: mine.yaml, resnet_int8.yaml"),
+        ("sub/zz.yaml", "not found in {here}/sub; there are: resnet_int8.yaml"),
+        ("shipped/resnet", "not found in {here}/shipped; did you mean 'shipped/resnet_int8.yaml'?"),
+        ("shipped", "is a folder; name a config file in it"),
+    ],
+)
+def test_no_such_file(folder: Path, path: str, sentence: str) -> None:
+    (folder / "shipped").mkdir()
+    (folder / "shipped" / "resnet_int8.yaml").write_text("")
+    Path("mine.yaml").write_text("")
+    with pytest.raises(UserError) as error:
+        load_config(path, config_folder=folder / "shipped")
+    assert error.value.problems == (f"config {path!r}: {sentence.format(here=folder)}",)
+
+
+def test_no_config_anywhere(folder: Path) -> None:
+    with pytest.raises(UserError) as error:
+        load_config("r18")
+    assert str(error.value) == f"config 'r18': not found in {folder}; no config lies there"
+
+
+def test_a_file_that_is_not_text() -> None:
+    Path("r18.yaml").write_bytes(b"seed: \xff")
+    with pytest.raises(UserError) as error:
+        load_config("r18.yaml")
+    assert str(error.value) == "r18.yaml: is not UTF-8 text; a config is a YAML file saved as UTF-8"
+
+
+def test_a_config_of_the_config_folder_is_named_by_its_path(folder: Path) -> None:
+    (folder / "configs").mkdir()
+    (folder / "configs" / "a.yaml").write_text("quantization: {weigth: {bits: 4}}")
+    with pytest.raises(UserError) as error:
+        load_config("a", config_folder=folder / "configs")
+    assert str(error.value) == "configs/a.yaml: quantization.weigth: unknown key; did you mean 'weight'?"
+
+
+# What is read
+
+
+@pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "---\n"])
+def test_an_empty_file_is_all_defaults(text: str) -> None:
+    assert load(text) == RunConfig(name="r18")
+
+
+def test_words_and_numbers() -> None:
+    text = """
+    name: off
+    seed: 1_000
+    qat: {lr: 1e-3, weight_decay: 2.5e-4, clip_grad_norm: 1E5, warmup_epochs: 1}
+    data: {mean: [0, 5e-1, .5], std: [1., 1, +1.0], download: True, root: ~}
+    model: {kwargs: {a: yes, b: 010, c: 1:30, d: 2024-01-01, e: null, f: -3, g: 0x10, h: 1e, i: 1.2.3}}
+    """
+    config = load(text)
+    assert (config.name, config.seed) == ("off", 1000)
+    assert (config.qat.lr, config.qat.weight_decay, config.qat.clip_grad_norm) == (0.001, 0.00025, 100000.0)
+    assert (config.data.mean, config.data.std, config.data.download) == ((0, 0.5, 0.5), (1, 1, 1), True)
+    kept = {"a": "yes", "b": "010", "c": "1:30", "d": "2024-01-01", "e": None, "f": -3, "g": "0x10"}
+    assert config.model.kwargs == {**kept, "h": "1e", "i": "1.2.3"}
+
+
+def test_the_readers_of_others_stay_as_they_are() -> None:
+    assert yaml.safe_load("[1e-3, off, 010]") == ["1e-3", False, 8]
+    assert yaml.safe_dump(["1e-3"]) == "- 1e-3\n"
+
+
+def test_text_that_looks_like_a_number_survives_the_dump() -> None:
+    kwargs = {"a": "1e-3", "b": "true", "c": "010", "d": "", "e": "null", "f": 1e-3, "g": ["~", None, True, "é: #"]}
+    config = RunConfig(name="1E5", model={"kwargs": kwargs})
+    Path("dumped.yaml").write_text(dump_config(config), encoding="utf-8")
+    assert load_config("dumped.yaml") == config
+
+
+def test_anchors_and_merges_are_copies() -> None:
+    config = load("float: &stage {lr: 0.5, epochs: 2}\nqat: {<<: *stage, epochs: 3}", "qat.lr=0.25")
+    assert (config.float.lr, config.float.epochs, config.qat.lr, config.qat.epochs) == (0.5, 2, 0.25, 3)
+    config = load("float: &stage {lr: 0.5}\nqat: *stage", "qat.lr=0.25")
+    assert (config.float.lr, config.qat.lr) == (0.5, 0.25)
+
+
+def test_overrides() -> None:
+    overrides = [
+        "qat.lr=1e-3",
+        "qat.lr = 2e-3",  # the later one wins
+        "data.mean=[0.5, 0.5, 0.5]",
+        "qat.clip_grad_norm=null",
+        "device=cuda:1",
+        "data.root=a=b",
+        "float={epochs: 2}",
+        "model.kwargs.width_mult=0.5",
+        "model.kwargs.deep.er=x",
+        "quantization.overrides.layer1.0.conv1.weight.bits=4",
+        "quantization.overrides.layer1.*={skip: true}",
+        "quantization.overrides.fc.skip=true",
+    ]
+    config = load("qat: {clip_grad_norm: 1}\nfloat: {epochs: 1, lr: 0.5}\nname: x", *overrides)
+    assert (config.name, config.device, config.data.root) == ("x", "cuda:1", "a=b")
+    assert (config.qat.lr, config.qat.clip_grad_norm, config.data.mean) == (0.002, None, (0.5, 0.5, 0.5))
+    assert (config.float.epochs, config.float.lr) == (2, 0.1)  # a whole section replaces the file's
+    assert config.model.kwargs == {"width_mult": 0.5, "deep": {"er": "x"}}
+    patterns = config.quantization.overrides
+    assert list(patterns) == ["layer1.0.conv1", "layer1.*", "fc"]
+    assert (patterns["layer1.0.conv1"].weight.bits, patterns["layer1.*"].skip, patterns["fc"].skip) == (4, True, True)
+
+
+# What cannot be read: the sentence after the file's name
+
+BAD_FILES = [
+    # not YAML
+    ("qat: {lr: 1", "line 1, column 12: not valid YAML: expected ',' or '}', but got '<stream end>'"),
+    ("seed: 1\nqat: a: b", "line 2, column 7: not valid YAML: mapping values are not allowed here"),
+    ("qat:\n\tlr: 1", "line 2, column 1: not valid YAML: found a tab (indent with spaces) that cannot start any token"),
+    ("qat: *a", "line 1, column 6: not valid YAML: found undefined alias 'a'"),
+    ("seed: 1\n---\nseed: 2", "line 2, column 1: not valid YAML: expected a single document in the stream, "
+     "but found another document"),
+    ("{{ a }}", "line 1, column 2: not valid YAML: a key must be a single word"),
+    ("qat: !!python/name:os.system", "line 1, column 6: not valid YAML: the tag !!python/name:os.system is not known "
+     "here"),
+    ("seed: 1\nname: \x07", "line 2: character '\\x07' is not allowed in YAML; remove it"),
+    ("qat: &a {lr: *a}", "an alias (*) stands inside the value that it names; write the value out"),
+    ("model: " + "[" * 3000, "nested too deeply to be a config"),
+    ("model: {kwargs: {a: " + "[" * 250 + "]" * 250 + "}}", "nested too deeply to be a config"),
+    ('name: "\\ud800"', "a \\u escape stands for half a character only; write the character itself"),
+    # not a config
+    ("- 1\n- a: null", "expected keys and values at the top level, got [1, {a: null}]"),
+    ("qat: {lr: 1}\nseed: 1\n\nqat: {epochs: 2}", "line 4: 'qat' is already set on line 1; keep one of them"),
+    ("quantization:\n  overrides:\n    0: {skip: true}", "line 3: the key 0 is not text; write it in quotes"),
+    # keys
+    ("quantization: {weigth: {}}", "quantization.weigth: unknown key; did you mean 'weight'?"),
+    ("QAT: {}", "QAT: unknown key; did you mean 'qat'?"),
+    ("zzz: 1", f"zzz: unknown key; valid keys: {TOP_KEYS}"),
+    ("epochs: 1", "epochs: unknown key; did you mean 'float.epochs' or 'qat.epochs'?"),
+    ('"a\\nb": 1', f"'a\\nb': unknown key; valid keys: {TOP_KEYS}"),
+    ("export: {tflite: true}", "export.tflite: unknown key; valid keys: onnx"),
+    ("quantization: {overrides: {'layer1.*': {skipp: true}}}", "quantization.overrides.layer1.*.skipp: unknown key; "
+     "did you mean 'skip'?"),
+    # types
+    ("qat: {epochs: ten}", "qat.epochs: expected a whole number >= 0, got 'ten'"),
+    ("qat: {epochs: '3'}", "qat.epochs: expected a whole number >= 0, got '3'; write it without quotes"),
+    ("qat: {epochs: 3.0}", "qat.epochs: expected a whole number >= 0, got 3.0"),
+    ("qat: {epochs: true}", "qat.epochs: expected a whole number >= 0, got true"),
+    ("qat: {epochs:}", "qat.epochs: expected a whole number >= 0, got null"),
+    ("qat: {lr: false}", "qat.lr: expected a number > 0, got false"),
+    ("qat: {lr: [1e-3]}", "qat.lr: expected a number > 0, got [0.001]"),
+    ("data: {download: yes}", "data.download: expected true or false, got 'yes'"),
+    ("data: {download: 1}", "data.download: expected true or false, got 1"),
+    ("name: 2024", "name: expected text, got 2024; write it in quotes"),
+    ("data: {root: true}", "data.root: expected text or null, got true; write it in quotes"),
+    ("qat: 3", "qat: expected a section (epochs, optimizer, lr, momentum, ...), got 3"),
+    ("export:", "export: expected a section (onnx), got null"),
+    ("model: {kwargs: [a]}", "model.kwargs: expected a section (key: value), got ['a']"),
+    ("data: {mean: [0.5]}", "data.mean: expected a list of 3 numbers or null, got [0.5]"),
+    ("data: {std: [1, 2, 3, 4]}", "data.std: expected a list of 3 numbers or null, got [1, 2, 3, 4]"),
+    ("data: {std: 1}", "data.std: expected a list of 3 numbers or null, got 1"),
+    ("data: {mean: [0, 0.5, a]}", "data.mean[2]: expected a number, got 'a'"),
+    # choices
+    ("amp: bf61", "amp: expected 'none', 'bf16' or 'fp16', got 'bf61'; did you mean 'bf16'?"),
+    ("qat: {optimizer: SGD}", "qat.optimizer: expected 'sgd' or 'adamw', got 'SGD'; did you mean 'sgd'?"),
+    ("resume: off", "resume: expected 'never' or 'auto', got 'off'"),
+    ("quantization: {target: cpu}", "quantization.target: expected 'onnxruntime', got 'cpu'"),
+    ("quantization: {weight: {granularity: per_channel}}", "quantization.weight.granularity: expected 'tensor', "
+     "'channel' or null, got 'per_channel'; did you mean 'channel'?"),
+    # ranges
+    ("qat: {epochs: -1}", "qat.epochs: expected a whole number >= 0, got -1"),
+    ("qat: {lr: 0}", "qat.lr: expected a number > 0, got 0"),
+    ("qat: {lr: .nan}", "qat.lr: expected a number > 0, got .nan, which is not finite"),
+    ("qat: {clip_grad_norm: .inf}", "qat.clip_grad_norm: expected a number > 0 or null, got .inf, which is not finite"),
+    ("data: {augment: {horizontal_flip: 50}}", "data.augment.horizontal_flip: expected a number from 0 to 1, got 50"),
+    ("quantization: {weight: {bits: 1}}", "quantization.weight.bits: expected a whole number from 2 to 16 or null, "
+     "got 1"),
+    ("quantization: {weight: {percentile: 50}}", "quantization.weight.percentile: expected a number > 50 and <= 100 "
+     "or null, got 50"),
+    ("seed: 9223372036854775808", "seed: expected a whole number >= 0 and < 9223372036854775808, "
+     "got 9223372036854775808"),
+    ("seed: " + "1" * 5000, f"seed: expected a whole number >= 0 and < 9223372036854775808, got '{'1' * 76}..."),
+    # several keys together
+    ("amp: fp16\ndevice: cpu", "amp: 'fp16' needs a CUDA device; on device 'cpu' use 'bf16' or 'none'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "sentence"), BAD_FILES)
+def test_a_bad_file(text: str, sentence: str) -> None:
+    assert problems(text) == [f"r18.yaml: {sentence}"]
+
+
+# The whole line: it begins with the override as typed
+
+BAD_OVERRIDES = [
+    ("qat.lr", "qat.lr: expected key.path=value, such as qat.lr=0.01"),
+    ("=3", "=3: the key '' is empty or has an empty part; expected key.path=value"),
+    ("qat..lr=3", "qat..lr=3: the key 'qat..lr' is empty or has an empty part; expected key.path=value"),
+    ("seed=[1", "seed=[1: line 1, column 3: not valid YAML: expected ',' or ']', but got '<stream end>'"),
+    ("qat={lr: 1, lr: 2}", "qat={lr: 1, lr: 2}: line 1: 'lr' is already set on line 1; keep one of them"),
+    ("qat.lrr=0.1", "qat.lrr=0.1: unknown key; did you mean 'lr'?"),
+    ("qat.lr=a\n", "'qat.lr=a\\n': expected a number > 0, got 'a'"),
+    ("foo.a=1", f"foo.a=1: foo: unknown key; valid keys: {TOP_KEYS}"),
+    ("lr=0.1", "lr=0.1: unknown key; did you mean 'float.lr' or 'qat.lr'?"),
+    ("qat.lr.x=1", "qat.lr.x=1: 'qat.lr' has no keys of its own; set it as qat.lr=..."),
+    ("model.kwargs.a.b=1", "model.kwargs.a.b=1: 'model.kwargs.a' is 3, which has no keys of its own"),
+    ("qat.epochs=ten", "qat.epochs=ten: expected a whole number >= 0, got 'ten'"),
+    ("qat.epochs=", "qat.epochs=: expected a whole number >= 0, got null"),
+    ("qat={epochs: ten}", "qat={epochs: ten}: qat.epochs: expected a whole number >= 0, got 'ten'"),
+    ("qat=3", "qat=3: expected a section (epochs, optimizer, lr, momentum, ...), got 3"),
+    ("data.mean=[1]", "data.mean=[1]: expected a list of 3 numbers or null, got [1]"),
+    ("data.mean=[1, a, 1]", "data.mean=[1, a, 1]: data.mean[1]: expected a number, got 'a'"),
+    ("amp=BF16", "amp=BF16: expected 'none', 'bf16' or 'fp16', got 'BF16'; did you mean 'bf16'?"),
+    ("amp=fp16", "amp=fp16: 'fp16' needs a CUDA device; on device 'cpu' use 'bf16' or 'none'"),
+    (
+        "quantization.overrides.layer1.0.conv1.weight.bits=40",
+        "quantization.overrides.layer1.0.conv1.weight.bits=40: expected a whole number from 2 to 16 or null, got 40",
+    ),
+]
+
+
+@pytest.mark.parametrize(("override", "line"), BAD_OVERRIDES)
+def test_a_bad_override(override: str, line: str) -> None:
+    assert problems("device: cpu\nmodel: {kwargs: {a: 3}}", override) == [line]
+
+
+def test_the_file_is_blamed_for_its_own_values_only() -> None:
+    text = "qat: {lr: 0, epochs: -1, betas: {a: 1}}"
+    found = problems(text, "qat.lr=-1", "qat.lr=-2", "qat.betas.b=2", "foo.a=1", "foo.b=1")
+    assert [line.split(": ")[:2] for line in found] == [
+        ["r18.yaml", "qat.epochs"],
+        ["qat.lr=-2", "expected a number > 0, got -2"],
+        ["r18.yaml", "qat.betas"],
+        ["foo.a=1", "foo"],
+    ]
+
+
+def test_an_override_mends_the_file() -> None:
+    assert load("qat: {lr: 0, schedule: cosin}", "qat.lr=1", "qat.schedule=cosine").qat.lr == 1
+
+
+def test_all_problems_in_one_go() -> None:
+    text = "seed: a\nseed: b\nqat: {lrr: 1}\ndata: {batch_size: 0, download: no, mean: [1]}\nname: [a\n"
+    assert len(problems(text)) == 1  # a syntax error hides what follows
+    found = problems(text.replace("[a", "a"), "qat.lr", "amp=x", "seed={")
+    assert found == [
+        "r18.yaml: line 2: 'seed' is already set on line 1; keep one of them",
+        "qat.lr: expected key.path=value, such as qat.lr=0.01",
+        "seed={: line 1, column 2: not valid YAML: expected the node content, but found '<stream end>'",
+        "r18.yaml: seed: expected a whole number >= 0 and < 9223372036854775808, got 'b'",
+        "amp=x: expected 'none', 'bf16' or 'fp16', got 'x'",
+        "r18.yaml: data.download: expected true or false, got 'no'",
+        "r18.yaml: data.mean: expected a list of 3 numbers or null, got [1]",
+        "r18.yaml: data.batch_size: expected a whole number >= 1, got 0",
+        "r18.yaml: qat.lrr: unknown key; did you mean 'lr'?",
+    ]
+
+
+def test_a_kind_of_error_without_a_sentence_of_its_own_still_reads_well() -> None:
+    details = {"type": "string_pattern_mismatch", "loc": ("model", "name"), "input": "x", "ctx": {"pattern": "^a"}}
+    error = ValidationError.from_exception_data("RunConfig", [details])
+    assert sentences_of(error, dotted) == ["model.name: should match pattern '^a', got 'x'"]

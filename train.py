@@ -1,0 +1,210 @@
+"""Fine-tune a torchvision model with quantization, export it to integers, and prove that they answer the same.
+
+    python train.py --config resnet_int8.yaml [key.path=value ...]
+
+Read from top to bottom, `run` is the recipe: float baseline, prepare, calibrate, QAT, export, proof.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import qat
+from qat.export import compare_layers, optimized_operators
+from qat.training.checkpoint import (
+    StageState,
+    check_same_config,
+    load_checkpoint,
+    restore_model,
+    save_float_weights,
+)
+from qat.training.config import RunConfig, StageConfig
+from qat.training.config_file import dump_config, load_config
+from qat.training.data import Data, load_data
+from qat.training.device import pick_device, seed_everything
+from qat.training.engine import StageRun, evaluate, train_stage
+from qat.training.errors import UserError
+from qat.training.logging import RunLog
+from qat.training.models import build_model
+from qat.training.recipe import prepare_model
+from qat.training.report import onnx_results, table_rows, write_summary
+from qat.training.run_folder import SUMMARY, RunFolder, open_run_folder
+from qat.training.weights import load_weights
+
+CONFIGS = Path(__file__).resolve().parent / "configs"
+LEAST_AGREEMENT = 0.995
+"""Share of equal predictions below which the exported model is not the trained one."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Read the command line and run; 0 if all went well, 2 for a mistake in the config, 1 if the proof failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="a YAML file; a bare name is looked for in configs/ too")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change one value of the config")
+    parsed = parser.parse_intermixed_args(arguments)
+    try:
+        return run(load_config(parsed.config, parsed.overrides, CONFIGS))
+    except UserError as error:
+        print(*error.problems, sep="\n", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; resume=auto goes on from the last finished epoch", file=sys.stderr)
+        return 130
+
+
+def run(config: RunConfig) -> int:
+    """The whole recipe."""
+    started = time.perf_counter()
+    device = pick_device(config.device)
+    seed_everything(config.seed)
+    data = load_data(config.data, config.seed, device, config.channels_last)
+    model = build_model(config.model, config.model.num_classes or len(data.classes))
+    prepare_model(model, config)  # what is wrong with the recipe shows before hours of float training
+    folder = open_run_folder(config)
+    resumed = _read_checkpoint(folder, config)
+    results: dict[str, Any] = resumed["results"] if resumed else {}
+    (folder.path / "config.yaml").write_text(dump_config(config))
+
+    with RunLog(folder.path) as log:
+        log.say(f"run folder: {folder.path}; device: {device}; curves: tensorboard --logdir {folder.path}")
+        stages = Stages(config, data, device, log, folder, resumed, results)
+
+        stages.float_baseline(model)
+        if config.float_finetune:
+            stages.float_finetune(build_model(config.model, config.model.num_classes or len(data.classes)))
+        load_weights(model, str(stages.float_weights), config.model.name)
+        quantized = stages.quantized(model)
+        stages.calibrate(quantized)
+        stages.qat(quantized)
+        proven = not config.export.onnx or stages.export(quantized)
+
+        write_summary(folder.path / SUMMARY, config, results, time.perf_counter() - started)
+        log.say("")
+        log.table(table_rows(results))
+        log.say(f"\n{folder.path}: summary.json, config.yaml, layers.txt, curves, last.pt, best.pt, float.safetensors")
+    return 0 if proven else 1
+
+
+class Stages:
+    """The stages of a run; each writes its result, and one that a resumed run has behind it is not run again."""
+
+    order = ("float", "float_finetune", "qat")
+
+    def __init__(
+        self,
+        config: RunConfig,
+        data: Data,
+        device: torch.device,
+        log: RunLog,
+        folder: RunFolder,
+        resumed: dict[str, Any] | None,
+        results: dict[str, Any],
+    ) -> None:
+        self.config, self.data, self.device, self.log = config, data, device, log
+        self.folder, self.resumed, self.results = folder, resumed, results
+        self.float_weights = folder.path / "float.safetensors"
+        self.steps = 0
+
+    def float_baseline(self, model: nn.Module) -> None:
+        """Train the float model, or take it as loaded; its weights are what QAT starts from."""
+        self._train("float", model, self.config.float)
+        if not self._behind("float"):
+            save_float_weights(self.float_weights, model)
+        self.results["float"]["size_bytes"] = self.float_weights.stat().st_size
+
+    def float_finetune(self, model: nn.Module) -> None:
+        """Fine-tune the float model exactly as QAT will be: the comparison that is fair to it."""
+        if not self._behind("float_finetune"):
+            load_weights(model, str(self.float_weights), self.config.model.name)
+        plain = StageConfig(**{name: getattr(self.config.qat, name) for name in StageConfig.model_fields})
+        self._train("float_finetune", model, plain)
+
+    def quantized(self, model: nn.Module) -> fx.GraphModule:
+        """Prepare, say what stays float, and write the table of layers."""
+        prepared = prepare_model(model, self.config).to(self.device)
+        table = qat.summary(prepared)
+        (self.folder.path / "layers.txt").write_text(table + "\n")
+        lines = table.splitlines()
+        self.log.say("\n".join([f"prepared: {lines[-1]}", *(line for line in lines if "stays float:" in line)]))
+        return prepared
+
+    def calibrate(self, model: fx.GraphModule) -> None:
+        """Set the activation ranges on training images, and measure what that alone gives."""
+        if self._at_or_behind("qat"):
+            return
+        qat.calibrate(model, self.data.calibration(self.config.quantization.calibration_batches))
+        found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
+        self.results["calibrated"] = {"top1": found.top1}
+        self.log.say(f"calibrated: val top1 {found.top1:.2f} %")
+        self.log.scalar("qat/val_top1", found.top1, self.steps)
+        self.log.scalar("qat/val_loss", found.loss, self.steps)
+
+    def qat(self, model: fx.GraphModule) -> None:
+        """Fine-tune with quantization."""
+        self._train("qat", model, self.config.qat)
+
+    def export(self, model: fx.GraphModule) -> bool:
+        """Write model.onnx, run it over the whole validation split, compare every layer's integers."""
+        path = self.folder.path / "model.onnx"
+        channels, height, width = self.data.image_shape
+        qat.export_onnx(model, path, torch.zeros(1, channels, height, width))
+        verification = qat.verify_onnx(path, model, self.data.val)
+        layers = compare_layers(path, model, next(iter(self.data.val))[0])
+        operators = dict(optimized_operators(path))
+        found = self.results["onnx"] = onnx_results(verification, layers, operators, path.stat().st_size)
+        compared = found["layers"]
+        self.log.say(
+            f"ONNX Runtime: val top1 {found['top1']:.2f} %, {100 * found['agreement']:.2f} % equal predictions;"
+            f" {compared['differing']} of {compared['elements']:,} integers differ over {compared['compared']} layers"
+        )
+        if found["agreement"] < LEAST_AGREEMENT:
+            print(
+                f"{path}: only {100 * found['agreement']:.2f} % of its predictions are the torch model's"
+                f" (at least {100 * LEAST_AGREEMENT} % expected); do not deploy it",
+                file=sys.stderr,
+            )
+        return bool(found["agreement"] >= LEAST_AGREEMENT)
+
+    def _train(self, name: str, model: nn.Module, stage: StageConfig) -> None:
+        """Train one stage, going on in its middle if the checkpoint is of it."""
+        first_step, self.steps = self.steps, self.steps + stage.epochs * len(self.data.train)
+        if self._behind(name):
+            return
+        state = None
+        if self.resumed and self.resumed["stage"] == name:
+            assert self.folder.checkpoint is not None
+            restore_model(self.folder.checkpoint, self.resumed, model)
+            state = StageState.from_payload(self.resumed["state"])
+            self.log.say(f"{name}: going on after epoch {state.epoch} of {stage.epochs}")
+        evaluation = train_stage(
+            StageRun(
+                name, stage, self.config, model, self.data.train, self.data.val, self.device, self.log,
+                self.folder.path, self.results, first_step, keep_best=name == "qat",
+            ),
+            state,
+        )  # fmt: skip
+        self.results[name] = {"top1": evaluation.top1, "loss": evaluation.loss, "epochs": stage.epochs}
+
+    def _behind(self, name: str) -> bool:
+        """Whether the resumed run had finished this stage."""
+        return self.resumed is not None and self.order.index(name) < self.order.index(self.resumed["stage"])
+
+    def _at_or_behind(self, name: str) -> bool:
+        return self.resumed is not None and self.order.index(name) <= self.order.index(self.resumed["stage"])
+
+
+def _read_checkpoint(folder: RunFolder, config: RunConfig) -> dict[str, Any] | None:
+    if folder.checkpoint is None:
+        return None
+    payload = load_checkpoint(folder.checkpoint)
+    check_same_config(folder.checkpoint, payload["config"], config)
+    return payload
+
+
+if __name__ == "__main__":
+    sys.exit(main())
