@@ -33,7 +33,7 @@ from qat.training.logging import RunLog
 from qat.training.models import build_model
 from qat.training.recipe import prepare_model
 from qat.training.report import onnx_results, table_rows, write_summary
-from qat.training.run_folder import SUMMARY, RunFolder, open_run_folder
+from qat.training.run_folder import RESOLVED_CONFIG, SUMMARY, RunFolder, open_run_folder
 from qat.training.weights import load_weights
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
@@ -63,12 +63,12 @@ def run(config: RunConfig) -> int:
     device = pick_device(config.device)
     seed_everything(config.seed)
     data = load_data(config.data, config.seed, device, config.channels_last)
-    model = build_model(config.model, config.model.num_classes or len(data.classes))
+    model = build_model(config.model, len(data.classes))
     prepare_model(model, config)  # what is wrong with the recipe shows before hours of float training
     folder = open_run_folder(config)
     resumed = _read_checkpoint(folder, config)
     results: dict[str, Any] = resumed["results"] if resumed else {}
-    (folder.path / "config.yaml").write_text(dump_config(config))
+    (folder.path / RESOLVED_CONFIG).write_text(dump_config(config))
 
     with RunLog(folder.path) as log:
         log.say(f"run folder: {folder.path}; device: {device}; curves: tensorboard --logdir {folder.path}")
@@ -76,7 +76,7 @@ def run(config: RunConfig) -> int:
 
         stages.float_baseline(model)
         if config.float_finetune:
-            stages.float_finetune(build_model(config.model, config.model.num_classes or len(data.classes)))
+            stages.float_finetune(build_model(config.model, len(data.classes)))
         load_weights(model, str(stages.float_weights), config.model.name)
         quantized = stages.quantized(model)
         stages.calibrate(quantized)

@@ -46,7 +46,7 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
         for module, flag in training.items():
             module.training = flag
     for name, quantizer in quantizers.items():
-        _set_range(name, quantizer, _gather(observers[name].values()))
+        _set_range(name, quantizer, _gather(observers[name].values(extremes=quantizer.spec.init == "minmax")))
 
 
 def _run(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]) -> None:
@@ -60,7 +60,7 @@ def _run(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[st
             else:
                 images = batch if isinstance(batch, Tensor) else batch[0]
                 model(images.to(device))
-    if count == 0:
+    if not _on_any_rank(count > 0):
         raise ValueError("calibrate: batches is empty; at least one batch is needed to find the ranges")
 
 
@@ -81,3 +81,11 @@ def _gather(values: Tensor) -> Tensor:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, values.numpy())
     return torch.cat([torch.from_numpy(part) for part in everyone], dim=1)
+
+
+def _on_any_rank(mine: bool) -> bool:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return mine
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return any(everyone)

@@ -5,6 +5,7 @@ Every function takes values of shape (groups, elements), one row per scale, and 
 """
 
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -69,6 +70,11 @@ def scale_and_zero_point(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Te
         scale = (high - low) / (spec.qmax - spec.qmin)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     if spec.symmetric:
+        # In float32 high / (high / qmax) can exceed qmax by a bit, which would mask the gradient of the extreme value.
+        over = high / scale > spec.qmax
+        if spec.signed:
+            over |= low / scale < spec.qmin
+        scale = torch.where(over, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
         return scale, torch.zeros_like(scale)
     return scale, torch.clamp(torch.round(spec.qmin - low / scale), spec.qmin, spec.qmax)
 
@@ -80,17 +86,21 @@ def _minmax(values: Tensor) -> tuple[Tensor, Tensor]:
 def _percentile(values: Tensor, percentile: float) -> tuple[Tensor, Tensor]:
     # kthvalue instead of torch.quantile, which refuses more than 16 million elements.
     count = values.shape[1]
-    rank = min(max(math.ceil(percentile / 100 * count), 1), count)
+    rank = min(max(math.ceil(Fraction(str(percentile)) * count / 100), 1), count)
     high = values.kthvalue(rank, dim=1).values
     low = values.kthvalue(count - rank + 1, dim=1).values
     return low.clamp(max=0), high.clamp(min=0)
 
 
 def _lsq(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """LSQ's scale 2*mean|x|/sqrt(qmax) (arXiv:1902.08153), as a range."""
-    reach = 2 * values.abs().mean(1) * math.sqrt(spec.qmax)
-    low, _ = _minmax(values)
-    return torch.where(low < 0, -reach, low), reach
+    """The range whose grid has LSQ's initial scale 2*mean|x|/sqrt(qmax) (arXiv:1902.08153)."""
+    scale = 2 * values.abs().mean(1) / math.sqrt(spec.qmax)
+    low, high = _minmax(values)
+    if spec.symmetric:
+        return torch.where(low < 0, scale * spec.qmin, low), scale * spec.qmax
+    width = scale * (spec.qmax - spec.qmin)
+    below = torch.where(high > low, low / (low - high), 0)
+    return -below * width, (1 - below) * width
 
 
 def _least_squares(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:

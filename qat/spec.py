@@ -26,7 +26,7 @@ class QuantSpec:
         rule: name of a registered quantizer; see `qat.register_quantizer`.
         narrow_range: leave out the lowest signed integer, so that the grid is its own mirror image.
         init: how the first range is found: "minmax", "percentile", "mse" or "lsq" (2*mean|x|/sqrt(qmax)).
-        percentile: with init="percentile", the share of values that the range covers, in percent.
+        percentile: with init="percentile", the percent of values below the upper bound, and above the lower one.
         grad_scale: N in LSQ's factor 1/sqrt(N*qmax) on the gradient of an activation's scale: elements per
             "sample" (the paper), per "batch", or "none" for a factor of 1 (weights too).
 
@@ -52,7 +52,7 @@ class QuantSpec:
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 2 <= self.bits <= 16:
             raise ValueError(f"QuantSpec: bits must be a whole number from 2 to 16, got {self.bits!r}")
-        if not 50 < self.percentile <= 100:
+        if not isinstance(self.percentile, (int, float)) or not 50 < self.percentile <= 100:
             raise ValueError(f"QuantSpec: percentile must be above 50 and at most 100, got {self.percentile!r}")
         for name, choices in (("granularity", Granularity), ("init", RangeInit), ("grad_scale", GradScale)):
             value, allowed = getattr(self, name), get_args(choices)
@@ -141,15 +141,25 @@ class QuantRecipe:
 
     def _apply(self, layer: LayerRecipe, pattern: str) -> LayerRecipe:
         change = self.overrides[pattern]
+        grids = {}
+        for key in ("weight", "activation"):
+            try:
+                grids[key] = replace(getattr(layer, key), **change.get(key, {}))
+            except ValueError as error:
+                raise ValueError(f"QuantRecipe: overrides[{pattern!r}][{key!r}]: {error}") from error
         return LayerRecipe(
-            weight=replace(layer.weight, **change.get("weight", {})),
-            activation=replace(layer.activation, **change.get("activation", {})),
-            skipped_by=pattern if change.get("skip", layer.skipped_by is not None) else None,
+            **grids,
+            skipped_by=layer.skipped_by if "skip" not in change else pattern if change["skip"] else None,
         )
 
     def _check_override(self, pattern: str) -> None:
         known = {spec_field.name for spec_field in fields(QuantSpec)}
+        where = f"QuantRecipe: overrides[{pattern!r}]"
+        if not isinstance(self.overrides[pattern], Mapping):
+            raise ValueError(f"{where}: must be a mapping, got {self.overrides[pattern]!r}")
         for key, value in self.overrides[pattern].items():
+            if key in ("weight", "activation") and not isinstance(value, Mapping):
+                raise ValueError(f"{where}[{key!r}]: must be a mapping, got {value!r}")
             if key not in ("weight", "activation", "skip"):
                 raise ValueError(
                     f"QuantRecipe: overrides[{pattern!r}]: unknown key {key!r}; valid: weight, activation, skip"

@@ -243,6 +243,35 @@ def test_shape_arithmetic_is_not_quantized() -> None:
     assert sorted(activation_quantizers(model)) == ["conv_quantizer", "input_quantizer"]
 
 
+def test_functional_dropout_acts_by_mode() -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(F.dropout(F.relu(self.fc(x)), 0.5, training=self.training))
+
+    torch.manual_seed(0)
+    for start in (Drops().train(), Drops().eval()):
+        model = qat.prepare(start)
+        x = torch.rand(4, 64)
+        qat.calibrate(model, [x])
+        model.eval()
+        assert torch.equal(model(x), model(x))
+        model.train()
+        assert not torch.equal(model(x), model(x))
+
+
+class TwoPaths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> object:
+        return (self.fc(x), x) if self.training else self.fc(x)
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -264,6 +293,11 @@ class Branches(nn.Module):
             lambda: qat.prepare(Branches()),
             "prepare: torch.fx cannot trace Branches: symbolically traced variables cannot be used as inputs to control"
             " flow; control flow that depends on tensor values has to move out of forward",
+        ),
+        (
+            lambda: qat.prepare(TwoPaths()),
+            "prepare: TwoPaths takes another path in training than in evaluation (auxiliary outputs?), and a prepared"
+            " model has one path; switch that off, for torchvision's with aux_logits=False",
         ),
         (
             lambda: qat.prepare(Net(), qat.QuantRecipe(overrides={"block.cnv1": {"skip": True}})),

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from qat.export.integer import OPSET, ActivationGrid, GlobalAveragePool, IntegerLayer
 from qat.layers import QuantLayer
+from qat.preparation.placement import grid_of
 from qat.preparation.tracing import submodule_of
 from qat.quantizer import Quantizer
 
@@ -60,7 +61,7 @@ def export_onnx(
     assert program is not None
     proto = program.model_proto
     _strip_traces(proto)
-    _name_quantizers(proto, model)
+    _name_quantizers(proto, integer_model)
     onnx.checker.check_model(proto)
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -90,11 +91,22 @@ def to_integer_modules(model: fx.GraphModule) -> fx.GraphModule:
             name = f"global_average_pool_{number}"
             frozen.add_submodule(name, GlobalAveragePool())
             node.op, node.target, node.args, node.kwargs = "call_module", name, node.args[:1], {}
+        elif node.target is F.pad and (source := grid_of(node, frozen)) is not None:
+            _restate_grid(node, source)
     for name, grid in replacements:
         frozen.set_submodule(name, grid)
     frozen.graph.eliminate_dead_code()
     frozen.recompile()
     return frozen
+
+
+def _restate_grid(node: fx.Node, source: fx.Node) -> None:
+    """Quantize a padded tensor again, on its own grid: it changes nothing, and without it ONNX Runtime, which carries
+    grids through max pooling and reshaping but not through Pad, computes the next operation in float."""
+    with node.graph.inserting_after(node):
+        again = node.graph.call_module(str(source.target))
+    node.replace_all_uses_with(again)
+    again.args = (node,)
 
 
 def _handed(model: fx.GraphModule, node: fx.Node) -> tuple[Quantizer, nn.Module | None]:
@@ -134,7 +146,7 @@ def _check_exportable(model: nn.Module) -> None:
 
 def _name_quantizers(proto: Any, model: fx.GraphModule) -> None:
     """Give every QuantizeLinear the name of its quantizer, and fail loudly if one is missing."""
-    expected = [str(node.target) for node in model.graph.nodes if isinstance(submodule_of(model, node), Quantizer)]
+    expected = [str(node.target) for node in model.graph.nodes if isinstance(submodule_of(model, node), ActivationGrid)]
     # The last integer tensor of a quantizer: QuantizeLinear, or the Clip behind it.
     quantized = [node for node in proto.graph.node if node.op_type == "QuantizeLinear"]
     if len(quantized) != len(expected):

@@ -119,4 +119,7 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax:
     >>> fake_quantize(torch.tensor([0.3, 200.0]), torch.tensor(0.5), torch.tensor(0), 0, 255).tolist()
     [0.5, 127.5]
     """
-    return lsq_plus_quantize(x, scale.detach(), zero_point.detach(), qmin, qmax)
+    check_bounds(qmin, qmax, "fake_quantize")
+    require_floating(x, "fake_quantize")
+    result: Tensor = LSQPlusFunction.apply(x, scale.detach(), zero_point.detach(), qmin, qmax, 1.0)
+    return result

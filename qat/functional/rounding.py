@@ -52,7 +52,9 @@ class PositiveScaleFunction(torch.autograd.Function):
     @staticmethod
     def forward(scale: Tensor) -> Tensor:
         """Clamp; NaN, which clamp would keep, becomes the smallest scale."""
-        return torch.nan_to_num(scale, nan=SMALLEST_SCALE).clamp(SMALLEST_SCALE, LARGEST_SCALE)
+        limits = torch.finfo(scale.dtype)
+        smallest, largest = max(SMALLEST_SCALE, limits.tiny), min(LARGEST_SCALE, limits.max)
+        return torch.nan_to_num(scale, nan=smallest).clamp(smallest, largest)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor], output: Tensor) -> None:

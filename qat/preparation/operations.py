@@ -47,7 +47,15 @@ def is_relu(node: fx.Node, graph_module: fx.GraphModule) -> bool:
 
 def passes_grid(node: fx.Node, graph_module: fx.GraphModule) -> bool:
     """Whether the output's values all stand on the grid of the first input: reshaping, selecting, max pooling."""
+    if node.target is F.pad:
+        return _pads_with_zero(node)
     return is_call(node, PASSING_MODULES, PASSING_FUNCTIONS, PASSING_METHODS, graph_module)
+
+
+def _pads_with_zero(node: fx.Node) -> bool:
+    """Whether F.pad(x, pad, mode, value) adds nothing off the grid: zeros, or copies of the values."""
+    arguments = {**dict(zip(("input", "pad", "mode", "value"), node.args, strict=False)), **node.kwargs}
+    return bool(arguments.get("mode", "constant") != "constant" or arguments.get("value") in (None, 0, 0.0))
 
 
 def computes_on_grids(node: fx.Node, graph_module: fx.GraphModule) -> bool:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 
@@ -28,14 +29,34 @@ class QuantTracer(fx.Tracer):
 
 
 def trace(model: nn.Module) -> fx.GraphModule:
-    """The model as a graph module that shares the model's submodules.
+    """The model as a graph module that shares the model's submodules and acts by train and eval mode as the model does.
+
+    Tracing reads `self.training` once. A functional dropout, the usual reader, becomes a Dropout module; a model that
+    computes something else in training than in evaluation is refused.
 
     Raises:
-        ValueError: if torch.fx cannot trace the model; the sentence says where it stopped.
+        ValueError: if torch.fx cannot trace the model, or if it takes another path in training than in evaluation.
     """
-    tracer = QuantTracer()
+    flags = {module: module.training for module in model.modules()}
     try:
-        graph = tracer.trace(model)
+        evaluating = _graph_of(model.eval())
+        training = _graph_of(model.train())
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+    if _outline(training) != _outline(evaluating):
+        raise ValueError(
+            f"prepare: {type(model).__name__} takes another path in training than in evaluation (auxiliary outputs?),"
+            " and a prepared model has one path; switch that off, for torchvision's with aux_logits=False"
+        )
+    graph_module = fx.GraphModule(model, training, type(model).__name__)
+    _dropouts_become_modules(graph_module)
+    return graph_module
+
+
+def _graph_of(model: nn.Module) -> fx.Graph:
+    try:
+        graph = QuantTracer().trace(model)
     except Exception as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
@@ -43,7 +64,24 @@ def trace(model: nn.Module) -> fx.GraphModule:
             " control flow that depends on tensor values has to move out of forward"
         ) from error
     graph._tracer_cls = QuantTracer  # what unpickling traces with
-    return fx.GraphModule(tracer.root, graph, type(model).__name__)
+    return graph
+
+
+def _outline(graph: fx.Graph) -> list[tuple[str, str]]:
+    # Constants are numbered through over all traces of a model, so their names say nothing.
+    steps = [(node.op, str(node.target).rstrip("0123456789")) for node in graph.nodes]
+    return [*steps, ("returns", str(graph.output_node().args))]
+
+
+def _dropouts_become_modules(graph_module: fx.GraphModule) -> None:
+    """F.dropout(x, p, training=self.training) was traced with one mode; nn.Dropout(p) asks for it at every call."""
+    for node in list(graph_module.graph.nodes):
+        if node.target is F.dropout:
+            given = {**dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)), **node.kwargs}
+            name = free_name(graph_module, f"{scope_of(node)}.dropout".lstrip("."))
+            graph_module.add_submodule(name, nn.Dropout(given.get("p", 0.5)))
+            node.op, node.target, node.args, node.kwargs = "call_module", name, (given["input"],), {}
+    graph_module.recompile()
 
 
 def scope_of(node: fx.Node) -> str:
@@ -85,14 +123,12 @@ def is_call(node: fx.Node, modules: tuple[type[nn.Module], ...], functions: set[
 
 
 def free_name(graph_module: nn.Module, wanted: str) -> str:
-    """`wanted`, or wanted_1, wanted_2 ... if the model has an attribute of that name."""
-    names = {name for name, _ in graph_module.named_modules()}
-    scope, _, stem = wanted.rpartition(".")
-    owner = graph_module.get_submodule(scope) if scope else graph_module
+    """`wanted`, or wanted_1, wanted_2 ... if the model has something of that name."""
+    taken = {name for name, _ in graph_module.named_modules()} | set(graph_module.state_dict())
     candidate, number = wanted, 0
-    while candidate in names or hasattr(owner, candidate.rpartition(".")[2]):
+    while candidate in taken or ("." not in candidate and hasattr(graph_module, candidate)):
         number += 1
-        candidate = f"{scope}.{stem}_{number}" if scope else f"{stem}_{number}"
+        candidate = f"{wanted}_{number}"
     return candidate
 
 

@@ -76,7 +76,9 @@ class Quantizer(nn.Module):
 
     def grid(self) -> tuple[Tensor, Tensor]:
         """The (scale, zero_point) in force: scale positive and finite, zero_point an integer of the grid."""
-        return positive_scale(self.scale), self.zero_point
+        scale = positive_scale(self.scale)
+        # A symmetric grid's zero point is in no checkpoint, so a module made on meta never gets one: it is 0 anyway.
+        return scale, torch.zeros_like(self.scale, requires_grad=False) if self.spec.symmetric else self.zero_point
 
     def codes(self, x: Tensor) -> Tensor:
         """The integers of x, as a float tensor: clamp(round(x / scale) + zero_point, qmin, qmax)."""
@@ -86,11 +88,21 @@ class Quantizer(nn.Module):
 
     @torch.no_grad()
     def set_range(self, low: Tensor, high: Tensor) -> None:
-        """Cover low .. high (shape of scale, or one value); in place, so that optimizers keep their parameter."""
+        """Cover low .. high (shape of scale, or one value); in place, so that optimizers keep their parameter.
+
+        Raises:
+            ValueError: if a bound is NaN or infinite, or the range wider than float32.
+        """
         low, high = (bound.detach().to(self.scale.device, torch.float32) for bound in (low, high))
+        if not bool(torch.isfinite(high - low).all()):
+            raise ValueError(
+                f"set_range: the range must be finite and fit float32, got {low.tolist()}, {high.tolist()}"
+            )
         scale, zero_point = scale_and_zero_point(low, high, self.spec)
-        self.scale.copy_(scale.reshape(self.scale.shape) if scale.numel() > 1 else scale)
-        self.zero_point.copy_(zero_point.reshape(self.scale.shape) if scale.numel() > 1 else zero_point)
+        if scale.numel() == self.scale.numel():
+            scale, zero_point = scale.reshape(self.scale.shape), zero_point.reshape(self.scale.shape)
+        self.scale.copy_(scale)
+        self.zero_point.copy_(zero_point)
         self.calibrated.fill_(True)
         self._is_calibrated = True
 
@@ -120,7 +132,7 @@ class Quantizer(nn.Module):
 
     def _warn_uncalibrated(self) -> None:
         warnings.warn(
-            f"a quantizer ({self.spec}) runs on its default range of +-{UNCALIBRATED_REACH:g};"
+            f"a quantizer ({self.spec}) runs on its default range of up to {UNCALIBRATED_REACH:g};"
             " call qat.calibrate(model, batches) first",
             stacklevel=3,
         )

@@ -15,6 +15,7 @@ class RangeObserver:
 
     def __init__(self) -> None:
         self._samples: list[Tensor] = []
+        self._extremes: list[Tensor] = []
         self._generator = torch.Generator().manual_seed(0)
 
     def update(self, x: Tensor) -> None:
@@ -22,12 +23,17 @@ class RangeObserver:
         values = x.detach().float().reshape(-1)
         if values.numel() == 0:
             return
-        extremes = torch.stack([values.amin(), values.amax()])
+        self._extremes.append(torch.stack([values.amin(), values.amax()]).cpu())
         if values.numel() > SAMPLES_PER_BATCH:
             chosen = torch.randint(values.numel(), (SAMPLES_PER_BATCH,), generator=self._generator)
             values = values[chosen.to(values.device)]
-        self._samples.append(torch.cat([extremes, values]).cpu())
+        self._samples.append(values.cpu())
 
-    def values(self) -> Tensor:
-        """All that was kept, shape (1, elements), the extremes among it; (1, 0) if nothing was seen."""
-        return torch.cat(self._samples)[None] if self._samples else torch.empty(1, 0)
+    def values(self, extremes: bool = False) -> Tensor:
+        """The sample, or only the extremes of every batch, shape (1, elements); (1, 0) if nothing was seen.
+
+        The sample holds no extremes beyond those drawn: added, they would fill the tail of a percentile.
+        A NaN or infinity outside the sample shows in the extremes; it is put into the sample too.
+        """
+        kept = self._extremes if extremes else [*self._samples, *(e for e in self._extremes if not e.isfinite().all())]
+        return torch.cat(kept)[None] if kept else torch.empty(1, 0)

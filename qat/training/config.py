@@ -136,7 +136,7 @@ class SpecConfig(Section):
     init: Literal["minmax", "percentile", "mse", "lsq"] | None = None
     """How the first range is found."""
     percentile: Annotated[float, Field(gt=50, le=100)] | None = None
-    """With init=percentile: the share of values, in percent, that the range covers."""
+    """With init=percentile: the percent of values below the upper bound of the range, and above the lower one."""
     grad_scale: Literal["sample", "batch", "none"] | None = None
     """N in LSQ's gradient factor 1/sqrt(N*qmax): elements per sample, per batch, or no factor."""
 

@@ -51,11 +51,11 @@ class Order(Sampler[Key]):
 
     def __iter__(self) -> Iterator[Key]:
         if not isinstance(self.indices, int):
-            return iter([(index, 0) for index in self.indices])
+            return ((index, 0) for index in self.indices)
         generator = seeded_generator(self.seed, "order", self.epoch)
         indices = torch.randperm(self.indices, generator=generator)
         seeds = torch.randint(2**32, (self.indices,), generator=generator)
-        return iter(list(zip(indices.tolist(), seeds.tolist(), strict=True)))
+        return zip(indices.tolist(), seeds.tolist(), strict=True)
 
 
 class View(Dataset["Sample | Failure"]):
@@ -81,7 +81,7 @@ class View(Dataset["Sample | Failure"]):
     def __getitems__(self, keys: list[Key]) -> "list[Sample | Failure]":
         """Return a whole batch of samples; torch's loader asks for it so where it can."""
         state, threads = torch.default_generator.get_state(), torch.get_num_threads()
-        # Images are too small to share out: on a busy machine, waiting for the other threads took 15 times as long.
+        # One image is too small to share out: waiting for the other threads made `affine` up to 15 times as slow.
         torch.set_num_threads(1)
         try:
             return [self._sample(index, seed) for index, seed in keys]

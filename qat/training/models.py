@@ -61,18 +61,20 @@ def _torchvision_model(config: ModelConfig, classes: int) -> nn.Module:
         if key in config.kwargs:
             raise UserError(f"model.kwargs: {key} has a field of its own; set model.weights")
     weights = None if config.weights is None else _weights(config.name, config.weights)
-    known = 1000 if weights is None else len(weights.meta["categories"])
-    arguments = dict(config.kwargs, weights=weights, num_classes=classes if weights is None else known)
+    # torchvision loads weights into their own number of classes only; the classifier is renewed afterwards.
+    built = classes if weights is None else len(weights.meta["categories"])
     try:
         with warnings.catch_warnings():
             # GoogLeNet and Inception announce another default of init_weights; whoever cares sets it in kwargs.
             warnings.simplefilter("ignore", FutureWarning)
-            model: nn.Module = torchvision.models.get_model(config.name, **arguments)
+            model: nn.Module = torchvision.models.get_model(
+                config.name, weights=weights, num_classes=built, **config.kwargs
+            )
     except Exception as error:  # only the user's kwargs are left as a cause
         raise UserError(f"model.kwargs: {config.kwargs} do not fit {config.name} ({_reason(error)})") from error
-    if weights is not None and classes != known:
+    if built != classes:
         name = _renew_classifier(model, classes)
-        logger.info("model.weights: %s has %d classes; %s is new, with %d", config.weights, known, name, classes)
+        logger.info("model.weights: %s has %d classes; %s is new, with %d", config.weights, built, name, classes)
     return model
 
 

@@ -12,6 +12,9 @@ RUNS = Path("runs")
 """Parent of the default run folders, where the user stands."""
 
 LAST_CHECKPOINT = "last.pt"
+RESOLVED_CONFIG = "config.yaml"
+"""Written at the start."""
+
 SUMMARY = "summary.json"
 """Written at the very end: a folder that holds it is of a finished run."""
 
@@ -69,6 +72,8 @@ def _given_folder(path: Path, *, resume: bool) -> RunFolder:
         return _resumed(path)
     _require_writable(path)
     if any(path.iterdir()):
+        if resume and (path / RESOLVED_CONFIG).is_file():
+            return RunFolder(path, None)  # ours, stopped before its first epoch ended
         if resume:
             raise UserError(f"run_dir: '{path}' is not empty and has no last.pt to go on from; choose another")
         raise UserError(f"run_dir: '{path}' is not empty; choose another, or set resume=auto to go on from its last.pt")

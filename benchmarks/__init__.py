@@ -1,0 +1,1 @@
+"""Measurements and the model definitions that they need; no part of the installed package."""

@@ -1,0 +1,305 @@
+"""calibrate: what it accepts, what it leaves alone, that it repeats itself, and that ranks agree."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from qat import calibrate
+from qat.quantizer import create_quantizer
+from qat.ranges import initial_range, scale_and_zero_point
+from qat.spec import QuantSpec
+
+AFFINE = QuantSpec(signed=False, symmetric=False)
+
+
+class Net(nn.Module):
+    """Two activation quantizers around a linear layer, one weight quantizer, and a record of every call."""
+
+    def __init__(self, spec: QuantSpec = AFFINE) -> None:
+        super().__init__()
+        self.first = create_quantizer(spec)
+        self.norm = nn.BatchNorm1d(4)
+        self.dropout = nn.Dropout(0.5)
+        self.weight = create_quantizer(QuantSpec(bits=4), "weight")
+        self.last = create_quantizer(spec)
+        self.calls: list[tuple[bool, bool, bool, bool]] = []
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        self.calls.append((self.training, self.norm.training, self.dropout.training, torch.is_grad_enabled()))
+        x = self.first(x)
+        return self.last(self.dropout(x) * 10 if y is None else x + y)
+
+
+def batches(count: int = 3, size: int = 8, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, 4, generator=generator) * (i + 1) for i in range(count)]
+
+
+def ranges(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def refusal_of(model: nn.Module, given: Any) -> str:
+    with pytest.raises(ValueError) as refusal:
+        calibrate(model, given)
+    return str(refusal.value)
+
+
+def test_minmax_covers_all_batches_and_activations_pass_unquantized():
+    model = Net()
+    calibrate(model, batches())
+    everything = torch.cat(batches()).double().numpy().ravel()
+    for quantizer, factor in ((model.first, 1), (model.last, 10)):
+        scale, zero = reference.grid_of(*reference.minmax(everything * factor), 0, 255, symmetric=False)
+        assert quantizer.scale.item() == pytest.approx(scale, rel=1e-6) and quantizer.zero_point.item() == zero
+        assert quantizer.is_calibrated and bool(quantizer.calibrated)
+    model(batches()[0])  # and no warning
+
+
+@pytest.mark.parametrize("init", ["minmax", "percentile", "mse", "lsq"])
+def test_the_range_is_the_one_that_init_finds_for_the_values_seen(init):
+    """Few enough values are all kept, each once: the same range as that of the tensor itself."""
+    spec = QuantSpec(bits=4, init=init, percentile=90.0)
+    model = nn.Sequential(create_quantizer(spec))
+    calibrate(model, batches())
+    expected, _ = scale_and_zero_point(*initial_range(torch.cat(batches()).reshape(1, -1), spec), spec)
+    assert model[0].scale.item() == expected.item()
+
+
+def test_big_tensors_keep_their_extremes_and_their_percentiles():
+    x = torch.randn(500, 1000, generator=torch.Generator().manual_seed(1))
+    x[77, 7], x[3, 900] = 11.0, -13.0
+    spec = QuantSpec(signed=False, symmetric=False)
+    model = nn.Sequential(create_quantizer(spec))
+    calibrate(model, [x])
+    assert model[0].scale.item() == pytest.approx(24 / 255, rel=1e-6)
+    spec = QuantSpec(init="percentile", percentile=99.0)
+    model = nn.Sequential(create_quantizer(spec))
+    calibrate(model, [x])
+    exact = np.percentile(x.numpy(), 99.0)
+    assert model[0].scale.item() * 127 == pytest.approx(exact, rel=0.05)
+
+
+def test_one_outlier_a_batch_does_not_fill_the_tail_of_a_percentile():
+    """8 values of 3.2 million lie at 30; 99.995 % of them all end near 3.9 and so must the range of the sample."""
+    generator = torch.Generator().manual_seed(2)
+    big = [torch.randn(400_000, generator=generator) for _ in range(8)]
+    for batch in big:
+        batch[5] = 30.0
+    model = nn.Sequential(create_quantizer(QuantSpec(init="percentile", percentile=99.995)))
+    calibrate(model, big)
+    assert 3.5 < model[0].scale.item() * 127 < 5.0
+
+
+def test_tensors_sequences_and_mappings_are_accepted():
+    labels = torch.zeros(8, dtype=torch.long)
+    forms: dict[str, Any] = {
+        "tensors": batches(),
+        "generator": (batch for batch in batches()),
+        "pairs": [(batch, labels) for batch in batches()],
+        "lists": [[batch, labels, "ignored"] for batch in batches()],
+        "mappings": [{"x": batch} for batch in batches()],
+    }
+    found = {}
+    for name, form in forms.items():
+        model = Net()
+        calibrate(model, form)
+        assert len(model.calls) == 3
+        found[name] = ranges(model)
+    assert all(same(state, found["tensors"]) for state in found.values())
+    model = Net()
+    calibrate(model, [{"x": torch.ones(2, 4), "y": torch.full((2, 4), 2.0)}])
+    assert model.last.scale.item() == pytest.approx(3 / 255)
+
+
+def test_modes_are_evaluation_inside_and_as_before_outside():
+    model = Net().train()
+    model.norm.eval()  # frozen by the user
+    running = ranges(model.norm)
+    calibrate(model, batches())
+    assert set(model.calls) == {(False, False, False, False)}
+    assert (model.training, model.norm.training, model.dropout.training) == (True, False, True)
+    assert same(running, ranges(model.norm))
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.first.parameters())
+
+
+def test_a_failing_batch_leaves_the_model_as_it_was():
+    model = Net().train()
+    before = ranges(model)
+
+    def failing() -> Any:
+        yield batches()[0]
+        raise RuntimeError("the disk is gone")
+
+    with pytest.raises(RuntimeError, match=r"^the disk is gone$"):
+        calibrate(model, failing())
+    assert model.training and model.dropout.training and same(before, ranges(model))
+    with pytest.warns(UserWarning, match="default range"):  # quantizing again, not observing
+        assert len(model.first(torch.linspace(-1, 1, 5000)).unique()) <= 256
+
+
+def test_weight_quantizers_are_left_alone():
+    model = Net()
+    model.weight.set_range(torch.tensor(-1.0), torch.tensor(1.0))
+    before = ranges(model.weight)
+    calibrate(model, batches())
+    assert same(before, ranges(model.weight))
+
+
+def test_a_second_calibration_replaces_the_first():
+    model, fresh = Net(), Net()
+    calibrate(model, [batch * 100 for batch in batches()])
+    calibrate(model, batches())
+    calibrate(fresh, batches())
+    assert same(ranges(model), ranges(fresh))
+
+
+@pytest.mark.parametrize("init", ["minmax", "percentile", "mse", "lsq"])
+def test_the_same_batches_give_the_same_ranges_and_no_random_number_is_drawn(init):
+    spec = QuantSpec(bits=4, init=init, percentile=99.0)
+    big = [torch.randn(20, 4000, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6)]
+    found = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        before, numpys = torch.get_rng_state(), np.random.get_state()[1].copy()
+        model = nn.Sequential(create_quantizer(spec), create_quantizer(spec))
+        calibrate(model, big)
+        assert torch.equal(torch.get_rng_state(), before) and (np.random.get_state()[1] == numpys).all()
+        found.append(ranges(model))
+    assert same(*found)
+    assert found[0]["0.scale"] == found[0]["1.scale"]
+
+
+def test_evaluation_never_changes_a_range():
+    model = Net()
+    calibrate(model, batches())
+    before = ranges(model)
+    for mode in (False, True):
+        model.train(mode)(torch.full((8, 4), 1e6))
+    assert same(before, ranges(model))
+
+
+def test_a_constant_input_and_an_all_zero_input_are_calibrated():
+    model = nn.Sequential(create_quantizer(AFFINE))
+    calibrate(model, [torch.full((2, 3), 5.0)])
+    assert model(torch.tensor([5.0, 0.0])).tolist() == [pytest.approx(5.0), 0.0]
+    calibrate(model, [torch.zeros(2, 3)])
+    assert model(torch.zeros(3)).tolist() == [0.0, 0.0, 0.0] and model[0].scale.item() == 1.0
+
+
+def test_models_without_quantizers_and_calls_without_batches_are_refused():
+    sentence = "calibrate: the model has no activation quantizer; call prepare first"
+    assert refusal_of(nn.Linear(2, 2), batches()) == sentence
+    assert refusal_of(nn.Sequential(create_quantizer(QuantSpec(), "weight")), batches()) == sentence
+    sentence = "calibrate: batches is empty; at least one batch is needed to find the ranges"
+    assert refusal_of(Net(), []) == sentence
+    assert refusal_of(Net(), iter(())) == sentence
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_bad_numbers_are_refused_with_the_quantizers_name(bad):
+    model = Net()
+    x = batches()[0]
+    x[2, 3] = bad
+    assert refusal_of(model, [batches()[0], x]) == (
+        "calibrate: quantizer 'first': initial_range: the values hold NaN or infinity"
+    )
+    assert not model.first.is_calibrated and not model.last.is_calibrated
+    calibrate(model, batches())
+    assert model.first.is_calibrated
+
+
+def test_a_bad_number_among_very_many_is_not_lost_in_the_sample():
+    x = torch.zeros(1000, 1000)
+    x[123, 456] = float("nan")
+    assert refusal_of(nn.Sequential(create_quantizer(AFFINE)), [x]).endswith("the values hold NaN or infinity")
+
+
+def test_quantizers_that_see_nothing_are_named():
+    model = Net()
+    model.unused = create_quantizer(AFFINE)
+    sentence = "calibrate: quantizer 'unused' saw no values; is its part of the model ever run?"
+    assert refusal_of(model, batches()) == sentence
+    assert refusal_of(nn.Sequential(create_quantizer(AFFINE)), [torch.empty(0, 4)]) == (
+        "calibrate: quantizer '0' saw no values; is its part of the model ever run?"
+    )
+
+
+def rank_batches(rank: int) -> list[Tensor]:
+    return [batch * (1 + 9 * rank) + rank for batch in batches(2, seed=rank)]
+
+
+def calibrate_on_a_rank(rank: int, folder: str) -> None:
+    """One of two processes: ranges of all inits on batches of its own, then what a one-sided mistake ends in."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", store, timedelta(seconds=20), world_size=2, rank=rank)
+    found: dict[str, Any] = {}
+    for init in ("minmax", "percentile", "mse", "lsq"):
+        model = Net(QuantSpec(bits=4, symmetric=False, init=init, percentile=99.0))
+        calibrate(model, rank_batches(rank))
+        found[init] = ranges(model)
+    found["nan"] = outcome([torch.full((2, 4), float("nan") if rank else 1.0)])
+    found["empty"] = outcome([] if rank else batches())
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def outcome(given: list[Tensor]) -> str:
+    model = Net()
+    try:
+        calibrate(model, given)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"scale {model.first.scale.item()}"
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("gloo")
+    context = mp.get_context("spawn")
+    workers = [context.Process(target=calibrate_on_a_rank, args=(rank, str(folder))) for rank in (0, 1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("init", ["minmax", "percentile", "mse", "lsq"])
+def test_two_ranks_with_different_batches_end_with_the_ranges_of_all_of_them(two_ranks, init):
+    assert same(two_ranks[0][init], two_ranks[1][init])
+    together = Net(QuantSpec(bits=4, symmetric=False, init=init, percentile=99.0))
+    calibrate(together, rank_batches(0) + rank_batches(1))
+    assert same(two_ranks[0][init], ranges(together))
+    alone = Net(QuantSpec(bits=4, symmetric=False, init=init, percentile=99.0))
+    calibrate(alone, rank_batches(0))
+    assert not same(two_ranks[0][init], ranges(alone))
+
+
+def test_a_nan_on_one_rank_is_told_on_both(two_ranks):
+    sentence = "ValueError: calibrate: quantizer 'first': initial_range: the values hold NaN or infinity"
+    assert [found["nan"] for found in two_ranks] == [sentence, sentence]
+
+
+def test_a_rank_without_batches_does_not_leave_the_other_waiting(two_ranks):
+    """Either both calibrate on what there is, or both say what is missing; a lost connection is neither."""
+    first, second = (found["empty"] for found in two_ranks)
+    assert first == second
+    assert first.startswith(("scale ", "ValueError: calibrate: "))

@@ -1,0 +1,472 @@
+"""Data sets by name, their preprocessing, and batches that only the seed and the epoch decide."""
+
+import hashlib
+import logging
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+
+from qat.training import transforms
+from qat.training.config import AugmentConfig, DataConfig
+from qat.training.data import Data, load_data
+from qat.training.datasets import build_dataset, read_digits
+from qat.training.errors import UserError
+from qat.training.images import ImageArray
+
+CPU = torch.device("cpu")
+EVERY_AUGMENTATION = AugmentConfig(
+    random_resized_crop=True,
+    crop_padding=2,
+    horizontal_flip=0.5,
+    affine=True,
+    trivial_augment=True,
+    random_erasing=0.5,
+)
+
+
+def load(seed: int = 0, channels_last: bool = False, **fields: Any) -> Data:
+    return load_data(DataConfig(**fields), seed, CPU, channels_last)
+
+
+def epoch_of(data: Data, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    data.train.set_epoch(epoch)
+    images, labels = zip(*data.train, strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def refusal(**fields: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        load(**fields)
+    return str(caught.value)
+
+
+def write_folder(root: Path, split: str, **counts: int) -> None:
+    """Write `counts` images, 12 wide and 10 high, into each class folder; their grey tells class and image apart."""
+    for position, (name, count) in enumerate(counts.items()):
+        folder = root / split / name
+        folder.mkdir(parents=True)
+        for index in range(count):
+            Image.fromarray(np.full((10, 12, 3), 100 * position + index, np.uint8)).save(folder / f"{index}.png")
+
+
+def write_npz(path: Path, **changed: np.ndarray | None) -> Path:
+    arrays: dict[str, np.ndarray | None] = {
+        "x_train": np.zeros((4, 8, 8, 3), np.uint8),
+        "y_train": np.array([0, 1, 2, 0]),
+        "x_val": np.zeros((2, 8, 8, 3), np.uint8),
+        "y_val": np.array([2, 1]),
+    }
+    np.savez(path, **{name: array for name, array in (arrays | changed).items() if array is not None})
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_folder(tmp_path, "train", cat=3, dog=2)
+    write_folder(tmp_path, "val", cat=1, dog=2)
+    return tmp_path
+
+
+def test_digits_are_the_published_ones() -> None:
+    images, labels = read_digits()
+    # Of scikit-learn 1.9's load_digits(): .images as uint8, .target as uint8.
+    assert hashlib.sha256((images // 15).tobytes()).hexdigest() == (
+        "8f26b2bd9d135c256808f68f14fdabddde6d9c7f869ae419704b051f0f14b3b3"
+    )
+    assert hashlib.sha256(labels.astype(np.uint8).tobytes()).hexdigest() == (
+        "8ba4f891220f5e4c9c819638d1602d74b83618f167043c6da52a2a247841ddf0"
+    )
+    assert not (images % 15).any()
+
+
+def test_digits_split_is_fixed_stratified_and_without_overlap() -> None:
+    dataset = build_dataset(DataConfig(), seed=0)
+    other = build_dataset(DataConfig(), seed=1)
+    assert isinstance(dataset.train, ImageArray)
+    assert isinstance(dataset.val, ImageArray)
+    assert isinstance(other.val, ImageArray)
+    train, val = ({image.numpy().tobytes() for image in split.images} for split in (dataset.train, dataset.val))
+    assert (len(train), len(val), len(train & val)) == (1437, 360, 0)
+    assert torch.equal(dataset.val.images, other.val.images)
+    counts = torch.bincount(dataset.train.labels) + torch.bincount(dataset.val.labels)
+    shares = torch.bincount(dataset.val.labels) / counts
+    assert (shares - 0.2).abs().max() < 0.006  # one image of 170
+
+
+def test_digits_file_names_source_and_licence() -> None:
+    with Image.open(Path(transforms.__file__).with_name("digits.png")) as sheet:
+        sheet.load()
+        assert "10.24432/C50P49" in sheet.info["Source"]
+        assert sheet.info["Copyright"] == "CC BY 4.0, https://creativecommons.org/licenses/by/4.0/"
+
+
+def test_batches_have_the_shape_type_and_range_that_the_config_says() -> None:
+    data = load(channels_last=True, batch_size=100, image_size=24)
+    images, labels = next(iter(data.train))
+    assert (images.shape, images.dtype, labels.shape, labels.dtype) == (
+        (100, 3, 24, 24), torch.float32, (100,), torch.int64,
+    )  # fmt: skip
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(images[:, 0], images[:, 2])
+    assert images.min() == -1
+    assert images.max() == pytest.approx(240 / 255 * 2 - 1)
+    assert (len(data.train), [len(labels) for _, labels in data.val]) == (14, [200, 160])
+    assert (data.classes, data.image_shape) == ([str(digit) for digit in range(10)], (3, 24, 24))
+
+
+def test_a_training_set_smaller_than_a_batch_is_one_batch() -> None:
+    data = load(limit_train=10)
+    assert [len(labels) for _, labels in data.train] == [10]
+
+
+@pytest.mark.parametrize("workers", [0, min(2, os.cpu_count() or 1)])
+def test_an_epoch_depends_on_seed_and_epoch_only(workers: int) -> None:
+    """Whatever ran before (epochs, other random numbers), wherever: a resumed run sees the same batches."""
+    fields = {"limit_train": 40, "batch_size": 16, "image_size": 16, "augment": EVERY_AUGMENTATION}
+    data = load(seed=3, **fields, workers=workers)
+    first, second = epoch_of(data, 0), epoch_of(data, 1)
+    torch.rand(7)
+    resumed = epoch_of(load(seed=3, **fields, workers=0), 1)
+    assert torch.equal(second[0], resumed[0])
+    assert torch.equal(second[1], resumed[1])
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(epoch_of(load(seed=4, **fields), 1)[0], second[0])
+    assert torch.equal(epoch_of(data, 0)[0], first[0])
+
+
+def test_loading_leaves_the_global_generator_alone() -> None:
+    data = load(limit_train=40, augment=EVERY_AUGMENTATION)
+    before = torch.get_rng_state()
+    epoch_of(data, 0)
+    list(data.val)
+    list(data.calibration(1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_calibration_is_training_images_without_augmentation() -> None:
+    plain = load(limit_train=50, batch_size=16)
+    known = {image.numpy().tobytes() for image in epoch_of(plain, 0)[0]}
+    known |= {image.numpy().tobytes() for image in epoch_of(plain, 1)[0]}
+    data = load(limit_train=50, batch_size=16, augment=AugmentConfig(affine=True, horizontal_flip=1.0))
+    batches = data.calibration(2)
+    images = torch.cat(list(batches))
+    assert len(images) == 32
+    assert {image.numpy().tobytes() for image in images} <= known
+    assert torch.equal(torch.cat(list(batches)), images)
+    assert torch.equal(torch.cat(list(data.calibration(9)))[:32], images)
+    assert sum(len(batch) for batch in data.calibration(9)) == 50
+
+
+def test_resizing_up_front_changes_no_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 12, 9, 3), np.uint8)
+    path = write_npz(tmp_path / "a.npz", x_train=pixels, y_train=np.array([0, 1, 2, 0, 1, 2]))
+    fields = {"name": "npz", "root": str(path), "image_size": 16, "resize_size": 20}
+    fast = load(**fields)
+    assert fast.train._batches.dataset.images.images.shape == (6, 3, 26, 20)  # type: ignore[attr-defined]
+    monkeypatch.setattr(transforms, "MAX_RESIZED_BYTES", 0)
+    slow = load(**fields)
+    assert slow.train._batches.dataset.images.images.shape == (6, 3, 12, 9)  # type: ignore[attr-defined]
+    assert torch.equal(epoch_of(fast, 0)[0], epoch_of(slow, 0)[0])
+
+
+def test_random_crops_are_cut_from_the_full_image(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "a.npz", x_train=np.zeros((4, 64, 64), np.uint8))
+    data = load(name="npz", root=str(path), image_size=16, augment=AugmentConfig(random_resized_crop=True))
+    assert data.train._batches.dataset.images.images.shape == (4, 1, 64, 64)  # type: ignore[attr-defined]
+    assert epoch_of(data, 0)[0].shape == next(iter(data.calibration(1))).shape == (4, 3, 16, 16)
+
+
+def test_augmentation_makes_every_image_differ_and_keeps_its_shape(folder: Path) -> None:
+    for fields in ({"limit_train": 60}, {"name": "imagefolder", "root": str(folder), "workers": 0}):
+        plain = load(**fields, image_size=20)
+        augmented = load(**fields, image_size=20, augment=EVERY_AUGMENTATION)
+        assert epoch_of(augmented, 0)[0].shape == epoch_of(plain, 0)[0].shape
+        assert not torch.equal(epoch_of(augmented, 0)[0], epoch_of(plain, 0)[0])
+
+
+def test_limits_choose_the_same_images_for_every_seed(caplog: pytest.LogCaptureFixture) -> None:
+    chosen = [torch.cat([images for images, _ in load(seed=seed, limit_val=20).val]) for seed in (0, 1)]
+    assert torch.equal(*chosen)
+    assert len(chosen[0]) == 20
+    with caplog.at_level(logging.WARNING, logger="qat"):
+        load(limit_train=5000)
+    assert caplog.messages == ["data.limit_train: 5000 has no effect; there are 1437 images"]
+
+
+def test_fake_is_random_but_the_same_for_one_seed() -> None:
+    first, again, other = (load(seed=seed, name="fake", image_size=8) for seed in (0, 0, 1))
+    images, labels = epoch_of(first, 0)
+    assert (len(first.train) * 64, len(images), sum(len(labels) for _, labels in first.val)) == (512, 512, 128)
+    assert torch.equal(images, epoch_of(again, 0)[0])
+    assert not torch.equal(images, epoch_of(other, 0)[0])
+    assert sorted(set(labels.tolist())) == list(range(10)) == [int(name) for name in first.classes]
+
+
+def test_imagefolder_reads_classes_and_normalises_as_told(folder: Path) -> None:
+    (folder / "train" / ".ipynb_checkpoints").mkdir()
+    (folder / "train" / "cat" / "notes.txt").write_text("no image")
+    data = load(
+        name="imagefolder", root=str(folder), image_size=10, workers=0, mean=(0, 0, 0), std=(1, 0.5, 1), batch_size=5
+    )
+    images, labels = epoch_of(data, 0)
+    assert data.classes == ["cat", "dog"]
+    assert images.shape == (5, 3, 10, 10)
+    red = (images[:, 0, 0, 0] * 255).round()
+    assert sorted(zip(labels.tolist(), red.tolist(), strict=True)) == [(0, 0), (0, 1), (0, 2), (1, 100), (1, 101)]
+    assert torch.allclose(images[:, 1], 2 * images[:, 0])
+
+
+def test_imagefolder_has_the_imagenet_normalisation_by_default(folder: Path) -> None:
+    images = next(iter(load(name="imagefolder", root=str(folder), image_size=10, workers=0).val))[0]
+    black = images[0, :, 0, 0].tolist()
+    assert black == pytest.approx([-0.485 / 0.229, -0.456 / 0.224, -0.406 / 0.225])
+
+
+def test_validation_crops_the_centre_of_the_resized_image(tmp_path: Path) -> None:
+    pixels = np.zeros((1, 8, 12, 3), np.uint8)
+    pixels[0, 2:6, 4:8] = 255
+    path = write_npz(tmp_path / "a.npz", x_val=pixels, y_val=np.array([0]))
+    images = next(iter(load(name="npz", root=str(path), image_size=4, resize_size=8).val))[0]
+    assert torch.equal(images, torch.ones(1, 3, 4, 4))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_unreadable_image_is_one_sentence_also_from_a_worker(folder: Path, workers: int) -> None:
+    path = folder / "val" / "dog" / "1.png"
+    path.write_bytes(b"not a png")
+    data = load(name="imagefolder", root=str(folder), image_size=10, workers=workers)
+    said = f"data.root: '{path}' is not a readable image (no known format); repair or remove it"
+    # No `as caught`: that would leave the loader to the garbage collector, where torch waits 5 s for the worker.
+    with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
+        list(data.val)
+
+
+def test_a_truncated_image_and_one_of_16_bits_are_refused(folder: Path) -> None:
+    path = folder / "val" / "cat" / "0.png"
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[:4000])
+    data = load(name="imagefolder", root=str(folder), image_size=10, workers=0)
+    with pytest.raises(UserError, match=r"0\.png' is not a readable image \(.*truncated.*\); repair or remove it$"):
+        list(data.val)
+    Image.fromarray(np.full((8, 8), 300, np.uint16)).save(path)
+    with pytest.raises(UserError) as caught:
+        list(data.val)
+    assert str(caught.value) == f"data.root: '{path}' has pixels of mode 'I;16'; save it with 8 bits a channel"
+
+
+def test_a_transparent_palette_is_read_without_a_warning(folder: Path) -> None:
+    image = Image.fromarray(np.full((8, 8, 3), 255, np.uint8)).quantize(2)
+    image.save(folder / "val" / "cat" / "0.png", transparency=b"\x00\xff")
+    data = load(name="imagefolder", root=str(folder), image_size=8, workers=0, mean=(0, 0, 0), std=(1, 1, 1))
+    assert torch.equal(next(iter(data.val))[0][0], torch.ones(3, 8, 8))
+
+
+def test_imagenet_with_another_number_of_classes_warns(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="qat"):
+        load(name="imagenet", root=str(folder), workers=0)
+    assert caplog.messages == [f"data.root: '{folder}' has 2 classes; ImageNet has 1000"]
+
+
+def test_folder_mistakes_are_sentences(tmp_path: Path) -> None:
+    def said() -> str:
+        return refusal(name="imagefolder", root=str(tmp_path / "a"))
+
+    root = tmp_path / "a"
+    layout = f"expected {root}/train/<class>/ and {root}/val/<class>/"
+    assert said() == f"data.root: '{root}' is not a folder; {layout}"
+    root.mkdir()
+    assert said() == f"data.root: '{root}' has no folder train and no folder val; {layout}"
+    (root / "train").mkdir()
+    (root / "test").mkdir()
+    assert said() == f"data.root: '{root}' has no folder val; {layout}"
+    (root / "val").mkdir()
+    assert said() == f"data.root: '{root / 'train'}' holds no class folders; {layout}"
+    write_folder(root, "train", **{f"c{index}": 0 for index in range(8)})
+    write_folder(root, "val", c0=0, d=0)
+    assert said() == (
+        f"data.root: '{root}': train and val need the same class folders; only in train: c1, c2, c3, c4, c5 and 2 "
+        "more; only in val: d"
+    )
+    other = tmp_path / "b"
+    write_folder(other, "train", cat=1, dog=0)
+    write_folder(other, "val", cat=1, dog=1)
+    assert refusal(name="imagefolder", root=str(other)) == (
+        f"data.root: '{other / 'train'}' has class folders without images "
+        "(.jpg .jpeg .png .ppm .bmp .pgm .tif .tiff .webp): dog"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (
+            {"root": "x"},
+            "data.root: 'x' has no effect: data.name 'digits' is bundled; leave it out",
+        ),
+        (
+            {"name": "fake", "root": "x", "download": True},
+            "data.root: 'x' has no effect: data.name 'fake' is made up; leave it out\n"
+            "data.download: true has no effect with data.name 'fake'; only cifar10, cifar100, mnist, fashion_mnist can "
+            "be downloaded",
+        ),
+        (
+            {"name": "imagefolder"},
+            "data.root: missing; data.name 'imagefolder' needs the path of the folder",
+        ),
+        (
+            {"name": "npz"},
+            "data.root: missing; data.name 'npz' needs the path of the .npz file",
+        ),
+        (
+            {"image_size": 32, "resize_size": 30, "std": (0.5, 0, 0.5)},
+            "data.resize_size: 30 is smaller than data.image_size (32), which is cropped from it\n"
+            "data.std: [0.5, 0.0, 0.5]; each must be above 0",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(fields: dict[str, Any], expected: str) -> None:
+    assert refusal(**fields) == expected
+
+
+def test_npz_reads_colour_and_grey(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    grey = np.arange(2 * 64, dtype=np.uint8).reshape(2, 8, 8)
+    path = write_npz(
+        tmp_path / "a.npz", x_val=grey, y_val=np.array([3, 0], np.uint8), classes=np.array(["a", "b", "c", "d"])
+    )
+    with caplog.at_level(logging.WARNING, logger="qat"):
+        data = load(name="npz", root=str(path), image_size=8)
+    images, labels = next(iter(data.val))
+    assert data.classes == ["a", "b", "c", "d"]
+    assert labels.tolist() == [3, 0]
+    assert torch.equal((images[:, 2] * 127.5 + 127.5).round(), torch.from_numpy(grey).float())
+    assert caplog.messages == [f"data.root: '{path}': no training image of class d"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"y_val": None, "x_train": None}, "{} has no x_train, y_val; it holds y_train, x_val"),
+        ({"y_val": np.array([0, 7])}, "{}: y_val has label 7; by y_train labels go from 0 to 2"),
+        (
+            {"classes": np.array(["a", "b"])},
+            "{}: y_train has label 2; by classes labels go from 0 to 1",
+        ),
+        ({"y_train": np.array([0, 1, -1, 2])}, "{}: y_train has label -1; labels count from 0"),
+        ({"y_train": np.array([0, 1])}, "{}: x_train has 4 images, y_train has 2 labels"),
+        (
+            {"x_val": np.zeros((0, 8, 8), np.uint8), "y_val": np.zeros(0, np.int64)},
+            "{}: x_val is empty (0, 8, 8)",
+        ),
+        (
+            {"x_val": np.zeros((2, 3, 8, 8), np.uint8), "x_train": np.zeros((4, 8, 8)), "y_train": np.zeros((4, 1))},
+            "{}: x_train is float64 (4, 8, 8); it must be uint8 (N, H, W) or (N, H, W, 1 or 3)\n"
+            "{}: y_train is float64 (4, 1); it must be integers (N,)\n"
+            "{}: x_val is uint8 (2, 3, 8, 8); it must be uint8 (N, H, W) or (N, H, W, 1 or 3)",
+        ),
+        ({"classes": np.arange(3)}, "{}: classes is int64 (3,); it must be one string a class"),
+        (
+            {"y_val": np.array([0, "a"], object)},
+            "{} is not an .npz of plain arrays (Object arrays cannot be loaded when allow_pickle=False)",
+        ),
+    ],
+)
+def test_npz_mistakes_are_sentences(tmp_path: Path, changed: dict[str, np.ndarray | None], expected: str) -> None:
+    path = write_npz(tmp_path / "a.npz", **changed)
+    assert refusal(name="npz", root=str(path)) == expected.replace("{}", f"data.root: '{path}'")
+
+
+def test_npz_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    assert refusal(name="npz", root=str(path)) == (
+        f"data.root: '{path}' is not a file; data.name 'npz' reads x_train, y_train, x_val, y_val from one .npz"
+    )
+    with path.open("wb") as file:
+        np.save(file, np.zeros(3))
+    assert refusal(name="npz", root=str(path)) == f"data.root: '{path}' is not an .npz archive"
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    """Write MNIST's format: two zero bytes, type 8 (uint8), the number of axes, each axis as big-endian uint32."""
+    header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+    path.write_bytes(header + array.tobytes())
+
+
+@pytest.mark.parametrize(("name", "folder_name"), [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
+def test_mnist_files_are_read(tmp_path: Path, name: str, folder_name: str) -> None:
+    raw = tmp_path / folder_name / "raw"
+    raw.mkdir(parents=True)
+    for split, count in (("train", 6), ("t10k", 4)):
+        write_idx(raw / f"{split}-images-idx3-ubyte", np.full((count, 28, 28), 51, np.uint8))
+        write_idx(raw / f"{split}-labels-idx1-ubyte", np.arange(count, dtype=np.uint8))
+    data = load(name=name, root=str(tmp_path), image_size=28)
+    images, labels = next(iter(data.val))
+    mean, std = {"mnist": (0.1307, 0.3081), "fashion_mnist": (0.2860, 0.3530)}[name]
+    assert images.shape == (4, 3, 28, 28)
+    assert images.unique().item() == pytest.approx((0.2 - mean) / std, rel=1e-5)
+    assert labels.tolist() == [0, 1, 2, 3]
+    assert (len(data.classes), sorted(epoch_of(data, 0)[1].tolist())) == (10, list(range(6)))
+
+
+def test_cifar_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    reader = torchvision.datasets.CIFAR10
+    names = [name for name, _ in reader.train_list + reader.test_list]
+    for name in names:
+        pixels = np.zeros((2, 3, 32, 32), np.uint8)
+        pixels[:, 1] = 255  # green
+        (folder / name).write_bytes(pickle.dumps({"data": pixels.reshape(2, -1), "labels": [4, 9]}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class {label}" for label in range(10)]}))
+
+    # The files are not the published ones, so their checksums cannot be.
+    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda path, md5=None: os.path.isfile(path))
+    data = load(name="cifar10", root=str(tmp_path), batch_size=10)
+    images, labels = epoch_of(data, 0)
+    assert (data.classes[4], sorted(labels.tolist())) == ("class 4", [4] * 5 + [9] * 5)
+    expected = [-0.4914 / 0.2470, (1 - 0.4822) / 0.2435, -0.4465 / 0.2616]
+    assert images[0, :, 0, 0].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder_name"),
+    [("cifar10", "cifar-10-batches-py"), ("cifar100", "cifar-100-python"), ("mnist", "MNIST/raw")],
+)
+def test_an_absent_set_suggests_to_download_it(tmp_path: Path, name: str, folder_name: str) -> None:
+    assert refusal(name=name, root=str(tmp_path)) == (
+        f"data.root: '{tmp_path}' has no complete {name} (expected in '{tmp_path / folder_name}'); "
+        "set data.download: true"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("cifar10", "put cifar-10-python.tar.gz into '{}'"),
+        (
+            "fashion_mnist",
+            "put train-images-idx3-ubyte.gz train-labels-idx1-ubyte.gz t10k-images-idx3-ubyte.gz "
+            "t10k-labels-idx1-ubyte.gz into '{}/FashionMNIST/raw'",
+        ),
+    ],
+)
+def test_a_download_without_network_says_where_the_files_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, advice: str
+) -> None:
+    def offline(*args: object, **kwargs: object) -> None:
+        raise URLError("no network")
+
+    monkeypatch.setattr("urllib.request.urlopen", offline)
+    reason = "<urlopen error no network>" if name == "cifar10" else "Error downloading train-images-idx3-ubyte.gz"
+    assert refusal(name=name, root=str(tmp_path), download=True) == (
+        f"data.download: {name} could not be downloaded ({reason}); {advice.format(tmp_path)} and run again"
+    )

@@ -1,0 +1,65 @@
+"""The device, precision and seeds that a config names, and the table of a run's end."""
+
+import numpy as np
+import pytest
+import torch
+
+from qat.training.device import autocast, pick_device, seed_everything
+from qat.training.errors import UserError
+from qat.training.logging import format_table
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "expected"),
+    [
+        ("auto", 0, "cpu"),
+        ("auto", 2, "cuda:0"),
+        ("cpu", 2, "cpu"),
+        ("cuda", 2, "cuda:0"),
+        ("cuda:1", 2, "cuda:1"),
+        ("cuda", 0, "device: 'cuda' needs a CUDA device and torch sees none; choose auto or cpu"),
+        ("cuda:2", 2, "device: 'cuda:2' is not there; torch sees 2: cuda:0 to cuda:1"),
+        ("gpu", 2, "device: 'gpu' is no device; choose auto, cpu, cuda or cuda:<number>"),
+        ("cuda:-1", 0, "device: 'cuda:-1' is no device; choose auto, cpu, cuda or cuda:<number>"),
+    ],
+)
+def test_device_names(name: str, count: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: count > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    if expected.startswith("device"):
+        with pytest.raises(UserError) as raised:
+            pick_device(name)
+        assert str(raised.value) == expected
+    else:
+        assert pick_device(name) == torch.device(expected)
+
+
+def test_mixed_precision_on_the_cpu() -> None:
+    x = torch.ones(2, 2)
+    with autocast(CPU, "bf16"):
+        assert (x @ x).dtype is torch.bfloat16
+    with autocast(CPU, "none"):
+        assert (x @ x).dtype is torch.float32
+    with pytest.raises(UserError) as raised:
+        autocast(CPU, "fp16")
+    assert str(raised.value) == "amp: 'fp16' needs a CUDA device; on device 'cpu' use 'bf16' or 'none'"
+
+
+def test_seeds() -> None:
+    draws = []
+    for seed in (2**40, 2**40, 2**40 + 1):
+        seed_everything(seed)
+        draws.append((torch.rand(()).item(), np.random.rand()))
+    assert draws[0] == draws[1]
+    assert draws[0][0] != draws[2][0] and draws[0][1] != draws[2][1]
+    with pytest.raises(UserError) as raised:
+        seed_everything(2**63)
+    assert str(raised.value) == "seed: 9223372036854775808 is too large; the largest is 9223372036854775807"
+
+
+def test_a_table_is_aligned() -> None:
+    assert format_table([["model", "top1 %", ""], ["float", "98.10", "x"], ["QAT (best)", "98", ""]]) == (
+        "model       top1 %\n----------  ------  -\nfloat        98.10  x\nQAT (best)      98"
+    )

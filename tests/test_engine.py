@@ -1,0 +1,291 @@
+"""The training loop on a tiny quantized CNN: resumption, curves, averaging, freezing, and what goes wrong."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_training import CPU, Outputs, Returns, TinyBatches, tiny_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qat.training.checkpoint import StageState, load_checkpoint, restore_model
+from qat.training.config import QATStageConfig, RunConfig, StageConfig
+from qat.training.engine import StageRun, evaluate, train_stage
+from qat.training.errors import UserError
+from qat.training.logging import RunLog
+
+
+def stage_run(folder: Path, model: nn.Module, stage: StageConfig, **changes: Any) -> StageRun:
+    folder.mkdir(exist_ok=True)
+    config = RunConfig(**{"log_every": 2, **changes.pop("config", {})})
+    return StageRun(
+        name="qat",
+        stage=stage,
+        config=config,
+        model=model,
+        train=changes.pop("train", TinyBatches()),
+        val=changes.pop("val", TinyBatches(7)),
+        device=CPU,
+        log=RunLog(folder),
+        folder=folder,
+        **changes,
+    )
+
+
+def train(run: StageRun, state: StageState | None = None) -> Any:
+    with run.log:
+        return train_stage(run, state)
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_a_step_is_smoothed_cross_entropy_with_auxiliary_losses_and_clipping(tmp_path: Path) -> None:
+    """One step of plain SGD against autograd on the written-out loss."""
+    torch.manual_seed(0)
+    model = Returns(lambda y: Outputs(2 * y, y) if model.training else y)
+    weight = model.fc.weight.detach().clone().requires_grad_()
+    bias = model.fc.bias.detach().clone().requires_grad_()
+    batches = TinyBatches(24)
+    images, labels = batches.images.flatten(1), batches.labels
+    logits = images @ weight.T + bias
+    targets = torch.full((24, 2), 0.1).scatter(1, labels[:, None], 0.9)  # smoothing 0.2 over two classes
+    losses = [-(targets * torch.log_softmax(y, 1)).sum(1).mean() for y in (logits, 2 * logits)]
+    loss = losses[0] + 0.3 * losses[1]
+    gradients = torch.autograd.grad(loss, (weight, bias))
+    norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
+    stage = StageConfig(lr=0.5, momentum=0, weight_decay=0, label_smoothing=0.2, clip_grad_norm=norm / 2)
+    train(stage_run(tmp_path, model, stage, train=batches))
+    torch.testing.assert_close(model.fc.weight.detach(), (weight - 0.25 * gradients[0]).detach(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(model.fc.bias.detach(), (bias - 0.25 * gradients[1]).detach(), rtol=1e-4, atol=1e-6)
+    drawn = curves(tmp_path)
+    assert drawn["qat/grad_norm"] == [(1, pytest.approx(norm, rel=1e-4))]
+    assert drawn["qat/train_loss"] == [(1, pytest.approx(loss.item(), rel=1e-5))]
+    accuracy = 100 * (logits.argmax(1) == labels).float().mean().item()
+    assert drawn["qat/train_top1"] == [(1, pytest.approx(accuracy))]
+
+
+def test_training_learns_and_draws_its_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model().eval()  # to put it into training mode is the engine's business
+    run = stage_run(tmp_path, model, QATStageConfig(epochs=3, lr=0.1, warmup_epochs=1), first_step=100)
+    before = evaluate(model, run.val, CPU)
+    result = train(run)
+    assert result.loss < before.loss / 2
+    assert result.top1 == 100.0
+    assert model.bn.num_batches_tracked.item() == 15
+
+    drawn = curves(tmp_path)
+    windows = [102, 104, 105, 107, 109, 110, 112, 114, 115]  # 5 steps an epoch, every second one and the last
+    for tag in ("qat/train_loss", "qat/train_top1", "qat/lr", "qat/images_per_second"):
+        assert [step for step, _ in drawn[tag]] == windows
+    for tag in ("qat/val_loss", "qat/val_top1", "scale/quantizer"):
+        assert [step for step, _ in drawn[tag]] == [105, 110, 115]
+    assert "qat/grad_norm" not in drawn
+    warmup = [0.1 * (0.01 + 0.99 * s / 5) for s in (1, 3, 4)]  # the rate that step s + 1 used
+    decay = [0.05 * (1 + math.cos(math.pi * s / 10)) for s in (1, 3, 4, 6, 8, 9)]
+    assert [value for _, value in drawn["qat/lr"]] == pytest.approx([*warmup, *decay])
+    assert drawn["qat/val_loss"][-1][1] == pytest.approx(result.loss)
+    assert drawn["scale/quantizer"][-1][1] == pytest.approx(model.quantizer.scale.item())
+
+    captured = capsys.readouterr()
+    assert captured.err == ""  # no terminal: no bar in the first 30 seconds
+    lines = captured.out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["qat 1/3", "qat 2/3", "qat 3/3"]
+    assert f"; val loss {result.loss:.3f}, top1 100.00 %; " in lines[-1]
+
+
+STAGES = [
+    QATStageConfig(epochs=3, lr=0.05, warmup_epochs=0.5, ema_decay=0.7, clip_grad_norm=1.0, freeze_bn_epoch=2),
+    QATStageConfig(epochs=3, optimizer="adamw", lr=0.01, quantizer_lr_factor=0.1, label_smoothing=0.1),
+]
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=["sgd", "adamw"])
+def test_an_interrupted_run_ends_as_an_uninterrupted_one(stage: QATStageConfig, tmp_path: Path) -> None:
+    whole = stage_run(tmp_path / "whole", tiny_model(), stage)
+    expected = train(whole)
+    after = torch.rand(3)
+
+    interrupted = stage_run(tmp_path / "cut", tiny_model(), stage, train=TinyBatches(fail_at=(1, 4)))
+    with pytest.raises(KeyboardInterrupt):
+        train(interrupted)
+    checkpoint = load_checkpoint(tmp_path / "cut/last.pt")
+    assert (checkpoint["stage"], checkpoint["epochs"]) == ("qat", 1)
+    resumed = stage_run(tmp_path / "cut", tiny_model(seed=9), stage)
+    restore_model(tmp_path / "cut/last.pt", checkpoint, resumed.model)
+    result = train(resumed, StageState.from_payload(checkpoint["state"]))
+
+    assert torch.equal(torch.rand(3), after)
+    assert (result.top1, result.loss) == (expected.top1, expected.loss)
+    torch.testing.assert_close(dict(resumed.model.state_dict()), dict(whole.model.state_dict()), rtol=0, atol=0)
+    for file in ("last.pt", "best.pt"):
+        both = [load_checkpoint(tmp_path / folder / file) for folder in ("cut", "whole")]
+        torch.testing.assert_close(both[0]["model"], both[1]["model"], rtol=0, atol=0)
+        assert both[0]["epochs"] == both[1]["epochs"]
+    drawn, uncut = curves(tmp_path / "cut"), curves(tmp_path / "whole")
+    assert drawn.pop("qat/images_per_second") and uncut.pop("qat/images_per_second")
+    assert drawn == uncut
+
+
+def test_a_finished_stage_is_taken_up_as_it_ended(tmp_path: Path) -> None:
+    whole = stage_run(tmp_path, tiny_model(), STAGES[0])
+    expected = train(whole)
+    after = torch.rand(3)
+    again = stage_run(tmp_path, tiny_model(seed=9), STAGES[0])
+    checkpoint = load_checkpoint(tmp_path / "last.pt")
+    restore_model(tmp_path / "last.pt", checkpoint, again.model)
+    result = train(again, StageState.from_payload(checkpoint["state"]))
+    assert torch.equal(torch.rand(3), after)
+    assert (result.top1, result.loss) == (expected.top1, expected.loss)
+    torch.testing.assert_close(dict(again.model.state_dict()), dict(whole.model.state_dict()), rtol=0, atol=0)
+
+
+def test_the_averages_are_evaluated_saved_as_best_and_left_in_the_model(tmp_path: Path) -> None:
+    """With decay 1 the average stays where it started, while the weights move."""
+    model = tiny_model()
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    untrained = evaluate(model, TinyBatches(7), CPU)
+    result = train(stage_run(tmp_path, model, QATStageConfig(epochs=2, lr=0.1, ema_decay=1.0)))
+    assert result.loss == untrained.loss
+    start["bn.num_batches_tracked"] = torch.tensor(10)  # integers are not averaged
+    torch.testing.assert_close(dict(model.state_dict()), start, rtol=0, atol=0)
+    best, last = load_checkpoint(tmp_path / "best.pt"), load_checkpoint(tmp_path / "last.pt")
+    assert torch.equal(best["model"]["fc.weight"], start["fc.weight"])
+    assert best["epochs"] == 1  # the second epoch was only as good
+    assert not torch.equal(last["model"]["fc.weight"], start["fc.weight"])
+
+
+def test_results_travel_in_the_checkpoint_and_best_can_be_left_out(tmp_path: Path) -> None:
+    results = {"float": {"top1": 97.5}, "qat_model": {"w": torch.ones(2)}}
+    train(stage_run(tmp_path, tiny_model(), QATStageConfig(), results=results, keep_best=False))
+    loaded = load_checkpoint(tmp_path / "last.pt")["results"]
+    assert loaded["float"] == {"top1": 97.5}
+    assert torch.equal(loaded["qat_model"]["w"], torch.ones(2))
+    assert not (tmp_path / "best.pt").exists()
+
+
+def test_frozen_batch_norms_keep_their_statistics_and_train_their_affine(tmp_path: Path) -> None:
+    model = tiny_model()
+    seen: list[tuple[list[float], list[float]]] = []
+
+    class Spy(TinyBatches):
+        def set_epoch(self, epoch: int) -> None:
+            super().set_epoch(epoch)
+            seen.append((model.bn.running_mean.tolist(), model.bn.weight.tolist()))
+
+    run = stage_run(tmp_path, model, QATStageConfig(epochs=3, lr=0.1, freeze_bn_epoch=1), train=Spy())
+    train(run)
+    seen.append((model.bn.running_mean.tolist(), model.bn.weight.tolist()))
+    means, gammas = zip(*seen, strict=True)
+    assert means[0] != means[1] == means[2] == means[3]
+    assert len({tuple(gamma) for gamma in gammas}) == 4
+
+
+def test_no_epochs_only_evaluates(tmp_path: Path) -> None:
+    model = tiny_model()
+    expected = evaluate(model, TinyBatches(7), CPU)
+    result = train(stage_run(tmp_path, model, StageConfig(epochs=0)))
+    assert (result.top1, result.loss) == (expected.top1, expected.loss)
+    assert not (tmp_path / "last.pt").exists()
+
+
+class Poisoned(TinyBatches):
+    """Epoch 2, batch 3 holds a NaN."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for number, (images, labels) in enumerate(super().__iter__(), 1):
+            bad = (self.epoch, number) == (1, 3)
+            yield (images * math.nan if bad else images), labels
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "advice"),
+    [
+        (QATStageConfig(epochs=3), {}, "a lower qat.lr (now 0.01) or qat.clip_grad_norm=1"),
+        (StageConfig(epochs=3, clip_grad_norm=1), {"amp": "bf16"}, "a lower float.lr (now 0.1) or amp=none"),
+    ],
+)
+def test_a_loss_that_is_no_number_stops_the_run(
+    stage: StageConfig, config: dict[str, Any], advice: str, tmp_path: Path
+) -> None:
+    run = stage_run(tmp_path, tiny_model(), stage, config=config, train=Poisoned())
+    with pytest.raises(UserError) as raised:
+        train(run)
+    assert str(raised.value) == f"qat: the training loss is nan in epoch 2, step 3; try {advice}"
+    checkpoint = load_checkpoint(tmp_path / "last.pt")
+    assert checkpoint["epochs"] == 1
+    assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
+
+
+def test_weights_broken_by_the_last_step_are_not_saved(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.fc.weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(UserError) as raised:
+        train(stage_run(tmp_path, model, QATStageConfig(clip_grad_norm=None), train=TinyBatches(24)))
+    expected = "qat: the validation loss is nan in epoch 1; try a lower qat.lr (now 0.01) or qat.clip_grad_norm=1"
+    assert str(raised.value) == expected
+    assert not (tmp_path / "last.pt").exists()
+
+
+def test_no_whole_batch_is_a_sentence(tmp_path: Path) -> None:
+    class Nothing(TinyBatches):
+        def __len__(self) -> int:
+            return 0
+
+    with pytest.raises(UserError) as raised:
+        train(stage_run(tmp_path, tiny_model(), StageConfig(), train=Nothing()))
+    assert str(raised.value) == "data.batch_size: 64 leaves no whole training batch; reduce it"
+
+
+class CountReads(TorchDispatchMode):
+    """Counts what makes the host wait for a device: item(), bool(), float() here, tolist() by the patch below."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_step_does_not_wait_for_the_device(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reads(folder: Path, batch_size: int) -> int:
+        stage = QATStageConfig(optimizer=optimizer, clip_grad_norm=1.0, ema_decay=0.9, label_smoothing=0.1)
+        batches = TinyBatches(batch_size)
+        run = stage_run(folder, tiny_model(), stage, train=batches, config={"log_every": 4, "amp": "bf16"})
+        counter, tolist = CountReads(), Tensor.tolist
+        with monkeypatch.context() as patch, counter:
+            patch.setattr(
+                Tensor, "tolist", lambda tensor: (setattr(counter, "reads", counter.reads + 1), tolist(tensor))[1]
+            )
+            train(run)
+        return counter.reads
+
+    base = reads(tmp_path / "a", 24)
+    assert reads(tmp_path / "b", 6) == base  # 1 step and 4 steps: one window
+    assert reads(tmp_path / "c", 3) == base + 1  # 8 steps: two windows
+    assert reads(tmp_path / "d", 2) == base + 2  # 12 steps: three
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("amp", ["fp16", "bf16", "none"])
+def test_training_on_cuda_resumes(amp: str, tmp_path: Path) -> None:
+    stage, device, config = STAGES[0], torch.device("cuda", 0), {"amp": amp}
+    whole = replace(stage_run(tmp_path / "whole", tiny_model(), stage, config=config), device=device)
+    train(whole)
+    cut = stage_run(tmp_path / "cut", tiny_model(), stage, config=config, train=TinyBatches(fail_at=(1, 4)))
+    with pytest.raises(KeyboardInterrupt):
+        train(replace(cut, device=device))
+    checkpoint = load_checkpoint(tmp_path / "cut/last.pt")
+    resumed = replace(stage_run(tmp_path / "cut", tiny_model(9), stage, config=config), device=device)
+    restore_model(tmp_path / "cut/last.pt", checkpoint, resumed.model)
+    train(resumed, StageState.from_payload(checkpoint["state"]))
+    torch.testing.assert_close(dict(resumed.model.state_dict()), dict(whole.model.state_dict()), rtol=1e-2, atol=1e-3)

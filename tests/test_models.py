@@ -1,0 +1,344 @@
+"""Float models by name, their pretrained weights, and weights from files."""
+
+import io
+import logging
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from email.message import Message
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import pytest
+import torch
+import torchvision
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from qat.training.config import ModelConfig
+from qat.training.errors import UserError
+from qat.training.models import build_model
+
+SMALL = "squeezenet1_1"  # 1.2 million parameters, and its classifier is a convolution
+
+
+def build(classes: int = 10, /, **fields: Any) -> nn.Module:
+    return build_model(ModelConfig(**fields), classes)
+
+
+def refusal(classes: int = 10, /, **fields: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        build(classes, **fields)
+    return str(caught.value)
+
+
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of downloaded weights, and no network."""
+
+    def offline(*args: object, **kwargs: object) -> None:
+        raise URLError("no network")
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("torch.hub.urlopen", offline)
+    folder = tmp_path / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The user's own module `own_nets`, in the folder where he stands."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "own_nets.py"
+    path.write_text(
+        "from torch import nn\n"
+        "def net(num_classes, width=4):\n"
+        "    return nn.Sequential(nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.Linear(width, num_classes))\n"
+        "def fixed():\n"
+        "    return nn.Linear(2, 3)\n"
+        "def broken(**kwargs):\n"
+        "    raise RuntimeError('two\\nlines')\n"
+        "class Nets:\n"
+        "    linear = nn.Linear\n"
+        "def number():\n"
+        "    return 3\n"
+        "WIDTH = 8\n"
+    )
+    yield path
+    sys.modules.pop("own_nets", None)
+
+
+def test_a_torchvision_builder_gets_classes_and_kwargs() -> None:
+    model = build(7, name="resnet18", kwargs={"width_per_group": 64})
+    assert model.fc.out_features == 7
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert build(7, name=SMALL, num_classes=12).classifier[1].out_channels == 12
+
+
+def test_announcements_of_init_weights_do_not_escape() -> None:
+    build(3, name="googlenet", kwargs={"aux_logits": False})  # warnings are errors here
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (
+            {"name": "resnet81"},
+            "model.name: 'resnet81' is no classification model of torchvision; did you mean 'resnet18'?",
+        ),
+        (
+            {"name": "ResNet18"},
+            "model.name: 'ResNet18' is no classification model of torchvision; did you mean 'resnet18'?",
+        ),
+        (
+            {"name": "xyz"},
+            "model.name: 'xyz' is no classification model of torchvision, nor package.module:callable",
+        ),
+        (
+            {"name": "resnet18", "kwargs": {"depth": 3}},
+            "model.kwargs: {'depth': 3} do not fit resnet18 "
+            "(TypeError: ResNet.__init__() got an unexpected keyword argument 'depth')",
+        ),
+        (
+            {"kwargs": {"num_classes": 3}},
+            "model.kwargs: num_classes has a field of its own; set model.num_classes",
+        ),
+        (
+            {"kwargs": {"pretrained": True}},
+            "model.kwargs: pretrained has a field of its own; set model.weights",
+        ),
+        (
+            {"num_classes": 9},
+            "model.num_classes: 9 is fewer than the data set's 10 classes",
+        ),
+        (
+            {"weights": "DEFAULT", "checkpoint": "x.pt"},
+            "model.weights: 'DEFAULT' and model.checkpoint: 'x.pt' exclude each other; keep one of them",
+        ),
+        (
+            {"name": "resnet50", "weights": "V3"},
+            "model.weights: resnet50 has no 'V3'; it has DEFAULT, IMAGENET1K_V1, IMAGENET1K_V2",
+        ),
+        (
+            {"name": "vgg16", "weights": "IMAGENET1K_FEATURES"},
+            "model.weights: vgg16 has no 'IMAGENET1K_FEATURES'; it has DEFAULT, IMAGENET1K_V1",
+        ),
+    ],
+)
+def test_names_and_arguments_that_do_not_fit(fields: dict[str, Any], expected: str) -> None:
+    assert refusal(**fields) == expected
+
+
+def test_pretrained_weights_keep_all_but_a_classifier_of_other_size(
+    hub: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that lies in torchvision's folder is taken as it is: the hash is checked when downloading only."""
+    published = torchvision.models.get_model(SMALL, weights=None, num_classes=1000).state_dict()
+    torch.save(published, hub / "squeezenet1_1-b8a52dc0.pth")
+    same = build(10, name=SMALL, weights="DEFAULT", num_classes=1000)
+    assert equal(same.state_dict(), published)
+    with caplog.at_level(logging.INFO, logger="qat"):
+        model = build(10, name=SMALL, weights="SqueezeNet1_1_Weights.IMAGENET1K_V1")
+    assert caplog.messages == [
+        "model.weights: SqueezeNet1_1_Weights.IMAGENET1K_V1 has 1000 classes; classifier.1 is new, with 10"
+    ]
+    state = model.state_dict()
+    assert state["classifier.1.weight"].shape == (10, 512, 1, 1)
+    assert all(torch.equal(value, published[key]) for key, value in state.items() if "classifier" not in key)
+    assert model.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 10)
+
+
+def test_a_linear_classifier_is_renewed_without_touching_the_rest(hub: Path) -> None:
+    published = torchvision.models.mobilenet_v3_small(num_classes=1000).state_dict()
+    torch.save(published, hub / "mobilenet_v3_small-047dcff4.pth")
+    model = build(4, name="mobilenet_v3_small", weights="IMAGENET1K_V1")
+    assert model.classifier[3].weight.shape == (4, 1024)
+    assert torch.equal(model.classifier[0].weight, published["classifier.0.weight"])
+
+
+def test_weights_that_cannot_be_downloaded_say_where_the_file_goes(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    advice = f"put squeezenet1_1-b8a52dc0.pth into '{hub}', or use model.checkpoint"
+    assert refusal(name=SMALL, weights="DEFAULT") == (
+        "model.weights: DEFAULT of squeezenet1_1 could not be downloaded (URLError: <urlopen error no network>); "
+        + advice
+    )
+
+    class Answer(io.BytesIO):
+        def info(self) -> Message:
+            return Message()
+
+    monkeypatch.setattr("torch.hub.urlopen", lambda request: Answer(b"a login page"))
+    said = refusal(name=SMALL, weights="DEFAULT")
+    assert said.startswith(
+        "model.weights: DEFAULT of squeezenet1_1 could not be downloaded "
+        '(RuntimeError: invalid hash value (expected "b8a52dc0", got "'
+    )
+    assert said.endswith(advice)
+    assert not list(hub.iterdir())
+
+
+def test_damaged_weights_are_to_be_deleted(hub: Path) -> None:
+    path = hub / "squeezenet1_1-b8a52dc0.pth"
+    path.write_bytes(b"")
+    assert refusal(name=SMALL, weights="DEFAULT") == (
+        f"model.weights: '{path}' is damaged (EOFError: Ran out of input); delete it"
+    )
+
+
+def test_own_models_come_from_the_current_folder(module: Path) -> None:
+    before = list(sys.path)
+    model = build(5, name="own_nets:net", kwargs={"width": 6})
+    assert (model[0].out_channels, model[2].out_features) == (6, 5)
+    assert build(5, name="own_nets:fixed").out_features == 3
+    assert build(5, name="own_nets:Nets.linear", kwargs={"in_features": 2, "out_features": 4}).out_features == 4
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (
+            {"name": "own_nets:"},
+            "model.name: 'own_nets:' is incomplete; write package.module:callable",
+        ),
+        (
+            {"name": "own_net:net"},
+            "model.name: no module 'own_net' for 'own_net:net', neither in the current folder '{folder}' nor installed",
+        ),
+        (
+            {"name": "own_nets.deep:net"},
+            "model.name: no module 'own_nets.deep' for 'own_nets.deep:net', neither in the current folder '{folder}' "
+            "nor installed",
+        ),
+        ({"name": "own_nets:nett"}, "model.name: 'own_nets' has no 'nett'; did you mean 'net'?"),
+        ({"name": "own_nets:WIDTH"}, "model.name: 'own_nets:WIDTH' is int; it must be callable"),
+        (
+            {"name": "own_nets:number"},
+            "model.name: 'own_nets:number' returned int; it must return a torch.nn.Module",
+        ),
+        (
+            {"name": "own_nets:broken"},
+            "model.name: 'own_nets:broken' failed (RuntimeError: two lines, {folder}/own_nets.py:7)",
+        ),
+        (
+            {"name": "own_nets:net", "kwargs": {"depth": 1}},
+            "model.name: 'own_nets:net' failed (TypeError: net() got an unexpected keyword argument 'depth')",
+        ),
+        (
+            {"name": "own_nets:fixed", "num_classes": 10},
+            "model.num_classes: 10 has no effect; 'own_nets:fixed' takes no num_classes",
+        ),
+        (
+            {"name": "own_nets:net", "weights": "DEFAULT"},
+            "model.weights: 'DEFAULT' has no effect with 'own_nets:net'; torchvision's weights are for its own models, "
+            "use model.checkpoint",
+        ),
+    ],
+)
+def test_own_models_that_do_not_work(module: Path, fields: dict[str, Any], expected: str) -> None:
+    assert refusal(**fields) == expected.replace("{folder}", str(module.parent))
+
+
+def test_own_modules_that_cannot_be_imported(module: Path) -> None:
+    module.write_text("import not_installed_at_all\n")
+    assert refusal(name="own_nets:net") == (
+        "model.name: importing 'own_nets' failed (ModuleNotFoundError: No module named 'not_installed_at_all', "
+        f"{module}:1)"
+    )
+    module.write_text("x = 1\nlambda:: 3\n")
+    assert refusal(name="own_nets:net") == (
+        f"model.name: importing 'own_nets' failed (SyntaxError: invalid syntax (own_nets.py, line 2), {module}:2)"
+    )
+
+
+@pytest.mark.parametrize("nest", ["state_dict", "model", None])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
+def test_a_checkpoint_may_be_nested_and_prefixed(module: Path, nest: str | None, prefix: str) -> None:
+    state = build(5, name="own_nets:net").state_dict()
+    named = OrderedDict((prefix + key, value) for key, value in state.items())
+    torch.save({nest: named, "epoch": 3} if nest else named, "x.pt")
+    assert equal(build(5, name="own_nets:net", checkpoint="x.pt").state_dict(), state)
+
+
+def test_a_safetensors_checkpoint_may_lack_the_step_counters(module: Path) -> None:
+    state = build(5, name="own_nets:net").state_dict()
+    save_file({key: value + 1 for key, value in state.items() if value.dim()}, "x.safetensors")
+    loaded = build(5, name="own_nets:net", checkpoint="x.safetensors").state_dict()
+    assert equal(loaded, {key: value + 1 if value.dim() else value for key, value in state.items()})
+
+
+def test_a_model_that_is_named_module_inside_keeps_its_prefix(module: Path) -> None:
+    module.write_text("from torch import nn\ndef net():\n    return nn.ModuleDict({'module': nn.Linear(2, 3)})\n")
+    state = build(name="own_nets:net").state_dict()
+    torch.save(state, "x.pt")
+    assert equal(build(name="own_nets:net", checkpoint="x.pt").state_dict(), state)
+
+
+def test_older_layers_understand_their_weights(tmp_path: Path) -> None:
+    """MNASNet refuses a state without its version; a safetensors file has none to give."""
+    state = torchvision.models.mnasnet0_5(num_classes=10).state_dict()
+    save_file(state, tmp_path / "x.safetensors")
+    model = build(10, name="mnasnet0_5", checkpoint=str(tmp_path / "x.safetensors"))
+    assert equal(model.state_dict(), state)
+
+
+def changed(**changes: Tensor | None) -> dict[str, Tensor]:
+    """The weights of own_nets:net for 5 classes with some replaced, added or (None) removed."""
+    state: dict[str, Tensor | None] = dict(build(5, name="own_nets:net").state_dict())
+    state |= {key.replace("_0", "0.").replace("_2", "2."): value for key, value in changes.items()}
+    return {key: value for key, value in state.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"_0weight": None, "_0bias": None, "_2weight": None, "_2bias": None, "extra": torch.zeros(1)},
+            "is not of own_nets:net: 4 keys missing (0.weight, 0.bias, 2.weight, ...), 1 unexpected (extra)",
+        ),
+        ({"_0bias": None}, "is not of own_nets:net: 1 key missing (0.bias)"),
+        (
+            {"_0weight": torch.zeros(4, 3, 5, 5)},
+            "is not of own_nets:net: 1 key of another shape "
+            "(0.weight: (4, 3, 5, 5) in the file, (4, 3, 3, 3) in the model)",
+        ),
+        (
+            {"_2weight": torch.zeros(9, 4), "_2bias": torch.zeros(9)},
+            "has 9 classes (2.weight), the model 5; set model.num_classes: 9 or use another checkpoint",
+        ),
+        (
+            {"_2weight": torch.zeros(9, 6), "_2bias": torch.zeros(9)},
+            "is not of own_nets:net: 2 keys of another shape (2.weight: (9, 6) in the file, (5, 4) in the model, "
+            "2.bias: (9,) in the file, (5,) in the model)",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_model(module: Path, changes: dict[str, Tensor | None], expected: str) -> None:
+    torch.save(changed(**changes), "x.pt")
+    assert refusal(5, name="own_nets:net", checkpoint="x.pt") == f"model.checkpoint: 'x.pt' {expected}"
+
+
+def test_files_that_are_no_weights(module: Path, tmp_path: Path) -> None:
+    def said(path: str) -> str:
+        return refusal(5, name="own_nets:net", checkpoint=path)
+
+    formats = "it must be .safetensors, or a dict of tensors written by torch.save"
+    assert said("x.pt") == f"model.checkpoint: 'x.pt' does not exist (looked in '{tmp_path}')"
+    assert said(f"{tmp_path}/x.pt") == f"model.checkpoint: '{tmp_path}/x.pt' does not exist"
+    assert said(str(tmp_path)) == f"model.checkpoint: '{tmp_path}' is a folder"
+    Path("x.pt").write_bytes(b"garbage")
+    assert said("x.pt") == f"model.checkpoint: 'x.pt' is not a file of weights; {formats}"
+    torch.save(nn.Linear(2, 2), "x.pt")  # a pickled module: loading it would run code
+    assert said("x.pt") == f"model.checkpoint: 'x.pt' is not a file of weights; {formats}"
+    torch.save({"epoch": 3}, "x.pt")
+    assert said("x.pt") == f"model.checkpoint: 'x.pt' holds something else than weights; {formats}"
+    torch.save({}, "x.pt")
+    assert said("x.pt") == "model.checkpoint: 'x.pt' holds no weights"
+    Path("x.safetensors").write_bytes(b"garbage")
+    assert said("x.safetensors").startswith("model.checkpoint: 'x.safetensors' is not a safetensors file (")

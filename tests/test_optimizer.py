@@ -1,0 +1,210 @@
+"""Parameter groups, optimizers and schedules against their formulas, and the moving average of weights."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qat.quantizer import create_quantizer
+from qat.spec import QuantSpec
+from qat.training.config import QATStageConfig, StageConfig
+from qat.training.ema import EMA
+from qat.training.errors import UserError
+from qat.training.optimizer import build_optimizer, build_schedule, parameter_groups
+
+
+class Zoo(nn.Module):
+    """One of each kind of parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+        self.ln = nn.LayerNorm([4, 2])
+        self.gn = nn.GroupNorm(2, 4)
+        self.prelu = nn.PReLU(4)
+        self.layer_scale = nn.Parameter(torch.ones(4, 1, 1))
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = nn.Parameter(torch.ones(4, 4))
+        self.again = self.tied
+        self.frozen = nn.Linear(2, 2, bias=False).requires_grad_(False)
+        self.head = nn.Linear(4, 2)
+        self.head.quantizer = create_quantizer(QuantSpec(granularity="channel"), "weight", (2, 1))
+        affine = QuantSpec(signed=False, symmetric=False, rule="lsq_plus")
+        self.outer = nn.ModuleDict({"inner": create_quantizer(affine)})
+        self.outer.inner.helper = nn.Linear(1, 1)
+
+
+def names_of(model: nn.Module, parameters: list[Tensor]) -> list[str]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for p in parameters]
+
+
+def test_every_trainable_parameter_is_in_the_right_group_once() -> None:
+    model = Zoo()
+    stage = QATStageConfig(lr=0.2, weight_decay=0.3, norm_weight_decay=0.4, quantizer_lr_factor=0.5)
+    groups = parameter_groups(model, stage)
+    assert [(g["name"], g["lr"], g["weight_decay"]) for g in groups] == [
+        ("weights", 0.2, 0.3),
+        ("norms", 0.2, 0.4),
+        ("biases", 0.2, 0.4),
+        ("quantizers", 0.1, 0.0),
+    ]
+    assert [names_of(model, g["params"]) for g in groups] == [
+        ["layer_scale", "conv.weight", "tied.weight", "head.weight"],
+        ["bn.weight", "bn.bias", "ln.weight", "ln.bias", "gn.weight", "gn.bias"],
+        ["conv.bias", "prelu.weight", "head.bias"],
+        [
+            "head.quantizer.scale",
+            "outer.inner.scale",
+            "outer.inner.zero_point",
+            "outer.inner.helper.weight",
+            "outer.inner.helper.bias",
+        ],
+    ]
+
+
+def test_without_qat_quantizers_have_the_plain_learning_rate_and_empty_groups_are_left_out() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), create_quantizer(QuantSpec()))
+    groups = parameter_groups(model, StageConfig(lr=0.2, weight_decay=0.3))
+    assert [(g["name"], g["lr"], g["weight_decay"]) for g in groups] == [
+        ("weights", 0.2, 0.3),
+        ("quantizers", 0.2, 0.0),
+    ]
+
+
+def test_nothing_to_train_is_a_sentence() -> None:
+    with pytest.raises(UserError) as raised:
+        parameter_groups(nn.Linear(2, 2).requires_grad_(False), StageConfig())
+    assert raised.value.problems == ("model: it has no trainable parameter; set epochs to 0 or unfreeze some",)
+
+
+def run_steps(model: nn.Module, stage: StageConfig, gradients: list[list[np.ndarray]]) -> None:
+    optimizer = build_optimizer(model, stage)
+    for step in gradients:
+        for parameter, gradient in zip(model.parameters(), step, strict=True):
+            # As autograd does: the gradient has the parameter's layout.
+            parameter.grad = torch.empty_like(parameter).copy_(torch.from_numpy(gradient))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_optimizers_follow_their_formulas(optimizer: str) -> None:
+    """Two steps against NumPy in float64, on a channels_last weight (the fused kernels work on raw memory)."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+    lr, decays = 0.1, [0.02, 0.0]
+    rng = np.random.default_rng(0)
+    gradients = [[rng.normal(size=p.shape).astype(np.float32) for p in model.parameters()] for _ in range(2)]
+    expected = [p.detach().double().numpy().copy() for p in model.parameters()]
+    for index, (value, decay) in enumerate(zip(expected, decays, strict=True)):
+        first = second = np.zeros_like(value)
+        for t in (1, 2):
+            g = gradients[t - 1][index].astype(np.float64)
+            if optimizer == "sgd":
+                g = g + decay * value
+                first = 0.9 * first + g
+                value -= lr * (g + 0.9 * first)
+            else:
+                value *= 1 - lr * decay
+                first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g * g
+                value -= lr * (first / (1 - 0.9**t)) / (np.sqrt(second / (1 - 0.999**t)) + 1e-8)
+    run_steps(model, StageConfig(optimizer=optimizer, lr=lr, momentum=0.9, weight_decay=0.02), gradients)
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        np.testing.assert_allclose(parameter.detach().numpy(), value, rtol=1e-5, atol=1e-6)
+
+
+def test_sgd_without_momentum_is_plain() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    run_steps(model, StageConfig(lr=0.5, momentum=0.0, weight_decay=0.0), [[np.array([[0.5]], np.float32)]] * 2)
+    assert model.weight.item() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("stage", "factors"),
+    [
+        (StageConfig(epochs=1, schedule="constant"), [1, 1, 1, 1, 1]),
+        (StageConfig(epochs=1, schedule="cosine"), [1, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0]),
+        # 1.5 warm-up steps of 4: the cosine starts between two steps.
+        (
+            StageConfig(epochs=1, warmup_epochs=0.375),
+            [0.01, 0.67, *((1 + math.cos(math.pi * s / 2.5)) / 2 for s in (0.5, 1.5)), 0],
+        ),
+        (StageConfig(epochs=1, warmup_epochs=0.5, schedule="constant"), [0.01, 0.505, 1, 1, 1]),
+        (StageConfig(epochs=1, warmup_epochs=1), [0.01, 0.2575, 0.505, 0.7525, 1]),
+    ],
+)
+def test_schedule_is_exact_at_every_step(stage: StageConfig, factors: list[float]) -> None:
+    model = Zoo()
+    stage = QATStageConfig(**{**stage.model_dump(), "lr": 0.3, "quantizer_lr_factor": 0.1})
+    optimizer = build_optimizer(model, stage)
+    schedule = build_schedule(optimizer, stage, steps_per_epoch=4)
+    for factor in factors:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == pytest.approx([0.3 * factor] * 3 + [0.03 * factor], abs=1e-15)
+        optimizer.step()
+        schedule.step()
+
+
+def test_a_warmup_longer_than_the_stage_is_a_sentence() -> None:
+    stage = StageConfig(epochs=2, warmup_epochs=2.5)
+    with pytest.raises(UserError) as raised:
+        build_schedule(build_optimizer(nn.Linear(1, 1), stage), stage, 10)
+    assert str(raised.value) == "warmup_epochs: 2.5 is longer than the stage, which has epochs: 2"
+
+
+class Averaged(nn.Module):
+    """A scale, a tied weight, and buffers that must not be averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.tied = self.scale
+        self.register_buffer("mean", torch.tensor(0.0))
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+        self.register_buffer("count", torch.tensor(0))
+
+    def set(self, value: float) -> None:
+        with torch.no_grad():
+            self.scale.fill_(value)
+            self.mean.fill_(-value)
+            self.count.add_(1)
+
+
+def test_ema_follows_its_formula_and_gives_the_model_back() -> None:
+    model = Averaged()
+    ema = EMA(model, 0.75)
+    expected = np.array([1.0, 2.0, 0.0])
+    for value in (0.5, 1e-9, 1e-9):
+        model.set(value)
+        ema.update(model)
+        expected = 0.75 * expected + 0.25 * np.array([value, value, -value])
+    parameter = model.scale
+    with pytest.raises(RuntimeError, match="stop"), ema.swapped(model):
+        np.testing.assert_allclose([*model.scale.tolist(), model.mean.item()], expected, rtol=1e-6)
+        assert model.scale.min() > 0
+        assert model.count.item() == 3
+        assert model.mask.tolist() == [0.0, -math.inf]
+        raise RuntimeError("stop")
+    assert model.scale is parameter
+    assert model.scale.tolist() == [np.float32(1e-9)] * 2
+    assert model.mean.item() == np.float32(-1e-9)
+    ema.copy_to(model)
+    np.testing.assert_allclose(model.scale.tolist(), expected[:2], rtol=1e-6)
+
+
+def test_ema_state_goes_over_to_another_one() -> None:
+    model = Averaged()
+    ema, other = EMA(model, 0.5), EMA(Averaged(), 0.5)
+    model.set(3.0)
+    ema.update(model)
+    saved = {name: tensor.clone() for name, tensor in ema.state_dict().items()}
+    other.load_state_dict(saved)
+    model.set(7.0)
+    ema.update(model)
+    assert {name: tensor.tolist() for name, tensor in other.state_dict().items()} == {"scale": [2.0, 2.5], "mean": -1.5}
+    with pytest.raises(ValueError, match=r"^EMA: the averages are of another model; they differ in 'weight'$"):
+        other.load_state_dict({**saved, "weight": torch.zeros(1)})

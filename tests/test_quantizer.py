@@ -1,0 +1,288 @@
+"""Quantizer modules: their state, their range, their gradients, and the registry."""
+
+import copy
+import io
+import math
+
+import numpy as np
+import pytest
+import reference
+import torch
+from torch import Tensor, nn
+
+from qat.functional import round_ste
+from qat.quantizer import Quantizer, create_quantizer, register_quantizer, registered_quantizers
+from qat.quantizer import registry as registry_module
+from qat.ranges import initial_range
+from qat.spec import QuantSpec
+
+SPECS = {
+    "lsq symmetric": (QuantSpec(bits=4), ()),
+    "lsq unsigned": (QuantSpec(signed=False), ()),
+    "lsq affine": (QuantSpec(signed=False, symmetric=False), ()),
+    "lsq signed affine": (QuantSpec(bits=4, symmetric=False), ()),
+    "lsq per channel": (QuantSpec(granularity="channel", narrow_range=True), (3, 1)),
+    "lsq_plus": (QuantSpec(signed=False, symmetric=False, rule="lsq_plus"), ()),
+    "lsq_plus per channel": (QuantSpec(bits=4, symmetric=False, rule="lsq_plus", granularity="channel"), (3, 1)),
+}
+every_spec = pytest.mark.parametrize(("spec", "shape"), SPECS.values(), ids=SPECS.keys())
+per_tensor = pytest.mark.parametrize("spec", [spec for spec, shape in SPECS.values() if not shape])
+
+
+def data(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) + 0.3
+
+
+def calibrated(spec: QuantSpec, shape: tuple[int, ...] = (), low: float = -1.1, high: float = 2.3) -> Quantizer:
+    quantizer = create_quantizer(spec, shape=shape)
+    spread = 1 + torch.arange(quantizer.scale.numel()).reshape(shape)
+    quantizer.set_range(low * spread, high * spread)
+    return quantizer
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Names registered in a test are forgotten after it."""
+    monkeypatch.setattr(registry_module, "_QUANTIZERS", dict(registry_module._QUANTIZERS))
+
+
+@every_spec
+def test_codes_and_output_equal_numpy(spec, shape):
+    quantizer = calibrated(spec, shape)
+    x = torch.cat([data(3, 200) * 3, quantizer.scale.detach() * torch.tensor([0.5, 1.5, -2.5]).expand(3, 3)], dim=1)
+    scale, zero = (part.detach().numpy() for part in quantizer.grid())
+    expected = reference.codes(x.numpy(), scale, zero, spec.qmin, spec.qmax)
+    assert expected.dtype == np.float32  # NumPy divides in the same precision, so equal means equal
+    assert expected.min() == spec.qmin and expected.max() == spec.qmax
+    np.testing.assert_array_equal(quantizer.codes(x).detach().numpy(), expected)
+    np.testing.assert_array_equal(quantizer(x).detach().numpy(), (expected - zero) * scale)
+
+
+@every_spec
+def test_state_survives_a_file(spec, shape):
+    quantizer = calibrated(spec, shape)
+    with torch.no_grad():
+        for parameter in quantizer.parameters():
+            parameter.mul_(1.01)
+    buffer = io.BytesIO()
+    torch.save(quantizer.state_dict(), buffer)
+    buffer.seek(0)
+    other = create_quantizer(spec, shape=shape)
+    assert not other.is_calibrated
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    assert other.is_calibrated
+    assert torch.equal(other(data(3, 50)), quantizer(data(3, 50)))  # and no warning
+    assert copy.deepcopy(other).is_calibrated
+
+
+def test_loading_an_uncalibrated_state_forgets_the_calibration():
+    quantizer = calibrated(QuantSpec())
+    quantizer.load_state_dict(create_quantizer(QuantSpec()).state_dict())
+    assert not quantizer.is_calibrated
+
+
+@every_spec
+def test_a_quantizer_made_on_meta_comes_to_life_with_a_checkpoint(spec, shape):
+    source = calibrated(spec, shape)
+    quantizer = create_quantizer(spec, shape=shape, device="meta")
+    quantizer.load_state_dict(source.state_dict(), assign=True)
+    assert quantizer.is_calibrated
+    x = data(3, 20)
+    assert torch.equal(quantizer(x), source(x)) and torch.equal(quantizer.codes(x), source.codes(x))
+
+
+@every_spec
+def test_an_uncalibrated_quantizer_warns_once_per_call_and_works(spec, shape):
+    quantizer = create_quantizer(spec, shape=shape)
+    with pytest.warns(UserWarning) as record:
+        y = quantizer(torch.full((3, 2), 3.9))
+    sentence = f"a quantizer ({spec}) runs on its default range of up to 4; call qat.calibrate(model, batches) first"
+    assert [str(warning.message) for warning in record] == [sentence]
+    assert (y - 3.9).abs().max() <= 8 / 2**spec.bits
+
+
+@every_spec
+def test_set_range_writes_into_the_optimizers_parameters(spec, shape):
+    quantizer = create_quantizer(spec, shape=shape)
+    optimizer = torch.optim.SGD(quantizer.parameters(), lr=0.01)
+    before = [id(parameter) for parameter in quantizer.parameters()]
+    quantizer.set_range(torch.tensor(-0.5), torch.tensor(1.5))
+    expected = reference.grid_of(-0.5, 1.5, spec.qmin, spec.qmax, spec.symmetric)
+    for part, value in zip(quantizer.grid(), expected, strict=True):
+        assert part.shape == shape and part.flatten().tolist() == pytest.approx([value] * quantizer.scale.numel())
+    assert [id(parameter) for parameter in quantizer.parameters()] == before
+    assert [id(parameter) for parameter in optimizer.param_groups[0]["params"]] == before
+    quantizer(data(3, 50) * 9).sum().backward()
+    optimizer.step()
+    assert quantizer.grid()[0].flatten()[0].item() != pytest.approx(expected[0], rel=1e-6)
+    assert all(parameter.requires_grad for parameter in quantizer.parameters())
+
+
+@every_spec
+def test_set_range_takes_what_initial_range_returns(spec, shape):
+    """Per tensor that is one value of shape (1,), per channel (channels,)."""
+    quantizer = create_quantizer(spec, shape=shape)
+    rows = data(3, 40).reshape(quantizer.scale.numel(), -1)
+    low, high = initial_range(rows, spec)
+    quantizer.set_range(low, high)
+    for i in range(len(rows)):
+        expected = reference.grid_of(low[i].item(), high[i].item(), spec.qmin, spec.qmax, spec.symmetric)
+        assert quantizer.grid()[0].flatten()[i].item() == pytest.approx(expected[0], rel=1e-6)
+        assert quantizer.grid()[1].flatten()[i].item() == expected[1]
+
+
+@per_tensor
+def test_an_optimizer_step_that_made_the_scale_negative_is_survived(spec):
+    quantizer = calibrated(spec, low=-2.7, high=3.3)
+    x = data(1000)
+    calibrated_error = (quantizer(x) - x).square().mean().item()
+    optimizer = torch.optim.SGD([quantizer.scale], lr=0.5)
+    quantizer.scale.grad = torch.tensor(2.0)
+    optimizer.step()
+    assert quantizer.scale.item() < -0.4
+    assert quantizer.grid()[0].item() > 0 and quantizer(x).isfinite().all()
+    best = math.inf
+    for _ in range(300):
+        optimizer.zero_grad()
+        loss = (quantizer(x) - x).square().mean()
+        loss.backward()
+        assert loss.isfinite() and quantizer.scale.grad.isfinite()
+        optimizer.step()
+        best = min(best, loss.item())
+    assert quantizer.scale.item() > 0
+    assert best < 2 * calibrated_error + 0.01
+
+
+@pytest.mark.parametrize("broken", [0.0, -3.0, float("nan"), float("inf"), float("-inf")])
+@every_spec
+def test_a_broken_scale_acts_as_a_positive_finite_one(spec, shape, broken):
+    quantizer = calibrated(spec, shape)
+    with torch.no_grad():
+        quantizer.scale.fill_(broken)
+    assert (quantizer.grid()[0] > 0).all() and quantizer.grid()[0].isfinite().all()
+    assert quantizer(data(3, 50)).isfinite().all() and quantizer.codes(data(3, 50)).isfinite().all()
+
+
+def test_a_model_in_half_precision_still_quantizes():
+    quantizer = calibrated(QuantSpec(), low=-1.27, high=1.27).half()
+    y = quantizer(torch.tensor([0.5, -9.0, 0.0]).half())
+    assert y.dtype == torch.float16 and y.tolist() == pytest.approx([0.5, -1.28, 0.0], abs=0.002)
+
+
+@pytest.mark.parametrize(
+    ("role", "grad_scale", "shape", "x_shape", "count"),
+    [
+        ("activation", "sample", (), (8, 3, 5, 5), 75),
+        ("activation", "batch", (), (8, 3, 5, 5), 600),
+        ("activation", "none", (), (8, 3, 5, 5), None),
+        ("activation", "sample", (3, 1, 1), (8, 3, 5, 5), 25),
+        ("activation", "batch", (3, 1, 1), (8, 3, 5, 5), 200),
+        ("activation", "sample", (), (7,), 7),
+        ("weight", "sample", (8, 1, 1, 1), (8, 3, 5, 5), 75),
+        ("weight", "batch", (8, 1, 1, 1), (8, 3, 5, 5), 75),
+        ("weight", "sample", (), (8, 3, 5, 5), 600),
+        ("weight", "none", (8, 1, 1, 1), (8, 3, 5, 5), None),
+    ],
+)
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_scales_gradient_is_scaled_by_the_papers_factor(role, grad_scale, shape, x_shape, count, signed):
+    spec = QuantSpec(bits=4, signed=signed, grad_scale=grad_scale)
+    quantizer = create_quantizer(spec, role, shape)
+    quantizer.set_range(torch.tensor(0.0 if not signed else -1.0), torch.tensor(1.0))
+    x = data(*x_shape)
+    factor = 1.0 if count is None else 1 / math.sqrt(count * spec.qmax)
+    assert quantizer.gradient_factor(x) == pytest.approx(factor, rel=1e-12)
+    quantizer(x).sum().backward()
+    scale = quantizer.scale.detach().double().numpy()
+    _, expected = reference.lsq_gradients(x.double().numpy(), scale, spec.qmin, spec.qmax, np.ones(x_shape), factor)
+    assert quantizer.scale.grad.shape == shape
+    np.testing.assert_allclose(quantizer.scale.grad.double().numpy(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_an_empty_tensor_passes_with_finite_gradients():
+    quantizer = calibrated(QuantSpec())
+    y = quantizer(torch.empty(0, 3))
+    y.sum().backward()
+    assert y.shape == (0, 3) and quantizer.scale.grad.item() == 0
+
+
+def test_lsq_plus_learns_its_zero_point_and_acts_as_an_integer():
+    quantizer = calibrated(QuantSpec(bits=4, signed=False, symmetric=False, rule="lsq_plus"))
+    assert {name for name, _ in quantizer.named_parameters()} == {"scale", "zero_point"}
+    x = data(500) * 3
+    factor = 1 / math.sqrt(500 * 15)
+    with torch.no_grad():
+        quantizer.zero_point.add_(0.4)
+    quantizer(x).sum().backward()
+    scale, zero = (part.detach().double().numpy() for part in (quantizer.scale, quantizer.zero_point))
+    expected = reference.lsq_plus_gradients(x.double().numpy(), scale, zero, 0, 15, np.ones(500), factor)
+    assert quantizer.scale.grad.item() == pytest.approx(expected[1].item(), rel=1e-3)
+    assert quantizer.zero_point.grad.item() == pytest.approx(expected[2].item(), rel=1e-3)
+    with torch.no_grad():
+        quantizer.zero_point.fill_(99.0)
+    assert quantizer.grid()[1].item() == 15
+    assert quantizer(torch.zeros(1)).item() == 0
+
+
+def test_lsq_on_an_affine_grid_does_not_learn_the_zero_point():
+    quantizer = calibrated(QuantSpec(signed=False, symmetric=False))
+    assert [name for name, _ in quantizer.named_parameters()] == ["scale"]
+    assert "zero_point" in quantizer.state_dict()
+
+
+def test_evaluation_and_training_forwards_change_no_range():
+    for spec, shape in SPECS.values():
+        quantizer = calibrated(spec, shape)
+        before = {name: value.clone() for name, value in quantizer.state_dict().items()}
+        for mode in (True, False):
+            quantizer.train(mode)(data(3, 50) * 1000)
+        assert all(torch.equal(value, before[name]) for name, value in quantizer.state_dict().items())
+
+
+def test_unknown_rules_are_refused_with_the_names_there_are():
+    assert {"lsq", "lsq_plus"} <= set(registered_quantizers())
+    names = ", ".join(registered_quantizers())
+    for rule, hint in (("lqs", "; did you mean 'lsq'?"), ("nothing_like_it", "")):
+        with pytest.raises(ValueError) as refusal:
+            create_quantizer(QuantSpec(rule=rule))
+        assert str(refusal.value) == f"unknown quantizer {rule!r}; registered: {names}{hint}"
+
+
+def test_your_own_rule_is_registered_and_used(registry):
+    @register_quantizer("half_range")
+    class HalfRange(Quantizer):
+        def quantize(self, x: Tensor) -> Tensor:
+            scale, _ = self.grid()
+            return round_ste(x / scale).clamp(self.spec.qmin // 2, self.spec.qmax // 2) * scale
+
+    quantizer = create_quantizer(QuantSpec(rule="half_range"), "weight", (2, 1))
+    assert type(quantizer) is HalfRange and "half_range" in registered_quantizers()
+    quantizer.set_range(torch.tensor(-1.27), torch.tensor(1.27))
+    assert quantizer(torch.tensor([[9.0], [0.1]])).flatten().tolist() == pytest.approx([0.63, 0.1])
+    assert register_quantizer("half_range")(HalfRange) is HalfRange  # a module that is reloaded registers again
+
+
+def test_wrong_registrations_are_refused(registry):
+    with pytest.raises(ValueError) as refusal:
+        register_quantizer("lsq")(type("Other", (Quantizer,), {}))
+    assert str(refusal.value) == "register_quantizer('lsq'): the name is taken by qat.quantizer.lsq.LSQQuantizer"
+    for stranger in (nn.ReLU, 3):
+        with pytest.raises(TypeError) as refusal:
+            register_quantizer("mine")(stranger)
+        assert str(refusal.value) == (
+            f"register_quantizer('mine'): expected a subclass of qat.Quantizer, got {stranger!r}"
+        )
+    assert "mine" not in registered_quantizers()
+
+
+def test_a_rule_without_quantize_and_lsq_plus_on_a_symmetric_grid_are_refused():
+    bare = Quantizer(QuantSpec())
+    bare.set_range(torch.tensor(-1.0), torch.tensor(1.0))
+    with pytest.raises(TypeError) as refusal:
+        bare(torch.ones(2))
+    assert str(refusal.value) == "Quantizer: a quantizer must implement quantize(x)"
+    with pytest.raises(ValueError) as refused:
+        create_quantizer(QuantSpec(rule="lsq_plus"))
+    assert str(refused.value) == (
+        "lsq_plus learns a zero point and needs symmetric=False; use 'lsq' on a symmetric grid"
+    )

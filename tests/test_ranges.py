@@ -1,0 +1,194 @@
+"""Initial ranges against brute force in NumPy float64: every rule, every grid, and the rows that break rules."""
+
+import numpy as np
+import pytest
+import reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qat.functional import lsq_plus_quantize, lsq_quantize
+from qat.ranges import initial_range, scale_and_zero_point
+from qat.spec import QuantSpec
+
+GRIDS = {
+    "int8": QuantSpec(bits=8),
+    "int4 narrow": QuantSpec(bits=4, narrow_range=True),
+    "int2": QuantSpec(bits=2),
+    "uint4 symmetric": QuantSpec(bits=4, signed=False),
+    "uint8 affine": QuantSpec(bits=8, signed=False, symmetric=False),
+    "int4 affine": QuantSpec(bits=4, symmetric=False),
+}
+every_grid = pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
+
+
+def rows() -> Tensor:
+    """Rows of 400 values: Gaussian, skewed, positive only, negative only, one outlier, constants, all zero, tiny."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(10, 400, generator=generator)
+    normal[1] = normal[1].exp() - 0.5
+    normal[2] = normal[2].abs()
+    normal[3] = -normal[3].abs()
+    normal[4, 7] = 60.0
+    normal[5] = 2.5
+    normal[6] = -2.5
+    normal[7] = 0.0
+    normal[8] *= 1e-6
+    normal[9] = torch.where(normal[9] > 1.5, normal[9] * 20, normal[9])
+    return normal
+
+
+def with_init(grid: QuantSpec, init: str, percentile: float = 99.99) -> QuantSpec:
+    return QuantSpec(grid.bits, grid.signed, grid.symmetric, narrow_range=grid.narrow_range, init=init,
+                     percentile=percentile)  # fmt: skip
+
+
+@every_grid
+def test_minmax_is_the_extremes_with_zero_inside(grid):
+    low, high = initial_range(rows(), with_init(grid, "minmax"))
+    for row, found in zip(rows().double().numpy(), zip(low.tolist(), high.tolist(), strict=True), strict=True):
+        assert found == reference.minmax(row)
+
+
+@pytest.mark.parametrize("percent", ["99.99", "99.9", "99.5", "99", "90", "100", "50.5"])
+@pytest.mark.parametrize("count", [1, 2, 7, 100, 400, 1000])
+def test_percentile_is_the_nearest_rank_at_either_end(percent, count):
+    values = rows().reshape(4, 1000)[:, :count]
+    low, high = initial_range(values, QuantSpec(init="percentile", percentile=float(percent)))
+    for row, found in zip(values.double().numpy(), zip(low.tolist(), high.tolist(), strict=True), strict=True):
+        assert found == reference.percentile(row, percent)
+
+
+@every_grid
+def test_mse_is_the_argmin_over_the_documented_candidates(grid):
+    low, high = initial_range(rows(), with_init(grid, "mse"))
+    shares = []
+    for row, found in zip(rows().double().numpy(), zip(low.tolist(), high.tolist(), strict=True), strict=True):
+        errors = reference.squared_errors(row, grid.qmin, grid.qmax, grid.symmetric)
+        extremes = reference.minmax(row)
+        if extremes == (0.0, 0.0):
+            assert found == extremes
+            continue
+        share = (found[1] - found[0]) / (extremes[1] - extremes[0])
+        k = round(share * 80)
+        assert found == pytest.approx((extremes[0] * k / 80, extremes[1] * k / 80), rel=1e-6)
+        # The candidates' errors in float32 differ in the last digits: near-equal ones may change places.
+        assert errors[k - 1] <= min(errors) * (1 + 1e-4) + 1e-12
+        shares.append(k)
+    # Tails are cut where the grid is coarse (at 8 bits 400 values do not pay for it), exact rows are not.
+    assert max(shares) == 80 and (grid.bits == 8 or min(shares) < 75)
+
+
+@every_grid
+def test_the_constant_row_is_exact_under_minmax_and_mse(grid):
+    """A constant lies on the grid of its own range: at a bound, or 0."""
+    for init in ("minmax", "mse"):
+        for value in (2.5, -2.5):
+            if value < 0 and grid.signed is False and grid.symmetric:
+                continue  # an unsigned grid without a zero point holds no negative number
+            spec = with_init(grid, init)
+            values = torch.full((1, 30), value)
+            scale, zero = scale_and_zero_point(*initial_range(values, spec), spec)
+            torch.testing.assert_close(lsq_plus_quantize(values, scale, zero, spec.qmin, spec.qmax), values)
+
+
+@every_grid
+def test_lsq_gives_the_papers_scale(grid):
+    spec = with_init(grid, "lsq")
+    scale, _ = scale_and_zero_point(*initial_range(rows(), spec), spec)
+    for i, row in enumerate(rows().double().numpy()):
+        if row.any():
+            expected = reference.lsq_scale(row, spec.qmax)
+            assert scale[i].item() == pytest.approx(expected, rel=1e-5)
+    assert scale[7].item() == 1.0
+
+
+@every_grid
+@pytest.mark.parametrize("init", ["minmax", "percentile", "mse", "lsq"])
+def test_every_range_holds_zero_and_makes_a_usable_grid(grid, init):
+    spec = with_init(grid, init)
+    for values in (rows(), rows()[:, :1], torch.zeros(3, 1), torch.tensor([[1e-45], [1e30], [-1e30]])):
+        low, high = initial_range(values, spec)
+        assert low.shape == high.shape == (len(values),) and low.dtype == high.dtype == torch.float32
+        assert (low <= 0).all() and (high >= 0).all()
+        scale, zero = scale_and_zero_point(low, high, spec)
+        assert (scale > 0).all() and scale.isfinite().all()
+        assert torch.equal(zero, zero.round().clamp(spec.qmin, spec.qmax))
+        assert not spec.symmetric or not zero.any()
+
+
+@pytest.mark.parametrize("init", ["minmax", "percentile", "mse", "lsq"])
+def test_rows_are_independent(init):
+    spec = with_init(GRIDS["int4 affine"], init, 95.0)
+    together = initial_range(rows(), spec)
+    for i, row in enumerate(rows()):
+        alone = initial_range(row[None], spec)
+        assert [bound.item() for bound in alone] == pytest.approx([bound[i].item() for bound in together], rel=1e-6)
+
+
+@every_grid
+def test_scale_and_zero_point_equal_the_formula(grid):
+    lows, highs = [-3.0, 0.0, -0.2, -5.0, 0.0, -1e-3], [1.0, 2.0, 7.7, 0.0, 0.0, 1e3]
+    scale, zero = scale_and_zero_point(torch.tensor(lows), torch.tensor(highs), grid)
+    for i, (low, high) in enumerate(zip(lows, highs, strict=True)):
+        expected = reference.grid_of(low, high, grid.qmin, grid.qmax, grid.symmetric)
+        assert (scale[i].item(), zero[i].item()) == (pytest.approx(expected[0], rel=1e-6), expected[1])
+
+
+def test_an_all_zero_channel_gets_scale_one_beside_normal_ones():
+    spec = QuantSpec(bits=8, narrow_range=True)
+    scale, zero = scale_and_zero_point(*initial_range(torch.tensor([[0.0, 0.0], [-1.27, 0.5]]), spec), spec)
+    assert scale.tolist() == pytest.approx([1.0, 0.01]) and zero.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_the_largest_weight_of_a_minmax_channel_is_not_masked(bits, narrow):
+    """What RECIPES promises of the inclusive mask: division in float32 must not push the extreme over the bound."""
+    spec = QuantSpec(bits=bits, narrow_range=narrow, granularity="channel")
+    weight = torch.randn(4096, 27, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    scale, _ = scale_and_zero_point(*initial_range(weight, spec), spec)
+    lsq_quantize(weight, scale[:, None], spec.qmin, spec.qmax).sum().backward()
+    masked = (weight.grad == 0).any(1)
+    assert masked.sum().item() == 0, f"{masked.sum().item()} of 4096 channels have a masked weight"
+
+
+@every_grid
+@pytest.mark.parametrize("init", ["minmax", "percentile", "mse", "lsq"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e300])
+def test_nan_and_infinity_are_refused(grid, init, bad):
+    values = rows().double()
+    values[3, 5] = bad
+    with pytest.raises(ValueError) as refusal:
+        initial_range(values, with_init(grid, init))
+    assert str(refusal.value) == "initial_range: the values hold NaN or infinity"
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3, 4)])
+def test_other_shapes_are_refused(shape):
+    with pytest.raises(ValueError) as refusal:
+        initial_range(torch.zeros(shape), QuantSpec())
+    assert str(refusal.value) == f"initial_range: values must have shape (groups, elements >= 1), got {shape}"
+
+
+def test_a_range_carries_no_gradient_and_leaves_the_values_alone():
+    values = rows().requires_grad_()
+    for init in ("minmax", "percentile", "mse", "lsq"):
+        low, high = initial_range(values, QuantSpec(init=init))
+        assert not low.requires_grad and not high.requires_grad
+    assert torch.equal(values.detach(), rows())
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=30), st.sampled_from(list(GRIDS.values())))
+def test_inside_a_minmax_range_the_error_is_at_most_a_step(values, grid):
+    """Half a step by rounding, half a step more at the ends where the zero point had to be an integer."""
+    x = torch.tensor([values])
+    if not grid.signed and grid.symmetric:
+        x = x.abs()
+    spec = with_init(grid, "minmax")
+    scale, zero = scale_and_zero_point(*initial_range(x, spec), spec)
+    error = (lsq_plus_quantize(x, scale, zero, spec.qmin, spec.qmax) - x).abs().max()
+    assert error <= scale.item() * (0.5 if spec.symmetric else 1.0) * (1 + 1e-4)
+    assert np.isfinite(error.item())

@@ -1,0 +1,64 @@
+"""The README is true: its Python runs, its commands run (shortened), its links and install lines are real."""
+
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from benchmarks.document import with_tables
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+BASH_LINES = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+SHORT = ["float.epochs=0", "qat.epochs=1", "data.limit_train=32", "data.limit_val=16", "data.batch_size=16",
+         "quantization.calibration_batches=1"]  # fmt: skip
+
+
+def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(PYTHON_BLOCKS) == 4
+    names: dict[str, object] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for block in PYTHON_BLOCKS:
+            exec(compile(block, "README.md", "exec"), names)
+    assert (tmp_path / "model.onnx").stat().st_size > 1_000_000
+
+
+def train_lines() -> list[str]:
+    return [line[line.index("python train.py") :] for line in BASH_LINES if "python train.py" in line]
+
+
+@pytest.mark.parametrize("line", train_lines())
+def test_training_commands_run(tmp_path: Path, line: str) -> None:
+    (tmp_path / "runs").mkdir()
+    words = [word for word in line.split()[1:] if not word.startswith("qat.epochs")]
+    command = [sys.executable, str(ROOT / words[0]), *words[1:], *SHORT]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert list(tmp_path.glob("runs/*/summary.json"))
+
+
+def test_other_commands_are_the_known_ones() -> None:
+    others = [line for line in BASH_LINES if "python train.py" not in line]
+    assert others == ["tensorboard --logdir runs", 'pip install -e ".[test]" && python -m pytest']
+    assert BASH_LINES[0] == "pip install -e . && python train.py --config resnet_int8.yaml"
+    assert others[1].replace(".[test]", r"\.\[test\]") in (ROOT / ".ci" / "run").read_text()
+
+
+def test_tables_are_the_measured_ones() -> None:
+    assert "differ over" in README and with_tables(README) == README
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+
+
+def test_every_shipped_config_is_listed() -> None:
+    shipped = {path.name for path in (ROOT / "configs").glob("*.yaml")}
+    assert shipped == set(re.findall(r"^\| `(\w+\.yaml)` \|", README, re.MULTILINE))

@@ -1,0 +1,138 @@
+"""Which folder a run takes, and that nothing which existed is touched."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from qat.training.config import RunConfig
+from qat.training.errors import UserError
+from qat.training.run_folder import RunFolder, open_run_folder
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def make(*files: str) -> None:
+    for file in files:
+        path = Path(file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if file.endswith("/"):
+            path.mkdir(exist_ok=True)
+        else:
+            path.write_text("old")
+
+
+def refusal(config: RunConfig) -> str:
+    before = {path: path.is_file() and path.read_text() for path in Path().rglob("*")}
+    with pytest.raises(UserError) as raised:
+        open_run_folder(config)
+    assert {path: path.is_file() and path.read_text() for path in Path().rglob("*")} == before
+    return str(raised.value)
+
+
+def test_default_folders_are_numbered() -> None:
+    paths = [open_run_folder(RunConfig(name="x")).path for _ in range(3)]
+    assert paths == [Path("runs/x"), Path("runs/x-2"), Path("runs/x-3")]
+    assert all(path.is_dir() for path in paths)
+
+
+def test_the_next_number_follows_the_highest_and_other_names_do_not_count() -> None:
+    make("runs/x/", "runs/x-7/", "runs/x-y/", "runs/x-08/", "runs/xx-30/")
+    assert open_run_folder(RunConfig(name="x")) == RunFolder(Path("runs/x-8"), None)
+
+
+def test_a_folder_taken_at_the_same_moment_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    make("runs/x/", "runs/x-2/")
+    monkeypatch.setattr("qat.training.run_folder._numbered_folders", lambda name: {})  # what the slower one saw
+    assert open_run_folder(RunConfig(name="x")).path == Path("runs/x-3")
+
+
+def test_resume_takes_the_highest_number_with_a_checkpoint() -> None:
+    make("runs/x/last.pt", "runs/x-2/last.pt", "runs/x-10/last.pt", "runs/x-11/config.yaml")
+    folder = open_run_folder(RunConfig(name="x", resume="auto"))
+    assert folder == RunFolder(Path("runs/x-10"), Path("runs/x-10/last.pt"))
+
+
+def test_resume_starts_where_there_is_nothing_to_resume() -> None:
+    make("runs/x/config.yaml")
+    assert open_run_folder(RunConfig(name="x", resume="auto")) == RunFolder(Path("runs/x-2"), None)
+
+
+def test_resume_refuses_a_finished_run() -> None:
+    make("runs/x/last.pt", "runs/x/summary.json")
+    finished = "this run is finished; to start a new one set resume=never and another run_dir"
+    assert refusal(RunConfig(name="x", resume="auto")) == f"runs/x: {finished}"
+    assert refusal(RunConfig(run_dir="runs/x", resume="auto")) == f"runs/x: {finished}"
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_given_folder_may_be_new_or_empty(resume: str) -> None:
+    make("empty/")
+    for name in ("new", "empty"):
+        assert open_run_folder(RunConfig(run_dir=name, resume=resume)) == RunFolder(Path(name), None)
+        assert Path(name).is_dir()
+
+
+def test_a_given_folder_is_resumed() -> None:
+    make("mine/last.pt")
+    assert open_run_folder(RunConfig(run_dir="mine", resume="auto")) == RunFolder(Path("mine"), Path("mine/last.pt"))
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "resume", "sentence"),
+    [
+        (
+            "mine",
+            "never",
+            "run_dir: 'mine' is not empty; choose another, or set resume=auto to go on from its last.pt",
+        ),
+        ("other", "auto", "run_dir: 'other' is not empty and has no last.pt to go on from; choose another"),
+        ("file", "auto", "run_dir: 'file' is not a folder; choose another"),
+        ("no/such", "never", "run_dir: 'no/such': its parent folder 'no' does not exist; create it first"),
+        ("file/x", "never", "run_dir: 'file/x': its parent folder 'file' does not exist; create it first"),
+        ("l" * 300, "never", f"run_dir: '{'l' * 300}': cannot use it (File name too long); choose another"),
+    ],
+)
+def test_refused_folders(run_dir: str, resume: str, sentence: str) -> None:
+    make("mine/last.pt", "other/notes.txt", "file")
+    assert refusal(RunConfig(run_dir=run_dir, resume=resume)) == sentence
+
+
+@pytest.mark.parametrize("name", ["a/b", "../x", "..", ".", ""])
+def test_a_name_is_no_path(name: str) -> None:
+    sentence = f"name: {name!r} must be a plain name without slashes; to choose a place set run_dir"
+    assert refusal(RunConfig(name=name)) == sentence
+
+
+def test_runs_that_is_a_file() -> None:
+    make("runs")
+    assert refusal(RunConfig(name="x")) == "runs: cannot read the folder of runs (Not a directory); set run_dir"
+
+
+def test_unwritable_folders(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make("runs/x/last.pt", "empty/")
+    if os.geteuid() == 0:  # root may write anywhere: let the system say what it tells others
+        monkeypatch.setattr("os.access", lambda path, mode: False)
+
+        def refuse(path: Path, mode: int = 0o777, **_: bool) -> None:
+            if not path.exists():
+                raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "mkdir", refuse)
+    else:
+        for folder in (here / "runs/x", here / "runs", here / "empty", here):
+            folder.chmod(0o555)
+    try:
+        unwritable = "this folder is not writable; choose another run_dir or change its permissions"
+        assert refusal(RunConfig(run_dir="empty")) == f"empty: {unwritable}"
+        assert refusal(RunConfig(name="x", resume="auto")) == f"runs/x: {unwritable}"
+        assert refusal(RunConfig(name="x")) == "runs/x-2: cannot create the run folder (Permission denied); set run_dir"
+        sentence = "run_dir: 'new': cannot use it (Permission denied); choose another"
+        assert refusal(RunConfig(run_dir="new")) == sentence
+    finally:
+        for folder in (here, here / "runs", here / "runs/x", here / "empty"):
+            folder.chmod(0o755)

@@ -1,0 +1,218 @@
+"""The command: what a run leaves, what it answers to mistakes, and going on after a stop."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import train
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY_MODEL = """
+from torch import nn
+
+def tiny(num_classes):
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes),
+    )
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.fc(x) if x.sum() > 0 else x
+
+def untraceable():
+    return Branches()
+"""
+CONFIG = """
+model: {name: 'tinymodels:tiny'}
+data: {name: digits, image_size: 16, batch_size: 32, limit_train: 128, limit_val: 100}
+float: {epochs: 2, lr: 0.05}
+qat: {epochs: 2, lr: 0.01}
+quantization: {calibration_batches: 2}
+log_every: 2
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tinymodels.py").write_text(TINY_MODEL)
+    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "tinymodels", raising=False)
+    return tmp_path
+
+
+def summary(run: Path) -> dict[str, object]:
+    return dict(json.loads((run / "summary.json").read_text()))
+
+
+def test_a_run_leaves_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--config", "tiny.yaml", "float_finetune=true", "qat.ema_decay=0.9"]) == 0
+    run = folder / "runs" / "tiny"
+    names = {path.name for path in run.iterdir()}
+    expected = {"config.yaml", "last.pt", "best.pt", "float.safetensors", "model.onnx", "summary.json", "layers.txt"}
+    assert expected <= names and any(name.startswith("events.out.tfevents") for name in names)
+    found = json.loads((run / "summary.json").read_text())
+    assert found["onnx"]["top1"] == pytest.approx(found["qat"]["top1"], abs=1.01)
+    assert found["onnx"]["agreement"] >= 0.995 and found["onnx"]["layers"]["largest_difference"] <= 1
+    assert found["onnx"]["size_bytes"] == (run / "model.onnx").stat().st_size
+    assert found["float"]["size_bytes"] == (run / "float.safetensors").stat().st_size
+    assert (found["epochs"], found["seed"]) == (2, 0)
+    assert {"top1"} <= set(found["calibrated"]) and {"top1"} <= set(found["float_finetune"])
+    checkpoint = torch.load(run / "last.pt", weights_only=True)
+    assert checkpoint["stage"] == "qat" and checkpoint["epochs"] == 2
+    printed = capsys.readouterr().out
+    for row in ("float ", "float, fine-tuned as QAT", "calibrated (PTQ)", "QAT", "ONNX Runtime, integers"):
+        assert row in printed
+    # A second run takes the next folder, and touches nothing of the first.
+    before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
+    assert train.main(["--config", "tiny.yaml", "float.epochs=0", "qat.epochs=0", "export.onnx=false"]) == 0
+    assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == before
+    assert (folder / "runs" / "tiny-2" / "summary.json").exists()
+
+
+def test_the_resolved_config_repeats_the_run(folder: Path) -> None:
+    assert train.main(["--config", "tiny.yaml", "run_dir=first"]) == 0
+    assert train.main(["--config", "first/config.yaml", "run_dir=second"]) == 0
+    first, second = summary(folder / "first"), summary(folder / "second")
+    for key in ("float", "calibrated", "qat"):
+        assert first[key] == second[key]
+
+
+@pytest.mark.parametrize(("stage", "epoch"), [("float", 1), ("qat", 0), ("qat", 1)])
+def test_a_stopped_run_goes_on_to_the_same_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str, epoch: int
+) -> None:
+    assert train.main(["--config", "tiny.yaml", "run_dir=whole"]) == 0
+    real = train.train_stage
+
+    def stop_in(run: train.StageRun, state: object = None) -> object:
+        if run.name == stage:
+            real_set_epoch = run.train.set_epoch
+
+            def set_epoch(number: int) -> None:
+                if number == epoch:
+                    raise KeyboardInterrupt
+                real_set_epoch(number)
+
+            run.train.set_epoch = set_epoch  # type: ignore[method-assign]
+        return real(run, state)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(train, "train_stage", stop_in)
+    assert train.main(["--config", "tiny.yaml", "run_dir=parts"]) == 130
+    monkeypatch.setattr(train, "train_stage", real)
+    assert train.main(["--config", "tiny.yaml", "run_dir=parts", "resume=auto"]) == 0
+    whole, parts = (torch.load(folder / name / "last.pt", weights_only=True) for name in ("whole", "parts"))
+    assert all(torch.equal(value, parts["model"][key]) for key, value in whole["model"].items())
+    assert summary(folder / "whole")["qat"] == summary(folder / "parts")["qat"]
+    assert summary(folder / "whole")["float"] == summary(folder / "parts")["float"]
+
+
+def test_a_run_stopped_before_its_first_checkpoint_starts_again_in_its_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "train_stage", stop)
+        assert train.main(["--config", "tiny.yaml", "run_dir=early"]) == 130
+    assert train.main(["--config", "tiny.yaml", "run_dir=early", "resume=auto", "qat.epochs=1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["qat.lrr=0.1"], "qat.lrr=0.1: unknown key; did you mean 'lr'?"),
+        (
+            ["quantization.weight.rule=lqs"],
+            "quantization.weight.rule: unknown quantizer 'lqs'; registered: lsq, lsq_plus",
+        ),
+        (
+            ["quantization.overrides.conv9.skip=true"],
+            "quantization: prepare: the recipe's pattern 'conv9' names no layer of the model;"
+            " layers are called 0, 4, 8 ...",
+        ),
+        (
+            ["quantization.weight.bits=12"],
+            "quantization: 0.weight_quantizer has 12 bits, and ONNX Runtime's integer kernels take at most 8;"
+            " use fewer, or set export.onnx=false",
+        ),
+        (
+            ["model.name=tinymodels:untraceable"],
+            "quantization: prepare: torch.fx cannot trace Branches: symbolically traced variables cannot be used as"
+            " inputs to control flow; control flow that depends on tensor values has to move out of forward",
+        ),
+        (
+            ["run_dir=occupied"],
+            "run_dir: 'occupied' is not empty; choose another, or set resume=auto to go on from its last.pt",
+        ),
+        (
+            ["quantization.activation.granularity=channel"],
+            "quantization: QuantRecipe: activation granularity 'channel' has no integer kernel in onnxruntime;"
+            " use 'tensor'",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_sentence_and_status_2(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    (folder / "occupied").mkdir()
+    (folder / "occupied" / "thesis.txt").write_text("precious")
+    assert train.main(["--config", "tiny.yaml", *arguments]) == 2
+    assert capsys.readouterr().err.strip() == sentence
+    assert not (folder / "runs").exists()
+    assert [path.name for path in (folder / "occupied").iterdir()] == ["thesis.txt"]
+
+
+def test_a_failed_proof_is_status_1(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = train.qat.export_onnx
+
+    def exports_another(model: torch.fx.GraphModule, path: Path, images: torch.Tensor) -> None:
+        with torch.no_grad():
+            head = model.get_submodule("8")
+            assert isinstance(head, nn.Linear)
+            head.weight.neg_()
+            real(model, path, images)
+            head.weight.neg_()
+
+    monkeypatch.setattr(train.qat, "export_onnx", exports_another)
+    assert train.main(["--config", "tiny.yaml", "run_dir=wrong"]) == 1
+    assert "of its predictions are the torch model's" in capsys.readouterr().err
+
+
+def test_the_command_line_itself(folder: Path) -> None:
+    shown = subprocess.run([sys.executable, str(ROOT / "train.py"), "--config", "resnet_int9"],
+                           capture_output=True, text=True)  # fmt: skip
+    assert shown.returncode == 2 and "Traceback" not in shown.stderr
+    assert "did you mean" in shown.stderr and len(shown.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_default_run_keeps_its_promises(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "train.py"), "--config", "resnet_int8.yaml"]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    print(shown.stdout)
+    assert shown.returncode == 0, shown.stderr
+    found = json.loads((tmp_path / "runs" / "resnet_int8" / "summary.json").read_text())
+    assert found["float"]["top1"] > 97
+    assert found["qat"]["top1"] >= found["float"]["top1"] - 0.5
+    assert abs(found["onnx"]["top1"] - found["qat"]["top1"]) <= 0.2
+    assert found["onnx"]["agreement"] >= 0.995
+    assert found["onnx"]["size_bytes"] <= 0.27 * found["float"]["size_bytes"]
+    layers, operators = found["onnx"]["layers"], found["onnx"]["operators"]
+    assert layers["differing"] < layers["elements"] / 100_000 and layers["largest_difference"] <= 1
+    assert operators["QLinearConv"] == 20 and operators["QLinearAdd"] == 8
+    assert not {"Conv", "FusedConv", "Add", "Gemm", "MatMul"} & set(operators)

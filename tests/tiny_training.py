@@ -1,0 +1,65 @@
+"""A tiny quantized CNN and tiny batches, for the tests of training and evaluation."""
+
+import math
+from collections import namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qat.quantizer import create_quantizer
+from qat.spec import QuantSpec
+
+CPU = torch.device("cpu")
+Outputs = namedtuple("Outputs", ["aux", "logits"])
+
+
+class TinyBatches:
+    """24 images of two classes, in a new order each epoch; `fail_at` (epoch, batch) breaks off there."""
+
+    def __init__(self, batch_size: int = 5, fail_at: tuple[int, int] | None = None) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.labels = torch.arange(24) % 2
+        self.images = torch.randn(24, 3, 8, 8, generator=generator) + self.labels.view(-1, 1, 1, 1)
+        self.batch_size, self.fail_at, self.epoch = batch_size, fail_at, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return math.ceil(24 / self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        torch.rand(())  # a DataLoader draws its seed from the global generator too
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(self.epoch))
+        for number, chosen in enumerate(order.split(self.batch_size), 1):
+            if (self.epoch, number) == self.fail_at:
+                raise KeyboardInterrupt
+            yield self.images[chosen], self.labels[chosen]
+
+
+def tiny_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential()
+    model.conv = nn.Conv2d(3, 4, 3)
+    model.bn = nn.BatchNorm2d(4)
+    model.relu = nn.ReLU()
+    model.quantizer = create_quantizer(QuantSpec(signed=False, symmetric=False))
+    model.quantizer.set_range(torch.tensor(0.0), torch.tensor(3.0))
+    model.pool = nn.AdaptiveAvgPool2d(1)
+    model.flatten = nn.Flatten()
+    model.dropout = nn.Dropout(0.3)
+    model.fc = nn.Linear(4, 2)
+    return model
+
+
+class Returns(nn.Module):
+    """Wraps logits into what some models return."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.fc, self.wrap = nn.Linear(192, 2), wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(self.fc(x.flatten(1)))
