@@ -6,6 +6,7 @@ Read from top to bottom, `run` is the recipe: float baseline, prepare, calibrate
 """
 
 import argparse
+import logging
 import sys
 import time
 from pathlib import Path
@@ -47,6 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="a YAML file; a bare name is looked for in configs/ too")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change one value of the config")
     parsed = parser.parse_intermixed_args(arguments)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("qat").setLevel(logging.INFO)
     try:
         return run(load_config(parsed.config, parsed.overrides, CONFIGS))
     except UserError as error:
@@ -112,6 +115,10 @@ class Stages:
 
     def float_baseline(self, model: nn.Module) -> None:
         """Train the float model, or take it as loaded; its weights are what QAT starts from."""
+        if self.config.float.epochs == 0 and not (self.config.model.weights or self.config.model.checkpoint):
+            self.log.say(
+                "float: no training (float.epochs: 0), no weights, no checkpoint: QAT starts from random weights"
+            )
         self._train("float", model, self.config.float)
         if not self._behind("float"):
             save_float_weights(self.float_weights, model)

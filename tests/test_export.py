@@ -90,6 +90,16 @@ def test_the_runtime_computes_in_integers(tmp_path: Path) -> None:
     assert not {"Conv", "FusedConv", "Add", "Gemm", "MatMul"} & set(operators)
 
 
+def test_grids_beyond_the_runtimes_range_are_averaged_in_float(tmp_path: Path) -> None:
+    model = small_model()
+    with torch.no_grad():
+        model.avgpool_quantizer.scale.fill_(1e-9)  # ONNX Runtime refuses such a ratio of scales when it runs
+    path = tmp_path / "model.onnx"
+    qat.export_onnx(model, path, torch.randn(1, 3, 8, 8))
+    assert "QLinearGlobalAveragePool" not in optimized_operators(path)
+    assert qat.verify_onnx(path, model, [torch.randn(8, 3, 8, 8)]).agreement == 1.0
+
+
 def test_four_bits_run_as_integer_convolutions_too(tmp_path: Path) -> None:
     spec = qat.QuantSpec(bits=4, signed=False, symmetric=False)
     model = small_model(qat.QuantRecipe(activation=spec))

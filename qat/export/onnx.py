@@ -87,7 +87,7 @@ def to_integer_modules(model: fx.GraphModule) -> fx.GraphModule:
             node.target, node.kwargs = name, {}
         elif isinstance(module, Quantizer):
             replacements.append((str(node.target), ActivationGrid(module)))
-        elif _averages_all(node, module):
+        elif _averages_all(node, module) and _scales_fit(node, frozen):
             name = f"global_average_pool_{number}"
             frozen.add_submodule(name, GlobalAveragePool())
             node.op, node.target, node.args, node.kwargs = "call_module", name, node.args[:1], {}
@@ -123,6 +123,19 @@ def _averages_all(node: fx.Node, module: nn.Module | None) -> bool:
     if node.target is F.adaptive_avg_pool2d:
         size = node.args[1] if len(node.args) > 1 else node.kwargs.get("output_size")
     return size in (1, (1, 1), [1, 1])
+
+
+def _scales_fit(node: fx.Node, model: fx.GraphModule) -> bool:
+    """Whether ONNX Runtime's integer average takes these grids: it stops at 256 and above, and below 2^-32."""
+    source = grid_of(node.args[0], model) if isinstance(node.args[0], fx.Node) else None
+    reader = next((user for user in node.users if isinstance(submodule_of(model, user), Quantizer)), None)
+    if source is None or reader is None:
+        return True  # without grids on both sides it stays a float operation
+    before, after = (model.get_submodule(str(end.target)) for end in (source, reader))
+    assert isinstance(before, Quantizer) and isinstance(after, Quantizer)
+    # The image size divides the ratio; leaving it out keeps within the upper bound, and 2^16 pixels within the lower.
+    ratio = float(before.grid()[0]) / float(after.grid()[0])
+    return 2.0**-16 <= ratio < 256
 
 
 def _check_exportable(model: nn.Module) -> None:

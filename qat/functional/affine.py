@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qat.functional.lsq import check_bounds
-from qat.functional.rounding import require_floating, sum_to_shape
+from qat.functional.rounding import as_dtype, require_floating, sum_to_shape
 
 
 class LSQPlusFunction(torch.autograd.Function):
@@ -33,7 +33,7 @@ class LSQPlusFunction(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         step, zero = scale.to(wide), torch.clamp(torch.round(zero_point.to(wide)), qmin, qmax)
         codes = torch.clamp(torch.round(x.to(wide) / step) + zero, qmin, qmax)
-        return (codes - zero).mul(step).to(x.dtype)
+        return as_dtype((codes - zero).mul(step), x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, int, float], output: Tensor) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.rounding import require_floating, sum_to_shape
+from qat.functional.rounding import as_dtype, require_floating, sum_to_shape
 
 
 class LSQFunction(torch.autograd.Function):
@@ -29,7 +29,7 @@ class LSQFunction(torch.autograd.Function):
         """Quantize in float32 at least: in bfloat16 arithmetic 6-11 % of 8-bit values land on the wrong level."""
         wide = torch.promote_types(x.dtype, torch.float32)
         step = scale.to(wide)
-        return torch.clamp(torch.round(x.to(wide) / step), qmin, qmax).mul(step).to(x.dtype)
+        return as_dtype(torch.clamp(torch.round(x.to(wide) / step), qmin, qmax).mul(step), x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int, int, float], output: Tensor) -> None:
