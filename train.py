@@ -27,19 +27,29 @@ from qat.training.checkpoint import (
 from qat.training.config import RunConfig, StageConfig
 from qat.training.config_file import dump_config, load_config
 from qat.training.data import Data, load_data
-from qat.training.device import pick_device, seed_everything
+from qat.training.device import autocast, pick_device, seed_everything
 from qat.training.engine import StageRun, evaluate, train_stage
 from qat.training.errors import UserError
 from qat.training.logging import RunLog
 from qat.training.models import build_model
-from qat.training.recipe import prepare_model
+from qat.training.recipe import check_forward, prepare_model
 from qat.training.report import onnx_results, table_rows, write_summary
-from qat.training.run_folder import RESOLVED_CONFIG, SUMMARY, RunFolder, open_run_folder
+from qat.training.run_folder import (
+    FLOAT_WEIGHTS,
+    LAYERS,
+    MODEL,
+    RESOLVED_CONFIG,
+    SUMMARY,
+    RunFolder,
+    open_run_folder,
+)
 from qat.training.weights import load_weights
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 LEAST_AGREEMENT = 0.995
 """Share of equal predictions below which the exported model is not the trained one."""
+
+FLOAT_OPERATORS = ("Conv", "FusedConv", "ConvTranspose", "Gemm", "MatMul", "FusedGemm", "FusedMatMul")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -64,9 +74,11 @@ def run(config: RunConfig) -> int:
     """The whole recipe."""
     started = time.perf_counter()
     device = pick_device(config.device)
+    autocast(device, config.amp)  # refuses a precision that the device does not have
     seed_everything(config.seed)
     data = load_data(config.data, config.seed, device, config.channels_last)
     model = build_model(config.model, len(data.classes))
+    check_forward(model, config, data.image_shape, len(data.classes))
     prepare_model(model, config)  # what is wrong with the recipe shows before hours of float training
     folder = open_run_folder(config)
     resumed = _read_checkpoint(folder, config)
@@ -89,7 +101,7 @@ def run(config: RunConfig) -> int:
         write_summary(folder.path / SUMMARY, config, results, time.perf_counter() - started)
         log.say("")
         log.table(table_rows(results))
-        log.say(f"\n{folder.path}: summary.json, config.yaml, layers.txt, curves, last.pt, best.pt, float.safetensors")
+        log.say(f"\nin {folder.path}: {', '.join(sorted(path.name for path in folder.path.iterdir()))}")
     return 0 if proven else 1
 
 
@@ -110,7 +122,7 @@ class Stages:
     ) -> None:
         self.config, self.data, self.device, self.log = config, data, device, log
         self.folder, self.resumed, self.results = folder, resumed, results
-        self.float_weights = folder.path / "float.safetensors"
+        self.float_weights = folder.path / FLOAT_WEIGHTS
         self.steps = 0
 
     def float_baseline(self, model: nn.Module) -> None:
@@ -128,14 +140,13 @@ class Stages:
         """Fine-tune the float model exactly as QAT will be: the comparison that is fair to it."""
         if not self._behind("float_finetune"):
             load_weights(model, str(self.float_weights), self.config.model.name)
-        plain = StageConfig(**{name: getattr(self.config.qat, name) for name in StageConfig.model_fields})
-        self._train("float_finetune", model, plain)
+        self._train("float_finetune", model, self.config.qat)
 
     def quantized(self, model: nn.Module) -> fx.GraphModule:
         """Prepare, say what stays float, and write the table of layers."""
         prepared = prepare_model(model, self.config).to(self.device)
         table = qat.summary(prepared)
-        (self.folder.path / "layers.txt").write_text(table + "\n")
+        (self.folder.path / LAYERS).write_text(table + "\n")
         lines = table.splitlines()
         self.log.say("\n".join([f"prepared: {lines[-1]}", *(line for line in lines if "stays float:" in line)]))
         return prepared
@@ -144,7 +155,11 @@ class Stages:
         """Set the activation ranges on training images, and measure what that alone gives."""
         if self._at_or_behind("qat"):
             return
-        qat.calibrate(model, self.data.calibration(self.config.quantization.calibration_batches))
+        try:
+            qat.calibrate(model, self.data.calibration(self.config.quantization.calibration_batches))
+        except ValueError as error:  # NaN or infinity in the float model's activations
+            raise UserError(str(error)) from error
+        (self.folder.path / LAYERS).write_text(qat.summary(model) + "\n")
         found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
         self.results["calibrated"] = {"top1": found.top1}
         self.log.say(f"calibrated: val top1 {found.top1:.2f} %")
@@ -157,9 +172,16 @@ class Stages:
 
     def export(self, model: fx.GraphModule) -> bool:
         """Write model.onnx, run it over the whole validation split, compare every layer's integers."""
-        path = self.folder.path / "model.onnx"
+        path = self.folder.path / MODEL
         channels, height, width = self.data.image_shape
-        qat.export_onnx(model, path, torch.zeros(1, channels, height, width))
+        try:
+            qat.export_onnx(model, path, torch.zeros(1, channels, height, width))
+        except Exception as error:  # the exporter's own types; the training is safe in last.pt
+            said = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"export: {self.config.model.name} could not be exported ({type(error).__name__}: {said});"
+                " resume=auto tries again, export.onnx=false goes without"
+            ) from error
         verification = qat.verify_onnx(path, model, self.data.val)
         layers = compare_layers(path, model, next(iter(self.data.val))[0])
         operators = dict(optimized_operators(path))
@@ -169,13 +191,19 @@ class Stages:
             f"ONNX Runtime: val top1 {found['top1']:.2f} %, {100 * found['agreement']:.2f} % equal predictions;"
             f" {compared['differing']} of {compared['elements']:,} integers differ over {compared['compared']} layers"
         )
+        left = {name: operators[name] for name in FLOAT_OPERATORS if name in operators}
+        if left:
+            counts = ", ".join(f"{count} {name}" for name, count in left.items())
+            self.log.say(f"ONNX Runtime computes these in float: {counts}; layers.txt says which layers stay float")
+        wrong = [layer.name for layer in layers if layer.largest > 1]
+        problems = []
         if found["agreement"] < LEAST_AGREEMENT:
-            print(
-                f"{path}: only {100 * found['agreement']:.2f} % of its predictions are the torch model's"
-                f" (at least {100 * LEAST_AGREEMENT} % expected); do not deploy it",
-                file=sys.stderr,
-            )
-        return bool(found["agreement"] >= LEAST_AGREEMENT)
+            problems.append(f"only {100 * found['agreement']:.2f} % of its predictions are the torch model's")
+        if wrong:
+            problems.append(f"its integers differ by more than one level in {len(wrong)} layers ({wrong[0]} first)")
+        if problems:
+            print(f"{path}: {' and '.join(problems)}; do not deploy it", file=sys.stderr)
+        return not problems
 
     def _train(self, name: str, model: nn.Module, stage: StageConfig) -> None:
         """Train one stage, going on in its middle if the checkpoint is of it."""
@@ -209,6 +237,10 @@ def _read_checkpoint(folder: RunFolder, config: RunConfig) -> dict[str, Any] | N
     if folder.checkpoint is None:
         return None
     payload = load_checkpoint(folder.checkpoint)
+    if payload["state"] is None:
+        raise UserError(f"{folder.checkpoint}: holds weights only (a best.pt?); a run goes on from its own last.pt")
+    if payload["stage"] != "float" and not (folder.path / FLOAT_WEIGHTS).is_file():
+        raise UserError(f"{folder.path}: {FLOAT_WEIGHTS} is missing, the float weights that the run goes on with")
     check_same_config(folder.checkpoint, payload["config"], config)
     return payload
 

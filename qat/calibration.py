@@ -7,16 +7,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from qat.layers import QuantLayer
 from qat.quantizer import Quantizer, RangeObserver
 from qat.ranges import initial_range
 
 
 def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]) -> None:
-    """Run the batches through the model in evaluation mode and set the range of every activation quantizer.
+    """Run the batches through the model in evaluation mode and set every range, of activations and of weights.
 
     While it runs, activations pass unquantized; each quantizer notes its tensor and then takes the range that its
-    spec's `init` finds. Train and eval flags are as before afterwards. Under torch.distributed every rank may bring
-    its own batches: all ranks end with the same ranges, found on the values of all.
+    spec's `init` finds. Weights get the range of their present values. Train and eval flags are as before afterwards.
+    Under torch.distributed every rank may bring its own batches: all ranks end with the same ranges, found on the
+    values of all.
 
     Args:
         model: a prepared model, or one with quantized layers of your own.
@@ -45,6 +47,9 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
             quantizer.observer = None
         for module, flag in training.items():
             module.training = flag
+    for module in model.modules():
+        if isinstance(module, QuantLayer):
+            module.calibrate_weight()
     for name, quantizer in quantizers.items():
         _set_range(name, quantizer, _gather(observers[name].values(extremes=quantizer.spec.init == "minmax")))
 
@@ -71,6 +76,12 @@ def _set_range(name: str, quantizer: Quantizer, values: Tensor) -> None:
         low, high = initial_range(values, quantizer.spec)
     except ValueError as error:
         raise ValueError(f"calibrate: quantizer {name!r}: {error}") from error
+    spec = quantizer.spec
+    if spec.symmetric and not spec.signed and low[0] < 0:
+        raise ValueError(
+            f"calibrate: quantizer {name!r} saw values down to {values.min():.3g}, which its grid ({spec}) cannot hold;"
+            " use signed=True or symmetric=False"
+        )
     quantizer.set_range(low[0], high[0])
 
 

@@ -53,6 +53,7 @@ def scale_and_zero_point(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Te
     symmetric:  scale = max(|low| / |qmin|, |high| / qmax) (without low if unsigned), zero_point = 0
     affine:     scale = (high - low) / (qmax - qmin), zero_point = clamp(round(qmin - low / scale), qmin, qmax)
 
+    On an affine grid the rounding of zero_point moves the bounds by up to half a step.
     An empty range (all values zero) gets the scale 1: every grid represents zeros.
 
     Args:

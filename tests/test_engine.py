@@ -210,7 +210,7 @@ class Poisoned(TinyBatches):
     ("stage", "config", "advice"),
     [
         (QATStageConfig(epochs=3), {}, "a lower qat.lr (now 0.01) or qat.clip_grad_norm=1"),
-        (StageConfig(epochs=3, clip_grad_norm=1), {"amp": "bf16"}, "a lower float.lr (now 0.1) or amp=none"),
+        (StageConfig(epochs=3, clip_grad_norm=1), {"amp": "bf16"}, "a lower qat.lr (now 0.1) or amp=none"),
     ],
 )
 def test_a_loss_that_is_no_number_stops_the_run(

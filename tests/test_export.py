@@ -93,6 +93,7 @@ def test_the_runtime_computes_in_integers(tmp_path: Path) -> None:
 def test_grids_beyond_the_runtimes_range_are_averaged_in_float(tmp_path: Path) -> None:
     model = small_model()
     with torch.no_grad():
+        model.avgpool_quantizer.smallest_scale.fill_(1e-9)
         model.avgpool_quantizer.scale.fill_(1e-9)  # ONNX Runtime refuses such a ratio of scales when it runs
     path = tmp_path / "model.onnx"
     qat.export_onnx(model, path, torch.randn(1, 3, 8, 8))
@@ -228,3 +229,57 @@ def test_an_existing_file_survives_a_failed_export(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         qat.export_onnx(qat.prepare(Small()), path, torch.randn(1, 3, 8, 8))
     assert path.read_text() == "precious"
+
+
+def test_split_and_signed_grids_stay_in_integers(tmp_path: Path) -> None:
+    class Splits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(4, 4, 1), nn.Conv2d(2, 2, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            left, right = self.a(x).chunk(2, dim=1)
+            return self.c(torch.cat([self.b(left), right], 1)).mean((2, 3))
+
+    torch.manual_seed(0)
+    model = qat.prepare(Splits().eval())
+    qat.calibrate(model, [torch.randn(8, 4, 6, 6)])
+    qat.export_onnx(model, tmp_path / "split.onnx", torch.randn(1, 4, 6, 6))
+    operators = optimized_operators(tmp_path / "split.onnx")
+    assert operators["QLinearConv"] == 3 and "Conv" not in operators
+
+    signed = small_model(qat.QuantRecipe(activation=qat.QuantSpec(signed=True, symmetric=True)))
+    qat.export_onnx(signed, tmp_path / "signed.onnx", torch.randn(1, 3, 8, 8))
+    elements, differing, largest = total(compare_layers(tmp_path / "signed.onnx", signed, torch.randn(64, 3, 8, 8)))
+    assert differing <= elements / 10_000 and largest <= 1
+
+
+@pytest.mark.parametrize("weight", [qat.QuantSpec(granularity="channel"), qat.QuantSpec(signed=False)])
+def test_weights_that_do_not_fit_int8_are_refused(tmp_path: Path, weight: qat.QuantSpec) -> None:
+    model = small_model(qat.QuantRecipe(weight=weight))
+    with torch.no_grad():
+        for layer in (model.conv, model.stem, model.fc):
+            layer.weight.copy_(-layer.weight.abs() * 100)
+            if not weight.signed:
+                layer.weight.abs_()
+    with pytest.raises(ValueError, match=r"^export_onnx: a Quant\w+'s integers go from -?\d+ to \d+, not in int8"):
+        qat.export_onnx(model, tmp_path / "model.onnx", torch.randn(1, 3, 8, 8))
+
+
+def test_a_rule_that_leaves_its_grid_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    own = type(model.conv_quantizer).quantize
+    monkeypatch.setattr(type(model.conv_quantizer), "quantize", lambda self, x: own(self, x) * 0.5)
+    with pytest.raises(
+        ValueError, match=r"computes other values in quantize\(x\) than its codes\(x\) and grid\(\) say"
+    ):
+        qat.export_onnx(model, tmp_path / "model.onnx", torch.randn(1, 3, 8, 8))
+
+
+def test_answers_that_are_no_numbers_do_not_agree(tmp_path: Path) -> None:
+    model = small_model()
+    path = tmp_path / "model.onnx"
+    qat.export_onnx(model, path, torch.randn(1, 3, 8, 8))
+    with torch.no_grad():
+        model.fc.bias.fill_(torch.nan)
+    assert qat.verify_onnx(path, model, [torch.randn(4, 3, 8, 8)]).agreement == 0.0

@@ -322,11 +322,23 @@ def test_round_ste_rounds_half_to_even_and_passes_the_gradient():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_positive_scale_is_positive_and_finite_and_passes_the_gradient(dtype):
+def test_positive_scale_is_positive_and_finite_and_learns_back(dtype):
     nan, inf = float("nan"), float("inf")
     raw = leaf([0.5, -3.0, 0.0, -0.0, nan, -inf, inf, 1e30 if dtype.itemsize > 2 else 6e4], dtype)
     scale = positive_scale(raw)
     assert scale.isfinite().all() and (scale > 0).all() and (1 / scale.float()).isfinite().all()
     assert scale[0].item() == 0.5 and (scale[1:6] <= 1e-4).all() and (scale[6:] > 1e3).all()
-    scale.backward(torch.arange(8.0, dtype=scale.dtype))
-    assert raw.grad.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    # A descent step goes against the gradient: one that raises a scale always passes, one that lowers it only above.
+    scale.backward(torch.full_like(scale, -2.0), retain_graph=True)
+    assert raw.grad.tolist() == [-2.0] * 8
+    raw.grad = None
+    scale.backward(torch.full_like(scale, 2.0))
+    assert raw.grad.tolist() == [2.0, 0.0, 0.0, 0.0, 2.0, 0.0, 2.0, 2.0]
+
+
+def test_positive_scale_acts_as_its_floor_at_least():
+    raw, floor = leaf([0.5, 0.1, -7.0]), torch.tensor([0.25, 0.25, 0.125], dtype=torch.float64)
+    scale = positive_scale(raw, floor)
+    assert scale.tolist() == [0.5, 0.25, 0.125]
+    scale.backward(torch.ones(3, dtype=torch.float64))
+    assert raw.grad.tolist() == [1.0, 0.0, 0.0]

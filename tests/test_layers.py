@@ -142,7 +142,7 @@ def test_from_float_takes_over_parameters_and_geometry(float_layer: nn.Module, t
     shape = (2, 4, 9, 9) if twin is QuantConv2d else (2, 7)
     x = torch.randn(shape, dtype=layer.weight.dtype)
     torch.testing.assert_close(layer(x), float_layer(x), rtol=0.05, atol=0.05)
-    extra = {"weight_quantizer.scale", "weight_quantizer.calibrated"}
+    extra = {f"weight_quantizer.{name}" for name in ("scale", "smallest_scale", "calibrated")}
     assert set(layer.state_dict()) == set(float_layer.state_dict()) | extra
 
 

@@ -360,3 +360,86 @@ def gradients_of(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -
     model.zero_grad()
     run(x).square().sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class ModeConstant(nn.Module):
+    """Multiplies by another constant in training: the kind of branch that tracing would bake in without a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) * (1.0 if self.training else 5.0)
+
+
+def test_constants_that_depend_on_the_mode_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^prepare: ModeConstant takes another path in training than in evaluation"):
+        qat.prepare(ModeConstant())
+
+
+def test_weights_read_as_plain_tensors_and_norms_are_listed() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 4, 1)
+            self.kernel = nn.Parameter(torch.randn(3, 4, 1, 1))
+            self.norm = nn.GroupNorm(1, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(F.conv2d(self.conv(x), self.kernel))
+
+    assert qat.prepare(Reads()).meta[LEFT_IN_FLOAT] == {
+        "kernel": "conv2d reads it as a plain tensor",
+        "norm": "GroupNorm computes in float",
+    }
+
+
+def test_layers_with_hooks_stay_float_and_keep_them() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval()
+    net[0].register_forward_hook(lambda module, inputs, output: output * 100)
+    model = qat.prepare(net)
+    assert model.meta[LEFT_IN_FLOAT] == {"0": "it carries hooks or a reparametrised weight, which the twin would lose"}
+    x = torch.randn(8, 4)
+    qat.calibrate(model, [x])
+    torch.testing.assert_close(model(x), net(x), rtol=0.1, atol=1.0)
+
+
+def test_results_of_a_tuple_are_quantized_each_on_its_own() -> None:
+    class Tuple(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.unbind(x, 1)  # type: ignore[return-value]
+
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2)
+            self.split = Tuple()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            parts = self.split(x)
+            return self.a(parts[0]) + self.b(input=parts[1])
+
+    torch.manual_seed(0)
+    net = Uses().eval()
+    model = qat.prepare(net)
+    x = torch.randn(8, 2, 3) * torch.tensor([1.0, 100.0])[:, None]
+    qat.calibrate(model, [x])
+    torch.testing.assert_close(model(x), net(x), rtol=0.05, atol=1.0)
+    assert len([name for name in activation_quantizers(model) if "getitem" in name]) == 2
+
+
+def test_calibration_takes_the_weights_as_they_are_now() -> None:
+    model = qat.prepare(Net().eval())
+    with torch.no_grad():
+        model.fc.weight.mul_(50)
+    before = model.fc.weight_quantizer.scale.detach().clone()
+    qat.calibrate(model, [torch.randn(2, 3, 8, 8)])
+    torch.testing.assert_close(model.fc.weight_quantizer.scale.detach(), 50 * before)
+
+
+def test_a_grid_without_negatives_refuses_negative_values() -> None:
+    recipe = qat.QuantRecipe(activation=qat.QuantSpec(signed=False, symmetric=True))
+    model = qat.prepare(Net().eval(), recipe)
+    with pytest.raises(ValueError, match=r"^calibrate: quantizer '[\w.]+' saw values down to -\d\.\d+, which"):
+        qat.calibrate(model, [torch.randn(2, 3, 8, 8)])

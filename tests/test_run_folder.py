@@ -82,6 +82,11 @@ def test_a_given_folder_is_resumed() -> None:
     assert open_run_folder(RunConfig(run_dir="mine", resume="auto")) == RunFolder(Path("mine"), Path("mine/last.pt"))
 
 
+def test_missing_parents_are_created() -> None:
+    assert open_run_folder(RunConfig(run_dir="no/such")) == RunFolder(Path("no/such"), None)
+    assert Path("no/such").is_dir()
+
+
 @pytest.mark.parametrize(
     ("run_dir", "resume", "sentence"),
     [
@@ -92,8 +97,7 @@ def test_a_given_folder_is_resumed() -> None:
         ),
         ("other", "auto", "run_dir: 'other' is not empty and has no last.pt to go on from; choose another"),
         ("file", "auto", "run_dir: 'file' is not a folder; choose another"),
-        ("no/such", "never", "run_dir: 'no/such': its parent folder 'no' does not exist; create it first"),
-        ("file/x", "never", "run_dir: 'file/x': its parent folder 'file' does not exist; create it first"),
+        ("file/x", "never", "run_dir: 'file/x': cannot use it (Not a directory); choose another"),
         ("l" * 300, "never", f"run_dir: '{'l' * 300}': cannot use it (File name too long); choose another"),
     ],
 )

@@ -24,10 +24,11 @@ def tiny(num_classes):
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
-        self.fc = nn.Linear(2, 2)
+        self.fc = nn.Linear(3, 10)
 
     def forward(self, x):
-        return self.fc(x) if x.sum() > 0 else x
+        x = x.mean((2, 3))
+        return self.fc(x) if x.sum() > 0 else -self.fc(x)
 
 def untraceable():
     return Branches()

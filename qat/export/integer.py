@@ -62,6 +62,12 @@ class IntegerLayer(nn.Module):
     def __init__(self, layer: QuantLayer, grid: Quantizer, norm: nn.Module | None) -> None:
         super().__init__()
         integers = layer.integers(grid, norm)
+        lowest, highest = integers.codes.min().item(), integers.codes.max().item()
+        if not (lowest >= -128 and highest <= 127 and integers.bias_codes.isfinite().all()):
+            raise ValueError(
+                f"export_onnx: a {type(layer).__name__}'s integers go from {lowest:g} to {highest:g}, not in int8"
+                " (NaN weights? a grid that is unsigned or not narrow_range=True?)"
+            )
         self.geometry = layer
         self.weight: Tensor
         self.weight_scale: Tensor

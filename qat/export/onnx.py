@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import logging
+import operator
 import os
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from qat.export.integer import OPSET, ActivationGrid, GlobalAveragePool, IntegerLayer
 from qat.layers import QuantLayer
+from qat.preparation.operations import SPLITTING_FUNCTIONS, SPLITTING_METHODS, passes_grid
 from qat.preparation.placement import grid_of
 from qat.preparation.tracing import submodule_of
 from qat.quantizer import Quantizer
@@ -91,13 +93,31 @@ def to_integer_modules(model: fx.GraphModule) -> fx.GraphModule:
             name = f"global_average_pool_{number}"
             frozen.add_submodule(name, GlobalAveragePool())
             node.op, node.target, node.args, node.kwargs = "call_module", name, node.args[:1], {}
-        elif node.target is F.pad and (source := grid_of(node, frozen)) is not None:
+        elif (source := _grid_to_restate(node, frozen)) is not None:
             _restate_grid(node, source)
     for name, grid in replacements:
         frozen.set_submodule(name, grid)
     frozen.graph.eliminate_dead_code()
     frozen.recompile()
     return frozen
+
+
+def _grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
+    """The quantizer to state again behind an operation that carries its grid through where ONNX Runtime does not.
+
+    That is Pad and a part of a Split; and with a signed grid max pooling and reshaping too: there ONNX Runtime 1.31
+    writes a zero point of the wrong type itself and refuses its own graph.
+    """
+    source = (
+        grid_of(node, model)
+        if passes_grid(node, model) and node.target not in SPLITTING_FUNCTIONS | SPLITTING_METHODS
+        else None
+    )
+    if source is None:
+        return None
+    grid = model.get_submodule(str(source.target))
+    assert isinstance(grid, Quantizer)
+    return source if node.target in (F.pad, operator.getitem) or grid.spec.signed else None
 
 
 def _restate_grid(node: fx.Node, source: fx.Node) -> None:
@@ -151,10 +171,26 @@ def _check_exportable(model: nn.Module) -> None:
             )
         if not quantizer.is_calibrated:
             raise ValueError(f"export_onnx: {name!r} has no range yet; call qat.calibrate(model, batches) first")
+        if not _keeps_to_its_grid(quantizer):
+            raise ValueError(
+                f"export_onnx: {name!r}: the rule {quantizer.spec.rule!r} computes other values in quantize(x) than its"
+                " codes(x) and grid() say; make them agree, or set exportable = False"
+            )
         if quantizer.spec.bits > 8:
             raise ValueError(
                 f"export_onnx: {name!r} has {quantizer.spec.bits} bits; ONNX Runtime's integer kernels take at most 8"
             )
+
+
+@torch.no_grad()
+def _keeps_to_its_grid(quantizer: Quantizer) -> bool:
+    """Whether quantize(x) = (codes(x) - zero_point) * scale at points inside, outside and between the levels."""
+    scale, zero_point = quantizer.grid()
+    spec = quantizer.spec
+    points = torch.linspace(spec.qmin - 1.3, spec.qmax + 1.7, 61, device=scale.device)
+    x = (points - zero_point.reshape(*zero_point.shape[:-1], -1)) * scale.reshape(*scale.shape[:-1], -1)
+    expected = (quantizer.codes(x) - zero_point) * scale
+    return bool(((quantizer.quantize(x) - expected).abs() <= 1e-5 * expected.abs() + 1e-6 * scale).all())
 
 
 def _name_quantizers(proto: Any, model: fx.GraphModule) -> None:

@@ -24,7 +24,7 @@ class Verification:
 
     Attributes:
         samples: how many were compared.
-        agreement: share of equal predictions (arg max), 0 to 1.
+        agreement: share of equal predictions (arg max), 0 to 1; an answer with NaN or infinity equals none.
         torch_top1, onnx_top1: percent correct; None if the batches brought no labels.
         max_difference: largest absolute difference of an output.
     """
@@ -76,7 +76,7 @@ def verify_onnx(path: str | os.PathLike[str], model: torch.nn.Module, batches: B
             for batch in batches:
                 images, labels = (batch, None) if isinstance(batch, Tensor) else (batch[0], batch[1])
                 expected = model(images.to(device)).float().cpu()
-                got = session.run(None, {feed: images.float().contiguous().numpy()})[0]
+                got = session.run(None, {feed: images.float().cpu().contiguous().numpy()})[0]
                 answers.append((expected, torch.from_numpy(got), labels))
     finally:
         for module, flag in training.items():
@@ -96,7 +96,7 @@ def _judge(answers: list[tuple[Tensor, Tensor, Tensor | None]]) -> Verification:
 
     return Verification(
         samples=len(ours),
-        agreement=(ours == theirs).double().mean().item(),
+        agreement=((ours == theirs) & expected.isfinite().all(1) & got.isfinite().all(1)).double().mean().item(),
         torch_top1=top1(ours),
         onnx_top1=top1(theirs),
         max_difference=(expected - got).abs().max().item(),

@@ -41,29 +41,32 @@ class RoundSTEFunction(torch.autograd.Function):
 class PositiveScaleFunction(torch.autograd.Function):
     """Read a learned scale as a positive, finite number, whatever the optimizer made of it.
 
-    Forward:    y = clamp(scale, 1e-12, 1e12), NaN read as 1e-12
-    Backward:   dy/dscale = 1, also outside, so that a scale driven below zero can come back
+    Forward:    y = min(max(scale, smallest), 1e12); NaN is read as smallest
+    Backward:   dy/dscale = 1, but 0 where scale < smallest and a step against the gradient would lower it further
 
-    Shapes: scale any.
+    So a scale that was driven below comes back as soon as the loss asks for more, and does not run away meanwhile.
+
+    Shapes: scale any; smallest broadcastable to it.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(scale: Tensor) -> Tensor:
-        """Clamp; NaN, which clamp would keep, becomes the smallest scale."""
-        limits = torch.finfo(scale.dtype)
-        smallest, largest = max(SMALLEST_SCALE, limits.tiny), min(LARGEST_SCALE, limits.max)
-        return torch.nan_to_num(scale, nan=smallest).clamp(smallest, largest)
+    def forward(scale: Tensor, smallest: Tensor) -> Tensor:
+        """The comparison is false for NaN, so NaN becomes smallest."""
+        largest = min(LARGEST_SCALE, torch.finfo(scale.dtype).max)
+        return torch.where(scale >= smallest, scale, smallest).clamp(max=largest)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor], output: Tensor) -> None:
-        """Nothing to save."""
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Keep both inputs: which side scale lies on decides the gradient."""
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """dy/dscale = 1."""
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The gradient, stopped where it would push a scale that is too small even lower."""
+        scale, smallest = ctx.saved_tensors
+        return torch.where((scale < smallest) & (grad > 0), 0, grad), None
 
 
 def round_ste(x: Tensor) -> Tensor:
@@ -84,16 +87,19 @@ def round_ste(x: Tensor) -> Tensor:
     return result
 
 
-def positive_scale(scale: Tensor) -> Tensor:
-    """A learned scale as the positive finite number that it acts as; the gradient passes unchanged.
+def positive_scale(scale: Tensor, smallest: Tensor | None = None) -> Tensor:
+    """A learned scale as the positive finite number that it acts as; see `PositiveScaleFunction`.
 
     Args:
         scale: any shape.
+        smallest: what it acts as at least, > 0, broadcastable to scale; default 1e-12.
 
-    >>> positive_scale(torch.tensor([0.5, -3.0, float("nan")])).tolist()
-    [0.5, 9.999999960041972e-13, 9.999999960041972e-13]
+    >>> positive_scale(torch.tensor([0.5, -3.0, float("nan")]), torch.tensor(0.25)).tolist()
+    [0.5, 0.25, 0.25]
     """
-    result: Tensor = PositiveScaleFunction.apply(scale)
+    if smallest is None:
+        smallest = scale.new_tensor(max(SMALLEST_SCALE, torch.finfo(scale.dtype).tiny))
+    result: Tensor = PositiveScaleFunction.apply(scale, smallest.to(scale.dtype))
     return result
 
 

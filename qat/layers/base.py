@@ -108,7 +108,8 @@ class QuantLayer(nn.Module):
     def _integer_forward(self, x: Tensor, grid: Quantizer, norm: nn.Module | None) -> Tensor:
         """y = (operate(x_codes - zero_point, codes) + bias_codes) * accumulator_scale.
 
-        The codes are integers in float32, whose sums are exact up to 2^24: no convolution's rounding order matters.
+        The codes are integers in float32: sums up to 2^24 are exact whatever the order, beyond that they are right to
+        2^-24 of their size, far less than the level that they are rounded to next.
         """
         integers = self.integers(grid, norm)
         with torch.autocast(x.device.type, enabled=False):

@@ -1,16 +1,25 @@
 """Swapping float layers for their quantized twins, and handing each the BatchNorm that follows it."""
 
+import operator
 from collections.abc import Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.layers import QuantConv2d, QuantLayer, QuantLinear
 from qat.preparation.tracing import submodule_of
+from qat.quantizer import Quantizer
 from qat.spec import QuantRecipe
 
 TWINS: dict[type[nn.Module], type[QuantLayer]] = {nn.Conv2d: QuantConv2d, nn.Linear: QuantLinear}
+
+WEIGHT_FUNCTIONS = {
+    F.linear, F.bilinear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+    F.embedding, torch.matmul, torch.bmm, torch.einsum, operator.matmul,
+}  # fmt: skip
 
 _LINEAR_FAMILY = (
     nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RNNBase,
@@ -41,11 +50,30 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: QuantReci
             left[name] = f"skipped by the recipe's pattern {layer_recipe.skipped_by!r}"
         elif type(layer) not in TWINS:
             left[name] = f"{type(layer).__name__} has no quantized twin"
+        elif layer._forward_hooks or layer._forward_pre_hooks or "weight" not in layer._parameters:
+            left[name] = "it carries hooks or a reparametrised weight, which the twin would lose"
         elif name not in called:
             left[name] = "forward never calls it: unused in this mode, or its weight is read by a function"
         else:
             graph_module.set_submodule(name, TWINS[type(layer)].from_float(layer, layer_recipe.weight))
     return left
+
+
+def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:
+    """Add to `left` whatever else has parameters and computes in float: weights read by functions, norms, slopes."""
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and node.target in WEIGHT_FUNCTIONS:
+            for source in node.all_input_nodes:
+                owner = str(source.target).rpartition(".")[0]
+                if source.op == "get_attr" and owner not in left:
+                    function = getattr(node.target, "__name__", str(node.target))
+                    left[str(source.target)] = f"{function} reads it as a plain tensor"
+    handed = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
+    for name, module in graph_module.named_modules():
+        owns = any(True for _ in module.parameters(recurse=False))
+        inside = any(name == outer or name.startswith(f"{outer}.") for outer in left)
+        if owns and name and not inside and name not in handed and not isinstance(module, (QuantLayer, Quantizer)):
+            left[name] = f"{type(module).__name__} computes in float"
 
 
 def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:

@@ -23,6 +23,9 @@ PASSING_METHODS = {
     "expand", "clone", "t",
 }  # fmt: skip
 
+SPLITTING_FUNCTIONS = {torch.chunk, torch.split}
+SPLITTING_METHODS = {"chunk", "split"}
+
 COMPUTING_MODULES = (
     nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
     nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.SiLU, nn.GELU, nn.LeakyReLU, nn.Tanh, nn.ELU, nn.Mish, nn.PReLU,
@@ -49,6 +52,10 @@ def passes_grid(node: fx.Node, graph_module: fx.GraphModule) -> bool:
     """Whether the output's values all stand on the grid of the first input: reshaping, selecting, max pooling."""
     if node.target is F.pad:
         return _pads_with_zero(node)
+    if node.target is operator.getitem and isinstance(node.args[1], int):
+        # One of several results: on one grid only behind a split; another module's tuple holds different tensors.
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_call(source, (), SPLITTING_FUNCTIONS, SPLITTING_METHODS, graph_module)
     return is_call(node, PASSING_MODULES, PASSING_FUNCTIONS, PASSING_METHODS, graph_module)
 
 

@@ -85,7 +85,11 @@ def _producer_name(node: fx.Node, graph_module: fx.GraphModule) -> str:
 
 def _hand_grid(node: fx.Node, graph_module: fx.GraphModule) -> None:
     source = grid_of(node.args[0], graph_module)  # type: ignore[arg-type]
-    assert source is not None, f"no grid reaches {node.target}"
+    if source is None:
+        raise ValueError(
+            f"prepare: no quantizer reaches the input of {str(node.target)!r};"
+            " leave the layer in float with an override {'skip': True}"
+        )
     with graph_module.graph.inserting_before(node):
         grid = graph_module.graph.get_attr(str(source.target))
     node.kwargs = {"grid": grid, **node.kwargs}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qat.layers import QuantLayer
-from qat.preparation.fusion import fuse_batch_norms, swap_layers
+from qat.preparation.fusion import fuse_batch_norms, name_float_rest, swap_layers
 from qat.preparation.placement import place_quantizers
 from qat.preparation.tracing import trace
 from qat.quantizer import Quantizer
@@ -53,6 +53,7 @@ def prepare(
     if not any(isinstance(module, QuantLayer) for module in graph_module.modules()):
         raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
     place_quantizers(graph_module, recipe)
+    name_float_rest(graph_module, left)
     graph_module.graph.lint()
     graph_module.recompile()
     graph_module.meta[LEFT_IN_FLOAT] = left

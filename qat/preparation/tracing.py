@@ -49,8 +49,11 @@ def trace(model: nn.Module) -> fx.GraphModule:
             f"prepare: {type(model).__name__} takes another path in training than in evaluation (auxiliary outputs?),"
             " and a prepared model has one path; switch that off, for torchvision's with aux_logits=False"
         )
+    for node in training.nodes:
+        if node.op != "output" and not node.args and "input" in node.kwargs:  # layer(input=x) and such
+            node.args, node.kwargs = (node.kwargs["input"],), {k: v for k, v in node.kwargs.items() if k != "input"}
     graph_module = fx.GraphModule(model, training, type(model).__name__)
-    _dropouts_become_modules(graph_module)
+    _dropouts_become_modules(graph_module, evaluating)
     return graph_module
 
 
@@ -67,17 +70,43 @@ def _graph_of(model: nn.Module) -> fx.Graph:
     return graph
 
 
-def _outline(graph: fx.Graph) -> list[tuple[str, str]]:
+def _outline(graph: fx.Graph) -> list[tuple[str, str, str, str]]:
     # Constants are numbered through over all traces of a model, so their names say nothing.
-    steps = [(node.op, str(node.target).rstrip("0123456789")) for node in graph.nodes]
-    return [*steps, ("returns", str(graph.output_node().args))]
+    position = {node: str(number) for number, node in enumerate(graph.nodes)}
+
+    def words(value: Any) -> str:
+        return str(fx.node.map_arg(value, lambda node: position[node]))
+
+    steps = []
+    for node in graph.nodes:
+        args, kwargs = _without_idle_mode(node)
+        steps.append((node.op, str(node.target).rstrip("0123456789"), words(args), words(kwargs)))
+    return steps
 
 
-def _dropouts_become_modules(graph_module: fx.GraphModule) -> None:
+def _without_idle_mode(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A node's arguments without a `training` that does not count.
+
+    That is F.dropout's, which `_dropouts_become_modules` takes care of, and that of functions whose dropouts are all 0
+    (torchvision's shifted_window_attention).
+    """
+    if node.target is F.dropout:
+        return (*node.args[:2], *node.args[3:]), {key: it for key, it in node.kwargs.items() if key != "training"}
+    dropouts = [value for key, value in node.kwargs.items() if "dropout" in key]
+    idle = bool(dropouts) and not any(dropouts)
+    return node.args, {key: it for key, it in node.kwargs.items() if not (idle and key == "training")}
+
+
+def _dropouts_become_modules(graph_module: fx.GraphModule, evaluating: fx.Graph) -> None:
     """F.dropout(x, p, training=self.training) was traced with one mode; nn.Dropout(p) asks for it at every call."""
-    for node in list(graph_module.graph.nodes):
-        if node.target is F.dropout:
-            given = {**dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)), **node.kwargs}
+
+    def arguments(node: fx.Node) -> dict[str, Any]:
+        return {**dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)), **node.kwargs}
+
+    for node, other in zip(list(graph_module.graph.nodes), list(evaluating.nodes), strict=True):
+        given = arguments(node)
+        # The same in both modes is what the model asks for: never, or always (Monte-Carlo dropout).
+        if node.target is F.dropout and given.get("training", True) != arguments(other).get("training", True):
             name = free_name(graph_module, f"{scope_of(node)}.dropout".lstrip("."))
             graph_module.add_submodule(name, nn.Dropout(given.get("p", 0.5)))
             node.op, node.target, node.args, node.kwargs = "call_module", name, (given["input"],), {}

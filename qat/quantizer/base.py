@@ -14,6 +14,10 @@ from qat.spec import QuantSpec
 
 Role = Literal["weight", "activation"]
 
+FLOOR_SHARE = 1 / 32
+"""A learned scale acts as at least this share of the one it started from: below it a tensor is as good as switched
+off, and with its ReLUs dead no gradient would ever bring it back."""
+
 UNCALIBRATED_REACH = 4.0
 """Range of a quantizer that has seen no data yet, in units of its tensor: four deviations of a normalised one."""
 
@@ -31,6 +35,7 @@ class Quantizer(nn.Module):
 
     Attributes:
         scale: the learned step, a parameter from construction on; it acts through `positive_scale`.
+        smallest_scale: what it acts as at least, 1/32 of the scale that calibration found.
         zero_point: the integer (as float) that stands for 0.0; zero if the grid is symmetric.
         calibrated: whether the range was set from data; saved with the state.
     """
@@ -39,6 +44,7 @@ class Quantizer(nn.Module):
     """Whether the output lies on an integer grid that `grid()` describes."""
 
     scale: Tensor
+    smallest_scale: Tensor
     zero_point: Tensor
     calibrated: Tensor
 
@@ -55,6 +61,7 @@ class Quantizer(nn.Module):
         low = -UNCALIBRATED_REACH if spec.signed or not spec.symmetric else 0.0
         scale, zero_point = scale_and_zero_point(torch.tensor(low), torch.tensor(UNCALIBRATED_REACH), spec)
         self.scale = nn.Parameter(scale.expand(shape).clone().to(device))
+        self.register_buffer("smallest_scale", self.scale.detach() * FLOOR_SHARE)
         self.register_buffer("zero_point", zero_point.expand(shape).clone().to(device), persistent=not spec.symmetric)
         self.register_buffer("calibrated", torch.tensor(False, device=device))
         self.observer: RangeObserver | None = None
@@ -76,9 +83,13 @@ class Quantizer(nn.Module):
 
     def grid(self) -> tuple[Tensor, Tensor]:
         """The (scale, zero_point) in force: scale positive and finite, zero_point an integer of the grid."""
-        scale = positive_scale(self.scale)
+        scale = self.effective_scale()
         # A symmetric grid's zero point is in no checkpoint, so a module made on meta never gets one: it is 0 anyway.
         return scale, torch.zeros_like(self.scale, requires_grad=False) if self.spec.symmetric else self.zero_point
+
+    def effective_scale(self) -> Tensor:
+        """The learned scale as it acts: finite, and at least smallest_scale."""
+        return positive_scale(self.scale, self.smallest_scale)
 
     def codes(self, x: Tensor) -> Tensor:
         """The integers of x, as a float tensor: clamp(round(x / scale) + zero_point, qmin, qmax)."""
@@ -102,6 +113,7 @@ class Quantizer(nn.Module):
         if scale.numel() == self.scale.numel():
             scale, zero_point = scale.reshape(self.scale.shape), zero_point.reshape(self.scale.shape)
         self.scale.copy_(scale)
+        self.smallest_scale.copy_(self.scale * FLOOR_SHARE)
         self.zero_point.copy_(zero_point)
         self.calibrated.fill_(True)
         self._is_calibrated = True

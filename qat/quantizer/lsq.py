@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from qat.functional import lsq_plus_quantize, lsq_quantize, positive_scale
+from qat.functional import lsq_plus_quantize, lsq_quantize
 from qat.quantizer.base import Quantizer, Role
 from qat.quantizer.registry import register_quantizer
 from qat.spec import QuantSpec
@@ -48,10 +48,10 @@ class LSQPlusQuantizer(Quantizer):
         """`lsq_plus_quantize` with both parameters."""
         spec = self.spec
         return lsq_plus_quantize(
-            x, positive_scale(self.scale), self.zero_point, spec.qmin, spec.qmax, self.gradient_factor(x)
+            x, self.effective_scale(), self.zero_point, spec.qmin, spec.qmax, self.gradient_factor(x)
         )
 
     def grid(self) -> tuple[Tensor, Tensor]:
         """Scale, and the integer that the learned zero point acts as."""
         zero_point = torch.clamp(torch.round(self.zero_point.detach()), self.spec.qmin, self.spec.qmax)
-        return positive_scale(self.scale), zero_point
+        return self.effective_scale(), zero_point

@@ -21,14 +21,17 @@ def register_quantizer(name: str) -> Callable[[QuantizerClass], QuantizerClass]:
         ValueError: if the name is taken by another class.
         TypeError: if the class is no `Quantizer`.
 
-    >>> from qat.functional import round_ste
-    >>> @register_quantizer("doc_half_range")
-    ... class HalfRange(Quantizer):
+    A rule whose values lie on the grid is deployed with `codes(x)` and `grid()`, which have to agree with
+    `quantize(x)`; one whose values do not sets `exportable = False`.
+
+    >>> from qat.functional import fake_quantize
+    >>> @register_quantizer("doc_fixed")
+    ... class FixedGrid(Quantizer):
     ...     def quantize(self, x):
     ...         scale, zero_point = self.grid()
-    ...         return round_ste(x / scale).clamp(self.spec.qmin / 2, self.spec.qmax / 2) * scale
-    >>> create_quantizer(QuantSpec(rule="doc_half_range"))
-    HalfRange(doc_half_range, int8 symmetric per tensor)
+    ...         return fake_quantize(x, scale, zero_point, self.spec.qmin, self.spec.qmax)
+    >>> create_quantizer(QuantSpec(rule="doc_fixed"))
+    FixedGrid(doc_fixed, int8 symmetric per tensor)
     """
 
     def register(cls: QuantizerClass) -> QuantizerClass:

@@ -99,9 +99,9 @@ class StageConfig(Section):
     momentum: Probability = 0.9
     """SGD momentum (Nesterov); AdamW ignores it."""
     weight_decay: NonNegative = 1e-4
-    """Weight decay of weights. Norms, biases and quantizer parameters: `norm_weight_decay`."""
+    """Weight decay of weights. Norms and biases: `norm_weight_decay`; quantizer parameters never decay."""
     norm_weight_decay: NonNegative = 0.0
-    """Weight decay of normalisation parameters and biases; quantizer scales never decay."""
+    """Weight decay of normalisation parameters and biases."""
     warmup_epochs: NonNegative = 0.0
     """Linear warm-up from 1 % of lr, in epochs (fractions allowed)."""
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -146,8 +146,8 @@ class OverrideConfig(Section):
 
     weight: SpecConfig = SpecConfig()
     activation: SpecConfig = SpecConfig()
-    skip: bool = False
-    """Leave the layer in float."""
+    skip: bool | None = None
+    """Leave the layer in float; false takes back what an earlier pattern skipped."""
 
 
 class QuantizationConfig(Section):
@@ -203,4 +203,9 @@ class RunConfig(Section):
     def _consistent(self) -> "RunConfig":
         if self.amp == "fp16" and self.device == "cpu":
             raise ValueError("amp: 'fp16' needs a CUDA device; on device 'cpu' use 'bf16' or 'none'")
+        for name, stage in (("float", self.float), ("qat", self.qat)):
+            if 0 < stage.epochs < stage.warmup_epochs:
+                raise ValueError(
+                    f"{name}.warmup_epochs: {stage.warmup_epochs:g} is longer than {name}.epochs: {stage.epochs}"
+                )
         return self

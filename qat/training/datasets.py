@@ -105,7 +105,7 @@ def _fake(config: DataConfig, seed: int) -> Dataset:
 
 
 def _imagefolder(config: DataConfig, seed: int) -> Dataset:
-    root = Path(config.root or "").expanduser()
+    root = Path(os.path.expanduser(config.root or ""))
     layout = f"expected {root}/train/<class>/ and {root}/val/<class>/"
     if not root.is_dir():
         raise UserError(f"data.root: '{root}' is not a folder; {layout}")
@@ -192,7 +192,7 @@ _DOWNLOADS: dict[str, _Download] = {
 def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
     """Read a set in torchvision's own files, downloading them first if the config says so."""
     known = _DOWNLOADS[config.name]
-    root = Path(config.root or "").expanduser()
+    root = Path(os.path.expanduser(config.root or ""))
     try:
         splits = [known.reader(root, train=train, download=config.download) for train in (True, False)]
     except (OSError, RuntimeError, ValueError, AssertionError, LookupError, EOFError) as error:
@@ -211,7 +211,7 @@ def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
 
 
 def _npz(config: DataConfig, seed: int) -> Dataset:
-    path = Path(config.root or "").expanduser()
+    path = Path(os.path.expanduser(config.root or ""))
     arrays = read_npz(path)
     classes: list[str] = arrays["classes"].tolist()
     unseen = sorted(set(range(len(classes))) - set(arrays["y_train"].tolist()))

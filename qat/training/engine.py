@@ -251,7 +251,7 @@ def _check_finite(run: StageRun, split: str, losses: list[float], epoch: int, fi
     """Stop at the first loss that is not finite; the losses are those of the steps from `first_step` on."""
     for offset, loss in enumerate(losses):
         if not math.isfinite(loss):
-            section = "qat" if isinstance(run.stage, QATStageConfig) else "float"
+            section = "float" if run.stage is run.config.float else "qat"
             where = f"epoch {epoch + 1}" + ("" if first_step is None else f", step {first_step + offset}")
             advice = [f"a lower {section}.lr (now {run.stage.lr:g})"]
             if run.stage.clip_grad_norm is None:
@@ -274,8 +274,12 @@ def _log_epoch(run: StageRun, epoch: int, training: _Meter, validation: Evaluati
     step = run.step(epoch + 1)
     run.log.scalar(f"{run.name}/val_loss", validation.loss, step)
     run.log.scalar(f"{run.name}/val_top1", validation.top1, step)
-    scales = {name: module.scale for name, module in run.model.named_modules() if isinstance(module, Quantizer)}
+    quantizers = {name: module for name, module in run.model.named_modules() if isinstance(module, Quantizer)}
+    scales = {name: module.scale for name, module in quantizers.items()}
+    low = 0
     if scales:
+        below = [(module.scale < module.smallest_scale).sum() for module in quantizers.values()]
+        low = int(torch.stack(below).sum())
         means = torch.stack([scale.detach().float().mean() for scale in scales.values()]).tolist()
         for name, mean in zip(scales, means, strict=True):
             run.log.scalar(f"scale/{name}", mean, step)
@@ -283,6 +287,7 @@ def _log_epoch(run: StageRun, epoch: int, training: _Meter, validation: Evaluati
     run.log.say(
         f"{run.name} {epoch + 1}/{run.stage.epochs}: train loss {training.mean_loss:.3f}, top1 {training.top1:.2f} %;"
         f" val loss {validation.loss:.3f}, top1 {validation.top1:.2f} %; {training.images_per_second:.0f} images/s"
+        + (f"; {low} learned scales rest on their floor (a lower lr or quantizer_lr_factor?)" if low else "")
     )
 
 

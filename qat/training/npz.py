@@ -1,7 +1,6 @@
 """A data set in one .npz file: read without unpickling, every array checked before any of them is used."""
 
 import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +53,7 @@ def _load(path: Path) -> dict[str, np.ndarray]:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in (*NEEDED, "classes") if name in archive}
             found = ", ".join(archive.files) or "nothing"
-    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged archive: zipfile, zlib and NumPy each raise their own, MemoryError too
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"data.root: '{path}' is not an .npz of plain arrays ({reason})") from error
     absent = [name for name in NEEDED if name not in arrays]

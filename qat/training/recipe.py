@@ -3,13 +3,16 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 import qat
+from qat.preparation.tracing import model_device
 from qat.quantizer import registered_quantizers
 from qat.spec import QuantRecipe, default_activation_spec, default_weight_spec
 from qat.training.config import QuantizationConfig, RunConfig, SpecConfig
 from qat.training.errors import UserError
+from qat.training.evaluation import split_output
 
 MOST_EXPORTED_BITS = 8
 
@@ -28,7 +31,7 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
                 pattern: {
                     "weight": _given(override.weight),
                     "activation": _given(override.activation),
-                    **({"skip": True} if override.skip else {}),
+                    **({} if override.skip is None else {"skip": override.skip}),
                 }
                 for pattern, override in config.overrides.items()
             },
@@ -54,6 +57,9 @@ def prepare_model(model: nn.Module, config: RunConfig) -> fx.GraphModule:
         prepared = qat.prepare(model, recipe)
     except ValueError as error:
         raise UserError(f"quantization: {error}") from error
+    except Exception as error:  # a model of the user's own: what fx and the placement do not know, they stumble over
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"quantization: {config.model.name} cannot be prepared ({said})") from error
     if config.export.onnx:
         for name, module in prepared.named_modules():
             if isinstance(module, qat.Quantizer) and module.spec.bits > MOST_EXPORTED_BITS:
@@ -61,7 +67,44 @@ def prepare_model(model: nn.Module, config: RunConfig) -> fx.GraphModule:
                     f"quantization: {name} has {module.spec.bits} bits, and ONNX Runtime's integer kernels take at most"
                     f" {MOST_EXPORTED_BITS}; use fewer, or set export.onnx=false"
                 )
+            if isinstance(module, qat.Quantizer) and module.role == "weight":
+                spec = module.spec
+                if max(spec.qmax, -spec.qmin) > 127:
+                    raise UserError(
+                        f"quantization: {name}: integers {spec.qmin} to {spec.qmax}, negated where gamma < 0,"
+                        " do not fit int8; use signed=true and narrow_range=true, or fewer bits"
+                    )
     return prepared
+
+
+def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int], classes: int) -> None:
+    """Run two black images through the float model, so that what does not fit shows before anything is written.
+
+    Raises:
+        UserError: if the model fails on such images, or has fewer outputs than there are classes.
+    """
+    training = {module: module.training for module in model.modules()}
+    device = model_device(model)
+    try:
+        model.eval()
+        with torch.no_grad():
+            output = model(torch.zeros(2, *image_shape, device=device))
+    except Exception as error:  # the user's code, or a kernel that finds the image too small
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(
+            f"model: {config.model.name} does not run on 2 images of {image_shape} ({said}); another data.image_size?"
+        ) from error
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+    if config.export.onnx and not isinstance(output, torch.Tensor):
+        raise UserError(
+            f"model: {config.model.name} returns {type(output).__name__}, and ONNX export needs a tensor of logits;"
+            " return that, or set export.onnx=false"
+        )
+    logits, _ = split_output(output, 2)
+    if logits.shape[1] < classes:
+        raise UserError(f"model: {config.model.name} has {logits.shape[1]} outputs, the data set {classes} classes")
 
 
 def _given(spec: SpecConfig) -> dict[str, Any]:

@@ -15,6 +15,10 @@ LAST_CHECKPOINT = "last.pt"
 RESOLVED_CONFIG = "config.yaml"
 """Written at the start."""
 
+FLOAT_WEIGHTS = "float.safetensors"
+LAYERS = "layers.txt"
+MODEL = "model.onnx"
+
 SUMMARY = "summary.json"
 """Written at the very end: a folder that holds it is of a finished run."""
 
@@ -45,7 +49,7 @@ def open_run_folder(config: RunConfig) -> RunFolder:
         UserError: if the folder is occupied, finished, unwritable or not a folder, or its parent is missing.
     """
     if config.run_dir is not None:
-        path = Path(config.run_dir).expanduser()
+        path = Path(os.path.expanduser(config.run_dir))
         try:
             return _given_folder(path, resume=config.resume == "auto")
         except OSError as error:
@@ -62,9 +66,7 @@ def open_run_folder(config: RunConfig) -> RunFolder:
 
 def _given_folder(path: Path, *, resume: bool) -> RunFolder:
     if not path.exists():
-        if not path.parent.is_dir():
-            raise UserError(f"run_dir: '{path}': its parent folder '{path.parent}' does not exist; create it first")
-        path.mkdir()
+        path.mkdir(parents=True)
         return RunFolder(path, None)
     if not path.is_dir():
         raise UserError(f"run_dir: '{path}' is not a folder; choose another")

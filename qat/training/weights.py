@@ -32,7 +32,7 @@ def load_weights(model: nn.Module, path: str, model_name: str) -> None:
         UserError: no such file, not a file of weights, or the weights of another model.
     """
     where = f"model.checkpoint: '{path}'"
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if not file.is_file():
         kind = "is a folder" if file.is_dir() else "does not exist"
         raise UserError(f"{where} {kind}" + ("" if file.is_absolute() else f" (looked in '{os.getcwd()}')"))
