@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from qat.evaluating import evaluating
 from qat.layers import QuantLayer
+from qat.preparation.tracing import model_device
 from qat.quantizer import Quantizer, RangeObserver
 from qat.ranges import initial_range
 
@@ -35,18 +37,15 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
     }
     if not quantizers:
         raise ValueError("calibrate: the model has no activation quantizer; call prepare first")
-    training = {module: module.training for module in model.modules()}
     observers = {name: RangeObserver() for name in quantizers}
     try:
-        model.eval()
         for name, quantizer in quantizers.items():
             quantizer.observer = observers[name]
-        _run(model, batches)
+        with evaluating(model):
+            _run(model, batches)
     finally:
         for quantizer in quantizers.values():
             quantizer.observer = None
-        for module, flag in training.items():
-            module.training = flag
     for module in model.modules():
         if isinstance(module, QuantLayer):
             module.calibrate_weight()
@@ -55,7 +54,7 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
 
 
 def _run(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]) -> None:
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    device = model_device(model)
     count = 0
     with torch.no_grad():
         for batch in batches:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the ground up. A module may import from its own floor and from those before it.
 FLOORS = [
-    ("qat.spec", "qat.functional", "qat.ranges"),
+    ("qat.spec", "qat.functional", "qat.ranges", "qat.evaluating"),
     ("qat.kernels",),
     ("qat.quantizer",),
     ("qat.layers",),

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from qat.evaluating import evaluating
 from qat.preparation.tracing import model_device, submodule_of
 from qat.quantizer import Quantizer
 
@@ -68,19 +69,13 @@ def verify_onnx(path: str | os.PathLike[str], model: torch.nn.Module, batches: B
     session = _session(Path(path).read_bytes())
     feed = session.get_inputs()[0].name
     device = model_device(model)
-    training = {module: module.training for module in model.modules()}
     answers: list[tuple[Tensor, Tensor, Tensor | None]] = []
-    model.eval()
-    try:
-        with torch.no_grad():
-            for batch in batches:
-                images, labels = (batch, None) if isinstance(batch, Tensor) else (batch[0], batch[1])
-                expected = model(images.to(device)).float().cpu()
-                got = session.run(None, {feed: images.float().cpu().contiguous().numpy()})[0]
-                answers.append((expected, torch.from_numpy(got), labels))
-    finally:
-        for module, flag in training.items():
-            module.training = flag
+    with evaluating(model), torch.no_grad():
+        for batch in batches:
+            images, labels = (batch, None) if isinstance(batch, Tensor) else (batch[0], batch[1])
+            expected = model(images.to(device)).float().cpu()
+            got = session.run(None, {feed: images.float().cpu().contiguous().numpy()})[0]
+            answers.append((expected, torch.from_numpy(got), labels))
     return _judge(answers)
 
 
@@ -122,15 +117,10 @@ def compare_layers(
     """
     names = [str(node.target) for node in model.graph.nodes if isinstance(submodule_of(model, node), Quantizer)]
     integers = _runtime_integers(path, names, images, optimize)
-    training = {module: module.training for module in model.modules()}
     device = model_device(model)
-    follower = _Follower(model.eval(), {name: torch.from_numpy(a).to(device) for name, a in integers.items()})
-    try:
-        with torch.no_grad():
-            follower.run(images.to(device))
-    finally:
-        for module, flag in training.items():
-            module.training = flag
+    follower = _Follower(model, {name: torch.from_numpy(a).to(device) for name, a in integers.items()})
+    with evaluating(model), torch.no_grad():
+        follower.run(images.to(device))
     return follower.differences
 
 

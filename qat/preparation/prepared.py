@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from qat.evaluating import evaluating
 from qat.layers import QuantLayer
 from qat.preparation.fusion import fuse_batch_norms, name_float_rest, swap_layers
 from qat.preparation.placement import place_quantizers
@@ -72,19 +73,15 @@ def probe(model: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
         if name in silent
     ]
     quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
-    training = {module: module.training for module in model.modules()}
     known = [quantizer._is_calibrated for quantizer in quantizers]
     try:
-        model.eval()
         for quantizer in quantizers:
             quantizer._is_calibrated = True  # the probe is no use of the model: no warning
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
             model(*example_inputs)
     finally:
         for hook in hooks:
             hook.remove()
-        for module, flag in training.items():
-            module.training = flag
         for quantizer, flag in zip(quantizers, known, strict=True):
             quantizer._is_calibrated = flag
     silent = {name for name in silent if not name.endswith("weight_quantizer")}

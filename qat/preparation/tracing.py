@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from qat.evaluating import evaluating
+
 
 class QuantTracer(fx.Tracer):
     """fx.Tracer whose graphs may pass a submodule as an argument: a layer is handed its grid and its BatchNorm.
@@ -37,14 +39,10 @@ def trace(model: nn.Module) -> fx.GraphModule:
     Raises:
         ValueError: if torch.fx cannot trace the model, or if it takes another path in training than in evaluation.
     """
-    flags = {module: module.training for module in model.modules()}
-    try:
-        evaluating = _graph_of(model.eval())
+    with evaluating(model):
+        in_evaluation = _graph_of(model)
         training = _graph_of(model.train())
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
-    if _outline(training) != _outline(evaluating):
+    if _outline(training) != _outline(in_evaluation):
         raise ValueError(
             f"prepare: {type(model).__name__} takes another path in training than in evaluation (auxiliary outputs?),"
             " and a prepared model has one path; switch that off, for torchvision's with aux_logits=False"
@@ -53,7 +51,7 @@ def trace(model: nn.Module) -> fx.GraphModule:
         if node.op != "output" and not node.args and "input" in node.kwargs:  # layer(input=x) and such
             node.args, node.kwargs = (node.kwargs["input"],), {k: v for k, v in node.kwargs.items() if k != "input"}
     graph_module = fx.GraphModule(model, training, type(model).__name__)
-    _dropouts_become_modules(graph_module, evaluating)
+    _dropouts_become_modules(graph_module, in_evaluation)
     return graph_module
 
 
@@ -97,13 +95,13 @@ def _without_idle_mode(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return node.args, {key: it for key, it in node.kwargs.items() if not (idle and key == "training")}
 
 
-def _dropouts_become_modules(graph_module: fx.GraphModule, evaluating: fx.Graph) -> None:
+def _dropouts_become_modules(graph_module: fx.GraphModule, in_evaluation: fx.Graph) -> None:
     """F.dropout(x, p, training=self.training) was traced with one mode; nn.Dropout(p) asks for it at every call."""
 
     def arguments(node: fx.Node) -> dict[str, Any]:
         return {**dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)), **node.kwargs}
 
-    for node, other in zip(list(graph_module.graph.nodes), list(evaluating.nodes), strict=True):
+    for node, other in zip(list(graph_module.graph.nodes), list(in_evaluation.nodes), strict=True):
         given = arguments(node)
         # The same in both modes is what the model asks for: never, or always (Monte-Carlo dropout).
         if node.target is F.dropout and given.get("training", True) != arguments(other).get("training", True):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qat.evaluating import evaluating
 from qat.training.device import autocast
 from qat.training.errors import UserError
 from qat.training.logging import progress_bar
@@ -67,29 +68,24 @@ def evaluate(
     Raises:
         UserError: if there is nothing to evaluate, or the model does not return logits.
     """
-    modes = [(module, module.training) for module in model.modules()]
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     predictions: list[Tensor] = []
-    model.eval()
-    try:
-        # Not inference_mode: a tensor that a module keeps from it could never take part in training again.
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            progress_bar(loader, progress, len(loader)) as bar,
-        ):
-            for batch in bar:
-                images, labels = to_device(batch, device, channels_last=channels_last)
-                with autocast(device, amp):
-                    output = model(images)
-                logits = split_output(output, len(labels))[0].float()
-                predicted = logits.argmax(dim=1)
-                loss = F.cross_entropy(logits, labels, reduction="sum")
-                sums += torch.stack((loss.double(), (predicted == labels).sum().double()))
-                predictions.append(predicted)
-    finally:
-        for module, training in modes:
-            module.training = training
+    # Not inference_mode: a tensor that a module keeps from it could never take part in training again.
+    with (
+        evaluating(model),
+        torch.no_grad(),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        progress_bar(loader, progress, len(loader)) as bar,
+    ):
+        for batch in bar:
+            images, labels = to_device(batch, device, channels_last=channels_last)
+            with autocast(device, amp):
+                output = model(images)
+            logits = split_output(output, len(labels))[0].float()
+            predicted = logits.argmax(dim=1)
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+            sums += torch.stack((loss.double(), (predicted == labels).sum().double()))
+            predictions.append(predicted)
     if not predictions:
         raise UserError("data: the split to evaluate on has no images")
     classes = torch.cat(predictions).cpu()

@@ -7,6 +7,7 @@ import torch
 from torch import fx, nn
 
 import qat
+from qat.evaluating import evaluating
 from qat.preparation.tracing import model_device
 from qat.quantizer import registered_quantizers
 from qat.spec import QuantRecipe, default_activation_spec, default_weight_spec
@@ -83,20 +84,15 @@ def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
     Raises:
         UserError: if the model fails on such images, or has fewer outputs than there are classes.
     """
-    training = {module: module.training for module in model.modules()}
     device = model_device(model)
     try:
-        model.eval()
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
             output = model(torch.zeros(2, *image_shape, device=device))
     except Exception as error:  # the user's code, or a kernel that finds the image too small
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(
             f"model: {config.model.name} does not run on 2 images of {image_shape} ({said}); another data.image_size?"
         ) from error
-    finally:
-        for module, flag in training.items():
-            module.training = flag
     if config.export.onnx and not isinstance(output, torch.Tensor):
         raise UserError(
             f"model: {config.model.name} returns {type(output).__name__}, and ONNX export needs a tensor of logits;"
