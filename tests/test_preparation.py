@@ -228,6 +228,14 @@ def test_overrides_choose_the_grid_of_a_layers_input() -> None:
     assert model.fc.weight_quantizer.spec.bits == 8 and model.block.conv1.weight_quantizer.spec.bits == 4
 
 
+def test_a_reader_that_does_not_get_its_grid_is_named() -> None:
+    recipe = qat.QuantRecipe(overrides={"block.conv1": {"activation": {"bits": 4}}})  # the residual add reads it too
+    model = qat.prepare(Net(), recipe)
+    assert model.stem_quantizer.spec.bits == 8
+    line = next(line for line in qat.summary(model).splitlines() if line.startswith("stem_quantizer"))
+    assert "shared with a reader that asked for uint4 affine per tensor; not calibrated" in line
+
+
 def test_shape_arithmetic_is_not_quantized() -> None:
     class Reshapes(nn.Module):
         def __init__(self) -> None:

@@ -4,7 +4,7 @@ from torch import fx, nn
 
 from qat.layers import QuantLayer
 from qat.preparation.fusion import swappable_layers
-from qat.preparation.prepared import LEFT_IN_FLOAT
+from qat.preparation.prepared import COMPROMISES, LEFT_IN_FLOAT
 from qat.preparation.tracing import submodule_of
 from qat.quantizer import Quantizer
 
@@ -30,12 +30,12 @@ def summary(model: nn.Module) -> str:
     <BLANKLINE>
     1 quantized layer, 1 activation quantizer, 0 layers in float; 18 float parameters, 3 quantizer parameters
     """
-    grids = _grids(model)
+    remarks = {**_grids(model), **getattr(model, "meta", {}).get(COMPROMISES, {})}
     reasons: dict[str, str] = dict(getattr(model, "meta", {}).get(LEFT_IN_FLOAT, {}))
     for name, _ in swappable_layers(model):
         if not isinstance(model.get_submodule(name), QuantLayer):
             reasons.setdefault(name, "the reason was not kept")
-    rows = [_row(name, module, grids) for name, module in _in_order(model)]
+    rows = [_row(name, module, remarks) for name, module in _in_order(model)]
     rows += [_float_row(name, model, reason) for name, reason in reasons.items()]
     return "\n".join(_align([HEADER, *rows])) + "\n\n" + _counts(model, len(reasons))
 
@@ -66,10 +66,11 @@ def _grids(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _row(name: str, module: nn.Module, grids: dict[str, str]) -> Row:
+def _row(name: str, module: nn.Module, remarks: dict[str, str]) -> Row:
     quantizer = module.weight_quantizer if isinstance(module, QuantLayer) else module
     assert isinstance(quantizer, Quantizer)
-    remark = grids.get(name, "" if quantizer.is_calibrated else "not calibrated")
+    parts = [remarks.get(name, ""), "" if quantizer.is_calibrated else "not calibrated"]
+    remark = "; ".join(part for part in parts if part)
     count = sum(parameter.numel() for parameter in module.parameters())
     return name, type(module).__name__, str(quantizer.spec), quantizer.spec.rule, f"{count:,}", remark
 

@@ -17,23 +17,32 @@ from qat.quantizer import Quantizer, create_quantizer
 from qat.spec import QuantRecipe, QuantSpec
 
 
-def place_quantizers(graph_module: fx.GraphModule, recipe: QuantRecipe) -> None:
+def place_quantizers(graph_module: fx.GraphModule, recipe: QuantRecipe) -> dict[str, str]:
     """Insert activation quantizers and hand every quantized layer the grid of its input.
 
     Args:
         graph_module: a traced model whose layers are already `QuantLayer`s; changed in place.
         recipe: which grid a tensor gets; where consumers ask for different ones, the one with most bits wins.
+
+    Returns:
+        The quantizers whose tensor has a reader that asked for another grid, name to what it asked for.
     """
     tensors = tensor_nodes(graph_module.graph)
+    compromises: dict[str, str] = {}
     for node in list(graph_module.graph.nodes):
         if node not in tensors or node.op == "get_attr" or passes_grid(node, graph_module):
             continue
         wanted = [spec for reader in readers(node, graph_module) for spec in _demand(reader, graph_module, recipe)]
         if wanted:
-            _insert_quantizer(node, max(wanted, key=lambda spec: spec.bits), graph_module)
+            chosen = max(wanted, key=lambda spec: spec.bits)
+            name = _insert_quantizer(node, chosen, graph_module)
+            others = sorted({str(spec) for spec in wanted if spec != chosen})
+            if others:
+                compromises[name] = f"shared with a reader that asked for {', '.join(others)}"
     for node in list(graph_module.graph.nodes):
         if isinstance(submodule_of(graph_module, node), QuantLayer):
             _hand_grid(node, graph_module)
+    return compromises
 
 
 def readers(node: fx.Node, graph_module: fx.GraphModule) -> Iterator[fx.Node]:
@@ -59,13 +68,14 @@ def _demand(reader: fx.Node, graph_module: fx.GraphModule, recipe: QuantRecipe) 
     return [recipe.activation] if computes_on_grids(reader, graph_module) else []
 
 
-def _insert_quantizer(node: fx.Node, spec: QuantSpec, graph_module: fx.GraphModule) -> None:
+def _insert_quantizer(node: fx.Node, spec: QuantSpec, graph_module: fx.GraphModule) -> str:
     name = free_name(graph_module, f"{_producer_name(node, graph_module)}_quantizer")
     graph_module.add_submodule(name, create_quantizer(spec, "activation", (), model_device(graph_module)))
     with graph_module.graph.inserting_after(node):
         quantized = graph_module.graph.call_module(name, ())
     node.replace_all_uses_with(quantized)
     quantized.args = (node,)
+    return name
 
 
 def _producer_name(node: fx.Node, graph_module: fx.GraphModule) -> str:

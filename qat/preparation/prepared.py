@@ -17,6 +17,9 @@ from qat.spec import QuantRecipe
 LEFT_IN_FLOAT = "qat_left_in_float"
 """Key of GraphModule.meta: layer name to the reason why it stays in float."""
 
+COMPROMISES = "qat_compromises"
+"""Key of GraphModule.meta: quantizer name to the grid that another reader of its tensor had asked for."""
+
 
 def prepare(
     model: nn.Module, recipe: QuantRecipe | None = None, example_inputs: Tensor | tuple[Any, ...] | None = None
@@ -53,11 +56,12 @@ def prepare(
     left |= fuse_batch_norms(graph_module)
     if not any(isinstance(module, QuantLayer) for module in graph_module.modules()):
         raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
-    place_quantizers(graph_module, recipe)
+    compromises = place_quantizers(graph_module, recipe)
     name_float_rest(graph_module, left)
     graph_module.graph.lint()
     graph_module.recompile()
     graph_module.meta[LEFT_IN_FLOAT] = left
+    graph_module.meta[COMPROMISES] = compromises
     graph_module.train(model.training)
     if example_inputs is not None:
         probe(graph_module, example_inputs if isinstance(example_inputs, tuple) else (example_inputs,))
