@@ -117,8 +117,9 @@ class QATStageConfig(StageConfig):
     """Fine-tuning with quantization."""
 
     lr: Positive = 0.01
-    quantizer_lr_factor: Positive = 1.0
-    """Learning rate of quantizer parameters (scales), as a factor of lr."""
+    quantizer_lr_factor: Positive = 0.1
+    """Learning rate of quantizer parameters (scales), as a factor of lr. At 8 bits, where a scale is a hundredth of the
+    values it rounds, 1.0 lets scales collapse (50 of MobileNetV2's, measured); at 4 bits and fewer 1.0 is LSQ's own."""
     freeze_bn_epoch: CountOrZero | None = None
     """From this epoch on (0 is the first) batch-norm statistics stay as they are."""
 
