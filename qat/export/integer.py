@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from qat.layers import QuantConv2d, QuantLayer, QuantLinear
 from qat.quantizer import Quantizer
 
+MOST_BITS = 8
+"""ONNX Runtime's integer kernels take no wider operands."""
+
 OPSET = 21
 """The first opset with 4- and 16-bit integers in QuantizeLinear."""
 

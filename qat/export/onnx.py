@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from qat.export.integer import OPSET, ActivationGrid, GlobalAveragePool, IntegerLayer
+from qat.export.integer import MOST_BITS, OPSET, ActivationGrid, GlobalAveragePool, IntegerLayer
 from qat.layers import QuantLayer
 from qat.preparation.operations import SPLITTING_FUNCTIONS, SPLITTING_METHODS, passes_grid
 from qat.preparation.placement import grid_of
@@ -176,9 +176,10 @@ def _check_exportable(model: nn.Module) -> None:
                 f"export_onnx: {name!r}: the rule {quantizer.spec.rule!r} computes other values in quantize(x) than its"
                 " codes(x) and grid() say; make them agree, or set exportable = False"
             )
-        if quantizer.spec.bits > 8:
+        if quantizer.spec.bits > MOST_BITS:
             raise ValueError(
-                f"export_onnx: {name!r} has {quantizer.spec.bits} bits; ONNX Runtime's integer kernels take at most 8"
+                f"export_onnx: {name!r} has {quantizer.spec.bits} bits; ONNX Runtime's integer kernels take at most"
+                f" {MOST_BITS}"
             )
 
 

@@ -12,8 +12,9 @@ class EMA:
     """Running averages of a model's floating-point parameters and buffers, without a copy of its modules.
 
     After each step: average = decay * average + (1 - decay) * value, starting from the values at construction. An
-    average lies between the values that it has seen, so a scale stays positive. Integer buffers (counters, flags)
-    and buffers that hold infinities (masks) have no average: the model's own values stand for them.
+    average lies between the values that it has seen, and a scale acts through its floor, averaged or not. Integer
+    buffers (counters, flags) and buffers that hold infinities (masks) have no average: the model's own values stand
+    for them.
 
     torch's `AveragedModel` averages integers too and reads its counter from the device in every step; only its
     update function is used here.

@@ -8,14 +8,13 @@ from torch import fx, nn
 
 import qat
 from qat.evaluating import evaluating
+from qat.export.integer import MOST_BITS
 from qat.preparation.tracing import model_device
 from qat.quantizer import registered_quantizers
 from qat.spec import QuantRecipe, default_activation_spec, default_weight_spec
 from qat.training.config import QuantizationConfig, RunConfig, SpecConfig
 from qat.training.errors import UserError
 from qat.training.evaluation import split_output
-
-MOST_EXPORTED_BITS = 8
 
 
 def build_recipe(config: QuantizationConfig) -> QuantRecipe:
@@ -63,10 +62,10 @@ def prepare_model(model: nn.Module, config: RunConfig) -> fx.GraphModule:
         raise UserError(f"quantization: {config.model.name} cannot be prepared ({said})") from error
     if config.export.onnx:
         for name, module in prepared.named_modules():
-            if isinstance(module, qat.Quantizer) and module.spec.bits > MOST_EXPORTED_BITS:
+            if isinstance(module, qat.Quantizer) and module.spec.bits > MOST_BITS:
                 raise UserError(
                     f"quantization: {name} has {module.spec.bits} bits, and ONNX Runtime's integer kernels take at most"
-                    f" {MOST_EXPORTED_BITS}; use fewer, or set export.onnx=false"
+                    f" {MOST_BITS}; use fewer, or set export.onnx=false"
                 )
             if isinstance(module, qat.Quantizer) and module.role == "weight":
                 spec = module.spec
