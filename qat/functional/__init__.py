@@ -6,6 +6,7 @@ function as its face.
 
 from qat.functional.affine import fake_quantize, lsq_plus_quantize
 from qat.functional.lsq import lsq_quantize
-from qat.functional.rounding import positive_scale, round_ste
+from qat.functional.rounding import round_ste
+from qat.functional.scales import positive_scale
 
 __all__ = ["fake_quantize", "lsq_plus_quantize", "lsq_quantize", "positive_scale", "round_ste"]

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qat.functional.forward_mode import apply
 from qat.functional.lsq import check_bounds
-from qat.functional.rounding import as_dtype, require_floating, sum_to_shape
+from qat.functional.tensors import as_dtype, require_floating, sum_to_shape
 
 
 class LSQPlusFunction(torch.autograd.Function):
@@ -54,7 +55,7 @@ class LSQPlusFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = torch.where(inside, grad, 0)
         if ctx.needs_input_grad[1]:
-            slope = torch.where(inside, torch.round(v) - v, bounded)
+            slope = torch.where(inside, (torch.round(v) - v).detach(), bounded)
             grad_scale = sum_to_shape(grad.to(wide) * slope, scale.shape).mul(ctx.grad_factor).to(scale.dtype)
         if ctx.needs_input_grad[2]:
             slope = torch.where(inside, 0, -step)
@@ -93,8 +94,7 @@ def lsq_plus_quantize(
     """
     check_bounds(qmin, qmax, "lsq_plus_quantize")
     require_floating(x, "lsq_plus_quantize")
-    result: Tensor = LSQPlusFunction.apply(x, scale, zero_point, qmin, qmax, grad_factor)
-    return result
+    return apply(LSQPlusFunction, x, scale, zero_point, qmin, qmax, grad_factor)
 
 
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
@@ -121,5 +121,4 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax:
     """
     check_bounds(qmin, qmax, "fake_quantize")
     require_floating(x, "fake_quantize")
-    result: Tensor = LSQPlusFunction.apply(x, scale.detach(), zero_point.detach(), qmin, qmax, 1.0)
-    return result
+    return apply(LSQPlusFunction, x, scale.detach(), zero_point.detach(), qmin, qmax, 1.0)

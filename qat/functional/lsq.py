@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.rounding import as_dtype, require_floating, sum_to_shape
+from qat.functional.forward_mode import apply
+from qat.functional.tensors import as_dtype, require_floating, sum_to_shape
 
 
 class LSQFunction(torch.autograd.Function):
@@ -49,7 +50,7 @@ class LSQFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = torch.where(inside, grad, 0)
         if ctx.needs_input_grad[1]:
-            slope = torch.where(inside, torch.round(v) - v, bounded)
+            slope = torch.where(inside, (torch.round(v) - v).detach(), bounded)  # the residual counts as constant
             grad_scale = sum_to_shape(grad.to(wide) * slope, scale.shape).mul(ctx.grad_factor).to(scale.dtype)
         return grad_x, grad_scale, None, None, None
 
@@ -85,8 +86,7 @@ def lsq_quantize(x: Tensor, scale: Tensor, qmin: int, qmax: int, grad_factor: fl
     """
     check_bounds(qmin, qmax, "lsq_quantize")
     require_floating(x, "lsq_quantize")
-    result: Tensor = LSQFunction.apply(x, scale, qmin, qmax, grad_factor)
-    return result
+    return apply(LSQFunction, x, scale, qmin, qmax, grad_factor)
 
 
 def check_bounds(qmin: int, qmax: int, caller: str) -> None:

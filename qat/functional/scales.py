@@ -1,0 +1,59 @@
+"""Keeping a learned scale usable: positive and finite, whatever the optimizer made of it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.functional.forward_mode import apply
+
+SMALLEST_SCALE = 1e-12
+"""A learned scale never acts as less than this: still a normal float32 after multiplication with another one."""
+
+LARGEST_SCALE = 1e12
+
+
+class PositiveScaleFunction(torch.autograd.Function):
+    """Read a learned scale as a positive, finite number, whatever the optimizer made of it.
+
+    Forward:    y = min(max(scale, smallest), 1e12); NaN is read as smallest
+    Backward:   dy/dscale = 1, but 0 where scale < smallest and a step against the gradient would lower it further
+
+    So a scale that was driven below comes back as soon as the loss asks for more, and does not run away meanwhile.
+
+    Shapes: scale any; smallest broadcastable to it.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(scale: Tensor, smallest: Tensor) -> Tensor:
+        """The comparison is false for NaN, so NaN becomes smallest."""
+        largest = min(LARGEST_SCALE, torch.finfo(scale.dtype).max)
+        return torch.where(scale >= smallest, scale, smallest).clamp(max=largest)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Keep both inputs: which side scale lies on decides the gradient."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The gradient, stopped where it would push a scale that is too small even lower."""
+        scale, smallest = ctx.saved_tensors
+        return torch.where((scale < smallest) & (grad > 0), 0, grad), None
+
+
+def positive_scale(scale: Tensor, smallest: Tensor | None = None) -> Tensor:
+    """A learned scale as the positive finite number that it acts as; see `PositiveScaleFunction`.
+
+    Args:
+        scale: any shape.
+        smallest: what it acts as at least, > 0, broadcastable to scale; default 1e-12.
+
+    >>> positive_scale(torch.tensor([0.5, -3.0, float("nan")]), torch.tensor(0.25)).tolist()
+    [0.5, 0.25, 0.25]
+    """
+    if smallest is None:
+        smallest = scale.new_tensor(max(SMALLEST_SCALE, torch.finfo(scale.dtype).tiny))
+    return apply(PositiveScaleFunction, scale, smallest.to(scale.dtype))

@@ -1,0 +1,29 @@
+"""What every estimator does with its tensors: check the type, keep it, sum a gradient back to a parameter's shape."""
+
+import torch
+from torch import Tensor
+
+
+def require_floating(x: Tensor, caller: str) -> Tensor:
+    """Return x if it is floating point, so that integers fail with a sentence instead of deep in a kernel.
+
+    Raises:
+        TypeError: for integer, bool or complex tensors.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"{caller}: x must be a floating-point tensor, got {x.dtype}")
+    return x
+
+
+def as_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """y in this dtype; y itself if it is of it already.
+
+    Not `y.to(dtype)` alone: where that changes nothing and ends a Function's forward, torch 2.11's compiler takes the
+    output for an alias and the gradients become zero without a word.
+    """
+    return y if y.dtype == dtype else y.to(dtype)
+
+
+def sum_to_shape(grad: Tensor, shape: torch.Size) -> Tensor:
+    """Sum a gradient over the axes along which a parameter of this shape was broadcast."""
+    return grad.sum_to_size(shape) if len(shape) else grad.sum()

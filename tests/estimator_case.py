@@ -1,0 +1,51 @@
+"""One estimator as the matrix of docs/estimators.md and the tests see it: what it computes and what it claims."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+Array = npt.NDArray[np.float64]
+
+PROPERTIES = ("idempotent", "monotone", "levels", "zero", "outside")
+"""idempotent: f(f(x)) = f(x); monotone: x <= x' gives f(x) <= f(x'); levels: at most `levels` distinct values;
+zero: f(0) = 0 exactly; outside: where the reference says that x is out of range its gradient is exactly 0."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the matrix.
+
+    Attributes:
+        name: the function's name, with its variant: "sign_ste, approximate".
+        function: tensors in, one tensor out; whatever is no tensor is closed over.
+        inputs: float64; the first is x, with points inside, outside, on both bounds and on ties.
+        surrogate: a differentiable torch function of the same tensors whose gradient the backward claims to be.
+        gradient: instead of a surrogate, where no function has such a gradient: gradient(grad, *inputs) -> one
+            gradient or None for each input, differentiable.
+        reference: forward in NumPy float64, from the published formula: arrays in, array out.
+        reference_gradient: (grad, *arrays) -> tuple of arrays, element by element from the published formula.
+        broadcast: slots of `inputs` that broadcast against x (scales, bounds): tried in every shape.
+        elementwise: whether y[i] depends on x[i] and the parameters only.
+        levels: most distinct values of the output where parameters have one element; None: unbounded.
+        outside: mask of x (NumPy) where the gradient of x is exactly 0; None if it never is.
+        properties: which of PROPERTIES the published rule has.
+        excused: check or property -> why the published rule cannot have it (shown in the table as a footnote).
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+    surrogate: Callable[..., Tensor] | None = None
+    gradient: Callable[..., tuple[Tensor | None, ...]] | None = None
+    reference: Callable[..., Array] | None = None
+    reference_gradient: Callable[..., tuple[Array, ...]] | None = None
+    broadcast: tuple[int, ...] = ()
+    elementwise: bool = True
+    levels: int | None = None
+    outside: Callable[..., Any] | None = None
+    properties: tuple[str, ...] = PROPERTIES
+    excused: Mapping[str, str] = field(default_factory=dict)
