@@ -30,6 +30,7 @@ from qat.training.data import Data, load_data
 from qat.training.device import autocast, pick_device, seed_everything
 from qat.training.engine import StageRun, evaluate, train_stage
 from qat.training.errors import UserError
+from qat.training.imports import import_rules
 from qat.training.logging import RunLog
 from qat.training.models import build_model
 from qat.training.recipe import check_forward, prepare_model
@@ -76,6 +77,7 @@ def run(config: RunConfig) -> int:
     device = pick_device(config.device)
     autocast(device, config.amp)  # refuses a precision that the device does not have
     seed_everything(config.seed)
+    import_rules(config.imports)
     data = load_data(config.data, config.seed, device, config.channels_last)
     model = build_model(config.model, len(data.classes))
     check_forward(model, config, data.image_shape, len(data.classes))

@@ -11,7 +11,6 @@ from qat.evaluating import evaluating
 from qat.layers import QuantLayer
 from qat.preparation.tracing import model_device
 from qat.quantizer import Quantizer, RangeObserver
-from qat.ranges import initial_range
 
 
 def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]) -> None:
@@ -72,16 +71,9 @@ def _set_range(name: str, quantizer: Quantizer, values: Tensor) -> None:
     if values.numel() == 0:
         raise ValueError(f"calibrate: quantizer {name!r} saw no values; is its part of the model ever run?")
     try:
-        low, high = initial_range(values, quantizer.spec)
+        quantizer.fit(values)
     except ValueError as error:
         raise ValueError(f"calibrate: quantizer {name!r}: {error}") from error
-    spec = quantizer.spec
-    if spec.symmetric and not spec.signed and low[0] < 0:
-        raise ValueError(
-            f"calibrate: quantizer {name!r} saw values down to {values.min():.3g}, which its grid ({spec}) cannot hold;"
-            " use signed=True or symmetric=False"
-        )
-    quantizer.set_range(low[0], high[0])
 
 
 def _gather(values: Tensor) -> Tensor:

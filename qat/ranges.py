@@ -98,7 +98,8 @@ def _lsq(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     scale = 2 * values.abs().mean(1) / math.sqrt(spec.qmax)
     low, high = _minmax(values)
     if spec.symmetric:
-        return torch.where(low < 0, scale * spec.qmin, low), scale * spec.qmax
+        # A grid without negatives keeps the extreme, so that the caller sees what it cannot hold.
+        return torch.where(low < 0, scale * spec.qmin, low) if spec.signed else low, scale * spec.qmax
     width = scale * (spec.qmax - spec.qmin)
     below = torch.where(high > low, low / (low - high), 0)
     return -below * width, (1 - below) * width

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
-Granularity = Literal["tensor", "channel"]
+Granularity = Literal["tensor", "channel", "group"]
 RangeInit = Literal["minmax", "percentile", "mse", "lsq"]
 GradScale = Literal["sample", "batch", "none"]
+EWGS = Literal["none", "fixed", "hessian"]
 Target = Literal["onnxruntime"]
 
 
@@ -19,16 +20,22 @@ class QuantSpec:
     (q - zero_point) * scale. The spec says which integers there are; scale and zero_point belong to a quantizer.
 
     Args:
-        bits: width of the integers, 2 to 16.
+        bits: width of the integers, 1 to 16; rules have their own limits within.
         signed: integers -2^(bits-1) .. 2^(bits-1)-1 if true, 0 .. 2^bits-1 if false.
         symmetric: zero_point is 0. If false (affine) it is any integer of the grid, so 0.0 stays exact.
-        granularity: "tensor" for one scale, "channel" for one along the channel axis (weights: axis 0).
+        granularity: "tensor" for one scale, "channel" for one along the channel axis (weights: axis 0), "group" for
+            one per channel and `group_size` neighbours along the input axis (weights: axis 1).
+        group_size: with granularity="group", how many inputs share a scale; it has to divide their number.
         rule: name of a registered quantizer; see `qat.register_quantizer`.
+        options: what this rule takes besides, by name; each quantizer class says what it takes (`options_type`).
         narrow_range: leave out the lowest signed integer, so that the grid is its own mirror image.
         init: how the first range is found: "minmax", "percentile", "mse" or "lsq" (2*mean|x|/sqrt(qmax)).
         percentile: with init="percentile", the percent of values below the upper bound, and above the lower one.
         grad_scale: N in LSQ's factor 1/sqrt(N*qmax) on the gradient of an activation's scale: elements per
             "sample" (the paper), per "batch", or "none" for a factor of 1 (weights too).
+        ewgs: element-wise gradient scaling (arXiv:2104.00903) on top of a uniform rule: "none", "fixed" with
+            `ewgs_delta`, or "hessian" with a delta that `qat.update_ewgs` finds from the trace of the Hessian.
+        ewgs_delta: delta of ewgs="fixed", >= 0; the paper's are 1e-3 to 0.2.
 
     Raises:
         ValueError: for values outside these.
@@ -48,18 +55,38 @@ class QuantSpec:
     init: RangeInit = "minmax"
     percentile: float = 99.99
     grad_scale: GradScale = "sample"
+    group_size: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    ewgs: EWGS = "none"
+    ewgs_delta: float = 1e-3
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 2 <= self.bits <= 16:
-            raise ValueError(f"QuantSpec: bits must be a whole number from 2 to 16, got {self.bits!r}")
+        if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 1 <= self.bits <= 16:
+            raise ValueError(f"QuantSpec: bits must be a whole number from 1 to 16, got {self.bits!r}")
         if not isinstance(self.percentile, (int, float)) or not 50 < self.percentile <= 100:
             raise ValueError(f"QuantSpec: percentile must be above 50 and at most 100, got {self.percentile!r}")
-        for name, choices in (("granularity", Granularity), ("init", RangeInit), ("grad_scale", GradScale)):
+        for name, choices in _CHOICES.items():
             value, allowed = getattr(self, name), get_args(choices)
             if value not in allowed:
                 raise ValueError(f"QuantSpec: {name} must be one of {', '.join(allowed)}, got {value!r}")
+        self._check_group()
+        if not isinstance(self.ewgs_delta, (int, float)) or not 0 <= self.ewgs_delta < float("inf"):
+            raise ValueError(f"QuantSpec: ewgs_delta must be at least 0 and finite, got {self.ewgs_delta!r}")
+        if not isinstance(self.options, Mapping):
+            raise ValueError(f"QuantSpec: options must be a mapping of names to values, got {self.options!r}")
         if self.narrow_range and not self.signed:
             raise ValueError("QuantSpec: narrow_range=True needs signed=True; an unsigned grid has no mirror image")
+
+    def _check_group(self) -> None:
+        size = self.group_size
+        if self.granularity != "group":
+            if size is not None:
+                raise ValueError(
+                    f"QuantSpec: group_size={size!r} has no effect with granularity={self.granularity!r};"
+                    " use granularity='group'"
+                )
+        elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"QuantSpec: granularity='group' needs a group_size of at least 1, got {size!r}")
 
     @property
     def qmin(self) -> int:
@@ -73,7 +100,11 @@ class QuantSpec:
 
     def __str__(self) -> str:
         kind = f"{'int' if self.signed else 'uint'}{self.bits}{' narrow' if self.narrow_range else ''}"
-        return f"{kind} {'symmetric' if self.symmetric else 'affine'} per {self.granularity}"
+        share = f"group of {self.group_size}" if self.granularity == "group" else self.granularity
+        return f"{kind} {'symmetric' if self.symmetric else 'affine'} per {share}"
+
+
+_CHOICES: dict[str, Any] = {"granularity": Granularity, "init": RangeInit, "grad_scale": GradScale, "ewgs": EWGS}
 
 
 def default_weight_spec() -> QuantSpec:

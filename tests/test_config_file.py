@@ -15,7 +15,7 @@ from qat.training.recipe import build_recipe
 CONFIGS = Path(__file__).parents[1] / "configs"
 SHIPPED = sorted(file.name for file in CONFIGS.glob("*.yaml"))
 TOP_KEYS = (
-    "name, run_dir, resume, seed, device, amp, channels_last, log_every, model, data, float, qat, float_finetune, "
+    "name, run_dir, resume, imports, seed, device, amp, channels_last, log_every, model, data, float, qat, float_finetune, "
     "quantization, export"
 )
 
@@ -256,15 +256,15 @@ BAD_FILES = [
     ("resume: off", "resume: expected 'never' or 'auto', got 'off'"),
     ("quantization: {target: cpu}", "quantization.target: expected 'onnxruntime', got 'cpu'"),
     ("quantization: {weight: {granularity: per_channel}}", "quantization.weight.granularity: expected 'tensor', "
-     "'channel' or null, got 'per_channel'; did you mean 'channel'?"),
+     "'channel', 'group' or null, got 'per_channel'; did you mean 'channel'?"),
     # ranges
     ("qat: {epochs: -1}", "qat.epochs: expected a whole number >= 0, got -1"),
     ("qat: {lr: 0}", "qat.lr: expected a number > 0, got 0"),
     ("qat: {lr: .nan}", "qat.lr: expected a number > 0, got .nan, which is not finite"),
     ("qat: {clip_grad_norm: .inf}", "qat.clip_grad_norm: expected a number > 0 or null, got .inf, which is not finite"),
     ("data: {augment: {horizontal_flip: 50}}", "data.augment.horizontal_flip: expected a number from 0 to 1, got 50"),
-    ("quantization: {weight: {bits: 1}}", "quantization.weight.bits: expected a whole number from 2 to 16 or null, "
-     "got 1"),
+    ("quantization: {weight: {bits: 0}}", "quantization.weight.bits: expected a whole number from 1 to 16 or null, "
+     "got 0"),
     ("quantization: {weight: {percentile: 50}}", "quantization.weight.percentile: expected a number > 50 and <= 100 "
      "or null, got 50"),
     ("seed: 9223372036854775808", "seed: expected a whole number >= 0 and < 9223372036854775808, "
@@ -304,7 +304,7 @@ BAD_OVERRIDES = [
     ("amp=fp16", "amp=fp16: 'fp16' needs a CUDA device; on device 'cpu' use 'bf16' or 'none'"),
     (
         "quantization.overrides.layer1.0.conv1.weight.bits=40",
-        "quantization.overrides.layer1.0.conv1.weight.bits=40: expected a whole number from 2 to 16 or null, got 40",
+        "quantization.overrides.layer1.0.conv1.weight.bits=40: expected a whole number from 1 to 16 or null, got 40",
     ),
 ]
 

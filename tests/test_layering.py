@@ -12,10 +12,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up. A module may import from its own floor and from those before it.
 FLOORS = [
     ("qat.spec", "qat.functional", "qat.ranges", "qat.evaluating"),
+    ("qat.testing",),
     ("qat.kernels",),
     ("qat.quantizer",),
     ("qat.layers",),
-    ("qat.preparation", "qat.calibration"),
+    ("qat.preparation", "qat.calibration", "qat.ewgs"),
     ("qat.analysis",),
     ("qat.export",),
     ("qat.training",),

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 import qat
 from qat.layers import QuantLayer
 from qat.preparation.prepared import LEFT_IN_FLOAT, probe
-from qat.quantizer import Quantizer, create_quantizer
+from qat.quantizer import Quantizer, create_quantizer, registered_quantizers
 
 
 class Block(nn.Module):
@@ -315,8 +316,16 @@ class Branches(nn.Module):
         ),
         (
             lambda: qat.prepare(Net(), qat.QuantRecipe(weight=qat.QuantSpec(rule="lqs"))),
-            "unknown quantizer 'lqs'; registered: lsq, lsq_plus; did you mean 'lsq'?",
+            f"prepare: stem: unknown quantizer 'lqs'; registered: {', '.join(registered_quantizers())};"
+            " did you mean 'lsq'?",
         ),
+        (
+            lambda: qat.prepare(
+                Net(), qat.QuantRecipe(weight=qat.QuantSpec(granularity="group", group_size=2))
+            ),
+            "prepare: stem: group_size=2 does not divide the weight's 3 inputs; use 1, 3",
+        ),
+
     ],
 )  # fmt: skip
 def test_errors_are_sentences(make: object, sentence: str) -> None:
@@ -446,8 +455,14 @@ def test_calibration_takes_the_weights_as_they_are_now() -> None:
     torch.testing.assert_close(model.fc.weight_quantizer.scale.detach(), 50 * before)
 
 
+@pytest.mark.parametrize("init", ["minmax", "percentile", "mse", "lsq"])
+def test_a_weights_grid_without_negatives_refuses_negative_weights(init: Any) -> None:
+    with pytest.raises(ValueError, match=r"^prepare: stem: values down to -\d\.\d+, which its grid"):
+        qat.prepare(Net(), qat.QuantRecipe(weight=qat.QuantSpec(signed=False, init=init)))
+
+
 def test_a_grid_without_negatives_refuses_negative_values() -> None:
     recipe = qat.QuantRecipe(activation=qat.QuantSpec(signed=False, symmetric=True))
     model = qat.prepare(Net().eval(), recipe)
-    with pytest.raises(ValueError, match=r"^calibrate: quantizer '[\w.]+' saw values down to -\d\.\d+, which"):
+    with pytest.raises(ValueError, match=r"^calibrate: quantizer '[\w.]+': values down to -\d\.\d+, which its grid"):
         qat.calibrate(model, [torch.randn(2, 3, 8, 8)])

@@ -5,7 +5,10 @@ import reference
 
 from qat.spec import QuantRecipe, QuantSpec, default_activation_spec, default_weight_spec
 
-VALID_KEYS = "bits, grad_scale, granularity, init, narrow_range, percentile, rule, signed, symmetric"
+VALID_KEYS = (
+    "bits, ewgs, ewgs_delta, grad_scale, granularity, group_size, init, narrow_range, options, percentile, rule, signed,"
+    " symmetric"
+)
 
 
 @pytest.mark.parametrize("bits", range(2, 17))
@@ -41,17 +44,24 @@ def test_a_spec_reads_as_one_line():
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"bits": 1}, "QuantSpec: bits must be a whole number from 2 to 16, got 1"),
-        ({"bits": 17}, "QuantSpec: bits must be a whole number from 2 to 16, got 17"),
-        ({"bits": 8.0}, "QuantSpec: bits must be a whole number from 2 to 16, got 8.0"),
-        ({"bits": True}, "QuantSpec: bits must be a whole number from 2 to 16, got True"),
-        ({"bits": "8"}, "QuantSpec: bits must be a whole number from 2 to 16, got '8'"),
+        ({"bits": 0}, "QuantSpec: bits must be a whole number from 1 to 16, got 0"),
+        ({"bits": 17}, "QuantSpec: bits must be a whole number from 1 to 16, got 17"),
+        ({"bits": 8.0}, "QuantSpec: bits must be a whole number from 1 to 16, got 8.0"),
+        ({"bits": True}, "QuantSpec: bits must be a whole number from 1 to 16, got True"),
+        ({"bits": "8"}, "QuantSpec: bits must be a whole number from 1 to 16, got '8'"),
         ({"percentile": 50}, "QuantSpec: percentile must be above 50 and at most 100, got 50"),
         ({"percentile": 100.1}, "QuantSpec: percentile must be above 50 and at most 100, got 100.1"),
         ({"percentile": float("nan")}, "QuantSpec: percentile must be above 50 and at most 100, got nan"),
         ({"percentile": "99"}, "QuantSpec: percentile must be above 50 and at most 100, got '99'"),
         ({"percentile": None}, "QuantSpec: percentile must be above 50 and at most 100, got None"),
-        ({"granularity": "row"}, "QuantSpec: granularity must be one of tensor, channel, got 'row'"),
+        ({"granularity": "group"}, "QuantSpec: granularity='group' needs a group_size of at least 1, got None"),
+        (
+            {"granularity": "channel", "group_size": 8},
+            "QuantSpec: group_size=8 has no effect with granularity='channel'; use granularity='group'",
+        ),
+        ({"ewgs_delta": -0.1}, "QuantSpec: ewgs_delta must be at least 0 and finite, got -0.1"),
+        ({"options": 3}, "QuantSpec: options must be a mapping of names to values, got 3"),
+        ({"granularity": "row"}, "QuantSpec: granularity must be one of tensor, channel, group, got 'row'"),
         ({"init": "max"}, "QuantSpec: init must be one of minmax, percentile, mse, lsq, got 'max'"),
         ({"grad_scale": 1.0}, "QuantSpec: grad_scale must be one of sample, batch, none, got 1.0"),
         (
@@ -148,7 +158,7 @@ def test_a_wrong_recipe_is_refused(wrong, sentence):
     [
         (
             {"weight": {"bits": 33}},
-            "QuantRecipe: overrides['fc']['weight']: QuantSpec: bits must be a whole number from 2 to 16, got 33",
+            "QuantRecipe: overrides['fc']['weight']: QuantSpec: bits must be a whole number from 1 to 16, got 33",
         ),
         (None, "QuantRecipe: overrides['fc']: must be a mapping, got None"),
         ({"weight": None}, "QuantRecipe: overrides['fc']['weight']: must be a mapping, got None"),

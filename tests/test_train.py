@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import train
+from qat.quantizer import registered_quantizers
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_MODEL = """
@@ -136,7 +137,7 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again_in_its_folder(
         (["qat.lrr=0.1"], "qat.lrr=0.1: unknown key; did you mean 'lr'?"),
         (
             ["quantization.weight.rule=lqs"],
-            "quantization.weight.rule: unknown quantizer 'lqs'; registered: lsq, lsq_plus",
+            f"quantization.weight.rule: unknown quantizer 'lqs'; registered: {', '.join(registered_quantizers())}",
         ),
         (
             ["quantization.overrides.conv9.skip=true"],
@@ -145,8 +146,8 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again_in_its_folder(
         ),
         (
             ["quantization.weight.bits=12"],
-            "quantization: 0.weight_quantizer has 12 bits, and ONNX Runtime's integer kernels take at most 8;"
-            " use fewer, or set export.onnx=false",
+            "quantization: 0.weight_quantizer: integers -2047 to 2047, negated where gamma < 0, do not fit int8;"
+            " use signed=true and narrow_range=true, or fewer bits",
         ),
         (
             ["model.name=tinymodels:untraceable"],

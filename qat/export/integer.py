@@ -37,19 +37,19 @@ class ActivationGrid(nn.Module):
 
     def __init__(self, quantizer: Quantizer) -> None:
         super().__init__()
-        spec = quantizer.spec
         scale, zero_point = quantizer.grid()
-        self.container = torch.int8 if spec.signed else torch.uint8
+        low, high = quantizer.bounds()
+        self.container = torch.int8 if low < 0 else torch.uint8
         limits = torch.iinfo(self.container)
-        self.clips = (spec.qmin, spec.qmax) != (limits.min, limits.max)
+        self.clips = (low, high) != (limits.min, limits.max)
         self.scale: Tensor
         self.zero_point: Tensor
         self.low: Tensor
         self.high: Tensor
         self.register_buffer("scale", scale.detach().float())
         self.register_buffer("zero_point", zero_point.detach().to(self.container))
-        self.register_buffer("low", torch.tensor(spec.qmin, dtype=self.container))
-        self.register_buffer("high", torch.tensor(spec.qmax, dtype=self.container))
+        self.register_buffer("low", torch.tensor(low, dtype=self.container))
+        self.register_buffer("high", torch.tensor(high, dtype=self.container))
 
     def forward(self, x: Tensor) -> Tensor:
         """The operators."""

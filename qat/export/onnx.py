@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from qat.evaluating import evaluating
 from qat.export.integer import MOST_BITS, OPSET, ActivationGrid, GlobalAveragePool, IntegerLayer
 from qat.layers import QuantLayer
 from qat.preparation.operations import SPLITTING_FUNCTIONS, SPLITTING_METHODS, passes_grid
@@ -165,33 +166,45 @@ def _check_exportable(model: nn.Module) -> None:
             f"export_onnx: expected a model from qat.prepare, got {type(model).__name__} without quantizers"
         )
     for name, quantizer in quantizers.items():
-        if not quantizer.exportable:
-            raise ValueError(
-                f"export_onnx: {name!r} uses the rule {quantizer.spec.rule!r}, whose values lie on no integer grid"
-            )
+        refusal = quantizer.refusal()
+        if refusal is not None:
+            raise ValueError(f"export_onnx: {name!r} {refusal}")
         if not quantizer.is_calibrated:
             raise ValueError(f"export_onnx: {name!r} has no range yet; call qat.calibrate(model, batches) first")
-        if not _keeps_to_its_grid(quantizer):
+        low, high = quantizer.bounds()
+        if high - low >= 2**MOST_BITS:
+            raise ValueError(
+                f"export_onnx: {name!r} has the integers {low} to {high}; ONNX Runtime's integer kernels take at most"
+                f" {MOST_BITS} bits"
+            )
+        with evaluating(quantizer):
+            agrees = _keeps_to_its_grid(quantizer, _tensor_of(model, name, quantizer))
+        if not agrees:
             raise ValueError(
                 f"export_onnx: {name!r}: the rule {quantizer.spec.rule!r} computes other values in quantize(x) than its"
                 " codes(x) and grid() say; make them agree, or set exportable = False"
             )
-        if quantizer.spec.bits > MOST_BITS:
-            raise ValueError(
-                f"export_onnx: {name!r} has {quantizer.spec.bits} bits; ONNX Runtime's integer kernels take at most"
-                f" {MOST_BITS}"
-            )
+
+
+def _tensor_of(model: nn.Module, name: str, quantizer: Quantizer) -> Tensor:
+    """What the quantizer has to agree on: the weight itself, or points inside, outside and between the levels."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(owner, QuantLayer) and owner.weight_quantizer is quantizer:
+        return owner.weight.detach()
+    scale, zero_point = quantizer.grid()
+    low, high = quantizer.bounds()
+    points = torch.linspace(low - 1.3, high + 1.7, 61, device=scale.device)
+    return (points - zero_point.reshape(*zero_point.shape[:-1], -1)) * scale.reshape(*scale.shape[:-1], -1)
 
 
 @torch.no_grad()
-def _keeps_to_its_grid(quantizer: Quantizer) -> bool:
-    """Whether quantize(x) = (codes(x) - zero_point) * scale at points inside, outside and between the levels."""
-    scale, zero_point = quantizer.grid()
-    spec = quantizer.spec
-    points = torch.linspace(spec.qmin - 1.3, spec.qmax + 1.7, 61, device=scale.device)
-    x = (points - zero_point.reshape(*zero_point.shape[:-1], -1)) * scale.reshape(*scale.shape[:-1], -1)
+def _keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
+    """Whether quantize(x) = (codes(x) - zero_point) * scale."""
+    scale, zero_point = quantizer.grid(x)
     expected = (quantizer.codes(x) - zero_point) * scale
-    return bool(((quantizer.quantize(x) - expected).abs() <= 1e-5 * expected.abs() + 1e-6 * scale).all())
+    # NaN weights are another sentence's business.
+    off = (quantizer.quantize(x) - expected).abs() > 1e-5 * expected.abs() + 1e-6 * scale
+    return not bool(off.any())
 
 
 def _name_quantizers(proto: Any, model: fx.GraphModule) -> None:

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from qat.functional import round_ste
 from qat.layers.folding import IntegerWeight, fold_weight
-from qat.quantizer import Quantizer, create_quantizer
-from qat.ranges import initial_range
+from qat.quantizer import Quantizer, as_rows, create_quantizer, scale_shape
 from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
 
 
@@ -17,7 +16,8 @@ class QuantLayer(nn.Module):
 
     Training computes with fake-quantized operands in float. Evaluation, once the input's grid is known, computes as
     the deployed integers do: integer codes of input and weight, int32 bias, BatchNorm folded into the scale. So the
-    accuracy measured in evaluation is that of the exported model.
+    accuracy measured in evaluation is that of the exported model. Rules without an integer grid, and scales per group
+    of inputs, are evaluated as they are trained.
     """
 
     float_type: ClassVar[type[nn.Module]]
@@ -31,8 +31,7 @@ class QuantLayer(nn.Module):
     def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
         """Create the quantizers; called by constructors once the weight exists."""
         spec = weight_spec or default_weight_spec()
-        per_channel = spec.granularity == "channel"
-        shape = (self.weight.shape[0], *[1] * (self.weight.dim() - 1)) if per_channel else ()
+        shape = scale_shape(spec, tuple(self.weight.shape))
         self.weight_quantizer = create_quantizer(spec, "weight", shape, self.weight.device)
         self.input_quantizer = None
         if activation_spec is not None:
@@ -42,9 +41,7 @@ class QuantLayer(nn.Module):
 
     def calibrate_weight(self) -> None:
         """Set the weight's range from the weight as it is now."""
-        quantizer = self.weight_quantizer
-        rows = self.weight.detach().reshape(quantizer.scale.numel(), -1)
-        quantizer.set_range(*initial_range(rows, quantizer.spec))
+        self.weight_quantizer.fit(as_rows(self.weight.detach(), self.weight_quantizer.spec))
 
     @classmethod
     def from_float(
@@ -94,16 +91,19 @@ class QuantLayer(nn.Module):
         if self.input_quantizer is not None:
             grid = self.input_quantizer
             x = grid(x)
-        if self.training or grid is None or grid.observer is not None:
+        if self.training or grid is None or grid.observer is not None or not self._runs_on_integers(grid):
             y = self.operate(x, self.weight_quantizer(self.weight), self.bias)
             return y if norm is None else norm(y)
         return self._integer_forward(x, grid, norm)
 
     def integers(self, grid: Quantizer, norm: nn.Module | None = None) -> IntegerWeight:
         """The integers that stand for this layer on an input of this grid: what evaluation uses and export writes."""
-        codes = self.weight_quantizer.codes(self.weight)
-        scale, _ = self.weight_quantizer.grid()
+        scale, zero_point = self.weight_quantizer.grid(self.weight)
+        codes = self.weight_quantizer.codes(self.weight) - zero_point
         return fold_weight(codes, scale, self.bias, grid.grid()[0].float(), norm)
+
+    def _runs_on_integers(self, grid: Quantizer) -> bool:
+        return grid.has_integers and self.weight_quantizer.has_integers
 
     def _integer_forward(self, x: Tensor, grid: Quantizer, norm: nn.Module | None) -> Tensor:
         """y = (operate(x_codes - zero_point, codes) + bias_codes) * accumulator_scale.

@@ -12,7 +12,7 @@ from torch import fx, nn
 from qat.layers import QuantConv2d, QuantLayer, QuantLinear
 from qat.preparation.tracing import submodule_of
 from qat.quantizer import Quantizer
-from qat.spec import QuantRecipe
+from qat.spec import QuantRecipe, QuantSpec
 
 TWINS: dict[type[nn.Module], type[QuantLayer]] = {nn.Conv2d: QuantConv2d, nn.Linear: QuantLinear}
 
@@ -55,8 +55,15 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: QuantReci
         elif name not in called:
             left[name] = "forward never calls it: unused in this mode, or its weight is read by a function"
         else:
-            graph_module.set_submodule(name, TWINS[type(layer)].from_float(layer, layer_recipe.weight))
+            graph_module.set_submodule(name, _twin(name, layer, layer_recipe.weight))
     return left
+
+
+def _twin(name: str, layer: nn.Module, weight_spec: QuantSpec) -> QuantLayer:
+    try:
+        return TWINS[type(layer)].from_float(layer, weight_spec)
+    except ValueError as error:  # a group size that does not divide, NaN in the weight
+        raise ValueError(f"prepare: {name}: {error}") from error
 
 
 def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:

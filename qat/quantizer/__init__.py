@@ -1,6 +1,7 @@
 """Quantizer modules with learnable parameters, and the one registry of their rules."""
 
 from qat.quantizer.base import Quantizer
+from qat.quantizer.granularity import as_rows, scale_shape
 from qat.quantizer.lsq import LSQPlusQuantizer, LSQQuantizer
 from qat.quantizer.observer import RangeObserver
 from qat.quantizer.registry import create_quantizer, register_quantizer, registered_quantizers
@@ -10,7 +11,9 @@ __all__ = [
     "LSQQuantizer",
     "Quantizer",
     "RangeObserver",
+    "as_rows",
     "create_quantizer",
     "register_quantizer",
     "registered_quantizers",
+    "scale_shape",
 ]

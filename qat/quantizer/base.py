@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from qat.functional import positive_scale, round_ste
+from qat.quantizer.granularity import from_groups, to_groups
 from qat.quantizer.observer import RangeObserver
-from qat.ranges import scale_and_zero_point
+from qat.quantizer.options import NoOptions, read_options
+from qat.ranges import initial_range, scale_and_zero_point
 from qat.spec import QuantSpec
 
 Role = Literal["weight", "activation"]
@@ -25,13 +27,17 @@ UNCALIBRATED_REACH = 4.0
 class Quantizer(nn.Module):
     """Base of all rules: owns scale and zero_point, knows its grid, and can be calibrated.
 
-    A rule derives from it, implements `quantize(x)` and registers itself; see `register_quantizer`.
+    A rule derives from it, implements `quantize(x)` and registers itself; see `register_quantizer`. One that learns
+    something else than a scale overrides `add_parameters`, `set_range`, and `grid` and `codes` if it has a grid.
 
     Args:
-        spec: the grid.
+        spec: the grid, the rule and its options.
         role: "weight" or "activation"; decides N in LSQ's gradient factor 1/sqrt(N*qmax).
-        shape: shape of scale; () per tensor, e.g. (64, 1, 1, 1) for 64 channels of a convolution weight.
+        shape: shape of scale; () per tensor, (64, 1, 1, 1) for 64 channels of a convolution weight; see `scale_shape`.
         device: where the parameters live.
+
+    Raises:
+        ValueError: if the rule cannot have this grid or does not know an option.
 
     Attributes:
         scale: the learned step, a parameter from construction on; it acts through `positive_scale`.
@@ -40,13 +46,20 @@ class Quantizer(nn.Module):
         calibrated: whether the range was set from data; saved with the state.
     """
 
-    exportable: ClassVar[bool] = True
-    """Whether the output lies on an integer grid that `grid()` describes."""
+    exportable: bool = True
+    """Whether the output lies on the integer grid that `grid()` and `codes()` describe."""
+
+    uniform: ClassVar[bool] = True
+    """Whether values are rounded to multiples of `grid()`'s scale, so that EWGS can correct the gradient."""
+
+    options_type: ClassVar[type] = NoOptions
+    """Dataclass of what the rule takes besides, from `QuantSpec.options`."""
 
     scale: Tensor
     smallest_scale: Tensor
     zero_point: Tensor
     calibrated: Tensor
+    ewgs_delta: Tensor
 
     def __init__(
         self,
@@ -58,15 +71,45 @@ class Quantizer(nn.Module):
         super().__init__()
         self.spec = spec
         self.role: Role = role
-        low = -UNCALIBRATED_REACH if spec.signed or not spec.symmetric else 0.0
-        scale, zero_point = scale_and_zero_point(torch.tensor(low), torch.tensor(UNCALIBRATED_REACH), spec)
-        self.scale = nn.Parameter(scale.expand(shape).clone().to(device))
-        self.register_buffer("smallest_scale", self.scale.detach() * FLOOR_SHARE)
-        self.register_buffer("zero_point", zero_point.expand(shape).clone().to(device), persistent=not spec.symmetric)
+        self.shape = tuple(shape)
+        self.options = read_options(spec.rule, self.options_type, spec.options)
+        self.check_spec()
+        self._positive: list[str] = []
+        self.add_parameters(device)
+        if spec.ewgs == "hessian":
+            self.register_buffer("ewgs_delta", torch.zeros((), device=device))
         self.register_buffer("calibrated", torch.tensor(False, device=device))
         self.observer: RangeObserver | None = None
         # The buffer is what checkpoints carry; this copy is what forward reads without a device synchronisation.
         self._is_calibrated = False
+
+    def check_spec(self) -> None:
+        """Refuse grids that the rule cannot have.
+
+        Raises:
+            ValueError: for a signed grid of one bit (-1 and 0), and for EWGS without a uniform grid to correct.
+        """
+        spec = self.spec
+        if self.uniform and spec.qmax < 1:
+            raise ValueError(
+                f"rule {spec.rule!r}: a signed grid needs at least 2 bits, got bits=1; use the rule 'binary' for one"
+                " bit, or signed=False"
+            )
+        if spec.ewgs != "none" and not self.uniform:
+            raise ValueError(
+                f"rule {spec.rule!r}: ewgs={spec.ewgs!r} corrects the rounding to a uniform grid, which it does not do;"
+                " use ewgs='none'"
+            )
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        """Create what the rule learns: scale and zero_point here."""
+        spec = self.spec
+        low = -UNCALIBRATED_REACH if spec.signed or not spec.symmetric else 0.0
+        scale, zero_point = scale_and_zero_point(torch.tensor(low), torch.tensor(UNCALIBRATED_REACH), spec)
+        self.add_positive("scale", scale.expand(self.shape).clone().to(device))
+        self.register_buffer(
+            "zero_point", zero_point.expand(self.shape).clone().to(device), persistent=not spec.symmetric
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Quantize x; while an observer is attached, show x to it and return x as it is."""
@@ -75,27 +118,59 @@ class Quantizer(nn.Module):
             return x
         if not self._is_calibrated:
             self._warn_uncalibrated()
-        return self.quantize(x)
+        if self.training:
+            self.repair()
+        grouped = to_groups(x, self.spec)
+        if self.spec.ewgs != "none":
+            delta = self.ewgs_delta if self.spec.ewgs == "hessian" else self.spec.ewgs_delta
+            from qat.functional.ewgs import ewgs_gradient
+
+            grouped = ewgs_gradient(grouped, self.grid(grouped)[0].detach(), delta)
+        return from_groups(self.quantize(grouped), self.spec)
 
     def quantize(self, x: Tensor) -> Tensor:
-        """x on the grid, with the rule's gradients: what a rule implements."""
+        """x on the grid, with the rule's gradients: what a rule implements. x comes split into its groups, if any."""
         raise TypeError(f"{type(self).__name__}: a quantizer must implement quantize(x)")
 
-    def grid(self) -> tuple[Tensor, Tensor]:
-        """The (scale, zero_point) in force: scale positive and finite, zero_point an integer of the grid."""
+    def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The (scale, zero_point) in force: scale positive and finite, zero_point an integer of the grid.
+
+        Args:
+            x: the tensor itself, which a rule that finds its scale anew at every call needs (weights only).
+        """
         scale = self.effective_scale()
         # A symmetric grid's zero point is in no checkpoint, so a module made on meta never gets one: it is 0 anyway.
         return scale, torch.zeros_like(self.scale, requires_grad=False) if self.spec.symmetric else self.zero_point
 
     def effective_scale(self) -> Tensor:
         """The learned scale as it acts: finite, and at least smallest_scale."""
-        return positive_scale(self.scale, self.smallest_scale)
+        return self.positive("scale")
+
+    def bounds(self) -> tuple[int, int]:
+        """Lowest and highest integer in force."""
+        return self.spec.qmin, self.spec.qmax
 
     def codes(self, x: Tensor) -> Tensor:
         """The integers of x, as a float tensor: clamp(round(x / scale) + zero_point, qmin, qmax)."""
-        scale, zero_point = self.grid()
+        grouped = to_groups(x, self.spec)
+        scale, zero_point = self.grid(grouped)
         wide = torch.promote_types(x.dtype, torch.float32)
-        return torch.clamp(round_ste(x.to(wide) / scale) + zero_point, self.spec.qmin, self.spec.qmax)
+        codes = torch.clamp(round_ste(grouped.to(wide) / scale) + zero_point, *self.bounds())
+        return from_groups(codes, self.spec)
+
+    def fit(self, values: Tensor) -> None:
+        """Set the range from values of shape (scales, elements), as `spec.init` says.
+
+        Raises:
+            ValueError: for NaN or infinity, no values, or negative ones on a grid that has none.
+        """
+        low, high = initial_range(values, self.spec)
+        if self.spec.symmetric and not self.spec.signed and bool((low < 0).any()):
+            raise ValueError(
+                f"values down to {values.min():.3g}, which its grid ({self.spec}) cannot hold; use signed=True or"
+                " symmetric=False"
+            )
+        self.set_range(low, high)
 
     @torch.no_grad()
     def set_range(self, low: Tensor, high: Tensor) -> None:
@@ -104,17 +179,29 @@ class Quantizer(nn.Module):
         Raises:
             ValueError: if a bound is NaN or infinite, or the range wider than float32.
         """
-        low, high = (bound.detach().to(self.scale.device, torch.float32) for bound in (low, high))
+        scale, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
+        self.set_positive("scale", scale)
+        self.zero_point.copy_(zero_point)
+        self.mark_calibrated()
+
+    def checked_range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Both bounds, finite, in the shape of the scales, where they live.
+
+        Raises:
+            ValueError: if a bound is NaN or infinite, or the range wider than float32.
+        """
+        low, high = (bound.detach().to(self.calibrated.device, torch.float32) for bound in (low, high))
         if not bool(torch.isfinite(high - low).all()):
             raise ValueError(
                 f"set_range: the range must be finite and fit float32, got {low.tolist()}, {high.tolist()}"
             )
-        scale, zero_point = scale_and_zero_point(low, high, self.spec)
-        if scale.numel() == self.scale.numel():
-            scale, zero_point = scale.reshape(self.scale.shape), zero_point.reshape(self.scale.shape)
-        self.scale.copy_(scale)
-        self.smallest_scale.copy_(self.scale * FLOOR_SHARE)
-        self.zero_point.copy_(zero_point)
+        low, high = (
+            bound.reshape(self.shape) if bound.numel() == math.prod(self.shape) else bound for bound in (low, high)
+        )
+        return low.expand(self.shape), high.expand(self.shape)
+
+    def mark_calibrated(self) -> None:
+        """Remember that the range comes from data."""
         self.calibrated.fill_(True)
         self._is_calibrated = True
 
@@ -123,12 +210,63 @@ class Quantizer(nn.Module):
         """Whether the range was set from data (without touching the device)."""
         return self._is_calibrated
 
+    def add_positive(self, name: str, start: Tensor) -> None:
+        """Register a parameter that acts as a positive number, at least 1/32 of its calibrated value."""
+        setattr(self, name, nn.Parameter(start))
+        self.register_buffer(f"smallest_{name}", start.detach() * FLOOR_SHARE)
+        self._positive.append(name)
+
+    def positive(self, name: str) -> Tensor:
+        """The parameter of `add_positive` as it acts."""
+        return positive_scale(getattr(self, name), getattr(self, f"smallest_{name}"))
+
+    def set_positive(self, name: str, values: Tensor) -> None:
+        """Give the parameter of `add_positive` a calibrated value, in place."""
+        getattr(self, name).copy_(values)
+        getattr(self, f"smallest_{name}").copy_(getattr(self, name) * FLOOR_SHARE)
+
+    @torch.no_grad()
+    def repair(self) -> None:
+        """Put back what an optimizer made NaN or infinite: no gradient could bring that back.
+
+        Through `.data`, so that a quantizer that runs twice in one forward does not invalidate its own graph.
+        """
+        for name in self._positive:
+            parameter, floor = getattr(self, name), getattr(self, f"smallest_{name}")
+            target = parameter if torch.compiler.is_compiling() else parameter.data
+            target.copy_(torch.where(parameter.isfinite(), parameter, floor / FLOOR_SHARE))
+
+    @property
+    def channel_axis(self) -> int | tuple[int, int] | None:
+        """The axes of the (grouped) tensor along which scales differ; None for one scale."""
+        return {"tensor": None, "channel": 0, "group": (0, 1)}[self.spec.granularity]
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether a layer can compute on this quantizer's codes: one scale for all that a sum runs over."""
+        return self.exportable and self.spec.granularity != "group"
+
+    def refusal(self) -> str | None:
+        """Why the exporter cannot write this quantizer, as the end of a sentence; None if it can."""
+        if not self.exportable:
+            return f"uses the rule {self.spec.rule!r}, whose values lie on no integer grid"
+        if self.spec.granularity == "group":
+            return f"has a scale per group of {self.spec.group_size} inputs, which ONNX Runtime's integer kernels lack"
+        return None
+
+    def penalty(self) -> Tensor | None:
+        """What the rule adds to the loss (a cost of bits, a decay of a range); None if nothing."""
+        return None
+
+    def set_progress(self, progress: float) -> None:
+        """Say how far the training is, 0 to 1: what an annealed rule goes by."""
+
     def gradient_factor(self, x: Tensor) -> float:
         """LSQ's 1/sqrt(N*qmax): N elements that share one scale, of a weight, or of one sample of an activation."""
         choice = self.spec.grad_scale
         if choice == "none" or x.numel() == 0:
             return 1.0
-        count = x.numel() // self.scale.numel()
+        count = x.numel() // math.prod(self.shape)
         if self.role == "activation" and choice == "sample" and x.dim() > 1:
             count //= x.shape[0]
         return 1.0 / math.sqrt(max(count, 1) * self.spec.qmax)

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from qat.functional import lsq_plus_quantize, lsq_quantize
-from qat.quantizer.base import Quantizer, Role
+from qat.quantizer.base import Quantizer
 from qat.quantizer.registry import register_quantizer
-from qat.spec import QuantSpec
 
 
 @register_quantizer("lsq")
@@ -18,8 +17,8 @@ class LSQQuantizer(Quantizer):
         scale, zero_point = self.grid()
         factor = self.gradient_factor(x)
         if self.spec.symmetric:
-            return lsq_quantize(x, scale, self.spec.qmin, self.spec.qmax, factor)
-        return lsq_plus_quantize(x, scale, zero_point, self.spec.qmin, self.spec.qmax, factor)
+            return lsq_quantize(x, scale, *self.bounds(), factor)
+        return lsq_plus_quantize(x, scale, zero_point, *self.bounds(), factor)
 
 
 @register_quantizer("lsq_plus")
@@ -30,28 +29,31 @@ class LSQPlusQuantizer(Quantizer):
         ValueError: on a symmetric grid, which has no zero point to learn.
     """
 
-    def __init__(
-        self,
-        spec: QuantSpec,
-        role: Role = "activation",
-        shape: tuple[int, ...] = (),
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(spec, role, shape, device)
-        if spec.symmetric:
+    def check_spec(self) -> None:
+        """Affine grids only."""
+        super().check_spec()
+        if self.spec.symmetric:
             raise ValueError("lsq_plus learns a zero point and needs symmetric=False; use 'lsq' on a symmetric grid")
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        """The zero point is a parameter too."""
+        super().add_parameters(device)
         start = self.zero_point
         del self.zero_point
         self.zero_point = nn.Parameter(start)
 
+    def repair(self) -> None:
+        """A zero point that became NaN or infinite goes back to the nearest end of the grid, or 0."""
+        super().repair()
+        with torch.no_grad():
+            target = self.zero_point if torch.compiler.is_compiling() else self.zero_point.data
+            target.copy_(torch.nan_to_num(self.zero_point, 0.0, float(self.spec.qmax), float(self.spec.qmin)))
+
     def quantize(self, x: Tensor) -> Tensor:
         """`lsq_plus_quantize` with both parameters."""
-        spec = self.spec
-        return lsq_plus_quantize(
-            x, self.effective_scale(), self.zero_point, spec.qmin, spec.qmax, self.gradient_factor(x)
-        )
+        return lsq_plus_quantize(x, self.effective_scale(), self.zero_point, *self.bounds(), self.gradient_factor(x))
 
-    def grid(self) -> tuple[Tensor, Tensor]:
+    def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Scale, and the integer that the learned zero point acts as."""
-        zero_point = torch.clamp(torch.round(self.zero_point.detach()), self.spec.qmin, self.spec.qmax)
+        zero_point = torch.clamp(torch.round(torch.nan_to_num(self.zero_point.detach())), *self.bounds())
         return self.effective_scale(), zero_point

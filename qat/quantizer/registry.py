@@ -21,8 +21,9 @@ def register_quantizer(name: str) -> Callable[[QuantizerClass], QuantizerClass]:
         ValueError: if the name is taken by another class.
         TypeError: if the class is no `Quantizer`.
 
-    A rule whose values lie on the grid is deployed with `codes(x)` and `grid()`, which have to agree with
-    `quantize(x)`; one whose values do not sets `exportable = False`.
+    A rule whose values lie on the grid is deployed with `codes(x)` and `grid(x)`, which have to agree with
+    `quantize(x)`; one whose values do not sets `exportable = False`. What else a rule may override is said in
+    `Quantizer`: its parameters, its options, a penalty on the loss, annealing.
 
     >>> from qat.functional import fake_quantize
     >>> @register_quantizer("doc_fixed")

@@ -127,12 +127,16 @@ class QATStageConfig(StageConfig):
 class SpecConfig(Section):
     """One grid: what `qat.QuantSpec` takes; fields left out keep the target's choice."""
 
-    bits: Annotated[int, Field(ge=2, le=16)] | None = None
+    bits: Annotated[int, Field(ge=1, le=16)] | None = None
     signed: bool | None = None
     symmetric: bool | None = None
-    granularity: Literal["tensor", "channel"] | None = None
+    granularity: Literal["tensor", "channel", "group"] | None = None
+    """One scale for the tensor, one a channel (weights), or one for every `group_size` inputs of a channel."""
+    group_size: Count | None = None
     rule: str | None = None
-    """Name of a registered quantizer (`lsq`)."""
+    """Name of a registered quantizer (`lsq`); see docs/rules.md."""
+    options: dict[str, Any] | None = None
+    """What the rule takes besides (`{momentum: 0.05}` of `ema`); see docs/rules.md."""
     narrow_range: bool | None = None
     init: Literal["minmax", "percentile", "mse", "lsq"] | None = None
     """How the first range is found."""
@@ -140,6 +144,10 @@ class SpecConfig(Section):
     """With init=percentile: the percent of values below the upper bound of the range, and above the lower one."""
     grad_scale: Literal["sample", "batch", "none"] | None = None
     """N in LSQ's gradient factor 1/sqrt(N*qmax): elements per sample, per batch, or no factor."""
+    ewgs: Literal["none", "fixed", "hessian"] | None = None
+    """Element-wise gradient scaling (arXiv:2104.00903) on top of a uniform rule: with `ewgs_delta`, or with a delta
+    that is found anew before every epoch from the trace of the Hessian."""
+    ewgs_delta: NonNegative | None = None
 
 
 class OverrideConfig(Section):
@@ -181,6 +189,8 @@ class RunConfig(Section):
     empty, or resumed from."""
     resume: Literal["never", "auto"] = "never"
     """`auto`: go on from last.pt of run_dir (by default: the newest runs/<name>*), or start if there is none."""
+    imports: list[str] = Field(default_factory=list)
+    """Modules of your own that register rules with `qat.register_quantizer`, found from where the command runs."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: str = "auto"
     """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:1` ..."""

@@ -1,16 +1,10 @@
 """The float model that a run starts from: a torchvision builder by name, or a callable of the user's own."""
 
 import difflib
-import importlib
 import inspect
 import logging
-import os
-import sys
-import textwrap
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +14,7 @@ from torch import nn
 
 from qat.training.config import ModelConfig
 from qat.training.errors import UserError
+from qat.training.imports import current_folder_importable, import_user_module, place, reason
 from qat.training.weights import last_layer, load_weights
 
 logger = logging.getLogger("qat")
@@ -71,7 +66,7 @@ def _torchvision_model(config: ModelConfig, classes: int) -> nn.Module:
                 config.name, weights=weights, num_classes=built, **config.kwargs
             )
     except Exception as error:  # only the user's kwargs are left as a cause
-        raise UserError(f"model.kwargs: {config.kwargs} do not fit {config.name} ({_reason(error)})") from error
+        raise UserError(f"model.kwargs: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
     if built != classes:
         name = _renew_classifier(model, classes)
         logger.info("model.weights: %s has %d classes; %s is new, with %d", config.weights, built, name, classes)
@@ -93,9 +88,9 @@ def _weights(name: str, wanted: str) -> Any:
         known[key].get_state_dict(progress=True, check_hash=True)
     except Exception as error:  # network, disk, hash, damaged file: each layer raises its own
         if was_there:
-            raise UserError(f"model.weights: '{file}' is damaged ({_reason(error)}); delete it") from error
+            raise UserError(f"model.weights: '{file}' is damaged ({reason(error)}); delete it") from error
         raise UserError(
-            f"model.weights: {key} of {name} could not be downloaded ({_reason(error)}); put {file.name} into "
+            f"model.weights: {key} of {name} could not be downloaded ({reason(error)}); put {file.name} into "
             f"'{folder}', or use model.checkpoint"
         ) from error
     return known[key]
@@ -121,7 +116,7 @@ def _own_model(config: ModelConfig, classes: int) -> nn.Module:
             f"model.weights: '{config.weights}' has no effect with '{config.name}'; torchvision's weights are for its "
             "own models, use model.checkpoint"
         )
-    with _current_folder_importable():
+    with current_folder_importable():
         builder = _imported(config.name)
         arguments = dict(config.kwargs)
         if _takes_num_classes(builder):
@@ -131,7 +126,7 @@ def _own_model(config: ModelConfig, classes: int) -> nn.Module:
         try:
             model = builder(**arguments)
         except Exception as error:  # the user's code: anything may come, and the place says more than the type
-            raise UserError(f"model.name: '{config.name}' failed ({_reason(error)}{_place(error)})") from error
+            raise UserError(f"model.name: '{config.name}' failed ({reason(error)}{place(error)})") from error
     if not isinstance(model, nn.Module):
         raise UserError(
             f"model.name: '{config.name}' returned {type(model).__name__}; it must return a torch.nn.Module"
@@ -139,36 +134,12 @@ def _own_model(config: ModelConfig, classes: int) -> nn.Module:
     return model.cpu()
 
 
-@contextmanager
-def _current_folder_importable() -> Iterator[None]:
-    """Let modules in the folder where the user stands be imported, as `python -m` does."""
-    folder = os.getcwd()
-    added = folder not in sys.path
-    if added:
-        sys.path.insert(0, folder)
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        if added and folder in sys.path:
-            sys.path.remove(folder)
-
-
 def _imported(name: str) -> Callable[..., Any]:
     """Import what `package.module:callable` names."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise UserError(f"model.name: '{name}' is incomplete; write package.module:callable")
-    try:
-        target: Any = importlib.import_module(module_name)
-    except Exception as error:  # the user's module runs here: anything may come
-        absent = error.name if isinstance(error, ModuleNotFoundError) else None
-        if absent and f"{module_name}.".startswith(f"{absent}."):
-            raise UserError(
-                f"model.name: no module '{absent}' for '{name}', neither in the current folder '{os.getcwd()}' nor "
-                "installed"
-            ) from error
-        raise UserError(f"model.name: importing '{module_name}' failed ({_reason(error)}{_place(error)})") from error
+    target: Any = import_user_module(module_name, "model.name", name)
     for part in attribute.split("."):
         if not hasattr(target, part):
             close = difflib.get_close_matches(part, dir(target), n=1)
@@ -190,18 +161,3 @@ def _takes_num_classes(builder: Callable[..., Any]) -> bool:
     if named is not None:
         return named.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
-def _reason(error: Exception) -> str:
-    """Put an exception into part of one line."""
-    said = textwrap.shorten(str(error), 200, placeholder=" ...")
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
-def _place(error: Exception) -> str:
-    """Say in which file and line the exception was raised."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f", {error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
-    return f", {own[-1].filename}:{own[-1].lineno}" if own else ""

@@ -62,19 +62,31 @@ def prepare_model(model: nn.Module, config: RunConfig) -> fx.GraphModule:
         raise UserError(f"quantization: {config.model.name} cannot be prepared ({said})") from error
     if config.export.onnx:
         for name, module in prepared.named_modules():
-            if isinstance(module, qat.Quantizer) and module.spec.bits > MOST_BITS:
-                raise UserError(
-                    f"quantization: {name} has {module.spec.bits} bits, and ONNX Runtime's integer kernels take at most"
-                    f" {MOST_BITS}; use fewer, or set export.onnx=false"
-                )
-            if isinstance(module, qat.Quantizer) and module.role == "weight":
-                spec = module.spec
-                if max(spec.qmax, -spec.qmin) > 127:
-                    raise UserError(
-                        f"quantization: {name}: integers {spec.qmin} to {spec.qmax}, negated where gamma < 0,"
-                        " do not fit int8; use signed=true and narrow_range=true, or fewer bits"
-                    )
+            if isinstance(module, qat.Quantizer):
+                _check_exportable(name, module)
     return prepared
+
+
+def _check_exportable(name: str, quantizer: qat.Quantizer) -> None:
+    """What `export_onnx` would refuse after hours of training.
+
+    Raises:
+        UserError: for a quantizer that has no integers, or too wide ones.
+    """
+    refusal = quantizer.refusal()
+    if refusal is not None:
+        raise UserError(f"quantization: {name} {refusal}; choose another, or set export.onnx=false")
+    low, high = quantizer.bounds()
+    if quantizer.role == "weight" and max(high, -low) > 127:
+        raise UserError(
+            f"quantization: {name}: integers {low} to {high}, negated where gamma < 0,"
+            " do not fit int8; use signed=true and narrow_range=true, or fewer bits"
+        )
+    if high - low >= 2**MOST_BITS:
+        raise UserError(
+            f"quantization: {name} has the integers {low} to {high}, and ONNX Runtime's integer kernels take at most"
+            f" {MOST_BITS} bits; use fewer, or set export.onnx=false"
+        )
 
 
 def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int], classes: int) -> None:

@@ -1,0 +1,54 @@
+"""How many scales a tensor has, and the view in which they broadcast: per tensor, per channel, per group of inputs."""
+
+import math
+
+from torch import Tensor
+
+from qat.spec import QuantSpec
+
+
+def scale_shape(spec: QuantSpec, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the scales of a weight, such that they broadcast over `to_groups(weight, spec)`.
+
+    tensor: ();  channel: (out, 1, ...);  group: (out, in / group_size, 1, ...), one axis more than the weight.
+
+    Args:
+        spec: granularity and group_size.
+        weight_shape: (out, in, ...).
+
+    Raises:
+        ValueError: if group_size does not divide the inputs, or there is no input axis.
+
+    >>> scale_shape(QuantSpec(granularity="group", group_size=16), (8, 64, 3, 3))
+    (8, 4, 1, 1, 1)
+    """
+    if spec.granularity == "tensor":
+        return ()
+    trailing = (1,) * (len(weight_shape) - 1)
+    if spec.granularity == "channel":
+        return (weight_shape[0], *trailing)
+    assert spec.group_size is not None
+    if len(weight_shape) < 2:
+        raise ValueError(f"group_size={spec.group_size} needs an input axis, and the weight's shape is {weight_shape}")
+    inputs = weight_shape[1]
+    if inputs % spec.group_size:
+        divisors = ", ".join(str(size) for size in range(1, inputs + 1) if inputs % size == 0)
+        raise ValueError(f"group_size={spec.group_size} does not divide the weight's {inputs} inputs; use {divisors}")
+    return (weight_shape[0], inputs // spec.group_size, *trailing)
+
+
+def to_groups(x: Tensor, spec: QuantSpec) -> Tensor:
+    """x with its input axis split into (groups, group_size), where the granularity is "group"; else x as it is."""
+    return x.unflatten(1, (-1, spec.group_size)) if spec.granularity == "group" else x
+
+
+def from_groups(x: Tensor, spec: QuantSpec) -> Tensor:
+    """The inverse of `to_groups`."""
+    return x.flatten(1, 2) if spec.granularity == "group" else x
+
+
+def as_rows(weight: Tensor, spec: QuantSpec) -> Tensor:
+    """The weight as (scales, elements): one row for each scale, in the order of the scales."""
+    if spec.granularity == "tensor":
+        return weight.reshape(1, -1)
+    return to_groups(weight, spec).reshape(math.prod(scale_shape(spec, tuple(weight.shape))), -1)

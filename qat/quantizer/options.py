@@ -1,0 +1,46 @@
+"""What a rule takes besides the grid: `QuantSpec.options`, checked against the rule's own dataclass."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a rule that takes none."""
+
+
+def read_options(rule: str, options_type: Any, given: Mapping[str, Any]) -> Any:
+    """The options of a rule, its defaults filled in.
+
+    Args:
+        rule: its name, for the errors.
+        options_type: a dataclass whose fields are the options; all have defaults, whose types the values must have.
+            Its `__post_init__` may raise ValueError for values out of range.
+        given: `QuantSpec.options`.
+
+    Raises:
+        ValueError: for an unknown option, or a value of the wrong type or out of range.
+
+    >>> @dataclass(frozen=True)
+    ... class EMAOptions:
+    ...     momentum: float = 0.01
+    >>> read_options("ema", EMAOptions, {"momentum": 0.1})
+    EMAOptions(momentum=0.1)
+    """
+    known = {option.name: option.default for option in fields(options_type)}
+    for name, value in given.items():
+        if name not in known:
+            near = get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'none'}"
+            raise ValueError(f"rule {rule!r}: unknown option {name!r}; {hint}")
+        expected = type(known[name])
+        fits = isinstance(value, (int, float)) if expected is float else isinstance(value, expected)
+        if not fits or (isinstance(value, bool) and expected is not bool):
+            kind = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}[expected]
+            raise ValueError(f"rule {rule!r}: option {name!r} must be {kind}, got {value!r}")
+    try:
+        return options_type(**given)
+    except ValueError as error:
+        raise ValueError(f"rule {rule!r}: {error}") from error
