@@ -12,10 +12,11 @@
 from qat import functional
 from qat.analysis import summary
 from qat.calibration import calibrate
+from qat.ewgs import update_ewgs
 from qat.export import export_onnx, verify_onnx
 from qat.layers import QuantConv2d, QuantLinear
 from qat.preparation import prepare
-from qat.quantizer import Quantizer, register_quantizer
+from qat.quantizer import Quantizer, penalty, register_quantizer, set_progress
 from qat.spec import QuantRecipe, QuantSpec
 
 __version__ = "0.1.0"
@@ -29,8 +30,11 @@ __all__ = [
     "calibrate",
     "export_onnx",
     "functional",
+    "penalty",
     "prepare",
     "register_quantizer",
+    "set_progress",
     "summary",
+    "update_ewgs",
     "verify_onnx",
 ]

@@ -49,7 +49,8 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
         if isinstance(module, QuantLayer):
             module.calibrate_weight()
     for name, quantizer in quantizers.items():
-        _set_range(name, quantizer, _gather(observers[name].values(extremes=quantizer.spec.init == "minmax")))
+        seen = _gather(observers[name].values(extremes=quantizer.spec.init == "minmax"))
+        _set_range(name, quantizer, seen, observers[name].elements)
 
 
 def _run(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]) -> None:
@@ -67,11 +68,11 @@ def _run(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[st
         raise ValueError("calibrate: batches is empty; at least one batch is needed to find the ranges")
 
 
-def _set_range(name: str, quantizer: Quantizer, values: Tensor) -> None:
+def _set_range(name: str, quantizer: Quantizer, values: Tensor, elements: int) -> None:
     if values.numel() == 0:
         raise ValueError(f"calibrate: quantizer {name!r} saw no values; is its part of the model ever run?")
     try:
-        quantizer.fit(values)
+        quantizer.fit(values, elements)
     except ValueError as error:
         raise ValueError(f"calibrate: quantizer {name!r}: {error}") from error
 

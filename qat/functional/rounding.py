@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from qat.functional.forward_mode import apply
-from qat.functional.tensors import require_floating
+from qat.functional.tensors import as_dtype, require_floating
 
 
 class RoundSTEFunction(torch.autograd.Function):
@@ -36,11 +36,89 @@ class RoundSTEFunction(torch.autograd.Function):
         return grad
 
 
+class FloorSTEFunction(RoundSTEFunction):
+    """Round down, as if it were the identity.
+
+    Forward:    y = floor(x)
+    Backward:   dy/dx = 1
+    """
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        """The largest integer <= x."""
+        return torch.floor(x)
+
+
+class CeilSTEFunction(RoundSTEFunction):
+    """Round up, as if it were the identity.
+
+    Forward:    y = ceil(x)
+    Backward:   dy/dx = 1
+    """
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        """The smallest integer >= x."""
+        return torch.ceil(x)
+
+
+class TruncSTEFunction(RoundSTEFunction):
+    """Round towards zero, as if it were the identity.
+
+    Forward:    y = trunc(x)
+    Backward:   dy/dx = 1
+    """
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        """Drop the fraction."""
+        return torch.trunc(x)
+
+
+class StochasticRoundSTEFunction(torch.autograd.Function):
+    """Round up with a probability equal to the fraction, as if it were the identity.
+
+    Forward:    y = floor(x) + 1 where noise < x - floor(x), else floor(x)
+    Backward:   dy/dx = 1
+
+    The noise is an input: so the same draw serves the forward, a recomputation of it and every derivative.
+
+    Shapes: x any; noise as x, uniform in [0, 1), float32 at least.
+    Source: Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:1502.02551.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, noise: Tensor) -> Tensor:
+        """An infinite x has the fraction NaN, for which the comparison is false: it stays infinite."""
+        wide = x.to(noise.dtype)
+        lower = torch.floor(wide)
+        return as_dtype(lower + (noise < wide - lower), x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Nothing to save: the gradient depends neither on x nor on the noise."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """dy/dx = 1."""
+        return grad, None
+
+
 def round_ste(x: Tensor) -> Tensor:
     """Round to the nearest integer, ties to even; the gradient passes unchanged.
 
+    y = round(x), dy/dx = 1.
+
     Args:
         x: any shape, floating point.
+
+    Returns:
+        Tensor of the shape and dtype of x; NaN and infinities stay what they are.
+
+    Raises:
+        TypeError: if x is not floating point.
 
     Source: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", arXiv:1308.3432.
 
@@ -51,3 +129,111 @@ def round_ste(x: Tensor) -> Tensor:
     ([0.0, 2.0, -0.0], [1.0, 1.0, 1.0])
     """
     return apply(RoundSTEFunction, require_floating(x, "round_ste"))
+
+
+def floor_ste(x: Tensor) -> Tensor:
+    """Round down; the gradient passes unchanged.
+
+    y = floor(x), dy/dx = 1.
+
+    Args:
+        x: any shape, floating point.
+
+    Returns:
+        Tensor of the shape and dtype of x; NaN and infinities stay what they are.
+
+    Raises:
+        TypeError: if x is not floating point.
+
+    Source: Bengio et al., arXiv:1308.3432.
+
+    >>> x = torch.tensor([0.7, 2.0, -0.4], requires_grad=True)
+    >>> y = floor_ste(x)
+    >>> y.sum().backward()
+    >>> y.tolist(), x.grad.tolist()
+    ([0.0, 2.0, -1.0], [1.0, 1.0, 1.0])
+    """
+    return apply(FloorSTEFunction, require_floating(x, "floor_ste"))
+
+
+def ceil_ste(x: Tensor) -> Tensor:
+    """Round up; the gradient passes unchanged.
+
+    y = ceil(x), dy/dx = 1.
+
+    Args:
+        x: any shape, floating point.
+
+    Returns:
+        Tensor of the shape and dtype of x; NaN and infinities stay what they are.
+
+    Raises:
+        TypeError: if x is not floating point.
+
+    Source: Bengio et al., arXiv:1308.3432.
+
+    >>> x = torch.tensor([0.2, 2.0, -1.4], requires_grad=True)
+    >>> y = ceil_ste(x)
+    >>> y.sum().backward()
+    >>> y.tolist(), x.grad.tolist()
+    ([1.0, 2.0, -1.0], [1.0, 1.0, 1.0])
+    """
+    return apply(CeilSTEFunction, require_floating(x, "ceil_ste"))
+
+
+def trunc_ste(x: Tensor) -> Tensor:
+    """Round towards zero; the gradient passes unchanged.
+
+    y = trunc(x), dy/dx = 1.
+
+    Args:
+        x: any shape, floating point.
+
+    Returns:
+        Tensor of the shape and dtype of x; NaN and infinities stay what they are.
+
+    Raises:
+        TypeError: if x is not floating point.
+
+    Source: Bengio et al., arXiv:1308.3432.
+
+    >>> x = torch.tensor([0.7, 2.0, -1.9], requires_grad=True)
+    >>> y = trunc_ste(x)
+    >>> y.sum().backward()
+    >>> y.tolist(), x.grad.tolist()
+    ([0.0, 2.0, -1.0], [1.0, 1.0, 1.0])
+    """
+    return apply(TruncSTEFunction, require_floating(x, "trunc_ste"))
+
+
+def stochastic_round_ste(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Round up with a probability equal to the fraction, so that the mean is x; the gradient passes unchanged.
+
+    y = floor(x) + 1 where u < x - floor(x), else floor(x), with u uniform in [0, 1) drawn for every element; dy/dx = 1.
+
+    u is drawn in float32 at least: 2^-24 is then the largest error of the mean, for half-precision x too. Under
+    `torch.func.vmap` say randomness="different" (or "same"), as for torch's own random functions. Inside
+    `torch.compile(fullgraph=True)` leave the generator out: torch's compiler cannot take one.
+
+    Args:
+        x: any shape, floating point.
+        generator: where u is drawn from, on the device of x; default torch's own.
+
+    Returns:
+        Tensor of the shape and dtype of x; NaN and infinities stay what they are.
+
+    Raises:
+        TypeError: if x is not floating point.
+
+    Source: Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:1502.02551.
+
+    >>> x = torch.full((10000,), 0.25, requires_grad=True)
+    >>> y = stochastic_round_ste(x, torch.Generator().manual_seed(0))
+    >>> y.sum().backward()
+    >>> y.unique().tolist(), x.grad.unique().tolist(), abs(y.mean().item() - 0.25) < 0.02
+    ([0.0, 1.0], [1.0], True)
+    """
+    require_floating(x, "stochastic_round_ste")
+    wide = torch.promote_types(x.dtype, torch.float32)
+    noise = torch.rand(x.shape, generator=generator, dtype=wide, device=x.device)
+    return apply(StochasticRoundSTEFunction, x, noise)

@@ -57,3 +57,45 @@ def positive_scale(scale: Tensor, smallest: Tensor | None = None) -> Tensor:
     if smallest is None:
         smallest = scale.new_tensor(max(SMALLEST_SCALE, torch.finfo(scale.dtype).tiny))
     return apply(PositiveScaleFunction, scale, smallest.to(scale.dtype))
+
+
+class ScaleGradientFunction(torch.autograd.Function):
+    """The identity, with a smaller or larger gradient.
+
+    Forward:    y = x
+    Backward:   dy/dx = factor
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, factor: float) -> Tensor:
+        """A copy: a Function that returns its own input confuses torch 2.11's compiler."""
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        """The factor is all that backward needs."""
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """dy/dx = factor."""
+        return grad * ctx.factor, None
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """x itself, its gradient multiplied by factor: how LSQ slows down the learning of a scale.
+
+    Args:
+        x: any shape, floating point; meant for parameters of few elements, it is copied.
+        factor: of the gradient.
+
+    Source: Esser et al., arXiv:1902.08153, section 2.2.
+
+    >>> scale = torch.tensor(0.5, requires_grad=True)
+    >>> scale_gradient(scale, 0.1).backward()
+    >>> scale.grad
+    tensor(0.1000)
+    """
+    return apply(ScaleGradientFunction, x, factor)

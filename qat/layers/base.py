@@ -41,7 +41,8 @@ class QuantLayer(nn.Module):
 
     def calibrate_weight(self) -> None:
         """Set the weight's range from the weight as it is now."""
-        self.weight_quantizer.fit(as_rows(self.weight.detach(), self.weight_quantizer.spec))
+        weight = self.weight.detach()
+        self.weight_quantizer.fit(as_rows(weight, self.weight_quantizer.spec), weight.numel())
 
     @classmethod
     def from_float(

@@ -1,19 +1,56 @@
 """Quantizer modules with learnable parameters, and the one registry of their rules."""
 
 from qat.quantizer.base import Quantizer
+from qat.quantizer.binary import BinaryQuantizer, TernaryQuantizer, TTQQuantizer
+from qat.quantizer.clipped import DoReFaQuantizer, PACTQuantizer
+from qat.quantizer.floats import (
+    E4M3Quantizer,
+    E5M2Quantizer,
+    MXFP4Quantizer,
+    MXFP6Quantizer,
+    MXFP8Quantizer,
+    MXINT8Quantizer,
+)
 from qat.quantizer.granularity import as_rows, scale_shape
+from qat.quantizer.learned_bits import LearnedBitsQuantizer
+from qat.quantizer.levels import APoTQuantizer, N2UQQuantizer
 from qat.quantizer.lsq import LSQPlusQuantizer, LSQQuantizer
+from qat.quantizer.observed import EMAQuantizer, MinMaxQuantizer
 from qat.quantizer.observer import RangeObserver
+from qat.quantizer.power_of_two import PowerOfTwoQuantizer
 from qat.quantizer.registry import create_quantizer, register_quantizer, registered_quantizers
+from qat.quantizer.soft import DSQQuantizer, StackedSigmoidQuantizer
+from qat.quantizer.training import penalty, set_progress
 
 __all__ = [
+    "APoTQuantizer",
+    "BinaryQuantizer",
+    "DSQQuantizer",
+    "DoReFaQuantizer",
+    "E4M3Quantizer",
+    "E5M2Quantizer",
+    "EMAQuantizer",
     "LSQPlusQuantizer",
     "LSQQuantizer",
+    "LearnedBitsQuantizer",
+    "MXFP4Quantizer",
+    "MXFP6Quantizer",
+    "MXFP8Quantizer",
+    "MXINT8Quantizer",
+    "MinMaxQuantizer",
+    "N2UQQuantizer",
+    "PACTQuantizer",
+    "PowerOfTwoQuantizer",
     "Quantizer",
     "RangeObserver",
+    "StackedSigmoidQuantizer",
+    "TTQQuantizer",
+    "TernaryQuantizer",
     "as_rows",
     "create_quantizer",
+    "penalty",
     "register_quantizer",
     "registered_quantizers",
     "scale_shape",
+    "set_progress",
 ]

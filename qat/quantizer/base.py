@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from qat.functional import positive_scale, round_ste
+from qat.functional import ewgs_gradient, positive_scale, round_ste
 from qat.quantizer.granularity import from_groups, to_groups
 from qat.quantizer.observer import RangeObserver
 from qat.quantizer.options import NoOptions, read_options
@@ -52,6 +52,9 @@ class Quantizer(nn.Module):
     uniform: ClassVar[bool] = True
     """Whether values are rounded to multiples of `grid()`'s scale, so that EWGS can correct the gradient."""
 
+    roles: ClassVar[tuple[Role, ...]] = ("weight", "activation")
+    """What the rule is for."""
+
     options_type: ClassVar[type] = NoOptions
     """Dataclass of what the rule takes besides, from `QuantSpec.options`."""
 
@@ -87,9 +90,12 @@ class Quantizer(nn.Module):
         """Refuse grids that the rule cannot have.
 
         Raises:
-            ValueError: for a signed grid of one bit (-1 and 0), and for EWGS without a uniform grid to correct.
+            ValueError: for the wrong kind of tensor, a signed grid of one bit (-1 and 0), and EWGS without a uniform
+                grid to correct.
         """
         spec = self.spec
+        if self.role not in self.roles:
+            raise ValueError(f"rule {spec.rule!r} is for {self.roles[0]}s only; choose another for {self.role}s")
         if self.uniform and spec.qmax < 1:
             raise ValueError(
                 f"rule {spec.rule!r}: a signed grid needs at least 2 bits, got bits=1; use the rule 'binary' for one"
@@ -123,8 +129,6 @@ class Quantizer(nn.Module):
         grouped = to_groups(x, self.spec)
         if self.spec.ewgs != "none":
             delta = self.ewgs_delta if self.spec.ewgs == "hessian" else self.spec.ewgs_delta
-            from qat.functional.ewgs import ewgs_gradient
-
             grouped = ewgs_gradient(grouped, self.grid(grouped)[0].detach(), delta)
         return from_groups(self.quantize(grouped), self.spec)
 
@@ -151,15 +155,21 @@ class Quantizer(nn.Module):
         return self.spec.qmin, self.spec.qmax
 
     def codes(self, x: Tensor) -> Tensor:
-        """The integers of x, as a float tensor: clamp(round(x / scale) + zero_point, qmin, qmax)."""
-        grouped = to_groups(x, self.spec)
-        scale, zero_point = self.grid(grouped)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        codes = torch.clamp(round_ste(grouped.to(wide) / scale) + zero_point, *self.bounds())
-        return from_groups(codes, self.spec)
+        """The integers of x, as a float tensor in its shape."""
+        return from_groups(self.compute_codes(to_groups(x, self.spec)), self.spec)
 
-    def fit(self, values: Tensor) -> None:
+    def compute_codes(self, x: Tensor) -> Tensor:
+        """clamp(round(x / scale) + zero_point, qmin, qmax), what a rule with other integers overrides; x is grouped."""
+        scale, zero_point = self.grid(x)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return torch.clamp(round_ste(x.to(wide) / scale) + zero_point, *self.bounds())
+
+    def fit(self, values: Tensor, elements: int | None = None) -> None:
         """Set the range from values of shape (scales, elements), as `spec.init` says.
+
+        Args:
+            values: of a weight all, of an activation a sample.
+            elements: of the whole weight, or of one sample of the activation; None: as many as there are values.
 
         Raises:
             ValueError: for NaN or infinity, no values, or negative ones on a grid that has none.
@@ -260,6 +270,15 @@ class Quantizer(nn.Module):
 
     def set_progress(self, progress: float) -> None:
         """Say how far the training is, 0 to 1: what an annealed rule goes by."""
+
+    def curves(self) -> dict[str, Tensor]:
+        """What TensorBoard shows of it, name to tensor (its mean is drawn)."""
+        return {name: getattr(self, name) for name in self._positive}
+
+    def resting_on_floor(self) -> Tensor:
+        """How many learned scales are below what they act as."""
+        below = [(getattr(self, name) < getattr(self, f"smallest_{name}")).sum() for name in self._positive]
+        return torch.stack(below).sum() if below else torch.zeros((), dtype=torch.int64, device=self.calibrated.device)
 
     def gradient_factor(self, x: Tensor) -> float:
         """LSQ's 1/sqrt(N*qmax): N elements that share one scale, of a weight, or of one sample of an activation."""

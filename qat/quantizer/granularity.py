@@ -39,7 +39,10 @@ def scale_shape(spec: QuantSpec, weight_shape: tuple[int, ...]) -> tuple[int, ..
 
 def to_groups(x: Tensor, spec: QuantSpec) -> Tensor:
     """x with its input axis split into (groups, group_size), where the granularity is "group"; else x as it is."""
-    return x.unflatten(1, (-1, spec.group_size)) if spec.granularity == "group" else x
+    if spec.granularity != "group":
+        return x
+    assert spec.group_size is not None
+    return x.reshape(x.shape[0], -1, spec.group_size, *x.shape[2:])
 
 
 def from_groups(x: Tensor, spec: QuantSpec) -> Tensor:

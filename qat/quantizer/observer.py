@@ -11,9 +11,13 @@ class RangeObserver:
 
     Extremes are exact; of the values at most 16,384 a batch are kept, chosen by a generator of the observer's own,
     so that the same batches give the same range, on every rank and whatever else draws random numbers.
+
+    Attributes:
+        elements: of one sample of the tensor (all of it, if it has one axis only).
     """
 
     def __init__(self) -> None:
+        self.elements = 0
         self._samples: list[Tensor] = []
         self._extremes: list[Tensor] = []
         self._generator = torch.Generator().manual_seed(0)
@@ -23,6 +27,7 @@ class RangeObserver:
         values = x.detach().float().reshape(-1)
         if values.numel() == 0:
             return
+        self.elements = values.numel() // x.shape[0] if x.dim() > 1 else values.numel()
         self._extremes.append(torch.stack([values.amin(), values.amax()]).cpu())
         if values.numel() > SAMPLES_PER_BATCH:
             chosen = torch.randint(values.numel(), (SAMPLES_PER_BATCH,), generator=self._generator)

@@ -1,67 +1,29 @@
 """The training loop of one stage. Steps stay on the device; the host reads their numbers once in `log_every` steps."""
 
 import math
-import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from qat.quantizer import Quantizer
 from qat.training.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
-from qat.training.config import QATStageConfig, RunConfig, StageConfig
+from qat.training.config import QATStageConfig
+from qat.training.curves import Meter, log_epoch, log_window
 from qat.training.device import autocast
 from qat.training.ema import EMA
 from qat.training.errors import UserError
 from qat.training.evaluation import Batches, Evaluation, TrainBatches, evaluate, split_output, to_device
-from qat.training.logging import RunLog, progress_bar
+from qat.training.logging import progress_bar
 from qat.training.optimizer import build_optimizer, build_schedule
+from qat.training.rules import RuleSchedule
+from qat.training.stage import StageRun
 
 __all__ = ["Batches", "Evaluation", "StageRun", "TrainBatches", "evaluate", "train_stage"]
 
 AUXILIARY_WEIGHT = 0.3
 """Weight of each auxiliary classifier's loss (GoogLeNet, arXiv:1409.4842)."""
-
-
-@dataclass
-class StageRun:
-    """Everything that one stage of training works with.
-
-    Args:
-        name: of the stage; groups its curves and goes into the checkpoints.
-        stage: how it is optimised.
-        config: the whole run's config: amp, channels_last, log_every; saved in the checkpoints.
-        model: moved to the device and trained in place.
-        train, val: the batches.
-        device: from `pick_device`.
-        log: open; gets the curves and one line an epoch.
-        folder: where last.pt and best.pt go.
-        results: plain values (or tensors) of earlier stages, saved in the checkpoints.
-        first_step: training steps of the run before this stage, so that the curves of the stages join.
-        keep_best: whether to write best.pt: the weights of the stage's best epoch, as evaluated.
-    """
-
-    name: str
-    stage: StageConfig
-    config: RunConfig
-    model: nn.Module
-    train: TrainBatches
-    val: Batches
-    device: torch.device
-    log: RunLog
-    folder: Path
-    results: dict[str, Any] = field(default_factory=dict)
-    first_step: int = 0
-    keep_best: bool = True
-
-    def step(self, epoch: int, number: int = 0) -> int:
-        """The run's count of steps after `epoch` whole epochs of this stage and `number` steps."""
-        return self.first_step + epoch * len(self.train) + number
 
 
 class _Machinery:
@@ -72,6 +34,7 @@ class _Machinery:
         self.schedule = build_schedule(self.optimizer, run.stage, len(run.train))
         self.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.amp == "fp16")
         self.ema = None if run.stage.ema_decay is None else EMA(run.model, run.stage.ema_decay)
+        self.rules = RuleSchedule(run.model)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.best_top1 = -1.0
 
@@ -97,49 +60,6 @@ class _Machinery:
     def averaged(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which the model holds the weights that count: the averages, if there are any."""
         return nullcontext() if self.ema is None else self.ema.swapped(model)
-
-
-@dataclass
-class _Meter:
-    """Sums over training images on the host, and the rows of the steps that still wait on the device."""
-
-    loss: float = 0.0
-    correct: float = 0.0
-    images: int = 0
-    seconds: float = 0.0
-    grad_norm: float = 0.0
-    rows: list[Tensor] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    since: float = field(default_factory=time.perf_counter)
-
-    @property
-    def mean_loss(self) -> float:
-        return self.loss / self.images
-
-    @property
-    def top1(self) -> float:
-        return 100.0 * self.correct / self.images
-
-    @property
-    def images_per_second(self) -> float:
-        return self.images / self.seconds
-
-    def read(self) -> list[float]:
-        """Wait for the device, take the rows (loss, correct, gradient norm) into the sums, return the losses."""
-        rows = torch.stack(self.rows).tolist()  # the one host-device synchronisation
-        for (loss, correct, _), size in zip(rows, self.sizes, strict=True):
-            self.loss += loss * size
-            self.correct += correct
-            self.images += size
-        self.grad_norm = rows[-1][2]
-        self.seconds += time.perf_counter() - self.since
-        return [row[0] for row in rows]
-
-    def merge(self, other: "_Meter") -> None:
-        self.loss += other.loss
-        self.correct += other.correct
-        self.images += other.images
-        self.seconds += other.seconds
 
 
 def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
@@ -180,44 +100,41 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
                 machinery.best_top1 = evaluation.top1
                 if run.keep_best:
                     _save(run, "best.pt", epoch + 1, None)
-        _log_epoch(run, epoch, training, evaluation)
+        log_epoch(run, epoch, training, evaluation)
         _save(run, "last.pt", epoch + 1, machinery.state(epoch + 1, run.device))
     if machinery.ema is not None:
         machinery.ema.copy_to(run.model)
     return evaluation or _validate(run)
 
 
-def _train_epoch(run: StageRun, machinery: _Machinery, epoch: int) -> _Meter:
+def _train_epoch(run: StageRun, machinery: _Machinery, epoch: int) -> Meter:
     run.train.set_epoch(epoch)
     run.model.train()
     _freeze_batch_norms(run, epoch)
-    whole, window = _Meter(), _Meter()
+    machinery.rules.before_epoch(lambda batch: _loss_of(run, batch), run.train)
+    whole, window = Meter(), Meter()
     with progress_bar(run.train, f"{run.name} {epoch + 1}/{run.stage.epochs}", len(run.train)) as bar:
         for number, batch in enumerate(bar, 1):
             images, labels = to_device(batch, run.device, channels_last=run.config.channels_last)
             lr = machinery.optimizer.param_groups[0]["lr"]
+            machinery.rules.before_step((epoch * len(run.train) + number - 1) / (run.stage.epochs * len(run.train)))
             window.rows.append(_train_step(run, machinery, images, labels))
             window.sizes.append(len(labels))
             if number % run.config.log_every == 0 or number == len(run.train):
                 losses = window.read()
                 _check_finite(run, "training", losses, epoch, first_step=number - len(losses) + 1)
-                _log_window(run, run.step(epoch, number), window, lr)
+                log_window(run, run.step(epoch, number), window, lr)
                 words = {"loss": f"{window.mean_loss:.3f}", "top1": f"{window.top1:.1f} %", "lr": f"{lr:.2g}"}
                 bar.set_postfix(words, refresh=False)
                 whole.merge(window)
-                window = _Meter()
+                window = Meter()
     return whole
 
 
 def _train_step(run: StageRun, machinery: _Machinery, images: Tensor, labels: Tensor) -> Tensor:
     """One optimizer step; returns (loss, correct predictions, gradient norm) on the device."""
-    with autocast(run.device, run.config.amp):
-        output = run.model(images)
-    logits, auxiliary = split_output(output, len(labels))
-    smoothing = run.stage.label_smoothing
-    loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing)
-    for side in auxiliary:
-        loss = loss + AUXILIARY_WEIGHT * F.cross_entropy(side.float(), labels, label_smoothing=smoothing)
+    loss, logits = _loss_of(run, (images, labels))
+    loss = machinery.rules.with_penalty(loss)
     machinery.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     norm = torch.zeros_like(loss)
     if run.stage.clip_grad_norm is not None:
@@ -231,6 +148,19 @@ def _train_step(run: StageRun, machinery: _Machinery, images: Tensor, labels: Te
         machinery.ema.update(run.model)
     correct = (logits.detach().argmax(dim=1) == labels).sum()
     return torch.stack((loss.detach(), correct.to(loss.dtype), norm.to(loss.dtype)))
+
+
+def _loss_of(run: StageRun, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The loss of a batch, auxiliary classifiers included, and the logits."""
+    images, labels = batch
+    with autocast(run.device, run.config.amp):
+        output = run.model(images)
+    logits, auxiliary = split_output(output, len(labels))
+    smoothing = run.stage.label_smoothing
+    loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing)
+    for side in auxiliary:
+        loss = loss + AUXILIARY_WEIGHT * F.cross_entropy(side.float(), labels, label_smoothing=smoothing)
+    return loss, logits
 
 
 def _freeze_batch_norms(run: StageRun, epoch: int) -> None:
@@ -259,36 +189,6 @@ def _check_finite(run: StageRun, split: str, losses: list[float], epoch: int, fi
             if run.config.amp != "none":
                 advice.append("amp=none")
             raise UserError(f"{run.name}: the {split} loss is {loss} in {where}; try {' or '.join(advice)}")
-
-
-def _log_window(run: StageRun, step: int, window: _Meter, lr: float) -> None:
-    run.log.scalar(f"{run.name}/train_loss", window.mean_loss, step)
-    run.log.scalar(f"{run.name}/train_top1", window.top1, step)
-    run.log.scalar(f"{run.name}/lr", lr, step)
-    run.log.scalar(f"{run.name}/images_per_second", window.images_per_second, step)
-    if run.stage.clip_grad_norm is not None:
-        run.log.scalar(f"{run.name}/grad_norm", window.grad_norm, step)
-
-
-def _log_epoch(run: StageRun, epoch: int, training: _Meter, validation: Evaluation) -> None:
-    step = run.step(epoch + 1)
-    run.log.scalar(f"{run.name}/val_loss", validation.loss, step)
-    run.log.scalar(f"{run.name}/val_top1", validation.top1, step)
-    quantizers = {name: module for name, module in run.model.named_modules() if isinstance(module, Quantizer)}
-    scales = {name: module.scale for name, module in quantizers.items()}
-    low = 0
-    if scales:
-        below = [(module.scale < module.smallest_scale).sum() for module in quantizers.values()]
-        low = int(torch.stack(below).sum())
-        means = torch.stack([scale.detach().float().mean() for scale in scales.values()]).tolist()
-        for name, mean in zip(scales, means, strict=True):
-            run.log.scalar(f"scale/{name}", mean, step)
-    run.log.flush()
-    run.log.say(
-        f"{run.name} {epoch + 1}/{run.stage.epochs}: train loss {training.mean_loss:.3f}, top1 {training.top1:.2f} %;"
-        f" val loss {validation.loss:.3f}, top1 {validation.top1:.2f} %; {training.images_per_second:.0f} images/s"
-        + (f"; {low} learned scales rest on their floor (a lower lr or quantizer_lr_factor?)" if low else "")
-    )
 
 
 def _save(run: StageRun, file: str, epochs: int, state: StageState | None) -> None:

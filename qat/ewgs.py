@@ -1,0 +1,112 @@
+"""`update_ewgs`: the delta of element-wise gradient scaling from the trace of the Hessian."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from qat.quantizer import Quantizer
+
+SPREAD = 3.0
+"""G, the gradient that stands for all of a tensor's: this many deviations of them, as in the paper."""
+
+
+def update_ewgs(
+    model: nn.Module, loss_function: Callable[[nn.Module, Any], Tensor], batches: Iterable[Any], draws: int = 1
+) -> dict[str, float]:
+    """Set delta of every quantizer with `ewgs="hessian"`; call it now and then, the paper does every ten epochs.
+
+    delta = max(0, scale * Tr(H)/N / G), with H the Hessian of the loss by the N values of the quantized tensor, its
+    trace estimated with random signs (Hutchinson), and G three deviations of their gradients. scale turns the paper's
+    delta, which acts on differences of values, into one for differences of codes.
+
+    Args:
+        model: prepared and calibrated; buffers (BatchNorm statistics) and gradients are left as they were.
+        loss_function: called as loss_function(model, batch); returns a scalar.
+        batches: a few batches, on the model's device.
+        draws: random sign vectors a batch.
+
+    Returns:
+        The new deltas by the quantizer's name; empty if no quantizer asks for one.
+
+    Raises:
+        ValueError: if there is no batch.
+
+    Source: Lee et al., "Network Quantization with Element-wise Gradient Scaling", arXiv:2104.00903.
+    """
+    quantizers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Quantizer) and module.spec.ewgs == "hessian"
+    }
+    if not quantizers:
+        return {}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    totals = {name: torch.zeros(2, device=module.ewgs_delta.device) for name, module in quantizers.items()}
+    generator = torch.Generator().manual_seed(0)
+    count = 0
+    with torch.enable_grad():
+        for batch in batches:
+            count += 1
+            for name, estimate in _estimates(model, quantizers, loss_function, batch, draws, generator).items():
+                totals[name] += estimate
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    if count == 0:
+        raise ValueError("update_ewgs: batches is empty; at least one batch is needed to estimate the Hessian")
+    return {name: _set_delta(module, totals[name] / count) for name, module in quantizers.items()}
+
+
+def _estimates(
+    model: nn.Module,
+    quantizers: dict[str, Quantizer],
+    loss_function: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    draws: int,
+    generator: torch.Generator,
+) -> dict[str, Tensor]:
+    """(mean of the Hessian's diagonal, deviation of the gradients) of every quantizer that ran."""
+    outputs: dict[str, Tensor] = {}
+    hooks = [
+        module.register_forward_hook(lambda _module, _inputs, output, name=name: outputs.update({name: output}))
+        for name, module in quantizers.items()
+    ]
+    try:
+        loss = loss_function(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    names = [name for name, output in outputs.items() if output.requires_grad]
+    tensors = [outputs[name] for name in names]
+    gradients = torch.autograd.grad(loss, tensors, create_graph=True, materialize_grads=True)
+    diagonal = [torch.zeros((), device=tensor.device) for tensor in tensors]
+    for _ in range(draws):
+        signs = [
+            (torch.randint(2, tensor.shape, generator=generator) * 2 - 1).to(tensor.device, tensor.dtype)
+            for tensor in tensors
+        ]
+        pull = torch.stack([(g * s).sum().float() for g, s in zip(gradients, signs, strict=True)]).sum()
+        curved = torch.autograd.grad(pull, tensors, retain_graph=True, materialize_grads=True)
+        for number, (product, sign) in enumerate(zip(curved, signs, strict=True)):
+            diagonal[number] = diagonal[number] + (product.float() * sign.float()).mean() / draws
+    return {
+        name: torch.stack([trace, gradient.detach().float().std(correction=0)])
+        for name, trace, gradient in zip(names, diagonal, gradients, strict=True)
+    }
+
+
+@torch.no_grad()
+def _set_delta(quantizer: Quantizer, estimate: Tensor) -> float:
+    """The formula; a tensor without gradients, or with a negative or unusable trace, gets 0."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(estimate)
+        estimate = estimate / dist.get_world_size()
+    trace, deviation = estimate.unbind()
+    scale = quantizer.curves().get("scale", torch.ones(())).detach().float().mean().to(estimate.device)
+    delta = scale * trace / (SPREAD * deviation)
+    delta = torch.where(delta.isfinite() & (delta > 0), delta, 0.0)
+    quantizer.ewgs_delta.copy_(delta)
+    return float(delta)

@@ -1,0 +1,192 @@
+"""APoT: levels that are sums of powers of two, dense around zero, and the weight normalisation that goes with them."""
+
+import functools
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.functional.binary import ChannelAxis, axes_within_channel
+from qat.functional.forward_mode import apply
+from qat.functional.pact import check_bits
+from qat.functional.tensors import as_dtype, require_floating, sum_to_shape
+
+MOST_MAGNITUDE_BITS = 8
+SMALLEST_DEVIATION = 1e-5
+
+
+class APoTFunction(torch.autograd.Function):
+    """Round to the nearest additive power of two.
+
+    Forward, with v = clip(x / alpha, -1, 1), or clip(x / alpha, 0, 1) if unsigned:
+                 y = alpha * the level nearest to v, of two the one of smaller magnitude
+    Backward:    dy/dx     = 1  where |x| <= alpha (0 <= x <= alpha if unsigned), else 0
+                 dy/dalpha = level - x / alpha  there, else v, which is sign(x) (0 or 1 if unsigned)
+
+    Shapes: x any; alpha () per tensor, or 1 outside the channel axis. Unit of alpha: that of x.
+    Source: Li et al., "Additive Powers-of-Two Quantization", ICLR 2020, arXiv:1909.13144.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, alpha: Tensor, bits: int, signed: bool) -> Tensor:
+        """In float32 at least: bfloat16 has no room between the levels of 6 bits."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        bound = alpha.to(wide)
+        v = torch.clamp(x.to(wide) / bound, -1 if signed else 0, 1)
+        return as_dtype(_nearest_level(v, bits - signed).mul(bound), x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int, bool], output: Tensor) -> None:
+        """Keep the inputs only."""
+        x, alpha, ctx.bits, ctx.signed = inputs
+        ctx.save_for_backward(x, alpha)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """The two lines of the class docstring; level - x / alpha counts as a constant, as any rounding residual."""
+        x, alpha = (tensor.detach() for tensor in ctx.saved_tensors)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        value, bound = x.to(wide), alpha.to(wide)
+        inside = (value >= (-bound if ctx.signed else 0)) & (value <= bound)
+        grad_x = grad_alpha = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.where(inside, grad, 0)
+        if ctx.needs_input_grad[1]:
+            v = torch.clamp(value / bound, -1 if ctx.signed else 0, 1)
+            slope = torch.where(inside, _nearest_level(v, ctx.bits - ctx.signed) - v, v)
+            grad_alpha = sum_to_shape(grad.to(wide) * slope, alpha.shape).to(alpha.dtype)
+        return grad_x, grad_alpha, None, None
+
+
+def _nearest_level(v: Tensor, magnitude_bits: int) -> Tensor:
+    """The level nearest to every element of v, which lies in -1 .. 1; NaN stays NaN, which bucketize would sort last.
+
+    bucketize wants contiguous values (it warns otherwise); the last line goes back to the layout of v.
+    """
+    units = _levels_in_units(magnitude_bits, v)
+    between = (units[1:] + units[:-1]) / (2 * units[-1:])  # rounded once, as the levels are
+    index = torch.bucketize(v.abs().contiguous(), between)  # a tie stays below
+    nearest = (units / units[-1:])[index]
+    return torch.where(v < 0, -nearest, torch.where(torch.isnan(v), v, nearest))
+
+
+def _levels_in_units(magnitude_bits: int, like: Tensor) -> Tensor:
+    """`apot_levels` times the integer that makes all of them integers, of the dtype of `like`, made on its device.
+
+    Made there because copying the tuple over would make the host wait. In units of the smallest power of two a level
+    has at most one bit of every term: the h full terms own bit j of each of three fields of h bits, and of an odd
+    number of magnitude bits the last one is a field of its own between the second and the third.
+    """
+    h, odd = divmod(magnitude_bits, 2)
+    field = 2**h - 1
+    code = torch.arange(2**magnitude_bits, device=like.device)
+    low, high, single = code & field, (code >> h) & field, code >> (2 * h)
+    first, second, third = low & ~high, high & ~low, low & high
+    unit = (first << (2 * h + odd)) | (second << (h + odd)) | (single << h) | third
+    return torch.sort(unit).values.to(like.dtype)
+
+
+@functools.cache
+def apot_levels(magnitude_bits: int) -> tuple[float, ...]:
+    """The 2^magnitude_bits levels of APoT in ascending order, from 0 to 1.
+
+    Sums of one value from every term, divided by the largest sum. With h = magnitude_bits // 2, term i = 0 .. h - 1 is
+    {0, 2^-(i+1), 2^-(i+1+h), 2^-(i+1+2h)}; an odd number of bits adds the term {0, 2^-(2h+1)}, and the third values
+    start one later, at 2^-(2h+2).
+
+    Args:
+        magnitude_bits: 1 .. 8; without the sign.
+
+    Raises:
+        ValueError: if magnitude_bits is no whole number from 1 to 8.
+
+    Source: Li et al., arXiv:1909.13144. Deviation: 1 bit and 5 to 8 bits are not published; they follow the pattern.
+
+    >>> apot_levels(2)
+    (0.0, 0.25, 0.5, 1.0)
+    >>> apot_levels(3)
+    (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
+    """
+    check_bits(magnitude_bits, "apot_levels", most=MOST_MAGNITUDE_BITS)
+    h, odd = divmod(magnitude_bits, 2)
+    terms: list[tuple[float, ...]] = [
+        (0.0, 2.0 ** -(i + 1), 2.0 ** -(i + 1 + h), 2.0 ** -(i + 1 + 2 * h + odd)) for i in range(h)
+    ]
+    if odd:
+        terms.append((0.0, 2.0 ** -(2 * h + 1)))
+    sums = sorted(sum(values) for values in itertools.product(*terms))
+    return tuple(value / sums[-1] for value in sums)
+
+
+def apot_quantize(x: Tensor, alpha: Tensor, bits: int, signed: bool = True) -> Tensor:
+    """Put x on the levels of APoT between -alpha (or 0) and alpha, with gradients for x and alpha.
+
+    y = alpha * nearest(clip(x / alpha, -1, 1)), of two equally near levels the one of smaller magnitude; the gradients
+    are those of `APoTFunction`, the levels those of `apot_levels(bits - 1)`, or `apot_levels(bits)` if unsigned.
+    They are no integer grid: the rule does not export to int8.
+
+    Args:
+        x: any shape, floating point; weights go through `normalize_weight` first.
+        alpha: the largest level, > 0, in the unit of x; shape () or broadcastable to x (per channel).
+        bits: 2 .. 9 if signed, else 1 .. 8.
+        signed: whether levels of both signs are used.
+
+    Returns:
+        Tensor of the shape and dtype of x.
+
+    Raises:
+        TypeError: if x is not floating point.
+        ValueError: if bits is no whole number in its range.
+
+    Source: Li et al., "Additive Powers-of-Two Quantization: An Efficient Non-uniform Discretization for Neural
+    Networks", arXiv:1909.13144.
+
+    >>> x = torch.tensor([0.3, -0.6, -5.0], requires_grad=True)
+    >>> alpha = torch.tensor(2.0, requires_grad=True)
+    >>> y = apot_quantize(x, alpha, 3)
+    >>> y.tolist()
+    [0.5, -0.5, -2.0]
+    >>> y.sum().backward()
+    >>> x.grad.tolist(), round(alpha.grad.item(), 2)
+    ([1.0, 1.0, 0.0], -0.85)
+    """
+    check_bits(bits, "apot_quantize", 1 + signed, MOST_MAGNITUDE_BITS + signed)
+    require_floating(x, "apot_quantize")
+    return apply(APoTFunction, x, alpha, bits, signed)
+
+
+def normalize_weight(weight: Tensor, channel_axis: ChannelAxis = None) -> Tensor:
+    """Shift and scale a weight to mean 0 and standard deviation 1; the statistics count as constants.
+
+    y = (weight - mean) / max(std, 1e-5), with dy/dweight = 1 / max(std, 1e-5).
+
+    Args:
+        weight: any shape, floating point.
+        channel_axis: None takes the statistics over the tensor; an int or a tuple of ints takes them for every index
+            of these axes.
+
+    Returns:
+        Tensor of the shape and dtype of weight.
+
+    Raises:
+        TypeError: if weight is not floating point.
+        ValueError: if channel_axis is none of the axes of weight.
+
+    Source: Li et al., arXiv:1909.13144. Deviations: std divides by the number of elements (one element
+    has a standard deviation then), and is bounded by 1e-5 from below where the paper adds 1e-5.
+
+    >>> normalize_weight(torch.tensor([[1.0, 3.0], [5.0, 5.0]]), channel_axis=0).tolist()
+    [[-1.0, 1.0], [0.0, 0.0]]
+    """
+    require_floating(weight, "normalize_weight")
+    axes = axes_within_channel(weight, channel_axis, "normalize_weight")
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    constant = wide.detach()
+    if not axes:  # every element is its own mean
+        return as_dtype((wide - constant) / SMALLEST_DEVIATION, weight.dtype)
+    mean = constant.mean(axes, keepdim=True)
+    deviation = (constant - mean).square().mean(axes, keepdim=True).sqrt().clamp(min=SMALLEST_DEVIATION)
+    return as_dtype((wide - mean) / deviation, weight.dtype)

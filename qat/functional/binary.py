@@ -1,0 +1,163 @@
+"""Binary weights: one scale a channel and a sign (XNOR-Net, Bi-Real, IR-Net)."""
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from qat.functional.clamping import tensor_beside
+from qat.functional.forward_mode import apply
+from qat.functional.sign import ErrorDecaySignFunction, SignSTEFunction
+from qat.functional.tensors import as_dtype, require_floating
+
+ChannelAxis = int | tuple[int, ...] | None
+
+BinaryGradient = Literal["clipped", "approximate", "error_decay", "straight_through"]
+
+
+class BinaryFunction(torch.autograd.Function):
+    """The sign of every weight times a scale that does not show in the gradient.
+
+    Forward:    y = scale where weight >= 0, else -scale
+    Backward:   "clipped":          dy/dweight = 1               where |weight| <= 1, else 0
+                "approximate":      dy/dweight = 2 - 2 |weight|  where |weight| <= 1, else 0
+                "straight_through": dy/dweight = 1
+                "error_decay":      dy/dweight = k t (1 - tanh(t weight)^2)
+                                    with t = 0.1 * 10^(2 progress) and k = max(1/t, 1)
+
+    Shapes: weight any; scale broadcastable to it; progress (), or None where the gradient is not "error_decay".
+    Source: see `binary_quantize`.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, scale: Tensor, gradient: BinaryGradient, progress: Tensor | None) -> Tensor:
+        """Zero gets +1: there are two levels only. A NaN is in its channel's mean too, so it stays one."""
+        return as_dtype(torch.where(weight >= 0, scale, -scale), weight.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, BinaryGradient, Tensor | None], output: Tensor) -> None:
+        """Keep what the sign of that gradient keeps."""
+        weight, _, ctx.gradient, progress = inputs
+        if progress is not None:
+            ctx.save_for_backward(weight, progress)
+        elif ctx.gradient != "straight_through":
+            ctx.save_for_backward(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """The slopes are the sign's, word for word, so its backward gives them."""
+        sign = ErrorDecaySignFunction if ctx.gradient == "error_decay" else SignSTEFunction
+        return sign.backward(ctx, grad)[0], None, None, None
+
+
+def binary_quantize(
+    weight: Tensor,
+    channel_axis: ChannelAxis = 0,
+    gradient: BinaryGradient = "clipped",
+    progress: Tensor | float | None = None,
+) -> Tensor:
+    """Put every channel of a weight on two levels, -m and +m, with m its mean magnitude.
+
+    y = sign(weight) * mean|weight| over the channel, with sign(0) = +1. The mean is a constant, and by `gradient`
+
+        "clipped":           dy/dweight = 1                           where |weight| <= 1, else 0
+        "approximate":       dy/dweight = 2 - 2 |weight|              where |weight| <= 1, else 0
+        "error_decay":       dy/dweight = k t (1 - tanh(t weight)^2)  with t = 0.1 * 10^(2 progress), k = max(1/t, 1)
+        "straight_through":  dy/dweight = 1
+
+    Args:
+        weight: any shape, floating point.
+        channel_axis: the axis, or axes, for every index of which there is a mean of its own; None: one mean.
+        gradient: "clipped", as XNOR-Net is trained; "approximate" (Bi-Real); "error_decay" (IR-Net), which goes from
+            nearly the identity to nearly the sign as training proceeds; "straight_through".
+        progress: for "error_decay" only: how much of the training is done, 0..1; a tensor () or a number.
+
+    Returns:
+        Tensor of the shape and dtype of weight; zeros for a channel of zeros.
+
+    Raises:
+        TypeError: if weight is not floating point.
+        ValueError: if the axis or the gradient does not exist, or progress is missing, out of range or of no use.
+
+    Source: Rastegari et al., "XNOR-Net", arXiv:1603.05279; Liu et al., "Bi-Real Net", arXiv:1808.00278; Qin et al.,
+    "IR-Net", arXiv:1909.10788. Deviations: as the published code does, the mean is a constant and no factor of the
+    gradient, where XNOR-Net's text has both; weights are not balanced first as in IR-Net.
+
+    >>> weight = torch.tensor([[0.5, -1.5], [0.0, 0.25]], requires_grad=True)
+    >>> y = binary_quantize(weight)
+    >>> y.sum().backward()
+    >>> y.tolist(), weight.grad.tolist()
+    ([[1.0, -1.0], [0.125, 0.125]], [[1.0, 0.0], [1.0, 1.0]])
+    """
+    require_floating(weight, "binary_quantize")
+    if gradient not in get_args(BinaryGradient):
+        known = ", ".join(get_args(BinaryGradient))
+        raise ValueError(f"binary_quantize: unknown gradient '{gradient}'; known: {known}")
+    if progress is None and gradient == "error_decay":
+        raise ValueError("binary_quantize: gradient 'error_decay' needs progress, a number in 0..1, got None")
+    if progress is not None:
+        if gradient != "error_decay":
+            raise ValueError(f"binary_quantize: only gradient 'error_decay' takes progress, got it with '{gradient}'")
+        if not isinstance(progress, Tensor) and not 0 <= progress <= 1:
+            raise ValueError(f"binary_quantize: progress must lie in 0..1, got {progress}")
+        progress = tensor_beside(weight, progress)
+    mean = mean_magnitude(weight.detach(), axes_within_channel(weight, channel_axis, "binary_quantize"))
+    return apply(BinaryFunction, weight, mean, gradient, progress)
+
+
+def binary_scale(weight: Tensor, channel_axis: ChannelAxis = 0) -> Tensor:
+    """The level of every channel: mean|weight|, and the smallest normal number where the whole channel is zero.
+
+    Args:
+        weight: any shape, floating point.
+        channel_axis: as in `binary_quantize`.
+
+    Returns:
+        Tensor > 0, with 1 in the place of every axis that is no channel axis; float32, float64 for a float64 weight.
+
+    Raises:
+        TypeError: if weight is not floating point.
+        ValueError: if the axis does not exist.
+
+    Source: Rastegari et al., "XNOR-Net", arXiv:1603.05279.
+
+    >>> binary_scale(torch.tensor([[0.5, -1.5], [0.0, 0.25]])).tolist()
+    [[1.0], [0.125]]
+    """
+    require_floating(weight, "binary_scale")
+    mean = mean_magnitude(weight, axes_within_channel(weight, channel_axis, "binary_scale"))
+    return torch.where(mean == 0, torch.finfo(mean.dtype).tiny, mean)
+
+
+def axes_within_channel(weight: Tensor, channel_axis: ChannelAxis, caller: str) -> tuple[int, ...]:
+    """The axes of weight that are no channel axis: those over which a statistic of a channel is taken.
+
+    Raises:
+        ValueError: if weight has no such axis.
+
+    >>> axes_within_channel(torch.zeros(4, 3, 2, 2), (0, -1), "caller")
+    (1, 2)
+    """
+    given = () if channel_axis is None else channel_axis if isinstance(channel_axis, tuple) else (channel_axis,)
+    for axis in given:
+        if not -weight.ndim <= axis < weight.ndim:
+            right = f"in {-weight.ndim}..{weight.ndim - 1}" if weight.ndim else "None"
+            shape = tuple(weight.shape)
+            raise ValueError(f"{caller}: channel_axis must be {right} for a weight of shape {shape}, got {axis}")
+    channels = {axis % weight.ndim for axis in given}
+    return tuple(axis for axis in range(weight.ndim) if axis not in channels)
+
+
+def mean_magnitude(weight: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """mean|weight| over these axes, kept with length 1, in float32 at least; 0 over nothing.
+
+    >>> mean_magnitude(torch.tensor([[0.5, -1.5]]), (1,))
+    tensor([[1.]])
+    """
+    magnitude = weight.to(torch.promote_types(weight.dtype, torch.float32)).abs()
+    if not axes:  # torch reads an empty list of axes as all of them
+        return magnitude
+    total = magnitude.sum(axes, keepdim=True)
+    return total / max(magnitude.numel() // max(total.numel(), 1), 1)

@@ -1,0 +1,133 @@
+"""Clamping whose gradient at a bound does not depend on the torch version."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from qat.functional.forward_mode import apply
+from qat.functional.tensors import require_floating, sum_to_shape
+
+ClampGradient = Literal["clipped", "straight_through"]
+
+
+class ClampSTEFunction(torch.autograd.Function):
+    """Clamp, with a gradient for the bounds too.
+
+    Forward:     y = min(max(x, low), high)
+    Backward:    dy/dx    = 1 where low <= x <= high, else 0 ("clipped"); 1 everywhere ("straight_through")
+                 dy/dlow  = 1 where x < low <= high, else 0
+                 dy/dhigh = 1 where x > high or low > high, else 0
+
+    A value exactly on a bound counts as inside. The bounds are read in the dtype of x, so that what was clamped once
+    lies inside, whatever the dtype.
+
+    Shapes: x, low and high broadcast as in `torch.clamp`. Unit of the bounds: that of x.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, low: Tensor, high: Tensor, gradient: str) -> Tensor:
+        """Exact in every dtype: nothing is calculated, so nothing is gained in a wider one."""
+        return torch.clamp(x, low.to(x.dtype), high.to(x.dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: Tensor) -> None:
+        """Keep the inputs: they say which side of the bounds an element lies on."""
+        x, low, high, ctx.gradient = inputs
+        ctx.save_for_backward(x, low, high)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """The three lines of the class docstring."""
+        x, low, high = ctx.saved_tensors
+        bottom, top = low.to(x.dtype), high.to(x.dtype)
+        grad_x = grad_low = grad_high = None
+        if ctx.needs_input_grad[0]:
+            inside = (bottom <= x) & (x <= top)
+            passed = grad if ctx.gradient == "straight_through" else torch.where(inside, grad, 0)
+            grad_x = sum_to_shape(passed, x.shape)
+        wide = torch.promote_types(x.dtype, torch.float32)  # thousands of terms add up
+        if ctx.needs_input_grad[1]:
+            passed = torch.where((x < bottom) & (bottom <= top), grad.to(wide), 0)
+            grad_low = sum_to_shape(passed, low.shape).to(low.dtype)
+        if ctx.needs_input_grad[2]:
+            passed = torch.where((x > top) | (bottom > top), grad.to(wide), 0)
+            grad_high = sum_to_shape(passed, high.shape).to(high.dtype)
+        return grad_x, grad_low, grad_high, None
+
+
+def clamp_ste(x: Tensor, low: Tensor | float, high: Tensor | float, gradient: ClampGradient = "clipped") -> Tensor:
+    """Clamp x to low .. high; bounds that are tensors can be learned.
+
+    y = min(max(x, low), high); the gradients are those of `ClampSTEFunction`. `torch.clamp` differs: its gradient on
+    a bound is 1 or 0 depending on the torch version, and it does not pass gradients straight through.
+
+    Args:
+        x: any shape, floating point.
+        low, high: the bounds, in the unit of x; numbers, or tensors that broadcast with x. Where a tensor low exceeds
+            high, y is high, as in `torch.clamp`.
+        gradient: "clipped": dy/dx = 1 where low <= x <= high, else 0; "straight_through": 1 everywhere.
+
+    Returns:
+        Tensor of the dtype of x and the shape that x and the bounds broadcast to; NaN stays NaN.
+
+    Raises:
+        TypeError: if x is not floating point.
+        ValueError: if both bounds are numbers and low exceeds high; for an unknown gradient.
+
+    Source: Bengio et al., arXiv:1308.3432 (straight through); Choi et al., PACT, arXiv:1805.06085 (learned bound).
+
+    >>> x = torch.tensor([-2.0, -1.0, 0.3, 5.0], requires_grad=True)
+    >>> high = torch.tensor(2.0, requires_grad=True)
+    >>> y = clamp_ste(x, -1.0, high)
+    >>> y.sum().backward()
+    >>> [round(value, 2) for value in y.tolist()], x.grad.tolist(), high.grad.item()
+    ([-1.0, -1.0, 0.3, 2.0], [0.0, 1.0, 1.0, 0.0], 1.0)
+    """
+    check_gradient(gradient, ("clipped", "straight_through"), "clamp_ste")
+    require_floating(x, "clamp_ste")
+    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and not low <= high:
+        raise ValueError(f"clamp_ste: low must be at most high, got low={low} and high={high}")
+    return apply(ClampSTEFunction, x, tensor_beside(x, low), tensor_beside(x, high), gradient)
+
+
+def check_gradient(gradient: str, known: tuple[str, ...], caller: str) -> None:
+    """Refuse the name of a gradient that the estimator does not have.
+
+    Raises:
+        ValueError: if gradient is not among the known ones.
+    """
+    if gradient not in known:
+        raise ValueError(f"{caller}: unknown gradient {gradient!r}; known: {', '.join(known)}")
+
+
+def tensor_beside(x: Tensor, value: Tensor | float) -> Tensor:
+    """A parameter as a tensor on the device of x, so that a Function has one path for numbers and tensors.
+
+    A tensor comes back as it is; a number becomes a tensor () of float32 at least, without a copy from the host.
+
+    >>> tensor_beside(torch.zeros(3, dtype=torch.float16), 0.1)
+    tensor(0.1000)
+    """
+    if isinstance(value, Tensor):
+        return value
+    return torch.full((), value, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
+def setting_beside(x: Tensor, value: Tensor | float, name: str, caller: str) -> Tensor:
+    """`tensor_beside` for a parameter that shapes the backward only: the output has the shape of x, whatever its own.
+
+    Raises:
+        ValueError: if value does not broadcast to x; the gradient would be summed over copies of x that never were.
+    """
+    setting = tensor_beside(x, value)
+    fits = setting.ndim <= x.ndim
+    for size, target in zip(reversed(setting.shape), reversed(x.shape), strict=False):
+        fits = fits and size in (1, target)
+    if not fits:
+        raise ValueError(
+            f"{caller}: {name} must broadcast to x, got shapes {tuple(setting.shape)} and {tuple(x.shape)}"
+        )
+    return setting

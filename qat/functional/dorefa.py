@@ -1,0 +1,169 @@
+"""DoReFa-Net: weights squashed by tanh and scaled by their largest one, activations clipped to 0 .. 1."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.functional.binary import BinaryFunction, ChannelAxis, axes_within_channel, mean_magnitude
+from qat.functional.forward_mode import apply
+from qat.functional.pact import check_bits
+from qat.functional.tensors import as_dtype, require_floating
+
+
+class DoReFaWeightFunction(torch.autograd.Function):
+    """Squash by tanh, divide by the largest magnitude, round onto 2^bits levels from -1 to 1.
+
+    Forward, with n = 2^bits - 1, t = tanh(weight), M = max|t| over `axes` and u = t / M:
+                 y = 2 * round((u / 2 + 1/2) * n) / n - 1
+    Backward:    dy/dweight = du/dweight, the rounding passed straight through: with G = dL/dy,
+                 dL/dt = (G - share * sign(t) * sum(G * u)) / M and dL/dweight = dL/dt * (1 - t^2)
+
+    share is 1 / (number of ties) where |t| = M, else 0: the gradient of the maximum, as torch.amax gives it.
+    Where all weights that share M are zero it counts as 1, so that y and the gradient stay finite.
+
+    Shapes: weight any; axes: the axes that share one M, none for one M an element. y has no unit.
+    Source: Zhou et al., "DoReFa-Net", arXiv:1606.06160.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, bits: int, axes: tuple[int, ...]) -> Tensor:
+        """In float32 at least; (2k - n) / n rounds once and is symmetric around zero to the last bit."""
+        steps = 2**bits - 1
+        squashed, largest = _squash(weight, axes)
+        codes = torch.round((squashed / largest * 0.5 + 0.5) * steps)
+        return as_dtype((2 * codes - steps) / steps, weight.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int, tuple[int, ...]], output: Tensor) -> None:
+        """Keep the weight only; the rounding has no part in the gradient."""
+        weight, _, ctx.axes = inputs
+        ctx.save_for_backward(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The formula of the class docstring, in operations that autograd can differentiate again."""
+        (weight,) = ctx.saved_tensors
+        squashed, largest = _squash(weight, ctx.axes)
+        upstream = grad.to(squashed.dtype)
+        ties = (squashed.abs() == largest).to(squashed.dtype)
+        share = ties / _over(torch.sum, ties, ctx.axes).clamp(min=1)
+        through_largest = _over(torch.sum, upstream * (squashed / largest), ctx.axes) * share * torch.sign(squashed)
+        grad_weight = (upstream - through_largest) / largest * (1 - squashed**2)
+        return grad_weight.to(weight.dtype), None, None
+
+
+class DoReFaActivationFunction(torch.autograd.Function):
+    """Clip to 0 .. 1 and round onto 2^bits - 1 equal steps.
+
+    Forward, with n = 2^bits - 1:    y = round(clip(x, 0, 1) * n) / n
+    Backward:   dy/dx = 1 where 0 <= x <= 1, else 0
+
+    Shapes: x any. x has no unit. Source: Zhou et al., "DoReFa-Net", arXiv:1606.06160.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, bits: int) -> Tensor:
+        """In float32 at least: bfloat16 cannot tell the levels of 8 bits apart."""
+        steps = 2**bits - 1
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return as_dtype(torch.round(torch.clamp(wide, 0, 1) * steps) / steps, x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        """Keep x for the mask."""
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The gradient where x was not clipped."""
+        (x,) = ctx.saved_tensors
+        return torch.where((x >= 0) & (x <= 1), grad, 0), None
+
+
+def dorefa_quantize_weight(weight: Tensor, bits: int, channel_axis: ChannelAxis = None) -> Tensor:
+    """DoReFa's quantized weight: 2^bits levels from -1 to 1, and for one bit the sign times the mean magnitude.
+
+    y = 2 * Q(tanh(weight) / (2 * max|tanh(weight)|) + 1/2) - 1 with Q(u) = round(u * n) / n and n = 2^bits - 1;
+    the gradient is that of `DoReFaWeightFunction`. The levels are odd multiples of 1 / n: zero is none of them.
+    For bits = 1, y = sign(weight) * mean|weight| with sign(0) = +1, and dy/dweight = 1.
+
+    Args:
+        weight: any shape, floating point.
+        bits: 1 .. 16.
+        channel_axis: None takes the maximum (the mean) over the tensor; an int or a tuple of ints takes one for
+            every index of these axes.
+
+    Returns:
+        Tensor of the shape and dtype of weight.
+
+    Raises:
+        TypeError: if weight is not floating point.
+        ValueError: if bits is no whole number from 1 to 16, or channel_axis is none of the axes of weight.
+
+    Source: Zhou et al., "DoReFa-Net: Training Low Bitwidth Convolutional Neural Networks with Low Bitwidth
+    Gradients", arXiv:1606.06160. Deviation: the maximum gets its gradient (many re-implementations detach it).
+
+    >>> weight = torch.tensor([0.5, -0.1, 0.0], requires_grad=True)
+    >>> y = dorefa_quantize_weight(weight, 2)
+    >>> [round(value, 4) for value in y.tolist()]
+    [1.0, -0.3333, 0.3333]
+    >>> y.sum().backward()
+    >>> [round(value, 4) for value in weight.grad.tolist()]
+    [0.367, 2.1425, 2.164]
+    >>> [round(value, 4) for value in dorefa_quantize_weight(weight, 1).tolist()]
+    [0.2, -0.2, 0.2]
+    """
+    check_bits(bits, "dorefa_quantize_weight")
+    require_floating(weight, "dorefa_quantize_weight")
+    axes = axes_within_channel(weight, channel_axis, "dorefa_quantize_weight")
+    if bits == 1:
+        return apply(BinaryFunction, weight, mean_magnitude(weight.detach(), axes), "straight_through", None)
+    return apply(DoReFaWeightFunction, weight, bits, axes)
+
+
+def dorefa_quantize_activation(x: Tensor, bits: int) -> Tensor:
+    """DoReFa's quantized activation: 2^bits levels from 0 to 1.
+
+    y = round(clip(x, 0, 1) * n) / n with n = 2^bits - 1; dy/dx = 1 where 0 <= x <= 1, else 0.
+
+    Args:
+        x: any shape, floating point.
+        bits: 1 .. 16.
+
+    Returns:
+        Tensor of the shape and dtype of x.
+
+    Raises:
+        TypeError: if x is not floating point.
+        ValueError: if bits is no whole number from 1 to 16.
+
+    Source: Zhou et al., "DoReFa-Net", arXiv:1606.06160.
+
+    >>> x = torch.tensor([-0.1, 0.5, 0.9, 1.0, 1.1], requires_grad=True)
+    >>> y = dorefa_quantize_activation(x, 1)
+    >>> y.sum().backward()
+    >>> y.tolist(), x.grad.tolist()
+    ([0.0, 0.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0, 0.0])
+    """
+    check_bits(bits, "dorefa_quantize_activation")
+    require_floating(x, "dorefa_quantize_activation")
+    return apply(DoReFaActivationFunction, x, bits)
+
+
+def _over(reduce: Callable[..., Tensor], x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """reduce over these axes, kept as 1; for no axes x itself, where torch would reduce over all of them."""
+    return reduce(x, axes, keepdim=True) if axes else x
+
+
+def _squash(weight: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """tanh(weight) and its largest magnitude over axes, 1 where that is zero (or too small to divide by)."""
+    squashed = torch.tanh(weight.to(torch.promote_types(weight.dtype, torch.float32)))
+    size = squashed.abs()
+    largest = _over(torch.amax, size, axes) if size.numel() else size  # amax refuses an empty axis
+    return squashed, torch.where(largest < torch.finfo(size.dtype).tiny, 1, largest)

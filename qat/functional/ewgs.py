@@ -1,0 +1,156 @@
+"""EWGS: element-wise gradient scaling, a straight-through gradient that knows which way the rounding went."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.functional.clamping import setting_beside
+from qat.functional.forward_mode import apply
+from qat.functional.tensors import require_floating
+
+
+def scaled_gradient(grad: Tensor, v: Tensor, delta: Tensor) -> Tensor:
+    """grad * (1 + delta * sign(grad) * (v - round(v))), in the dtype of v.
+
+    Everything beside grad counts as constant, the sign too: differentiating this by grad gives the bracket, and 1 at
+    grad = 0, which is where forward mode stands.
+    """
+    nearest = torch.round(v)
+    residual = torch.where(v == nearest, 0, v - nearest).detach()  # inf - inf would be NaN
+    grad = grad.to(v.dtype)
+    return grad * (1 + delta.detach().to(v.dtype) * torch.sign(grad).detach() * residual)
+
+
+class EWGSRoundFunction(torch.autograd.Function):
+    """Round; the gradient grows where descent takes x towards its integer and shrinks where it takes x away.
+
+    Forward:    y = round(x), ties to even
+    Backward, with g = dL/dy:    dL/dx = g * (1 + delta * sign(g) * (x - round(x)));  delta gets none
+
+    Shapes: x any; delta () or broadcastable to x. Source: Lee et al., arXiv:2104.00903.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, delta: Tensor) -> Tensor:
+        """Round half to even, as ONNX QuantizeLinear does."""
+        return torch.round(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Keep both inputs: the residual is cheaper to compute again than to store."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The last line of the class docstring."""
+        x, delta = ctx.saved_tensors
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return scaled_gradient(grad, x.to(wide), delta).to(x.dtype), None
+
+
+class EWGSGradientFunction(torch.autograd.Function):
+    """The identity, with EWGS's gradient for a uniform quantizer that comes after it.
+
+    Forward:    y = x
+    Backward, with v = x / scale and g = dL/dy:
+                dL/dx = g * (1 + delta * sign(g) * (v - round(v)));  scale and delta get none
+
+    Shapes: x any; scale and delta () or broadcastable to x. Unit of scale: that of x.
+    Source: Lee et al., arXiv:2104.00903.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor, delta: Tensor) -> Tensor:
+        """A new tensor: torch 2.11's compiler loses the gradient of a forward that returns its input."""
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        """Keep the inputs only."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The last line of the class docstring."""
+        x, scale, delta = ctx.saved_tensors
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return scaled_gradient(grad, x.to(wide) / scale.to(wide), delta).to(x.dtype), None, None
+
+
+def ewgs_round(x: Tensor, delta: Tensor | float) -> Tensor:
+    """Round to the nearest integer, ties to even, with element-wise gradient scaling.
+
+    y = round(x); dL/dx = g * (1 + delta * sign(g) * (x - round(x))) with g = dL/dy. Forward mode knows no g whose sign
+    could be used: there the tangent passes unchanged.
+
+    Args:
+        x: any shape, floating point; in units of the grid's step.
+        delta: strength, >= 0, the paper's 1e-3 .. 0.2; 0 is `round_ste`. A number, or a tensor of shape () or
+            broadcastable to x. No gradient.
+
+    Returns:
+        Tensor of the shape and dtype of x; NaN and infinities stay what they are.
+
+    Raises:
+        TypeError: if x is not floating point.
+        ValueError: if delta is a number below 0, or does not broadcast to x.
+
+    Source: Lee et al., "Network Quantization with Element-wise Gradient Scaling", arXiv:2104.00903.
+
+    >>> x = torch.tensor([0.25, 0.25, 2.0], requires_grad=True)
+    >>> y = ewgs_round(x, 0.5)
+    >>> y.backward(torch.tensor([1.0, -1.0, 1.0]))
+    >>> y.tolist(), x.grad.tolist()
+    ([0.0, 0.0, 2.0], [1.125, -0.875, 1.0])
+    """
+    require_floating(x, "ewgs_round")
+    return apply(EWGSRoundFunction, x, checked_delta(x, delta, "ewgs_round"))
+
+
+def ewgs_gradient(x: Tensor, scale: Tensor | float, delta: Tensor | float) -> Tensor:
+    """The identity; put before any uniform quantizer of this scale, it makes that one EWGS.
+
+    y = x; dL/dx = g * (1 + delta * sign(g) * (v - round(v))) with v = x / scale and g = dL/dy. As the zero point is an
+    integer, v - round(v) is the rounding error of affine grids too; where the quantizer clips, g is 0 and stays 0.
+
+    Args:
+        x: any shape, floating point.
+        scale: step of the grid, > 0, in the unit of x; a number, or a tensor of shape () or broadcastable to
+            x. No gradient from here.
+        delta: strength, as in `ewgs_round`. No gradient.
+
+    Returns:
+        A new tensor, equal to x.
+
+    Raises:
+        TypeError: if x is not floating point.
+        ValueError: if delta is a number below 0; if scale or delta does not broadcast to x.
+
+    Source: Lee et al., arXiv:2104.00903.
+
+    >>> from qat.functional.lsq import lsq_quantize
+    >>> x, scale = torch.tensor([0.625, 9.0], requires_grad=True), torch.tensor(0.5)
+    >>> y = lsq_quantize(ewgs_gradient(x, scale, 0.5), scale, -8, 7)
+    >>> y.sum().backward()
+    >>> y.tolist(), x.grad.tolist()
+    ([0.5, 3.5], [1.125, 0.0])
+    """
+    require_floating(x, "ewgs_gradient")
+    step = setting_beside(x, scale, "scale", "ewgs_gradient")
+    return apply(EWGSGradientFunction, x, step, checked_delta(x, delta, "ewgs_gradient"))
+
+
+def checked_delta(x: Tensor, delta: Tensor | float, caller: str) -> Tensor:
+    """The strength as a tensor. Values of a tensor are not checked: reading them would wait for the device.
+
+    Raises:
+        ValueError: if delta is a number below 0, which turns the rule around, or does not broadcast to x.
+    """
+    if not isinstance(delta, Tensor) and not delta >= 0:
+        raise ValueError(f"{caller}: delta must be at least 0, got {delta}")
+    return setting_beside(x, delta, "delta", caller)

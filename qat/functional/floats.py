@@ -1,0 +1,161 @@
+"""Low-precision floating-point formats: fp8, fp6 and fp4 by a scale."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qat.functional.forward_mode import apply
+from qat.functional.tensors import as_dtype, require_floating, sum_to_shape
+
+
+class FloatFormat(NamedTuple):
+    """A binary floating-point format: sign, exponent, mantissa.
+
+    Attributes:
+        exponent_bits: bits of the exponent.
+        mantissa_bits: bits of the mantissa, without the leading one.
+        bias: what is subtracted from the stored exponent.
+        largest: largest finite number.
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    largest: float
+
+    @property
+    def lowest_exponent(self) -> int:
+        """Exponent of the smallest normal number; the subnormal ones share its distance."""
+        return 1 - self.bias
+
+    @property
+    def highest_exponent(self) -> int:
+        """Exponent of the largest number."""
+        return math.frexp(self.largest)[1] - 1
+
+
+FLOAT_FORMATS = {
+    "e4m3": FloatFormat(4, 3, 7, 448.0),
+    "e5m2": FloatFormat(5, 2, 15, 57344.0),
+    "e3m2": FloatFormat(3, 2, 3, 28.0),
+    "e2m3": FloatFormat(2, 3, 1, 7.5),
+    "e2m1": FloatFormat(2, 1, 1, 6.0),
+}
+"""The 8, 6 and 4 bit formats of OCP; e4m3 is the variant without infinities, torch.float8_e4m3fn."""
+
+ELEMENT_FORMATS = {**FLOAT_FORMATS, "int8": FloatFormat(1, 6, 1, 127 / 64)}
+"""What an element of a Microscaling block can be; an integer times 1/64 is a float with a single binade."""
+
+
+class FloatFunction(torch.autograd.Function):
+    """Round onto the numbers of a low-precision float, times a scale.
+
+    Forward, with v = x / scale:    y = scale * cast(v), cast rounds half to even and saturates at +-largest
+    Backward:    dy/dx     = 1            where |v| <= largest, else 0
+                 dy/dscale = cast(v) - v  there, else clamp(v, -largest, largest)
+
+    Shapes: x any; scale () or broadcastable to x. Unit of scale: that of x. Both slopes are constants.
+    Source: Micikevicius et al., arXiv:2209.05433 (the formats); Esser et al., arXiv:1902.08153 (the scale's gradient).
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor, format: str) -> Tensor:
+        """The format by its name: a tuple would be taken apart by `torch.func`."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        step = scale.to(wide)
+        return as_dtype(cast(x.to(wide) / step, format).mul(step), x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+        """Keep the inputs only."""
+        x, scale, ctx.format = inputs
+        ctx.save_for_backward(x, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """The two lines of the class docstring."""
+        x, scale = (saved.detach() for saved in ctx.saved_tensors)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        v = x.to(wide) / scale.to(wide)
+        largest = ELEMENT_FORMATS[ctx.format].largest
+        bounded = torch.clamp(v, -largest, largest)
+        inside = bounded == v
+        grad_x = grad_scale = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.where(inside, grad, 0)
+        if ctx.needs_input_grad[1]:
+            slope = torch.where(inside, cast(v, ctx.format) - v, bounded)
+            grad_scale = sum_to_shape(grad.to(wide) * slope, scale.shape).to(scale.dtype)
+        return grad_x, grad_scale, None
+
+
+def cast(v: Tensor, format: str) -> Tensor:
+    """v as the nearest number of this format, ties to the even mantissa; beyond the largest number it saturates.
+
+    Args:
+        v: float32 or float64.
+        format: a name of ELEMENT_FORMATS.
+
+    >>> cast(torch.tensor([0.2, 0.25, 2.5, -9.0]), "e2m1").tolist()
+    [0.0, 0.0, 2.0, -6.0]
+    """
+    target = ELEMENT_FORMATS[format]
+    bounded = torch.clamp(v, -target.largest, target.largest)
+    binade = leading_power(bounded.abs(), target.lowest_exponent, target.highest_exponent)
+    quantum = binade * 2.0**-target.mantissa_bits
+    return torch.round(bounded / quantum).mul(quantum)
+
+
+def leading_power(magnitude: Tensor, lowest: int, highest: int) -> Tensor:
+    """The largest of 2^lowest .. 2^highest that is not above magnitude; 2^lowest where there is none, or for NaN.
+
+    By comparisons with exact products: log2, exp2 and pow err by an ulp on some devices, which is a whole binade here.
+
+    >>> leading_power(torch.tensor([0.0, 3.9, 4.0, 1e9]), -1, 5).tolist()
+    [0.5, 2.0, 4.0, 32.0]
+    """
+    bounded = magnitude.clamp(max=2.0**highest)
+    power = torch.full_like(bounded, 2.0**lowest)
+    span = highest - lowest
+    shifts = [64] * (span // 64) + [2**bit for bit in reversed(range(min(span.bit_length(), 6)))]
+    for shift in shifts:
+        raised = power * 2.0**shift
+        power = torch.where(bounded >= raised, raised, power)
+    return power
+
+
+def float_quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
+    """Put x on the numbers of a low-precision float, times a scale, with gradients for both.
+
+    y = scale * cast(x / scale), where cast rounds to the nearest number of the format, ties to even, subnormal
+    numbers included, and saturates; the gradients are those of `FloatFunction`.
+
+    Args:
+        x: any shape, floating point.
+        scale: > 0, in the unit of x; shape () or broadcastable to x.
+        format: a name of FLOAT_FORMATS: "e4m3", "e5m2", "e3m2", "e2m3" or "e2m1".
+
+    Returns:
+        Tensor of the shape and dtype of x.
+
+    Raises:
+        TypeError: if x is not floating point.
+        ValueError: if the format is not known.
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433; OCP Microscaling, arXiv:2310.10537.
+    Deviation: e5m2 saturates too instead of giving infinity, as training wants it. The scale's gradient is LSQ's.
+
+    >>> x = torch.tensor([0.3, 1.0625, 500.0], requires_grad=True)
+    >>> y = float_quantize(x, torch.tensor(1.0), "e4m3")
+    >>> y.sum().backward()
+    >>> y.tolist(), x.grad.tolist()
+    ([0.3125, 1.0, 448.0], [1.0, 1.0, 0.0])
+    """
+    require_floating(x, "float_quantize")
+    if format not in FLOAT_FORMATS:
+        raise ValueError(f"float_quantize: unknown format '{format}'; known: {', '.join(FLOAT_FORMATS)}")
+    return apply(FloatFunction, x, scale, format)

@@ -1,0 +1,146 @@
+"""Learned bit-widths: a uniform grid whose range and number of bits are both parameters."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.functional.forward_mode import apply
+from qat.functional.pact import MOST_BITS
+from qat.functional.rounding import round_ste
+from qat.functional.tensors import as_dtype, require_floating, sum_to_shape
+
+
+class LearnedBitsFunction(torch.autograd.Function):
+    """Round onto an integer grid whose range and bit-width are learned.
+
+    With n = round(bits), qmax = 2^(n-1) - 1 and qmin = -qmax if signed, else qmax = 2^n - 1 and qmin = 0,
+    scale = reach / qmax, v = x / scale:
+    Forward:     y = scale * clamp(round(v), qmin, qmax)
+    Backward:    dy/dx     = 1                     where qmin * scale <= x <= reach, else 0
+                 dy/dreach = (round(v) - v) / qmax there, else clamp(v, qmin, qmax) / qmax; times grad_factor
+                 dy/dbits  = (round(v) - v) * dscale/dn there, else 0; times grad_factor
+                 dscale/dn = -reach / qmax^2 * ln(2) * (qmax + 1)
+
+    The rounding of bits passes its gradient straight through. The mask is taken on x itself: reach / (reach / qmax)
+    may come out above qmax, and reach counts as inside.
+
+    Shapes: x any; reach and bits () per tensor, or 1 outside the channel axis. Unit of reach: that of x.
+    Source: Uhlich et al., "Mixed Precision DNNs", ICLR 2020, arXiv:1905.11452.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, reach: Tensor, bits: Tensor, signed: bool, grad_factor: float) -> Tensor:
+        """Divide by the step, as ONNX QuantizeLinear does with the exported scale."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        qmax = _highest_integer(bits, signed, wide)
+        qmin = -qmax if signed else torch.zeros_like(qmax)
+        step = reach.to(wide) / qmax
+        return as_dtype(torch.clamp(torch.round(x.to(wide) / step), qmin, qmax).mul(step), x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, float], output: Tensor) -> None:
+        """Keep the inputs only."""
+        x, reach, bits, ctx.signed, ctx.grad_factor = inputs
+        ctx.save_for_backward(x, reach, bits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        """The lines of the class docstring; whatever came from a rounding or a clamp counts as a constant."""
+        x, reach, bits = ctx.saved_tensors
+        wide = torch.promote_types(x.dtype, torch.float32)
+        value, end, whole = x.detach().to(wide), reach.detach().to(wide), _highest_integer(bits, ctx.signed, wide)
+        inside = (value >= (-end if ctx.signed else 0)) & (value <= end)
+        grad_x = grad_reach = grad_bits = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.where(inside, grad, 0)
+        if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
+            return grad_x, None, None, None, None
+        v = value / (end / whole)
+        # zero outside before anything is multiplied by it: there it may be inf - inf
+        residual = torch.where(inside, torch.round(v) - v, 0)
+        learned = bits.to(wide)
+        qmax = (whole + 1) * torch.exp2(learned - learned.detach()) - 1  # the whole number, differentiable in bits
+        if ctx.needs_input_grad[1]:
+            edge = torch.clamp(value / end, -1 if ctx.signed else 0, 1)
+            slope = residual / qmax + torch.where(inside, 0, edge)
+            grad_reach = sum_to_shape(grad.to(wide) * slope, reach.shape).mul(ctx.grad_factor).to(reach.dtype)
+        if ctx.needs_input_grad[2]:
+            slope = residual * (-math.log(2) * reach.to(wide) * (qmax + 1) / qmax**2)
+            grad_bits = sum_to_shape(grad.to(wide) * slope, bits.shape).mul(ctx.grad_factor).to(bits.dtype)
+        return grad_x, grad_reach, grad_bits, None, None
+
+
+def _highest_integer(bits: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
+    """qmax as a constant; bits that were driven out of range act as the nearest width that has a grid."""
+    whole = torch.clamp(torch.round(bits.detach().to(dtype)), 2 if signed else 1, MOST_BITS)
+    return torch.exp2(whole - 1 if signed else whole) - 1
+
+
+def learned_bits_quantize(
+    x: Tensor, reach: Tensor, bits: Tensor, signed: bool = True, grad_factor: float = 1.0
+) -> Tensor:
+    """Put x on the integer grid of round(bits) bits that ends at reach, with gradients for x, reach and bits.
+
+    y = scale * clamp(round(x / scale), qmin, qmax) with scale = reach / qmax, n = round(bits), and qmax = 2^(n-1) - 1,
+    qmin = -qmax if signed, else qmax = 2^n - 1, qmin = 0; the gradients are those of `LearnedBitsFunction`.
+
+    Args:
+        x: any shape, floating point.
+        reach: the largest value of the grid, > 0, in the unit of x; shape () or broadcastable to x (per channel).
+        bits: the bit-width as a floating-point tensor, 2 .. 16 if signed, else 1 .. 16; shape as reach. A value
+            outside acts as the nearest bound.
+        signed: whether the grid is symmetric around 0 or starts there.
+        grad_factor: factor on the gradients of reach and bits.
+
+    Returns:
+        Tensor of the shape and dtype of x.
+
+    Raises:
+        TypeError: if x is not floating point.
+
+    Source: Uhlich et al., "Mixed Precision DNNs: All you need is a good parametrization", arXiv:1905.11452, its
+    parametrization by range and bits. Deviation: the step follows from reach and a whole number of bits, so that the
+    grid is an integer one; a value exactly on a bound counts as inside.
+
+    >>> x = torch.tensor([0.4, -9.0], requires_grad=True)
+    >>> reach, bits = torch.tensor(3.0, requires_grad=True), torch.tensor(3.2, requires_grad=True)
+    >>> y = learned_bits_quantize(x, reach, bits)
+    >>> y.tolist()
+    [0.0, -3.0]
+    >>> y.sum().backward()
+    >>> x.grad.tolist(), round(reach.grad.item(), 3), round(bits.grad.item(), 3)
+    ([1.0, 0.0], -1.133, 0.37)
+    """
+    require_floating(x, "learned_bits_quantize")
+    return apply(LearnedBitsFunction, x, reach, bits, signed, grad_factor)
+
+
+def bit_cost(bits: Tensor, count: int) -> Tensor:
+    """The memory that `count` values of this bit-width take, in bits: a term for the loss.
+
+    cost = count * round(bits), with d cost/d bits = count.
+
+    Args:
+        bits: the learned bit-width, any shape, floating point.
+        count: how many values have this width: the elements of a weight, or of an activation.
+
+    Returns:
+        Tensor of the shape and dtype of bits.
+
+    Raises:
+        TypeError: if bits is not floating point.
+
+    Source: Uhlich et al., arXiv:1905.11452.
+
+    >>> bits = torch.tensor(3.2, requires_grad=True)
+    >>> cost = bit_cost(bits, 1000)
+    >>> cost.backward()
+    >>> cost.item(), bits.grad.item()
+    (3000.0, 1000.0)
+    """
+    require_floating(bits, "bit_cost")
+    return round_ste(bits) * count

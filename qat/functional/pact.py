@@ -1,0 +1,100 @@
+"""PACT: an unsigned grid from zero to a learned upper bound."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.functional.forward_mode import apply
+from qat.functional.tensors import as_dtype, require_floating, sum_to_shape
+
+MOST_BITS = 16
+
+
+class PACTFunction(torch.autograd.Function):
+    """Clip to 0 .. alpha and round onto 2^bits - 1 equal steps.
+
+    Forward, with n = 2^bits - 1 and step = alpha / n:    y = step * clamp(round(x / step), 0, n)
+    Backward:    dy/dx     = 1  where 0 <= x <= alpha, else 0
+                 dy/dalpha = 1  where x >= alpha, else 0
+
+    The masks are taken on x itself, so that a value exactly on alpha counts as inside whatever x / step rounds to.
+
+    Shapes: x any; alpha () per tensor, or 1 outside the channel axis. Unit of alpha: that of x.
+    Source: Choi et al., "PACT", arXiv:1805.06085.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, alpha: Tensor, bits: int) -> Tensor:
+        """Divide by the step, as ONNX QuantizeLinear does with the exported scale: the same integers, ties included."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        steps = 2**bits - 1
+        step = alpha.to(wide) / steps
+        return as_dtype(torch.clamp(torch.round(x.to(wide) / step), 0, steps).mul(step), x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+        """Keep the tensors; the number of bits is not in the gradient."""
+        x, alpha, _ = inputs
+        ctx.save_for_backward(x, alpha)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """The two lines of the class docstring."""
+        x, alpha = ctx.saved_tensors
+        wide = torch.promote_types(x.dtype, torch.float32)
+        value, bound = x.to(wide), alpha.to(wide)
+        grad_x = grad_alpha = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.where((value >= 0) & (value <= bound), grad, 0)
+        if ctx.needs_input_grad[1]:
+            clipped = torch.where(value >= bound, grad.to(wide), 0)
+            grad_alpha = sum_to_shape(clipped, alpha.shape).to(alpha.dtype)
+        return grad_x, grad_alpha, None
+
+
+def pact_quantize(x: Tensor, alpha: Tensor, bits: int) -> Tensor:
+    """Put x on the unsigned grid of 2^bits levels from 0 to alpha, with PACT's gradients for x and alpha.
+
+    y = alpha / n * round(clip(x, 0, alpha) * n / alpha) with n = 2^bits - 1; the gradients are those of
+    `PACTFunction`. The levels are alpha / n * {0 .. n}: an integer grid of scale alpha / n with zero point 0.
+
+    Args:
+        x: any shape, floating point.
+        alpha: upper end of the range, > 0, in the unit of x; shape () or broadcastable to x (per channel).
+        bits: 1 .. 16.
+
+    Returns:
+        Tensor of the shape and dtype of x.
+
+    Raises:
+        TypeError: if x is not floating point.
+        ValueError: if bits is no whole number from 1 to 16.
+
+    Source: Choi et al., "PACT: Parameterized Clipping Activation for Quantized Neural Networks", arXiv:1805.06085.
+    Deviation: x = alpha counts as inside for x too (the paper leaves it to alpha alone).
+
+    >>> x = torch.tensor([-3.0, 2.2, 6.0, 9.0], requires_grad=True)
+    >>> alpha = torch.tensor(6.0, requires_grad=True)
+    >>> y = pact_quantize(x, alpha, 2)
+    >>> y.tolist()
+    [0.0, 2.0, 6.0, 6.0]
+    >>> y.sum().backward()
+    >>> x.grad.tolist(), alpha.grad.item()
+    ([0.0, 1.0, 1.0, 0.0], 2.0)
+    """
+    check_bits(bits, "pact_quantize")
+    require_floating(x, "pact_quantize")
+    return apply(PACTFunction, x, alpha, bits)
+
+
+def check_bits(bits: int, caller: str, fewest: int = 1, most: int = MOST_BITS) -> None:
+    """Refuse a bit-width that the rule has no levels for.
+
+    Raises:
+        ValueError: if bits is no whole number from fewest to most.
+    """
+    if isinstance(bits, bool) or not isinstance(bits, int) or not fewest <= bits <= most:
+        raise ValueError(f"{caller}: bits must be a whole number from {fewest} to {most}, got {bits!r}")

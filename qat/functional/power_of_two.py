@@ -1,0 +1,95 @@
+"""Scales that are powers of two: multiplying by them is a shift."""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from qat.functional.forward_mode import apply
+from qat.functional.tensors import as_dtype, require_floating
+
+Rounding = Literal["nearest", "up"]
+
+
+class PowerOfTwoFunction(torch.autograd.Function):
+    """Replace a scale by a power of two.
+
+    Forward:    y = 2^round(log2(scale)), or 2^ceil(log2(scale))
+    Backward:   dy/dscale = y / scale, the rounding in the log domain passed straight through
+
+    The ratio y / scale counts as a constant, so second derivatives are zero.
+
+    Shapes: scale any. Unit of y: that of scale.
+    Source: Jain et al., "Trained Quantization Thresholds", arXiv:1903.08066.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(scale: Tensor, rounding: Rounding) -> Tensor:
+        """2^e is exact in every type: exp2 of a whole number is."""
+        return as_dtype(_power_of_two(scale, rounding), scale.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Rounding], output: Tensor) -> None:
+        """Keep the scale only."""
+        scale, ctx.rounding = inputs
+        ctx.save_for_backward(scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        """The second line of the class docstring."""
+        scale = ctx.saved_tensors[0].detach()
+        power = _power_of_two(scale, ctx.rounding)
+        return (grad * (power / scale.to(power.dtype))).to(scale.dtype), None
+
+
+def _power_of_two(scale: Tensor, rounding: Rounding) -> Tensor:
+    """In float32 at least; never above the largest power of two that the type of scale can hold."""
+    wide = scale.to(torch.promote_types(scale.dtype, torch.float32))
+    if rounding == "nearest":
+        exponent = torch.round(torch.log2(wide))
+    else:
+        exponent = torch.ceil(torch.log2(wide))
+        # log2 rounds: it cannot tell 2^20 from the next float32, and "up" has to cover the scale
+        exponent = torch.where(torch.exp2(exponent) < wide, exponent + 1, exponent)
+        exponent = torch.where(torch.exp2(exponent - 1) >= wide, exponent - 1, exponent)
+    highest = math.frexp(torch.finfo(scale.dtype).max)[1] - 1
+    return torch.exp2(torch.clamp(exponent, max=highest))
+
+
+def power_of_two_scale(scale: Tensor, rounding: Rounding = "nearest") -> Tensor:
+    """The power of two that stands for a scale; the gradient passes as if the two stayed in proportion.
+
+    y = 2^round(log2(scale)), with dy/dscale = y / scale. Put it before any uniform quantizer:
+    `lsq_quantize(x, power_of_two_scale(scale), qmin, qmax)` learns a scale that deploys as a shift.
+
+    Args:
+        scale: any shape, floating point, > 0.
+        rounding: "nearest" in the log domain (half to even), or "up" to the smallest power of two that is not below
+            scale, so that a range never shrinks (TQT).
+
+    Returns:
+        Tensor of the shape and dtype of scale: exact powers of two, at most the largest one of the dtype.
+
+    Raises:
+        TypeError: if scale is not floating point.
+        ValueError: if rounding is neither "nearest" nor "up".
+
+    Source: Jain et al., "Trained Quantization Thresholds for Accurate and Efficient Fixed-Point Inference of Deep
+    Neural Networks", arXiv:1903.08066, where it is the threshold that is rounded up. Deviation: the scale itself is
+    the parameter, not its logarithm.
+
+    >>> scale = torch.tensor([0.3, 0.25, 5.0], requires_grad=True)
+    >>> y = power_of_two_scale(scale)
+    >>> y.tolist(), power_of_two_scale(scale, "up").tolist()
+    ([0.25, 0.25, 4.0], [0.5, 0.25, 8.0])
+    >>> y.sum().backward()
+    >>> [round(value, 3) for value in scale.grad.tolist()]
+    [0.833, 1.0, 0.8]
+    """
+    require_floating(scale, "power_of_two_scale")
+    if rounding not in ("nearest", "up"):
+        raise ValueError(f"power_of_two_scale: unknown rounding '{rounding}'; known: nearest, up")
+    return apply(PowerOfTwoFunction, scale, rounding)

@@ -1,0 +1,223 @@
+"""Two and three levels: signs with the gradients that binary and ternary networks are trained with."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from qat.functional.clamping import check_gradient, setting_beside
+from qat.functional.forward_mode import apply
+from qat.functional.tensors import as_dtype, require_floating
+
+SignGradient = Literal["clipped", "straight_through", "approximate"]
+TernarySignGradient = Literal["clipped", "straight_through"]
+
+
+def two_levels(x: Tensor) -> Tensor:
+    """+1 where x >= 0 (zero of either sign included), -1 below, NaN for NaN.
+
+    >>> two_levels(torch.tensor([-0.3, -0.0, 0.0, 2.0])).tolist()
+    [-1.0, 1.0, 1.0, 1.0]
+    """
+    return torch.where(x >= 0, 1.0, torch.where(x < 0, -1.0, x))
+
+
+class SignSTEFunction(torch.autograd.Function):
+    """Two levels, -1 and +1.
+
+    Forward:    y = 1 where x >= 0, else -1
+    Backward:   dy/dx = 1 where |x| <= 1, else 0           "clipped"
+                dy/dx = 1                                  "straight_through"
+                dy/dx = 2 - 2|x| where |x| <= 1, else 0    "approximate"
+
+    Shapes: x any. Source: see `sign_ste`.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, gradient: str) -> Tensor:
+        """Both comparisons are false for NaN, which stays NaN; `torch.sign` would make it 0."""
+        return two_levels(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+        """Keep x where the gradient depends on it."""
+        x, ctx.gradient = inputs
+        if ctx.gradient != "straight_through":
+            ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The three lines of the class docstring."""
+        if ctx.gradient == "straight_through":
+            return grad, None
+        (x,) = ctx.saved_tensors
+        inside = x.abs() <= 1
+        if ctx.gradient == "clipped":
+            return torch.where(inside, grad, 0), None
+        wide = torch.promote_types(x.dtype, torch.float32)
+        slope = (
+            2 - 2 * torch.where(inside, x.to(wide), 0).abs()
+        )  # finite outside too: 0 * inf is NaN when differentiated
+        return torch.where(inside, grad.to(wide) * slope, 0).to(x.dtype), None
+
+
+class ErrorDecaySignFunction(torch.autograd.Function):
+    """Two levels whose gradient sharpens as training proceeds.
+
+    Forward:    y = 1 where x >= 0, else -1
+    Backward, with t = 0.1 * 10^(2 progress) and k = max(1/t, 1):
+                dy/dx = k t (1 - tanh(t x)^2);  progress gets none
+
+    Shapes: x any; progress () or broadcastable to x. Source: Qin et al., IR-Net, arXiv:1909.10788.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, progress: Tensor) -> Tensor:
+        """As `SignSTEFunction`."""
+        return two_levels(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Keep both inputs: they shape the gradient."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The last line of the class docstring."""
+        x, progress = ctx.saved_tensors
+        wide = torch.promote_types(x.dtype, torch.float32)
+        steepness = 0.1 * torch.pow(10.0, 2 * progress.detach().to(wide))
+        height = torch.clamp(1 / steepness, min=1)
+        slope = height * steepness * (1 - torch.tanh(steepness * x.to(wide)).square())
+        return (grad.to(wide) * slope).to(x.dtype), None
+
+
+class TernarySignSTEFunction(torch.autograd.Function):
+    """Three levels, -1, 0 and +1.
+
+    Forward:    y = 0 where |x| <= threshold, else sign(x)
+    Backward:   dy/dx = 1 where |x| <= 1, else 0    "clipped"
+                dy/dx = 1                           "straight_through"
+
+    Shapes: x any; threshold () or broadcastable to x, in the unit of x, without a gradient.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, threshold: Tensor, gradient: str) -> Tensor:
+        """Both comparisons are false only where x or the threshold is NaN, and then so is their sum."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        value, threshold = x.to(wide), threshold.to(wide)
+        size = value.abs()
+        small = torch.where(size <= threshold, 0.0, value + threshold)
+        return as_dtype(torch.where(size > threshold, torch.sign(value), small), x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+        """Keep x where the gradient depends on it."""
+        x, _, ctx.gradient = inputs
+        if ctx.gradient != "straight_through":
+            ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The two lines of the class docstring."""
+        if ctx.gradient == "straight_through":
+            return grad, None, None
+        (x,) = ctx.saved_tensors
+        return torch.where(x.abs() <= 1, grad, 0), None, None
+
+
+def sign_ste(x: Tensor, gradient: SignGradient = "clipped") -> Tensor:
+    """The sign on two levels: +1 where x >= 0, else -1.
+
+    Args:
+        x: any shape, floating point.
+        gradient: "clipped": dy/dx = 1 where |x| <= 1, else 0; "straight_through": 1 everywhere;
+            "approximate": 2 - 2|x| where |x| <= 1, else 0, the slope of a parabola drawn through the step.
+
+    Returns:
+        Tensor of the shape and dtype of x, of -1 and +1; NaN stays NaN.
+
+    Raises:
+        TypeError: if x is not floating point.
+        ValueError: for an unknown gradient.
+
+    Source: Hubara et al., arXiv:1602.02830 (clipped); Bengio et al., arXiv:1308.3432 (straight through); Liu et al.,
+    Bi-Real Net, arXiv:1808.00278 (approximate). Deviation from `torch.sign`: 0 gives +1.
+
+    >>> x = torch.tensor([-2.0, -0.25, 0.0, 1.0], requires_grad=True)
+    >>> y = sign_ste(x, gradient="approximate")
+    >>> y.sum().backward()
+    >>> y.tolist(), x.grad.tolist()
+    ([-1.0, -1.0, 1.0, 1.0], [0.0, 1.5, 2.0, 0.0])
+    """
+    check_gradient(gradient, ("clipped", "straight_through", "approximate"), "sign_ste")
+    return apply(SignSTEFunction, require_floating(x, "sign_ste"), gradient)
+
+
+def error_decay_sign(x: Tensor, progress: Tensor | float) -> Tensor:
+    """The sign on two levels, with a gradient that sharpens from nearly the identity's to the sign's.
+
+    y = 1 where x >= 0, else -1; dy/dx = k t (1 - tanh(t x)^2) with t = 0.1 * 10^(2 progress) and k = max(1/t, 1).
+
+    Args:
+        x: any shape, floating point.
+        progress: how much of the training is done, 0..1; a tensor () (which compiled code reads anew each time) or a
+            number. No gradient.
+
+    Returns:
+        Tensor of the shape and dtype of x, of -1 and +1; NaN stays NaN.
+
+    Raises:
+        TypeError: if x is not floating point.
+        ValueError: if progress is a number outside 0..1, or does not broadcast to x.
+
+    Source: Qin et al., IR-Net, arXiv:1909.10788 (the error decay estimator; its weight balancing is not part of it).
+
+    >>> x = torch.tensor([-0.25, 0.0, 3.0], requires_grad=True)
+    >>> y = error_decay_sign(x, torch.tensor(0.5))
+    >>> y.sum().backward()
+    >>> y.tolist(), [round(slope, 3) for slope in x.grad.tolist()]
+    ([-1.0, 1.0, 1.0], [0.94, 1.0, 0.01])
+    """
+    require_floating(x, "error_decay_sign")
+    if not isinstance(progress, Tensor) and not 0 <= progress <= 1:
+        raise ValueError(f"error_decay_sign: progress must lie in 0..1, got {progress}")
+    return apply(ErrorDecaySignFunction, x, setting_beside(x, progress, "progress", "error_decay_sign"))
+
+
+def ternary_sign_ste(x: Tensor, threshold: Tensor | float = 0.5, gradient: TernarySignGradient = "clipped") -> Tensor:
+    """The sign on three levels: 0 where |x| <= threshold, else the sign of x.
+
+    Args:
+        x: any shape, floating point.
+        threshold: >= 0, in the unit of x; a number, or a tensor of shape () or broadcastable to x. No gradient.
+        gradient: "clipped": dy/dx = 1 where |x| <= 1, else 0; "straight_through": 1 everywhere.
+
+    Returns:
+        Tensor of the shape and dtype of x, of -1, 0 and +1; NaN stays NaN.
+
+    Raises:
+        TypeError: if x is not floating point.
+        ValueError: if threshold is a number below 0, or does not broadcast to x; for an unknown gradient.
+
+    Source: Li et al., Ternary Weight Networks, arXiv:1605.04711, for the levels; gradients as in `sign_ste`.
+
+    >>> x = torch.tensor([-2.0, -0.5, 0.25, 0.75], requires_grad=True)
+    >>> y = ternary_sign_ste(x)
+    >>> y.sum().backward()
+    >>> y.tolist(), x.grad.tolist()
+    ([-1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0])
+    """
+    check_gradient(gradient, ("clipped", "straight_through"), "ternary_sign_ste")
+    require_floating(x, "ternary_sign_ste")
+    if not isinstance(threshold, Tensor) and not threshold >= 0:
+        raise ValueError(f"ternary_sign_ste: threshold must be at least 0, got {threshold}")
+    border = setting_beside(x, threshold, "threshold", "ternary_sign_ste")
+    return apply(TernarySignSTEFunction, x, border, gradient)

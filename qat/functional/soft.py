@@ -1,0 +1,205 @@
+"""Smooth steps: rounding replaced by one sigmoid a unit, in the forward (soft_round) or in the backward (DSQ)."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.functional.clamping import setting_beside, tensor_beside
+from qat.functional.forward_mode import apply
+from qat.functional.tensors import as_dtype, require_floating, sum_to_shape
+
+
+def centred_fraction(x: Tensor) -> Tensor:
+    """x - floor(x) - 1/2, in [-1/2, 1/2]; an infinite x counts as an integer. Its derivative is 1.
+
+    >>> centred_fraction(torch.tensor([2.0, 2.75, -0.25])).tolist()
+    [-0.5, 0.25, 0.25]
+    """
+    return torch.where(x.isinf(), 0, x - torch.floor(x)) - 0.5
+
+
+def slope_of_step(d: Tensor, temperature: Tensor) -> Tensor:
+    """Derivative of the smooth step tanh(temperature d / 2) / (2 tanh(temperature / 4)) by d.
+
+    1 - tanh(z)^2 is written 4 sigmoid(2z) sigmoid(-2z), which stays exact far from the middle.
+    """
+    z = temperature * d
+    return temperature * torch.sigmoid(z) * torch.sigmoid(-z) / torch.tanh(temperature / 4)
+
+
+def temperature_slope_of_step(d: Tensor, temperature: Tensor) -> Tensor:
+    """Derivative of the smooth step tanh(T d / 2) / (2 tanh(T / 4)) by T, the temperature.
+
+    The two terms of the quotient rule cancel as T goes to 0 (1/T - 1/T against a result of the size of T). They
+    combine to (d sinh(T/2) - sinh(T d)/2) / (8 sinh(T/4)^2 cosh(T d/2)^2), whose numerator is a difference of two
+    series without their common first term. So that is the form below T = 1, and the quotient rule the one above,
+    where sinh would overflow. `torch.where` picks, each form seeing temperatures of its own side only.
+    """
+    small = temperature < 1
+    low = torch.where(small, temperature, 1)
+    numerator = d * low / 2 * (_sinh_series(low.square() / 4) - _sinh_series((low * d).square()))
+    from_series = numerator / (8 * (torch.sinh(low / 4) * torch.cosh(low * d / 2)).square())
+    high = torch.where(small, 1, temperature)
+    z, width = high * d, torch.tanh(high / 4)
+    rising = d * torch.sigmoid(z) * torch.sigmoid(-z) / width
+    falling = torch.tanh(z / 2) * torch.sigmoid(high / 2) * torch.sigmoid(-high / 2) / (2 * width.square())
+    return torch.where(small, from_series, rising - falling)
+
+
+def _sinh_series(square: Tensor) -> Tensor:
+    """sinh(z)/z - 1 for z^2 up to 1/4, to float64's last digit: z^2/3! + z^4/5! + ... + z^14/15!, by Horner's rule."""
+    total = square / math.factorial(15)
+    for odd in (13, 11, 9, 7, 5, 3):
+        total = square * (1 / math.factorial(odd) + total)
+    return total
+
+
+class SoftRoundFunction(torch.autograd.Function):
+    """Round softly: a sigmoid from each integer to the next.
+
+    Forward, with r = x - floor(x), T the temperature and sig the sigmoid:
+                y = floor(x) + (sig(T (r - 1/2)) - sig(-T/2)) / (sig(T/2) - sig(-T/2))
+    Backward:   dy/dx and dy/dT are the derivatives of exactly that.
+
+    Shapes: x and temperature broadcast; temperature > 0. Source: Yang et al., arXiv:1911.09464.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, temperature: Tensor) -> Tensor:
+        """The quotient is (1 + tanh(T (r - 1/2) / 2) / tanh(T/4)) / 2, exactly 0 at r = 0, for any T."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        value, slope = x.to(wide), temperature.to(wide)
+        step = torch.tanh(slope * centred_fraction(value) / 2) / torch.tanh(slope / 4)
+        return as_dtype(torch.floor(value) + (0.5 + 0.5 * step), x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Keep both inputs."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The derivatives of the forward, in forms that stay exact for small and large T."""
+        x, temperature = ctx.saved_tensors
+        wide = torch.promote_types(x.dtype, torch.float32)
+        d, steepness = centred_fraction(x.to(wide)), temperature.to(wide)
+        grad_x = grad_temperature = None
+        if ctx.needs_input_grad[0]:
+            grad_x = sum_to_shape(grad.to(wide) * slope_of_step(d, steepness), x.shape).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            slope = grad.to(wide) * temperature_slope_of_step(d, steepness)
+            grad_temperature = sum_to_shape(slope, temperature.shape).to(temperature.dtype)
+        return grad_x, grad_temperature
+
+
+class DSQRoundFunction(torch.autograd.Function):
+    """Round, with the gradient of DSQ's soft staircase.
+
+    Forward:    y = round(x), ties to even
+    Backward, with r = x - floor(x), k = log(2/alpha - 1), s = 1/(1 - alpha) and phi(r) = (s tanh(k (r - 1/2)) + 1)/2:
+                dy/dx     = phi'(r) = s k (1 - tanh(k (r - 1/2))^2) / 2
+                dy/dalpha = dphi/dalpha
+
+    As s = 1/tanh(k/2), phi is the step of `SoftRoundFunction` at the temperature 2k, and its slopes serve here:
+    dphi/dalpha = dphi/dT dT/dalpha with dT/dalpha = -4 / (alpha (2 - alpha)).
+
+    Shapes: x any; alpha () or broadcastable to x, 0 < alpha < 1. Source: Gong et al., DSQ, arXiv:1908.05033.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, alpha: Tensor) -> Tensor:
+        """Round half to even, as ONNX QuantizeLinear does."""
+        return torch.round(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Keep both inputs."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The slopes of the smooth step; log(2/alpha - 1) as log1p is exact for alpha near 1 too."""
+        x, alpha = ctx.saved_tensors
+        wide = torch.promote_types(x.dtype, torch.float32)
+        d, softness = centred_fraction(x.to(wide)), alpha.to(wide)
+        temperature = 2 * torch.log1p(2 * (1 - softness) / softness)
+        grad_x = grad_alpha = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad.to(wide) * slope_of_step(d, temperature)).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            slope = temperature_slope_of_step(d, temperature) * (-4 / (softness * (2 - softness)))
+            grad_alpha = sum_to_shape(grad.to(wide) * slope, alpha.shape).to(alpha.dtype)
+        return grad_x, grad_alpha
+
+
+def soft_round(x: Tensor, temperature: Tensor | float) -> Tensor:
+    """A smooth staircase through the integers, between the identity and rounding.
+
+    y = floor(x) + (sig(T (r - 1/2)) - sig(-T/2)) / (sig(T/2) - sig(-T/2)), r = x - floor(x), T the temperature. It is
+    continuous with its first derivative, increasing, and leaves integers where they are; T -> 0 gives the identity,
+    T -> infinity gives round(x) (on ties: the middle). The gradients for x and T are its own, no estimates.
+
+    Args:
+        x: any shape, floating point; in units of the grid's step.
+        temperature: steepness of the steps, > 0, exact from 1e-3 to 1e4; a number, or a tensor that broadcasts with
+            x, which gets a gradient.
+
+    Returns:
+        Tensor of the dtype of x and the shape that x and temperature broadcast to; NaN and infinities stay themselves.
+
+    Raises:
+        TypeError: if x is not floating point.
+        ValueError: if temperature is a number that is not positive and finite.
+
+    Source: Yang et al., "Quantization Networks", arXiv:1911.09464. Deviation: there a sum of sigmoids with learned
+    places, which only approaches the levels; here one sigmoid a unit step, normalised to reach them exactly.
+
+    >>> x = torch.tensor([1.0, 1.25, 1.5, 2.0], requires_grad=True)
+    >>> y = soft_round(x, 8.0)
+    >>> y.sum().backward()
+    >>> [round(value, 3) for value in y.tolist()], [round(slope, 3) for slope in x.grad.tolist()]
+    ([1.0, 1.105, 1.5, 2.0], [0.147, 0.871, 2.075, 0.147])
+    """
+    require_floating(x, "soft_round")
+    if not isinstance(temperature, Tensor) and not 0 < temperature < math.inf:
+        raise ValueError(f"soft_round: temperature must be positive and finite, got {temperature}")
+    return apply(SoftRoundFunction, x, tensor_beside(x, temperature))
+
+
+def dsq_round(x: Tensor, alpha: Tensor | float) -> Tensor:
+    """Round to the nearest integer, ties to even, with the gradient of DSQ's soft staircase.
+
+    y = round(x); dy/dx and dy/dalpha are those of phi(r) = (s tanh(k (r - 1/2)) + 1) / 2, r = x - floor(x),
+    k = log(2/alpha - 1), s = 1/(1 - alpha). alpha -> 1 makes the staircase the identity (dy/dx = 1), alpha -> 0 makes
+    it the rounding itself.
+
+    Args:
+        x: any shape, floating point; in units of the grid's step.
+        alpha: softness of the steps, 0 < alpha < 1; a number, or a tensor of shape () or broadcastable to x, which
+            gets a gradient.
+
+    Returns:
+        Tensor of the shape and dtype of x; NaN and infinities stay what they are.
+
+    Raises:
+        TypeError: if x is not floating point.
+        ValueError: if alpha is a number outside 0..1 or on its ends, or does not broadcast to x.
+
+    Source: Gong et al., "Differentiable Soft Quantization", arXiv:1908.05033, in units of the step (Delta = 1).
+
+    >>> x = torch.tensor([1.0, 1.25, 1.5], requires_grad=True)
+    >>> y = dsq_round(x, 0.2)
+    >>> y.sum().backward()
+    >>> y.tolist(), [round(slope, 3) for slope in x.grad.tolist()]
+    ([1.0, 1.0, 2.0], [0.494, 1.03, 1.373])
+    """
+    require_floating(x, "dsq_round")
+    if not isinstance(alpha, Tensor) and not 0 < alpha < 1:
+        raise ValueError(f"dsq_round: alpha must lie between 0 and 1, got {alpha}")
+    return apply(DSQRoundFunction, x, setting_beside(x, alpha, "alpha", "dsq_round"))

@@ -1,0 +1,207 @@
+"""Ternary weights: a zero between two levels that are computed (TWN) or learned (TTQ)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.functional.binary import ChannelAxis, axes_within_channel, mean_magnitude
+from qat.functional.forward_mode import apply
+from qat.functional.tensors import as_dtype, require_floating, sum_to_shape
+
+
+class TernaryFunction(torch.autograd.Function):
+    """Three levels whose scale and threshold do not show in the gradient.
+
+    Forward:    y = scale * sign(weight) where |weight| > threshold, else 0
+    Backward:   dy/dweight = 1
+
+    Shapes: weight any; scale and threshold broadcastable to it. Source: Li et al., arXiv:1605.04711.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, scale: Tensor, threshold: Tensor) -> Tensor:
+        """Ask for `<=`: it is false for a NaN, which so meets its channel's scale, a NaN as well."""
+        values = weight.to(scale.dtype)
+        return as_dtype(torch.where(values.abs() <= threshold, 0, torch.sign(values) * scale), weight.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        """Nothing to save: the gradient does not depend on the weight."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """dy/dweight = 1."""
+        return grad, None, None
+
+
+class TTQFunction(torch.autograd.Function):
+    """Three levels, of which the outer two are learned.
+
+    Forward:    y = positive where weight > threshold, -negative where weight < -threshold, else 0
+    Backward:   dy/dweight   = positive, negative, 1 in these three places
+                dy/dpositive = 1  where weight > threshold, else 0
+                dy/dnegative = -1 where weight < -threshold, else 0
+
+    Shapes: weight any; positive, negative and threshold broadcastable to it. Source: Zhu et al., arXiv:1612.01064.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, positive: Tensor, negative: Tensor, threshold: Tensor) -> Tensor:
+        """A weight that compares as nothing, because it or the threshold is NaN, gives NaN."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        values, up, down = weight.to(wide), positive.to(wide), -negative.to(wide)
+        rest = torch.where(values.abs() <= threshold, 0, values + threshold)
+        y = torch.where(values > threshold, up, torch.where(values < -threshold, down, rest))
+        return as_dtype(y, weight.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
+        """Keep the inputs only."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """The three lines of the class docstring."""
+        weight, positive, negative, threshold = ctx.saved_tensors
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        values, up, down, grad = weight.to(wide), positive.to(wide), negative.to(wide), grad.to(wide)
+        above, below = values > threshold, values < -threshold
+        grad_weight = grad_positive = grad_negative = None
+        if ctx.needs_input_grad[0]:
+            grad_weight = torch.where(above, grad * up, torch.where(below, grad * down, grad)).to(weight.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_positive = sum_to_shape(torch.where(above, grad, 0), positive.shape)
+            grad_positive = grad_positive.to(positive.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_negative = sum_to_shape(torch.where(below, -grad, 0), negative.shape)
+            grad_negative = grad_negative.to(negative.dtype)
+        return grad_weight, grad_positive, grad_negative, None
+
+
+def ternary_quantize(weight: Tensor, channel_axis: ChannelAxis = 0) -> Tensor:
+    """Put every channel of a weight on three levels, -scale, 0 and scale, both constants computed from the channel.
+
+    y = scale * sign(weight) where |weight| > threshold, else 0, with scale and threshold of `ternary_scale`; the
+    gradient passes unchanged.
+
+    Args:
+        weight: any shape, floating point.
+        channel_axis: the axis, or axes, for every index of which there is a scale of its own; None: one scale.
+
+    Returns:
+        Tensor of the shape and dtype of weight; zeros for a channel of zeros.
+
+    Raises:
+        TypeError: if weight is not floating point.
+        ValueError: if the axis does not exist.
+
+    Source: Li et al., "Ternary Weight Networks", arXiv:1605.04711; there one scale a layer, channel_axis=None.
+
+    >>> ternary_quantize(torch.tensor([[1.0, -3.0, 0.1], [0.0, 0.0, 0.0]])).tolist()
+    [[2.0, -2.0, 0.0], [0.0, 0.0, 0.0]]
+    """
+    require_floating(weight, "ternary_quantize")
+    axes = axes_within_channel(weight, channel_axis, "ternary_quantize")
+    return apply(TernaryFunction, weight, *_scale_and_threshold(weight.detach(), axes))
+
+
+def ternary_scale(weight: Tensor, channel_axis: ChannelAxis = 0) -> tuple[Tensor, Tensor]:
+    """The level of every channel and the magnitude up to which its weights become 0.
+
+    threshold = 0.7 * mean|weight|; scale = mean of |weight| over the weights with |weight| > threshold.
+
+    Args:
+        weight: any shape, floating point.
+        channel_axis: as in `ternary_quantize`.
+
+    Returns:
+        (scale, threshold), with 1 in the place of every axis that is no channel axis; float32, float64 for a float64
+        weight. The scale is > 0: the smallest normal number where the whole channel is zero.
+
+    Raises:
+        TypeError: if weight is not floating point.
+        ValueError: if the axis does not exist.
+
+    Source: Li et al., "Ternary Weight Networks", arXiv:1605.04711.
+
+    >>> scale, threshold = ternary_scale(torch.tensor([1.0, -3.0, 0.1, -0.1]), channel_axis=None)
+    >>> scale.item(), round(threshold.item(), 3)
+    (2.0, 0.735)
+    """
+    require_floating(weight, "ternary_scale")
+    return _scale_and_threshold(weight, axes_within_channel(weight, channel_axis, "ternary_scale"))
+
+
+def _scale_and_threshold(weight: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """TWN's two numbers over these axes; a finite threshold, so that an infinite weight is above it."""
+    mean = mean_magnitude(weight, axes)
+    limits = torch.finfo(mean.dtype)
+    threshold = (0.7 * mean).clamp(max=limits.max)
+    magnitude = weight.to(mean.dtype).abs()
+    kept = torch.logical_not(magnitude <= threshold)  # so that a NaN, for which each comparison is false, is kept
+    total = torch.where(kept, magnitude, 0)
+    count = kept.to(mean.dtype)
+    if axes:
+        total, count = total.sum(axes, keepdim=True), count.sum(axes, keepdim=True)
+    return torch.where(count == 0, limits.tiny, total / count.clamp(min=1)), threshold
+
+
+def ttq_quantize(weight: Tensor, positive: Tensor, negative: Tensor, threshold: float = 0.05) -> Tensor:
+    """Put a weight on three levels, -negative, 0 and positive, of which the outer two are learned.
+
+    With limit = threshold * max|weight|: y = positive where weight > limit, -negative where weight < -limit, else 0;
+    the gradients are those of `TTQFunction`. The limit counts as a constant.
+
+    Args:
+        weight: any shape, floating point.
+        positive, negative: the levels, > 0, in the unit of weight; shape () or broadcastable to weight. The maximum
+            is taken over the axes along which `positive` is broadcast, so that every level has a limit of its own.
+        threshold: share of the largest magnitude up to which weights become 0; 0 <= threshold < 1.
+
+    Returns:
+        Tensor of the shape and dtype of weight.
+
+    Raises:
+        TypeError: if weight is not floating point.
+        ValueError: if threshold is out of range, or positive or negative does not broadcast to weight.
+
+    Source: Zhu et al., "Trained Ternary Quantization", arXiv:1612.01064.
+
+    >>> weight = torch.tensor([2.0, 0.05, -1.0], requires_grad=True)
+    >>> positive, negative = torch.tensor(1.5, requires_grad=True), torch.tensor(0.5, requires_grad=True)
+    >>> y = ttq_quantize(weight, positive, negative)
+    >>> y.sum().backward()
+    >>> y.tolist(), weight.grad.tolist(), positive.grad.item(), negative.grad.item()
+    ([1.5, 0.0, -0.5], [1.5, 1.0, 0.5], 1.0, -1.0)
+    """
+    require_floating(weight, "ttq_quantize")
+    if not 0 <= threshold < 1:
+        raise ValueError(f"ttq_quantize: threshold must be in 0..1 and below 1, got {threshold}")
+    for name, level in (("positive", positive), ("negative", negative)):
+        if not _broadcasts(level.shape, weight.shape):
+            raise ValueError(
+                f"ttq_quantize: {name} must broadcast to the weight's shape {tuple(weight.shape)}, "
+                f"got shape {tuple(level.shape)}"
+            )
+    return apply(TTQFunction, weight, positive, negative, threshold * _largest(weight.detach(), positive.shape))
+
+
+def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    """Whether a tensor of this shape expands to the target without enlarging it."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
+
+
+def _largest(weight: Tensor, shape: torch.Size) -> Tensor:
+    """max|weight| over the axes along which this shape is broadcast; finite, so that an infinite weight is above."""
+    lengths = (1,) * (weight.ndim - len(shape)) + tuple(shape)
+    axes = tuple(axis for axis, length in enumerate(lengths) if length == 1)
+    magnitude = weight.to(torch.promote_types(weight.dtype, torch.float32)).abs()
+    if axes and weight.numel():  # the maximum of nothing is an error, and without axes it would be that of everything
+        magnitude = magnitude.amax(axes, keepdim=True)
+    return magnitude.clamp(max=torch.finfo(magnitude.dtype).max)

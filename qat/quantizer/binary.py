@@ -1,0 +1,219 @@
+"""One and two bits as modules: `binary` (XNOR-Net, Bi-Real, IR-Net), `ternary` (TWN) and `ttq`."""
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from qat.functional import binary_quantize, sign_ste, ternary_quantize, ttq_quantize
+from qat.functional.binary import BinaryGradient, binary_scale
+from qat.functional.sign import error_decay_sign, two_levels
+from qat.functional.ternary import ternary_scale
+from qat.quantizer.base import Quantizer
+from qat.quantizer.registry import register_quantizer
+
+
+@dataclass(frozen=True)
+class BinaryOptions:
+    """Options of `binary`.
+
+    Attributes:
+        gradient: "clipped" (XNOR-Net), "approximate" (Bi-Real), "error_decay" (IR-Net, annealed over the training) or
+            "straight_through".
+    """
+
+    gradient: str = "clipped"
+
+    def __post_init__(self) -> None:
+        if self.gradient not in get_args(BinaryGradient):
+            known = ", ".join(get_args(BinaryGradient))
+            raise ValueError(f"option 'gradient' must be one of {known}, got {self.gradient!r}")
+
+
+@register_quantizer("binary")
+class BinaryQuantizer(Quantizer):
+    """Two levels, bits=1: weights at their mean magnitude (arXiv:1603.05279), activations at a learned scale.
+
+    A signed activation of one bit is no rounding to an integer grid with a zero (0 becomes +scale), so it is not
+    exportable; weights are.
+    """
+
+    uniform = False
+    options_type = BinaryOptions
+    options: Any
+    progress: Tensor
+
+    def check_spec(self) -> None:
+        """One bit, signed and symmetric."""
+        super().check_spec()
+        _require_bits(self, 1)
+        self.exportable = self.role == "weight"
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        """Of activations the scale; of weights nothing."""
+        if self.role == "activation":
+            self.add_positive("scale", torch.ones(self.shape, device=device))
+        if self.options.gradient == "error_decay":
+            self.register_buffer("progress", torch.zeros((), device=device))
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """`binary_quantize`, or scale * sign(x / scale)."""
+        gradient = self.options.gradient
+        progress = self.progress if gradient == "error_decay" else None
+        if self.role == "weight":
+            return binary_quantize(x, self.channel_axis, gradient, progress)
+        scale = self.effective_scale()
+        v = x / scale
+        sign = sign_ste(v, gradient) if progress is None else error_decay_sign(v, progress)
+        return (sign * scale).to(x.dtype)
+
+    def bounds(self) -> tuple[int, int]:
+        """-1 and 1."""
+        return -1, 1
+
+    def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The mean magnitudes; 1 for a channel of zeros."""
+        if self.role == "activation":
+            scale = self.effective_scale()
+            return scale, torch.zeros_like(self.scale, requires_grad=False)
+        assert x is not None
+        return _scale_or_one(binary_scale(x.detach(), self.channel_axis), x, self), torch.zeros(
+            self.shape, device=x.device
+        )
+
+    def compute_codes(self, x: Tensor) -> Tensor:
+        """sign(x), with sign(0) = 1; 0 throughout a channel of zeros."""
+        if self.role == "activation":
+            return two_levels(x)
+        return torch.where(_magnitude(x, self) == 0, 0, two_levels(x))
+
+    def fit(self, values: Tensor, elements: int | None = None) -> None:
+        """The scale of an activation is its mean magnitude."""
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError("the values hold NaN or infinity")
+        if self.role == "activation":
+            with torch.no_grad():
+                self.set_positive("scale", values.abs().mean().clamp(min=1e-8).to(self.scale.device))
+        self.mark_calibrated()
+
+    def set_progress(self, progress: float) -> None:
+        """IR-Net sharpens its gradient over the training."""
+        if self.options.gradient == "error_decay":
+            self.progress.fill_(progress)
+
+
+@register_quantizer("ternary")
+class TernaryQuantizer(Quantizer):
+    """Weights -scale, 0 and scale, bits=2; threshold and scale follow the weights (TWN, arXiv:1605.04711)."""
+
+    uniform = False
+    roles = ("weight",)
+
+    def check_spec(self) -> None:
+        """Two bits, signed and symmetric."""
+        super().check_spec()
+        _require_bits(self, 2)
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        """Nothing to learn."""
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """`ternary_quantize`."""
+        return ternary_quantize(x, self.channel_axis)
+
+    def bounds(self) -> tuple[int, int]:
+        """-1 and 1."""
+        return -1, 1
+
+    def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The mean magnitudes of what is kept; 1 for a channel of zeros."""
+        assert x is not None
+        scale, _ = ternary_scale(x.detach(), self.channel_axis)
+        return _scale_or_one(scale, x, self), torch.zeros(self.shape, device=x.device)
+
+    def compute_codes(self, x: Tensor) -> Tensor:
+        """-1, 0 and 1."""
+        _, threshold = ternary_scale(x.detach(), self.channel_axis)
+        return torch.where(x.abs() > threshold, torch.sign(x), x * 0)
+
+    def fit(self, values: Tensor, elements: int | None = None) -> None:
+        """Nothing to find."""
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError("the values hold NaN or infinity")
+        self.mark_calibrated()
+
+
+@dataclass(frozen=True)
+class TTQOptions:
+    """Options of `ttq`.
+
+    Attributes:
+        threshold: share of the largest magnitude below which a weight is 0, from 0 to below 1; the paper's is 0.05.
+    """
+
+    threshold: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold < 1:
+            raise ValueError(f"option 'threshold' must be from 0 to below 1, got {self.threshold!r}")
+
+
+@register_quantizer("ttq")
+class TTQQuantizer(Quantizer):
+    """Weights -negative, 0 and positive, both learned (arXiv:1612.01064), bits=2; on no integer grid."""
+
+    exportable = False
+    uniform = False
+    roles = ("weight",)
+    options_type = TTQOptions
+    options: Any
+    positive_scale: Tensor
+    negative_scale: Tensor
+
+    def check_spec(self) -> None:
+        """Two bits, signed and symmetric."""
+        super().check_spec()
+        _require_bits(self, 2)
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        """Both levels."""
+        for name in ("positive_scale", "negative_scale"):
+            self.add_positive(name, torch.ones(self.shape, device=device))
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """`ttq_quantize`."""
+        levels = self.positive("positive_scale"), self.positive("negative_scale")
+        return ttq_quantize(x, *levels, self.options.threshold)
+
+    @torch.no_grad()
+    def fit(self, values: Tensor, elements: int | None = None) -> None:
+        """Start both levels at the mean magnitude of what is kept."""
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError("the values hold NaN or infinity")
+        size = values.abs()
+        kept = size > self.options.threshold * size.amax(1, keepdim=True)
+        mean = (size * kept).sum(1) / kept.sum(1).clamp(min=1)
+        start = torch.where(mean > 0, mean, 1.0).reshape(self.shape).to(self.calibrated.device)
+        self.set_positive("positive_scale", start)
+        self.set_positive("negative_scale", start)
+        self.mark_calibrated()
+
+
+def _require_bits(quantizer: Quantizer, bits: int) -> None:
+    spec = quantizer.spec
+    if spec.bits != bits:
+        raise ValueError(f"rule {spec.rule!r} has {bits} bit{'s' * (bits > 1)}; set bits={bits}, got {spec.bits}")
+    if not (spec.signed and spec.symmetric):
+        raise ValueError(f"rule {spec.rule!r} needs signed=True and symmetric=True")
+
+
+def _magnitude(x: Tensor, quantizer: Quantizer) -> Tensor:
+    """The largest magnitude for each scale, dims kept."""
+    axes = [axis for axis in range(x.dim()) if not quantizer.shape or quantizer.shape[axis] == 1]
+    return x.detach().abs().amax(axes, keepdim=True)
+
+
+def _scale_or_one(scale: Tensor, x: Tensor, quantizer: Quantizer) -> Tensor:
+    """A channel of zeros has codes 0 and any scale: 1, not the smallest number there is."""
+    return torch.where(_magnitude(x, quantizer) == 0, 1.0, scale).reshape(quantizer.shape)

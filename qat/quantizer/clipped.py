@@ -1,0 +1,162 @@
+"""PACT and DoReFa as modules: a learned clipping level, and fixed ranges."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.functional import (
+    clamp_ste,
+    dorefa_quantize_activation,
+    dorefa_quantize_weight,
+    fake_quantize,
+    pact_quantize,
+    round_ste,
+)
+from qat.functional.binary import binary_scale
+from qat.functional.sign import two_levels
+from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
+from qat.quantizer.registry import register_quantizer
+from qat.ranges import scale_and_zero_point
+
+
+@dataclass(frozen=True)
+class PACTOptions:
+    """Options of `pact`.
+
+    Attributes:
+        alpha_decay: weight decay of alpha, at least 0; the paper's is 2e-4. Adds alpha_decay/2 * alpha^2 to the loss.
+    """
+
+    alpha_decay: float = 2e-4
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha_decay < float("inf"):
+            raise ValueError(f"option 'alpha_decay' must be at least 0 and finite, got {self.alpha_decay!r}")
+
+
+@register_quantizer("pact")
+class PACTQuantizer(Quantizer):
+    """Activations clipped at a learned level alpha (arXiv:1805.06085), on an unsigned grid.
+
+    Deviation: on an affine grid, tensors with negative values (residual branches) are clipped from below too, at
+    -alpha * zero_point / (qmax - zero_point), with the zero point of calibration; where there are none it is PACT.
+    """
+
+    options_type = PACTOptions
+    options: Any
+    alpha: Tensor
+
+    def check_spec(self) -> None:
+        """Unsigned grids only."""
+        super().check_spec()
+        if self.spec.signed:
+            raise ValueError("rule 'pact' clips to 0 .. alpha and needs signed=False")
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        """alpha, and the zero point of an affine grid."""
+        self.add_positive("alpha", torch.full(self.shape, UNCALIBRATED_REACH, device=device))
+        zero_point = torch.zeros(self.shape, device=device)
+        self.register_buffer("zero_point", zero_point, persistent=not self.spec.symmetric)
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """`pact_quantize`; with a zero point the same with a lower clip."""
+        alpha = self.positive("alpha")
+        if self.spec.symmetric:
+            return pact_quantize(x, alpha, self.spec.bits)
+        above = self.spec.qmax - self.zero_point
+        step = (alpha / above).detach()
+        clipped = clamp_ste(x.to(torch.promote_types(x.dtype, torch.float32)), -alpha * self.zero_point / above, alpha)
+        return (round_ste(clipped / step) * step).to(x.dtype)
+
+    def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Step alpha / (qmax - zero_point), and the zero point."""
+        if self.spec.symmetric:
+            return self.positive("alpha") / self.spec.qmax, torch.zeros_like(self.alpha, requires_grad=False)
+        return self.positive("alpha") / (self.spec.qmax - self.zero_point), self.zero_point
+
+    @torch.no_grad()
+    def set_range(self, low: Tensor, high: Tensor) -> None:
+        """alpha = high, or what covers low .. high."""
+        scale, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
+        self.zero_point.copy_(zero_point.clamp(max=self.spec.qmax - 1))
+        self.set_positive("alpha", scale * (self.spec.qmax - self.zero_point))
+        self.mark_calibrated()
+
+    def penalty(self) -> Tensor | None:
+        """The paper's decay of alpha, without which it only grows."""
+        decay: float = self.options.alpha_decay
+        return 0.5 * decay * self.alpha.square().sum() if decay else None
+
+
+@register_quantizer("dorefa")
+class DoReFaQuantizer(Quantizer):
+    """Weights through tanh onto 2^bits levels from -1 to 1, activations clipped to 0 .. 1 (arXiv:1606.06160).
+
+    There is nothing to learn or to calibrate but the zero point of an affine grid, on which (a deviation) negative
+    activations keep the share of the levels that they had. The weights' levels are odd multiples of 1 / (2^bits - 1):
+    zero is none of them, and 8 bits do not fit int8.
+    """
+
+    uniform = False
+
+    def check_spec(self) -> None:
+        """Signed and symmetric weights, unsigned activations."""
+        super().check_spec()
+        spec, weight = self.spec, self.role == "weight"
+        if weight and not (spec.signed and spec.symmetric):
+            raise ValueError("rule 'dorefa' puts weights on levels from -1 to 1 and needs signed=True, symmetric=True")
+        if not weight and spec.signed:
+            raise ValueError("rule 'dorefa' clips activations to 0 .. 1 and needs signed=False")
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        """Nothing but a zero point."""
+        zero_point = torch.zeros(self.shape, device=device)
+        self.register_buffer("zero_point", zero_point, persistent=not self.spec.symmetric)
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """`dorefa_quantize_weight` or `dorefa_quantize_activation`."""
+        if self.role == "weight":
+            return dorefa_quantize_weight(x, self.spec.bits, self.channel_axis)
+        if self.spec.symmetric:
+            return dorefa_quantize_activation(x, self.spec.bits)
+        return fake_quantize(x, *self.grid(), *self.bounds())
+
+    def bounds(self) -> tuple[int, int]:
+        """Weights: -(2^bits - 1) .. 2^bits - 1, of which only every second integer is a level."""
+        if self.role == "activation":
+            return super().bounds()
+        levels = 2**self.spec.bits - 1
+        return -levels, levels
+
+    def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Step 1 / (2^bits - 1); of one-bit weights the mean of their magnitudes."""
+        zero_point = torch.zeros_like(self.zero_point)
+        if self.role == "activation":
+            zero_point = zero_point if self.spec.symmetric else self.zero_point
+            return 1.0 / (self.spec.qmax - zero_point), zero_point
+        if self.spec.bits > 1:
+            return torch.full_like(zero_point, 1.0 / self.bounds()[1]), zero_point
+        assert x is not None
+        return binary_scale(x.detach(), self.channel_axis).reshape(self.shape), zero_point
+
+    def compute_codes(self, x: Tensor) -> Tensor:
+        """Weights: the odd integers 2k - (2^bits - 1)."""
+        if self.role == "activation":
+            return super().compute_codes(x)
+        if self.spec.bits == 1:
+            return two_levels(x)
+        return torch.round(self.forward_weight(x) * self.bounds()[1])
+
+    def forward_weight(self, x: Tensor) -> Tensor:
+        """The weight on its levels, at float32 precision at least."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return dorefa_quantize_weight(wide, self.spec.bits, self.channel_axis)
+
+    @torch.no_grad()
+    def set_range(self, low: Tensor, high: Tensor) -> None:
+        """Find the zero point."""
+        _, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
+        self.zero_point.copy_(zero_point.clamp(max=self.spec.qmax - 1))
+        self.mark_calibrated()

@@ -1,0 +1,186 @@
+"""Low-precision floating point as modules: `fp8_e4m3`, `fp8_e5m2`, and the block-scaled `mxfp8`, `mxfp6`, `mxfp4`."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from qat.functional import FLOAT_FORMATS, float_quantize, mx_quantize, scale_gradient
+from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
+from qat.quantizer.registry import register_quantizer
+
+
+class FloatQuantizer(Quantizer):
+    """Base of the 8-bit floats: a learned scale puts the tensor into the format's range; on no integer grid."""
+
+    exportable = False
+    uniform = False
+    format: ClassVar[str]
+
+    def check_spec(self) -> None:
+        """Eight bits with a sign."""
+        super().check_spec()
+        _require(self, 8)
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        """The scale."""
+        start = UNCALIBRATED_REACH / FLOAT_FORMATS[self.format].largest
+        self.add_positive("scale", torch.full(self.shape, start, device=device))
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """`float_quantize`."""
+        return float_quantize(x, scale_gradient(self.effective_scale(), self.gradient_factor(x)), self.format)
+
+    @torch.no_grad()
+    def set_range(self, low: Tensor, high: Tensor) -> None:
+        """The larger end becomes the format's largest number."""
+        low, high = self.checked_range(low, high)
+        reach = torch.maximum(-low, high)
+        self.set_positive("scale", torch.where(reach > 0, reach, 1.0) / FLOAT_FORMATS[self.format].largest)
+        self.mark_calibrated()
+
+
+@register_quantizer("fp8_e4m3")
+class E4M3Quantizer(FloatQuantizer):
+    """Eight bits: sign, 4 of exponent, 3 of mantissa, up to 448 (arXiv:2209.05433)."""
+
+    format = "e4m3"
+
+
+@register_quantizer("fp8_e5m2")
+class E5M2Quantizer(FloatQuantizer):
+    """Eight bits: sign, 5 of exponent, 2 of mantissa, up to 57344 (arXiv:2209.05433)."""
+
+    format = "e5m2"
+
+
+@dataclass(frozen=True)
+class MXFP8Options:
+    """Options of `mxfp8`.
+
+    Attributes:
+        format: "e4m3" or "e5m2".
+        block_size: neighbours along the input axis that share a scale; the standard's is 32.
+    """
+
+    format: str = "e4m3"
+    block_size: int = 32
+
+    def __post_init__(self) -> None:
+        _check_block(self, ("e4m3", "e5m2"))
+
+
+@dataclass(frozen=True)
+class MXFP6Options:
+    """Options of `mxfp6`: format "e2m3" or "e3m2", and block_size."""
+
+    format: str = "e2m3"
+    block_size: int = 32
+
+    def __post_init__(self) -> None:
+        _check_block(self, ("e2m3", "e3m2"))
+
+
+@dataclass(frozen=True)
+class MXFP4Options:
+    """Options of `mxfp4`: format "e2m1", and block_size."""
+
+    format: str = "e2m1"
+    block_size: int = 32
+
+    def __post_init__(self) -> None:
+        _check_block(self, ("e2m1",))
+
+
+@dataclass(frozen=True)
+class MXINT8Options:
+    """Options of `mxint8`: format "int8", and block_size."""
+
+    format: str = "int8"
+    block_size: int = 32
+
+    def __post_init__(self) -> None:
+        _check_block(self, ("int8",))
+
+
+class MXQuantizer(Quantizer):
+    """Base of the Microscaling formats (arXiv:2310.10537): the scale of a block follows its values; nothing to learn.
+
+    Blocks run along the input axis: axis 1 of weights and of images, the last of other activations.
+    """
+
+    exportable = False
+    uniform = False
+    bits: ClassVar[int]
+    options: Any
+
+    def check_spec(self) -> None:
+        """The format's bits; blocks take the place of a granularity."""
+        super().check_spec()
+        _require(self, self.bits)
+        if self.spec.granularity == "group":
+            raise ValueError(
+                f"rule {self.spec.rule!r} has blocks of its own; use options={{'block_size': ...}} instead of groups"
+            )
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        """Nothing."""
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """`mx_quantize`."""
+        axis = 1 if self.role == "weight" or x.dim() > 3 else -1
+        return mx_quantize(x, self.options.format, self.options.block_size, axis)
+
+    def fit(self, values: Tensor, elements: int | None = None) -> None:
+        """Nothing to find."""
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError("the values hold NaN or infinity")
+        self.mark_calibrated()
+
+
+@register_quantizer("mxfp8")
+class MXFP8Quantizer(MXQuantizer):
+    """8-bit floats with a power-of-two scale a block."""
+
+    bits = 8
+    options_type = MXFP8Options
+
+
+@register_quantizer("mxfp6")
+class MXFP6Quantizer(MXQuantizer):
+    """6-bit floats with a power-of-two scale a block."""
+
+    bits = 6
+    options_type = MXFP6Options
+
+
+@register_quantizer("mxfp4")
+class MXFP4Quantizer(MXQuantizer):
+    """4-bit floats with a power-of-two scale a block."""
+
+    bits = 4
+    options_type = MXFP4Options
+
+
+@register_quantizer("mxint8")
+class MXINT8Quantizer(MXQuantizer):
+    """8-bit integers of 1/64 with a power-of-two scale a block."""
+
+    bits = 8
+    options_type = MXINT8Options
+
+
+def _require(quantizer: Quantizer, bits: int) -> None:
+    spec = quantizer.spec
+    if spec.bits != bits:
+        raise ValueError(f"rule {spec.rule!r} has {bits} bits; set bits={bits}, got {spec.bits}")
+    if not (spec.signed and spec.symmetric):
+        raise ValueError(f"rule {spec.rule!r} has a sign and no zero point; set signed=True and symmetric=True")
+
+
+def _check_block(options: Any, formats: tuple[str, ...]) -> None:
+    if options.format not in formats:
+        raise ValueError(f"option 'format' must be one of {', '.join(formats)}, got {options.format!r}")
+    if options.block_size < 1:
+        raise ValueError(f"option 'block_size' must be at least 1, got {options.block_size!r}")

@@ -1,0 +1,123 @@
+"""A quantizer that learns how many bits its tensor needs, against a cost."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qat.functional import bit_cost, clamp_ste, learned_bits_quantize, round_ste
+from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
+from qat.quantizer.registry import register_quantizer
+
+
+@dataclass(frozen=True)
+class LearnedBitsOptions:
+    """Options of `learned_bits`.
+
+    Attributes:
+        least: fewest bits, from 1 (unsigned) or 2 (signed); the most are the spec's bits, which it starts from.
+        cost: what a million bits of the tensor add to the loss, at least 0: of a weight as it is stored, of an
+            activation for one sample. Without a cost nothing drives the bits down.
+    """
+
+    least: int = 2
+    cost: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= 16:
+            raise ValueError(f"option 'least' must be from 1 to 16, got {self.least!r}")
+        if not 0 <= self.cost < float("inf"):
+            raise ValueError(f"option 'cost' must be at least 0 and finite, got {self.cost!r}")
+
+
+@register_quantizer("learned_bits")
+class LearnedBitsQuantizer(Quantizer):
+    """Learned range and bit-width (arXiv:1905.11452); the width acts as a whole number, so the grid is an integer one.
+
+    The sum of `cost` over a model is in `qat.penalty(model)`, which the trainer adds to the loss.
+    """
+
+    options_type = LearnedBitsOptions
+    options: Any
+    reach: Tensor
+    bits: Tensor
+    elements: Tensor
+
+    def check_spec(self) -> None:
+        """Symmetric grids, and room between least and most bits."""
+        super().check_spec()
+        spec = self.spec
+        if not spec.symmetric:
+            raise ValueError("rule 'learned_bits' has no zero point and needs symmetric=True")
+        least = max(self.options.least, 1 + int(spec.signed))
+        if least > spec.bits:
+            raise ValueError(
+                f"rule 'learned_bits': option 'least' is {least}, more than the {spec.bits} bits of the spec"
+            )
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        """The range, the width, and the number of elements that the cost counts."""
+        self.add_positive("reach", torch.full(self.shape, UNCALIBRATED_REACH, device=device))
+        self.bits = nn.Parameter(torch.tensor(float(self.spec.bits), device=device))
+        self.register_buffer("elements", torch.zeros((), device=device))
+
+    def effective_bits(self) -> Tensor:
+        """The learned width, within its limits; not yet rounded."""
+        least = max(self.options.least, 1 + int(self.spec.signed))
+        return clamp_ste(self.bits, float(least), float(self.spec.bits))
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """`learned_bits_quantize`."""
+        factor = self.gradient_factor(x)
+        return learned_bits_quantize(x, self.positive("reach"), self.effective_bits(), self.spec.signed, factor)
+
+    def highest(self) -> Tensor:
+        """The highest integer in force, as a tensor: no device synchronisation."""
+        return torch.exp2(torch.round(self.effective_bits().detach()) - int(self.spec.signed)) - 1
+
+    def bounds(self) -> tuple[int, int]:
+        """The integers of the width in force."""
+        high = int(self.highest())
+        return (-high if self.spec.signed else 0), high
+
+    def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """reach / qmax of the width in force."""
+        return self.positive("reach") / self.highest(), torch.zeros_like(self.reach, requires_grad=False)
+
+    def compute_codes(self, x: Tensor) -> Tensor:
+        """The integers of x."""
+        high = self.highest()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        low = -high if self.spec.signed else torch.zeros_like(high)
+        return torch.clamp(round_ste(wide / self.grid()[0]), low, high)
+
+    def fit(self, values: Tensor, elements: int | None = None) -> None:
+        """Remember how many elements the tensor has."""
+        super().fit(values, elements)
+        self.elements.fill_(float(elements if elements is not None else values.numel()))
+
+    @torch.no_grad()
+    def set_range(self, low: Tensor, high: Tensor) -> None:
+        """Cover the larger end."""
+        low, high = self.checked_range(low, high)
+        reach = torch.maximum(-low, high) if self.spec.signed else high
+        self.set_positive("reach", torch.where(reach > 0, reach, 1.0))
+        self.mark_calibrated()
+
+    @torch.no_grad()
+    def repair(self) -> None:
+        """Keep the width within its limits, where it has a gradient."""
+        super().repair()
+        target = self.bits if torch.compiler.is_compiling() else self.bits.data
+        least = float(max(self.options.least, 1 + int(self.spec.signed)))
+        target.copy_(torch.nan_to_num(self.bits, float(self.spec.bits)).clamp(least, float(self.spec.bits)))
+
+    def penalty(self) -> Tensor | None:
+        """cost * bits * elements / 10^6."""
+        cost: float = self.options.cost
+        return cost * 1e-6 * self.elements * bit_cost(self.effective_bits(), 1) if cost else None
+
+    def curves(self) -> dict[str, Tensor]:
+        """The width too."""
+        return {**super().curves(), "bits": self.bits}

@@ -1,0 +1,152 @@
+"""Rules whose levels or thresholds are not evenly spaced: `apot` and `n2uq`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.functional import apot_quantize, n2uq_quantize, normalize_weight, scale_gradient
+from qat.functional.apot import MOST_MAGNITUDE_BITS
+from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
+from qat.quantizer.registry import register_quantizer
+from qat.ranges import initial_range, scale_and_zero_point
+
+
+@dataclass(frozen=True)
+class APoTOptions:
+    """Options of `apot`.
+
+    Attributes:
+        normalize: centre weights and divide them by their deviation before the rounding, as the paper does.
+    """
+
+    normalize: bool = True
+
+
+@register_quantizer("apot")
+class APoTQuantizer(Quantizer):
+    """Additive powers of two with a learned clipping level alpha (arXiv:1909.13144); on no integer grid.
+
+    Deviation: normalised weights are multiplied by their deviation again, so that layers without a BatchNorm behind
+    them keep their size.
+    """
+
+    exportable = False
+    uniform = False
+    options_type = APoTOptions
+    options: Any
+    alpha: Tensor
+
+    def check_spec(self) -> None:
+        """Symmetric, with 1 to 8 bits for the magnitude."""
+        super().check_spec()
+        spec = self.spec
+        if not spec.symmetric:
+            raise ValueError("rule 'apot' has levels around 0 and needs symmetric=True")
+        if not 1 <= spec.bits - int(spec.signed) <= MOST_MAGNITUDE_BITS:
+            least, most = 1 + int(spec.signed), MOST_MAGNITUDE_BITS + int(spec.signed)
+            raise ValueError(f"rule 'apot' has {least} to {most} bits with signed={spec.signed}, got bits={spec.bits}")
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        """The clipping level."""
+        self.add_positive("alpha", torch.full(self.shape, UNCALIBRATED_REACH, device=device))
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """`apot_quantize`, of weights after `normalize_weight`."""
+        alpha, spec = self.positive("alpha"), self.spec
+        if not (self.role == "weight" and self.options.normalize):
+            return apot_quantize(x, alpha, spec.bits, spec.signed)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normal = apot_quantize(normalize_weight(wide, self.channel_axis), alpha, spec.bits, spec.signed)
+        return (normal * self._deviation(wide.detach())).to(x.dtype)
+
+    def fit(self, values: Tensor, elements: int | None = None) -> None:
+        """alpha covers the values, of weights the normalised ones."""
+        if self.role == "weight" and self.options.normalize:
+            initial_range(values, self.spec)  # refuses NaN before the normalisation hides where it came from
+            values = normalize_weight(values.detach().float(), 0)
+        super().fit(values, elements)
+
+    @torch.no_grad()
+    def set_range(self, low: Tensor, high: Tensor) -> None:
+        """alpha = the larger end."""
+        low, high = self.checked_range(low, high)
+        reach = torch.maximum(-low, high)
+        self.set_positive("alpha", torch.where(reach > 0, reach, 1.0))
+        self.mark_calibrated()
+
+    def _deviation(self, x: Tensor) -> Tensor:
+        rows = x.reshape(1, -1) if not self.shape else x.reshape(self.alpha.numel(), -1)
+        return rows.std(1, correction=0).reshape(self.shape)
+
+
+@register_quantizer("n2uq")
+class N2UQQuantizer(Quantizer):
+    """Learned thresholds on the way in, evenly spaced levels on the way out (arXiv:2111.14826).
+
+    Weights are deployed as integers; for activations the runtime would have to know the thresholds, which
+    QuantizeLinear cannot express, so they are not exportable. The levels' step is learned too, all three with LSQ's
+    gradient factor (the paper trains them with a learning rate of their own).
+    """
+
+    uniform = False
+    start: Tensor
+    widths: Tensor
+    step: Tensor
+
+    def check_spec(self) -> None:
+        """Symmetric, one set of thresholds for the tensor, at most 8 bits."""
+        super().check_spec()
+        spec = self.spec
+        if not spec.symmetric or spec.granularity != "tensor":
+            raise ValueError("rule 'n2uq' needs symmetric=True and granularity='tensor'")
+        if spec.bits > 8 or spec.qmax < 1:
+            raise ValueError(f"rule 'n2uq' learns a width per level and takes at most 8 bits, got bits={spec.bits}")
+        self.exportable = self.role == "weight"
+
+    def bounds(self) -> tuple[int, int]:
+        """A mirror image around zero if signed."""
+        return (-self.spec.qmax if self.spec.signed else 0), self.spec.qmax
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        """start of the first segment, widths of all, and the step between levels."""
+        low, high = self.bounds()
+        step = torch.tensor(UNCALIBRATED_REACH / high, device=device)
+        self.start = torch.nn.Parameter(step * low)
+        self.add_positive("widths", step.expand(high - low).clone())
+        self.add_positive("step", step)
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """`n2uq_quantize`."""
+        factor = self.gradient_factor(x)
+        start, widths, step = (
+            scale_gradient(part, factor) for part in (self.start, self.positive("widths"), self.positive("step"))
+        )
+        return n2uq_quantize(x, start, widths, step, self.bounds()[0])
+
+    def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The step between levels."""
+        return self.positive("step"), torch.zeros_like(self.step, requires_grad=False)
+
+    def compute_codes(self, x: Tensor) -> Tensor:
+        """The level that each value falls on."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        one = torch.ones_like(self.step, requires_grad=False)
+        return n2uq_quantize(wide, self.start, self.positive("widths"), one, self.bounds()[0])
+
+    @torch.no_grad()
+    def set_range(self, low: Tensor, high: Tensor) -> None:
+        """Even thresholds, at the middle between levels: rounding to start with."""
+        scale, _ = scale_and_zero_point(*self.checked_range(low, high), self.spec)
+        self.start.copy_(scale * self.bounds()[0])
+        self.set_positive("widths", scale.expand_as(self.widths))
+        self.set_positive("step", scale)
+        self.mark_calibrated()
+
+    def repair(self) -> None:
+        """A start that became NaN or infinite goes back to the lowest level."""
+        super().repair()
+        with torch.no_grad():
+            target = self.start if torch.compiler.is_compiling() else self.start.data
+            target.copy_(torch.where(self.start.isfinite(), self.start, self.positive("step") * self.bounds()[0]))

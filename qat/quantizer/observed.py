@@ -1,0 +1,124 @@
+"""Rules that observe their range instead of learning it: `minmax` and `ema`; only x gets a gradient."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.functional import fake_quantize
+from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
+from qat.quantizer.registry import register_quantizer
+from qat.ranges import scale_and_zero_point
+
+
+class ObservedQuantizer(Quantizer):
+    """Base of both: keeps low and high in buffers, which DistributedDataParallel makes equal on all ranks.
+
+    Ranges follow the data in train() only, so validation data leaks into nothing.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        """Nothing to learn: the range is two buffers."""
+        low = -UNCALIBRATED_REACH if self.spec.signed or not self.spec.symmetric else 0.0
+        self.register_buffer("low", torch.full(self.shape, low, device=device))
+        self.register_buffer("high", torch.full(self.shape, UNCALIBRATED_REACH, device=device))
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """`fake_quantize` on the range as it now is."""
+        if self.training and x.numel():
+            self.observe(x.detach())
+        scale, zero_point = self.grid(x)
+        return fake_quantize(x, scale, zero_point, *self.bounds())
+
+    def observe(self, x: Tensor) -> None:
+        """Take note of one batch."""
+        raise TypeError(f"{type(self).__name__}: an observed quantizer must implement observe(x)")
+
+    def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Lowest and highest value for each scale, zero included; those in force where x has NaN or infinity."""
+        shared = [axis for axis in range(x.dim()) if not self.shape or self.shape[axis] == 1]
+        wide = x.float()
+        low, high = wide.amin(shared).reshape(self.shape), wide.amax(shared).reshape(self.shape)
+        finite = low.isfinite() & high.isfinite()
+        return torch.where(finite, low.clamp(max=0), self.low), torch.where(finite, high.clamp(min=0), self.high)
+
+    @torch.no_grad()
+    def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What covers low .. high; new tensors, because the buffers move on while a graph still needs these."""
+        return scale_and_zero_point(self.low, self.high, self.spec)
+
+    @torch.no_grad()
+    def set_range(self, low: Tensor, high: Tensor) -> None:
+        """Start from this range."""
+        low, high = self.checked_range(low, high)
+        self.low.copy_(low)
+        self.high.copy_(high)
+        self.mark_calibrated()
+
+    def curves(self) -> dict[str, Tensor]:
+        """Both ends of the range."""
+        return {"low": self.low, "high": self.high}
+
+
+@register_quantizer("minmax")
+class MinMaxQuantizer(ObservedQuantizer):
+    """From the lowest to the highest value (arXiv:1712.05877): of a weight as it is now, of an activation ever seen."""
+
+    def check_spec(self) -> None:
+        """A weight's range is found anew at every step, so how it starts is of no effect."""
+        super().check_spec()
+        if self.role == "weight" and self.spec.init != "minmax":
+            raise ValueError(
+                f"rule 'minmax' finds a weight's range anew at every step: init={self.spec.init!r} has no effect; use"
+                " init='minmax'"
+            )
+
+    def observe(self, x: Tensor) -> None:
+        """Widen the range."""
+        low, high = self.extremes(x)
+        if self.role == "weight":
+            self.low.copy_(low)
+            self.high.copy_(high)
+        else:
+            self.low.copy_(torch.minimum(self.low, low))
+            self.high.copy_(torch.maximum(self.high, high))
+
+    @torch.no_grad()
+    def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Of a weight: the grid of its present values."""
+        if self.role == "weight" and x is not None and x.numel():
+            return scale_and_zero_point(*self.extremes(x), self.spec)
+        return super().grid()
+
+
+@dataclass(frozen=True)
+class EMAOptions:
+    """Options of `ema`.
+
+    Attributes:
+        momentum: share of the newest batch in the average, above 0 and at most 1.
+    """
+
+    momentum: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.momentum <= 1:
+            raise ValueError(f"option 'momentum' must be above 0 and at most 1, got {self.momentum!r}")
+
+
+@register_quantizer("ema")
+class EMAQuantizer(ObservedQuantizer):
+    """Exponential moving averages of the batches' lowest and highest values (arXiv:1712.05877)."""
+
+    options_type = EMAOptions
+    options: Any
+
+    def observe(self, x: Tensor) -> None:
+        """low += momentum * (batch low - low), and so high."""
+        low, high = self.extremes(x)
+        self.low.lerp_(low, self.options.momentum)
+        self.high.lerp_(high, self.options.momentum)

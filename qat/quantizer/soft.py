@@ -1,0 +1,116 @@
+"""Soft staircases as modules: `dsq` (hard forward, soft gradient) and `stacked_sigmoid` (soft forward, annealed)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qat.functional import clamp_ste, dsq_round, round_ste, scale_gradient, soft_round
+from qat.quantizer.base import Quantizer
+from qat.quantizer.registry import register_quantizer
+
+
+class SoftQuantizer(Quantizer):
+    """Base of both: y = (rounding(clamp(x / scale, qmin - z, qmax - z))) * scale, z the zero point, scale learned."""
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """The formula above, in float32 at least."""
+        scale, zero_point = self.grid()
+        step = scale_gradient(scale, self.gradient_factor(x))
+        low, high = self.bounds()
+        v = clamp_ste(x.to(torch.promote_types(x.dtype, torch.float32)) / step, low - zero_point, high - zero_point)
+        return (self.rounded(v) * step).to(x.dtype)
+
+    def rounded(self, v: Tensor) -> Tensor:
+        """The staircase."""
+        raise TypeError(f"{type(self).__name__}: a soft quantizer must implement rounded(v)")
+
+
+@dataclass(frozen=True)
+class DSQOptions:
+    """Options of `dsq`.
+
+    Attributes:
+        alpha: how soft the gradient's staircase is at the start, above 0 and below 1; it is learned.
+    """
+
+    alpha: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha < 1:
+            raise ValueError(f"option 'alpha' must be above 0 and below 1, got {self.alpha!r}")
+
+
+@register_quantizer("dsq")
+class DSQQuantizer(SoftQuantizer):
+    """Rounding whose gradient is that of a tanh staircase of learned softness (arXiv:1908.05033)."""
+
+    options_type = DSQOptions
+    options: Any
+    alpha: Tensor
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        """The softness beside the scale."""
+        super().add_parameters(device)
+        self.alpha = nn.Parameter(torch.tensor(self.options.alpha, device=device))
+
+    def rounded(self, v: Tensor) -> Tensor:
+        """`dsq_round`."""
+        factor = self.gradient_factor(v)
+        return dsq_round(v, scale_gradient(clamp_ste(self.alpha, 1e-3, 0.999), factor))
+
+    @torch.no_grad()
+    def repair(self) -> None:
+        """The softness stays between 0.001 and 0.999."""
+        super().repair()
+        target = self.alpha if torch.compiler.is_compiling() else self.alpha.data
+        target.copy_(torch.nan_to_num(self.alpha, self.options.alpha).clamp(1e-3, 0.999))
+
+
+@dataclass(frozen=True)
+class StackedSigmoidOptions:
+    """Options of `stacked_sigmoid`.
+
+    Attributes:
+        start: temperature at the beginning of the training, above 0.
+        end: temperature at its end, at least start.
+    """
+
+    start: float = 5.0
+    end: float = 100.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.start <= self.end < float("inf"):
+            raise ValueError(f"options must hold 0 < start <= end, got start={self.start!r} and end={self.end!r}")
+
+
+@register_quantizer("stacked_sigmoid")
+class StackedSigmoidQuantizer(SoftQuantizer):
+    """A sigmoid for every step, sharper and sharper (Quantization Networks, arXiv:1911.09464); evaluation rounds.
+
+    Training computes with values between the levels, evaluation and the exported model with the levels themselves; the
+    temperature goes from `start` to `end` in equal factors, as `set_progress` says.
+    """
+
+    options_type = StackedSigmoidOptions
+    options: Any
+    temperature: Tensor
+
+    def add_parameters(self, device: torch.device | str | None) -> None:
+        """The temperature, which checkpoints carry."""
+        super().add_parameters(device)
+        self.register_buffer("temperature", torch.tensor(self.options.start, device=device))
+
+    def rounded(self, v: Tensor) -> Tensor:
+        """`soft_round` in training."""
+        return soft_round(v, self.temperature) if self.training else round_ste(v)
+
+    def set_progress(self, progress: float) -> None:
+        """start * (end / start)^progress."""
+        options = self.options
+        self.temperature.fill_(options.start * (options.end / options.start) ** progress)
+
+    def curves(self) -> dict[str, Tensor]:
+        """The temperature too."""
+        return {**super().curves(), "temperature": self.temperature}

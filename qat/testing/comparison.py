@@ -1,0 +1,83 @@
+"""Comparing tensors, and saying where the first difference lies."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qat.testing.report import GradcheckError
+
+
+def uneven(like: Tensor, seed: int = 0) -> Tensor:
+    """Values of both signs and of sizes from 0.5 to 2, float64: sums over wrong axes and lost signs show."""
+    k = torch.arange(1, like.numel() + 1, dtype=torch.float64)
+    size = 0.5 + 1.5 * torch.frac(k * 0.6180339887 + seed * 0.3)
+    negative = torch.frac(k * 0.7548776662 + seed * 0.2) < 0.4
+    return torch.where(negative, -size, size).reshape(like.shape)
+
+
+def require_close(what: str, got: Tensor, expected: Tensor, rtol: float, atol: float, x: Tensor | None = None) -> None:
+    """Refuse a difference, NaN equal to NaN.
+
+    Args:
+        what: the words that name the tensor in the error.
+        got, expected: any floating dtype.
+        rtol, atol: |got - expected| <= atol + rtol * |expected| is no difference.
+        x: the input; its value is named where it has the shape of the tensors.
+
+    Raises:
+        GradcheckError: with the first element that differs.
+    """
+    if got.shape != expected.shape:
+        raise GradcheckError(f"{what}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}")
+    got, expected = got.detach().double(), expected.detach().double()
+    require_none(what, ~torch.isclose(got, expected, rtol=rtol, atol=atol, equal_nan=True), got, expected, x)
+
+
+def require_none(what: str, wrong: Tensor, got: Tensor, expected: Tensor, x: Tensor | None = None) -> None:
+    """Refuse the elements that are marked as wrong.
+
+    Raises:
+        GradcheckError: with the first of them.
+    """
+    if not wrong.any():
+        return
+    where = wrong.nonzero()[0]
+    index = tuple(where.tolist())
+    place = f" at {list(index)}" if index else ""
+    if x is not None and x.shape == wrong.shape:
+        place += f", where x = {number(x[index])}" if place else f" where x = {number(x[index])}"
+    others = f"; {int(wrong.sum())} of {wrong.numel()} elements differ" if wrong.numel() > 1 else ""
+    raise GradcheckError(f"{what}{place}: got {number(got[index])}, expected {number(expected[index])}{others}")
+
+
+def require_same_gradients(
+    what: str,
+    got: Sequence[Tensor | None],
+    expected: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    rtol: float,
+    atol: float,
+) -> None:
+    """Compare the gradients of all slots; None is a zero gradient.
+
+    Raises:
+        GradcheckError: with the first slot and element that differ.
+    """
+    for slot, (mine, theirs, x) in enumerate(zip(got, expected, inputs, strict=True)):
+        if mine is None and theirs is None:
+            continue
+        mine = torch.zeros_like(x) if mine is None else mine
+        theirs = torch.zeros_like(x) if theirs is None else theirs
+        require_close(f"{what}gradient of slot {slot}", mine, theirs, rtol, atol, inputs[0])
+
+
+def number(value: Tensor) -> str:
+    """As short as it can be said without hiding a difference."""
+    return f"{value.item():.10g}"
+
+
+def largest(values: Tensor) -> float:
+    """The largest finite magnitude, 0 if there is none."""
+    finite = values[values.isfinite()].abs()
+    return finite.max().item() if finite.numel() else 0.0

@@ -1,0 +1,134 @@
+"""A function together with the gradient that it declares: what every check looks at."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.testing.comparison import uneven
+
+Gradients = tuple[Tensor | None, ...]
+Inputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A function and its claim.
+
+    Attributes:
+        function: tensors in, one tensor out.
+        surrogate: a differentiable function of the same tensors whose gradient the function's backward claims to be.
+        gradient: instead of a surrogate: gradient(cotangent, *inputs) -> a gradient or None for each input.
+        broadcast: slots that broadcast against x, the first input.
+        elementwise: whether y[i] depends on x[i] and the parameters only.
+        backend: of `torch.compile`.
+        rtol, atol: what counts as equal in float64.
+    """
+
+    function: Callable[..., Any]
+    surrogate: Callable[..., Any] | None = None
+    gradient: Callable[..., Any] | None = None
+    broadcast: tuple[int, ...] = ()
+    elementwise: bool = True
+    backend: Any = "aot_eager"
+    rtol: float = 1e-8
+    atol: float = 1e-10
+
+    def output(self, inputs: Inputs) -> Tensor:
+        """The function's value, without a graph."""
+        with torch.no_grad():
+            result: Tensor = self.function(*(tensor.detach() for tensor in inputs))
+        return result
+
+    def gradients(self, inputs: Inputs, cotangent: Tensor | None = None) -> tuple[Tensor, Gradients]:
+        """The function's value and the gradients of all slots; `cotangent` is `uneven` by default."""
+        leaves = as_leaves(inputs)
+        y = self.function(*leaves)
+        cotangent = uneven(y).to(y.dtype) if cotangent is None else cotangent
+        return y.detach(), pull_back(y, leaves, cotangent)
+
+    def declared_gradients(self, inputs: Inputs, cotangent: Tensor) -> Gradients:
+        """The gradients that the function's backward claims to be."""
+        return self._declared(as_leaves(inputs), cotangent, create_graph=False)
+
+    def second_order(self, inputs: Inputs, cotangent: Tensor) -> list[tuple[Tensor, ...]]:
+        """For each slot its gradient, summed with uneven weights, differentiated by every input and the cotangent."""
+        leaves, cotangent = as_leaves(inputs), cotangent.detach().requires_grad_()
+        first = pull_back(self.function(*leaves), leaves, cotangent, create_graph=True)
+        return _differentiated(first, (*leaves, cotangent))
+
+    def declared_second_order(self, inputs: Inputs, cotangent: Tensor) -> list[tuple[Tensor, ...]]:
+        """The same of the declared gradients."""
+        leaves, cotangent = as_leaves(inputs), cotangent.detach().requires_grad_()
+        return _differentiated(self._declared(leaves, cotangent, create_graph=True), (*leaves, cotangent))
+
+    def declared_tangent(self, inputs: Inputs, tangents: Sequence[Tensor | None]) -> Tensor:
+        """The declared tangent of the output: the transpose of the declared gradients, at a cotangent of zero."""
+        leaves, cotangent = as_leaves(inputs), torch.zeros_like(self.output(inputs)).requires_grad_()
+        pulled = self._declared(leaves, cotangent, create_graph=True)
+        terms = [(g * t).sum() for g, t in zip(pulled, tangents, strict=True) if g is not None and t is not None]
+        total = sum(terms, start=torch.zeros((), dtype=torch.float64))
+        (tangent,) = pull_back(total, [cotangent], torch.ones_like(total))
+        return torch.zeros_like(cotangent) if tangent is None else tangent
+
+    def _declared(self, leaves: list[Tensor], cotangent: Tensor, create_graph: bool) -> Gradients:
+        if self.surrogate is not None:
+            return pull_back(self.surrogate(*leaves), leaves, cotangent, create_graph)
+        assert self.gradient is not None
+        found = self.gradient(cotangent, *leaves)
+        if not isinstance(found, tuple) or len(found) != len(leaves):
+            kind = f"a tuple of {len(found)}" if isinstance(found, tuple) else type(found).__name__
+            raise ValueError(
+                f"ste_gradcheck: gradient must return a tuple with one gradient or None for each of the {len(leaves)} "
+                f"inputs, got {kind}"
+            )
+        return tuple(_fitted(each, leaf, slot) for slot, (each, leaf) in enumerate(zip(found, leaves, strict=True)))
+
+
+def as_leaves(inputs: Sequence[Tensor], wanted: Sequence[bool] | None = None) -> list[Tensor]:
+    """The same memory, strides included, as leaves of a new graph; only the wanted ones ask for a gradient."""
+    wanted = [True] * len(inputs) if wanted is None else wanted
+    return [tensor.detach().requires_grad_(asks) for tensor, asks in zip(inputs, wanted, strict=True)]
+
+
+def pull_back(y: Tensor, leaves: Sequence[Tensor], cotangent: Tensor, create_graph: bool = False) -> Gradients:
+    """The gradient of every leaf, None where it asks for none or gets none."""
+    asking = [leaf for leaf in leaves if leaf.requires_grad]
+    if not asking or not y.requires_grad:
+        return (None,) * len(leaves)
+    found = iter(torch.autograd.grad(y, asking, cotangent, create_graph=create_graph, allow_unused=True))
+    return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+
+
+def filled(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Zeros in the place of None."""
+    pairs = zip(gradients, inputs, strict=True)
+    return tuple(torch.zeros_like(tensor) if gradient is None else gradient for gradient, tensor in pairs)
+
+
+def _differentiated(first: Gradients, by: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    rows = []
+    for slot, gradient in enumerate(first):
+        found: Gradients = (None,) * len(by)
+        if gradient is not None and gradient.requires_grad:
+            total = (gradient * uneven(gradient, seed=slot + 1)).sum()
+            found = torch.autograd.grad(total, by, allow_unused=True, retain_graph=True)
+        rows.append(filled(found, by))
+    return rows
+
+
+def _fitted(gradient: Tensor | None, leaf: Tensor, slot: int) -> Tensor | None:
+    """A declared gradient in the shape of its input: what was broadcast is summed."""
+    if gradient is None:
+        return None
+    if gradient.shape == leaf.shape:
+        return gradient.to(leaf.dtype)
+    try:
+        return gradient.to(leaf.dtype).sum_to_size(leaf.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"ste_gradcheck: gradient returns shape {tuple(gradient.shape)} for slot {slot}, which has shape "
+            f"{tuple(leaf.shape)}"
+        ) from None

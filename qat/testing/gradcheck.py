@@ -1,0 +1,200 @@
+"""The public face: declare a gradient, and have every claim about it checked."""
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.testing.derivatives import check_broadcast, check_gradient, check_second_order, check_slots
+from qat.testing.edges import check_empty, check_nan_inf
+from qat.testing.environments import check_compile, check_layouts, check_meta
+from qat.testing.estimator import Estimator, Inputs
+from qat.testing.precision import check_dtypes
+from qat.testing.report import CheckResult, GradcheckError, GradcheckReport, Skipped, first_line
+from qat.testing.transforms import check_func_grad, check_jvp, check_vmap
+
+Check = Callable[[Estimator, Inputs], str]
+
+CHECKS: dict[str, Check] = {
+    "gradient": check_gradient,
+    "slots": check_slots,
+    "broadcast": check_broadcast,
+    "second_order": check_second_order,
+    "func_grad": check_func_grad,
+    "vmap": check_vmap,
+    "jvp": check_jvp,
+    "meta": check_meta,
+    "dtypes": check_dtypes,
+    "compile": check_compile,
+    "layouts": check_layouts,
+    "empty": check_empty,
+    "nan_inf": check_nan_inf,
+}
+"""What can be checked, in the order in which it is. Each takes an `Estimator` and one tuple of inputs, returns what it
+looked at, and raises `GradcheckError` with the first offending element."""
+
+
+def ste_gradcheck(
+    function: Callable[..., Tensor],
+    surrogate: Callable[..., Tensor] | None,
+    inputs: Sequence[Tensor] | Sequence[Sequence[Tensor]],
+    *,
+    gradient: Callable[..., tuple[Tensor | None, ...]] | None = None,
+    broadcast: Iterable[int] = (),
+    elementwise: bool = True,
+    checks: Iterable[str] | None = None,
+    skip: Iterable[str] = (),
+    backend: str | Callable[..., Any] = "aot_eager",
+    raise_exception: bool = True,
+    rtol: float = 1e-8,
+    atol: float = 1e-10,
+) -> GradcheckReport:
+    """Verify a straight-through estimator against the gradient that it declares.
+
+    Finite differences cannot see through a rounding, so `torch.autograd.gradcheck` cannot judge such a function. Here
+    its author declares the gradient, as a `surrogate` (for a rounding: the identity), and everything that follows from
+    the declaration is checked: `CHECKS` lists what, and each entry can be called alone.
+
+    Args:
+        function: tensors in, one tensor out; whatever is no tensor is closed over. It has to take any device and dtype.
+        surrogate: a differentiable function of the same tensors whose gradient the backward claims to be; its value
+            need not be the function's, its shape must be. None where no function has that gradient. Mind that
+            `torch.clamp` passes no gradient at its bounds from torch 2.15 on: `torch.where` says what is meant.
+        inputs: one tuple of float64 tensors, x first, or a list of such tuples. See `grid_points`.
+        gradient: instead of a surrogate: gradient(grad_output, *inputs) -> a gradient or None for each input, made of
+            differentiable operations; for an input that was broadcast, in its shape or in that of the output.
+            In forward mode it is transposed at grad_output = 0.
+        broadcast: slots of `inputs` that broadcast against x: their first values are tried in every shape, per channel
+            up to 15/8 times as large.
+        elementwise: whether y[i] depends on x[i] and the parameters only.
+        checks: names of the checks to run; None runs all.
+        skip: names of checks to leave out; the report says so.
+        backend: of `torch.compile`.
+        raise_exception: whether failures raise; otherwise they are in the report only.
+        rtol, atol: |got - expected| <= atol + rtol * |expected| is equal, in float64.
+
+    Returns:
+        The report; `str(report)` is a table.
+
+    Raises:
+        GradcheckError: if a check fails, one line each with the first offending element.
+        TypeError, ValueError: if the arguments cannot be checked.
+
+    >>> from qat.functional import round_ste
+    >>> from qat.testing import grid_points
+    >>> x = grid_points(1.0, 0, -8, 7)
+    >>> print(ste_gradcheck(round_ste, lambda x: x, (x,), checks=["gradient", "second_order", "nan_inf"]))
+    round_ste: 3 checks, 0 failed
+      gradient      ok  1 slot at 41 values of x
+      second_order  ok  1 gradient differentiated by 2 tensors
+      nan_inf       ok  nan, inf, -inf at 3 of 41 elements
+
+    A hard tanh is not the gradient of this rounding:
+
+    >>> clipped = lambda x: torch.where(x.abs() <= 1, x, x.sign())
+    >>> try:
+    ...     ste_gradcheck(round_ste, clipped, (x,), checks=["gradient"])
+    ... except GradcheckError as error:
+    ...     print(error)
+    1 of 1 check failed for round_ste
+      gradient: ...
+    """
+    names = _chosen(checks)
+    left_out = _known(skip, "skip")
+    estimator = Estimator(function, surrogate, gradient, tuple(broadcast), elementwise, backend, rtol, atol)
+    cases = _cases(inputs)
+    for case in cases:
+        _require_sound(estimator, case)
+    results = []
+    for name in names:
+        if name in left_out:
+            results.append(CheckResult(name, True, "left out by skip", skipped=True))
+        else:
+            results.append(_result(name, estimator, cases))
+    report = GradcheckReport(getattr(function, "__name__", type(function).__name__), tuple(results))
+    if raise_exception:
+        report.raise_failures()
+    return report
+
+
+def _result(name: str, estimator: Estimator, cases: list[Inputs]) -> CheckResult:
+    """Run one check on every tuple of inputs, up to the first failure."""
+    details: list[str] = []
+    for number, case in enumerate(cases):
+        where = f"inputs {number}: " if len(cases) > 1 else ""
+        try:
+            details.append(CHECKS[name](estimator, case))
+        except Skipped as reason:
+            return CheckResult(name, True, str(reason), skipped=True)
+        except GradcheckError as failure:
+            cause = failure.__cause__
+            return CheckResult(name, False, f"{where}{failure}", error=cause if isinstance(cause, Exception) else None)
+        except Exception as error:
+            return CheckResult(name, False, f"{where}raised {first_line(error)}", error=error)
+    return CheckResult(name, True, "; ".join(dict.fromkeys(details)))
+
+
+def _chosen(checks: Iterable[str] | None) -> list[str]:
+    """The names to run, in the order of `CHECKS`."""
+    wanted = set(CHECKS) if checks is None else _known(checks, "checks")
+    if not wanted:
+        raise ValueError("ste_gradcheck: checks names no check; None runs all of them")
+    return [name for name in CHECKS if name in wanted]
+
+
+def _known(names: Iterable[str], argument: str) -> set[str]:
+    """Refuse names that are no check's."""
+    if isinstance(names, str):
+        raise TypeError(f"ste_gradcheck: {argument} must be a list of names, got the string {names!r}")
+    found = set(names)
+    for name in sorted(found - set(CHECKS)):
+        close = difflib.get_close_matches(name, CHECKS, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"checks: {', '.join(CHECKS)}"
+        raise ValueError(f"ste_gradcheck: unknown check {name!r} in {argument}; {hint}")
+    return found
+
+
+def _cases(inputs: Any) -> list[Inputs]:
+    """The inputs as a list of tuples of float64 tensors."""
+    cases = [inputs] if isinstance(inputs, tuple) else inputs
+    if not isinstance(cases, list) or not cases or not all(isinstance(case, tuple) and case for case in cases):
+        kind = "an empty one" if isinstance(cases, (list, tuple)) and not all(cases) else type(inputs).__name__
+        raise TypeError(f"ste_gradcheck: inputs must be a tuple of tensors or a list of such tuples, got {kind}")
+    for case in cases:
+        for slot, value in enumerate(case):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"ste_gradcheck: input {slot} must be a float64 tensor, got {type(value).__name__}")
+            if value.dtype != torch.float64:
+                raise TypeError(f"ste_gradcheck: input {slot} must be a float64 tensor, got {value.dtype}")
+            if not value.numel():
+                raise ValueError(f"ste_gradcheck: input {slot} has no elements, shape {tuple(value.shape)}")
+    return [tuple(value.detach().clone() for value in case) for case in cases]
+
+
+def _require_sound(estimator: Estimator, case: Inputs) -> None:
+    """Refuse what cannot be checked at all; whatever the function raises by itself comes out as it is."""
+    if estimator.surrogate is None and estimator.gradient is None:
+        raise ValueError("ste_gradcheck: neither surrogate nor gradient is given: declare the gradient in one of them")
+    if estimator.surrogate is not None and estimator.gradient is not None:
+        raise ValueError("ste_gradcheck: surrogate and gradient are both given: declare the gradient in one of them")
+    for slot in estimator.broadcast:
+        if not 0 < slot < len(case):
+            raise ValueError(
+                f"ste_gradcheck: broadcast names slot {slot}, but the parameters are slots 1 to {len(case) - 1}"
+                if len(case) > 1
+                else f"ste_gradcheck: broadcast names slot {slot}, but x is the only input"
+            )
+    y = estimator.function(*case)
+    if not isinstance(y, Tensor):
+        raise TypeError(f"ste_gradcheck: function must return one tensor, got {type(y).__name__}")
+    if estimator.surrogate is not None:
+        other = estimator.surrogate(*case)
+        if not isinstance(other, Tensor):
+            raise TypeError(f"ste_gradcheck: surrogate must return one tensor, got {type(other).__name__}")
+        if other.shape != y.shape:
+            raise ValueError(
+                f"ste_gradcheck: surrogate returns shape {tuple(other.shape)}, function returns {tuple(y.shape)}"
+            )
+    estimator.declared_gradients(case, torch.ones_like(y))

@@ -1,0 +1,109 @@
+"""The estimator in every floating-point type."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from qat.testing.comparison import largest, require_none, uneven
+from qat.testing.estimator import Estimator, Inputs, filled
+from qat.testing.report import GradcheckError, raising
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SINGLE = torch.finfo(torch.float32).eps
+MOVE = 8 * SINGLE
+"""Inputs are moved by this relative amount: whatever the output does then, float32 arithmetic may do too."""
+SWEEP = 24
+
+
+def check_dtypes(estimator: Estimator, inputs: Inputs) -> str:
+    """float16, bfloat16, float32, float64: dtypes are kept, and values are those of float32 arithmetic at least.
+
+    The output must be the float64 one of the same (narrow) inputs, rounded to the dtype of x, within 16 float32
+    epsilons of its largest value. Where moving an input by 8 float32 epsilons moves the output (a tie, a bound),
+    anything between the outcomes passes. Gradients have the dtype of their input and are compared where the output
+    and the gradient of x do not jump, within 4 epsilons of that dtype and 64 of float32 of the largest in the slot.
+    Values of x beyond the range of a dtype are cut to it.
+
+    Raises:
+        GradcheckError: with the dtype, slot and element that differ.
+    """
+    inputs = (_swept(estimator, inputs[0]), *inputs[1:])
+    for dtype in DTYPES:
+        for own in dict.fromkeys((dtype, torch.float32 if dtype.itemsize < 4 else dtype)):
+            reach = torch.finfo(dtype).max
+            narrow = (inputs[0].clamp(-reach, reach).to(dtype), *(parameter.to(own) for parameter in inputs[1:]))
+            words = _short(dtype) if own == dtype or len(inputs) == 1 else f"{_short(dtype)} with float32 parameters"
+            with raising(f"{words}: "):
+                _check_one(estimator, f"{words}: ", narrow)
+    return f"{', '.join(map(_short, DTYPES))} at {inputs[0].numel()} values of x"
+
+
+def _check_one(estimator: Estimator, words: str, narrow: Inputs) -> None:
+    x, wide = narrow[0], tuple(tensor.double() for tensor in narrow)
+    y, gradients = estimator.gradients(narrow)
+    _require_dtypes(words, y, gradients, narrow)
+    moved = list(_moved(estimator, wide))
+    outcomes = [estimator.gradients(each) for each in moved]
+    low, high = _envelope([output for output, _ in outcomes])
+    margin = 16 * SINGLE * largest(high)
+    below, above = (low - margin).to(x.dtype).double(), (high + margin).to(x.dtype).double()
+    wide_y = outcomes[0][0]
+    wrong = (y.double() < below) | (y.double() > above) | (y.isnan() != wide_y.isnan())
+    require_none(f"{words}output", wrong, y, wide_y.to(x.dtype), x)
+    jumps = high - low > 4 * margin + MOVE * 64 * high.abs()
+    lows_highs = _envelope([filled(found, wide)[0] for _, found in outcomes])
+    if wide_y.shape == x.shape:
+        jumps |= lows_highs[1] - lows_highs[0] > 1e-3 * lows_highs[1].abs()
+    cotangent = torch.where(jumps, 0, uneven(y)).to(y.dtype)
+    got = filled(estimator.gradients(narrow, cotangent)[1], narrow)
+    around = [filled(estimator.gradients(each, cotangent.double())[1], wide) for each in moved]
+    signs = torch.sign(uneven(y, seed=3))
+    sized = filled(estimator.gradients(wide, cotangent.double() * signs)[1], wide)
+    for slot, tensor in enumerate(narrow):
+        low, high = _envelope([found[slot] for found in around])
+        expected, eps = around[0][slot], torch.finfo(tensor.dtype).eps
+        allowed = 4 * eps * expected.abs() + torch.finfo(tensor.dtype).tiny
+        allowed = allowed + 64 * SINGLE * max(largest(expected), largest(sized[slot]))
+        mine = got[slot].double()
+        below, above = ((low - allowed).to(tensor.dtype).double(), (high + allowed).to(tensor.dtype).double())
+        wrong = (mine < below) | (mine > above) | (mine.isnan() != expected.isnan())
+        require_none(f"{words}gradient of slot {slot}", wrong, mine, expected, x)
+
+
+def _require_dtypes(words: str, y: Tensor, gradients: Sequence[Tensor | None], inputs: Inputs) -> None:
+    if y.dtype != inputs[0].dtype:
+        raise GradcheckError(f"{words}the output is {_short(y.dtype)}, expected {_short(inputs[0].dtype)}")
+    for slot, (gradient, tensor) in enumerate(zip(gradients, inputs, strict=True)):
+        if gradient is not None and gradient.dtype != tensor.dtype:
+            found, right = _short(gradient.dtype), _short(tensor.dtype)
+            raise GradcheckError(f"{words}the gradient of slot {slot} is {found}, expected {right}")
+
+
+def _swept(estimator: Estimator, x: Tensor) -> Tensor:
+    """x and many values between zero and it, which lie on no bound and no tie."""
+    if not estimator.elementwise:
+        return x
+    factors = 1 - torch.arange(SWEEP, dtype=torch.float64) * 0.9871 / SWEEP
+    return x * factors.reshape(-1, *[1] * x.ndim)
+
+
+def _moved(estimator: Estimator, inputs: Inputs) -> Iterator[Inputs]:
+    """The inputs as they are, then each of them moved up and down by a rounding error."""
+    yield inputs
+    for slot, tensor in enumerate(inputs):
+        patterns = [torch.ones_like(tensor)]
+        if tensor.numel() > 1 and not (slot == 0 and estimator.elementwise):
+            patterns += [torch.sign(uneven(tensor, seed)) for seed in (1, 2, 3)]
+        for pattern in patterns:
+            for sign in (1, -1):
+                yield *inputs[:slot], tensor * (1 + sign * MOVE * pattern), *inputs[slot + 1 :]
+
+
+def _envelope(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    together = torch.stack(list(values))
+    return together.amin(0), together.amax(0)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,91 @@
+"""The curves of a stage: sums over training images, points every few steps, one line an epoch."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from qat.quantizer import Quantizer
+from qat.training.evaluation import Evaluation
+from qat.training.stage import StageRun
+
+
+@dataclass
+class Meter:
+    """Sums over training images on the host, and the rows of the steps that still wait on the device."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    images: int = 0
+    seconds: float = 0.0
+    grad_norm: float = 0.0
+    rows: list[Tensor] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    since: float = field(default_factory=time.perf_counter)
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.images
+
+    @property
+    def top1(self) -> float:
+        return 100.0 * self.correct / self.images
+
+    @property
+    def images_per_second(self) -> float:
+        return self.images / self.seconds
+
+    def read(self) -> list[float]:
+        """Wait for the device, take the rows (loss, correct, gradient norm) into the sums, return the losses."""
+        rows = torch.stack(self.rows).tolist()  # the one host-device synchronisation
+        for (loss, correct, _), size in zip(rows, self.sizes, strict=True):
+            self.loss += loss * size
+            self.correct += correct
+            self.images += size
+        self.grad_norm = rows[-1][2]
+        self.seconds += time.perf_counter() - self.since
+        return [row[0] for row in rows]
+
+    def merge(self, other: "Meter") -> None:
+        self.loss += other.loss
+        self.correct += other.correct
+        self.images += other.images
+        self.seconds += other.seconds
+
+
+def log_window(run: StageRun, step: int, window: Meter, lr: float) -> None:
+    run.log.scalar(f"{run.name}/train_loss", window.mean_loss, step)
+    run.log.scalar(f"{run.name}/train_top1", window.top1, step)
+    run.log.scalar(f"{run.name}/lr", lr, step)
+    run.log.scalar(f"{run.name}/images_per_second", window.images_per_second, step)
+    if run.stage.clip_grad_norm is not None:
+        run.log.scalar(f"{run.name}/grad_norm", window.grad_norm, step)
+
+
+def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation) -> None:
+    step = run.step(epoch + 1)
+    run.log.scalar(f"{run.name}/val_loss", validation.loss, step)
+    run.log.scalar(f"{run.name}/val_top1", validation.top1, step)
+    low = _log_quantizers(run, step)
+    run.log.flush()
+    run.log.say(
+        f"{run.name} {epoch + 1}/{run.stage.epochs}: train loss {training.mean_loss:.3f}, top1 {training.top1:.2f} %;"
+        f" val loss {validation.loss:.3f}, top1 {validation.top1:.2f} %; {training.images_per_second:.0f} images/s"
+        + (f"; {low} learned scales rest on their floor (a lower lr or quantizer_lr_factor?)" if low else "")
+    )
+
+
+def _log_quantizers(run: StageRun, step: int) -> int:
+    """Draw what the quantizers learn, and count the scales that rest on their floor."""
+    quantizers = {name: module for name, module in run.model.named_modules() if isinstance(module, Quantizer)}
+    curves = {
+        f"{kind}/{name}": values for name, module in quantizers.items() for kind, values in module.curves().items()
+    }
+    if not curves:
+        return 0
+    means = torch.stack([values.detach().float().mean() for values in curves.values()]).tolist()
+    for name, mean in zip(curves, means, strict=True):
+        run.log.scalar(name, mean, step)
+    resting = [module.resting_on_floor() for module in quantizers.values()]
+    return int(torch.stack(resting).sum())
