@@ -1,4 +1,4 @@
-"""Write the measured tables into the documents: README.md's table comes from a run's summary.json, it is not typed.
+"""Write the measured tables into the documents: they come from kept results and from the code, they are not typed.
 
 python train.py --config resnet_int8.yaml run_dir=runs/measured
 python -m benchmarks.document runs/measured/summary.json      # keeps the summary under benchmarks/results too
@@ -11,15 +11,18 @@ import shutil
 import sys
 from pathlib import Path
 
+from benchmarks.default_rule import rule_table
+from benchmarks.rules_table import rules_table
 from qat.training.logging import format_table
 from qat.training.report import table_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-MARKED = re.compile(r"(<!-- table: (?P<name>\w+) -->\n```\n)(?P<body>.*?)(```)", re.DOTALL)
+DOCUMENTS = ("README.md", "docs/rules.md", "docs/default_rule.md")
+MARKED = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?<!-- end -->", re.DOTALL)
 
 
-def table_of(name: str) -> str:
+def run_table(name: str) -> str:
     """The table of one kept summary, with the machine and the versions that it was measured on."""
     summary = json.loads((RESULTS / f"{name}.json").read_text())
     versions = ", ".join(f"{package} {number}" for package, number in summary["versions"].items())
@@ -33,15 +36,25 @@ def table_of(name: str) -> str:
 
 def with_tables(document: str) -> str:
     """The document with every marked table made anew."""
-    return MARKED.sub(lambda match: f"{match[1]}{table_of(match['name'])}{match[4]}", document)
+    return MARKED.sub(lambda match: f"{match[1]}{table_of(match['name'])}<!-- end -->", document)
+
+
+def table_of(name: str) -> str:
+    """The Markdown between the marks: a table from the code or from measurements, or a run's summary as text."""
+    if name == "rules":
+        return rules_table()
+    if name.startswith("default_rule_"):
+        return rule_table(int(name.rpartition("_")[2]))
+    return f"```\n{run_table(name)}```\n"
 
 
 def main() -> None:
     for given in sys.argv[1:]:
         summary = Path(given)
         shutil.copyfile(summary, RESULTS / f"{json.loads(summary.read_text())['name']}.json")
-    readme = ROOT / "README.md"
-    readme.write_text(with_tables(readme.read_text()))
+    for name in DOCUMENTS:
+        document = ROOT / name
+        document.write_text(with_tables(document.read_text()))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@
 `import qat` loads torch and nothing heavy; onnx and onnxruntime are loaded by the functions that need them.
 """
 
-from qat import functional
+from qat import functional, testing
 from qat.analysis import summary
 from qat.calibration import calibrate
 from qat.ewgs import update_ewgs
@@ -35,6 +35,7 @@ __all__ = [
     "register_quantizer",
     "set_progress",
     "summary",
+    "testing",
     "update_ewgs",
     "verify_onnx",
 ]

@@ -49,7 +49,8 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
         if isinstance(module, QuantLayer):
             module.calibrate_weight()
     for name, quantizer in quantizers.items():
-        seen = _gather(observers[name].values(extremes=quantizer.spec.init == "minmax"))
+        extremes = quantizer.spec.init == "minmax" and not quantizer.needs_sample
+        seen = _gather(observers[name].values(extremes))
         _set_range(name, quantizer, seen, observers[name].elements)
 
 

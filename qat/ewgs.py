@@ -1,6 +1,7 @@
 """`update_ewgs`: the delta of element-wise gradient scaling from the trace of the Hessian."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from qat.quantizer import Quantizer
+from qat.quantizer.granularity import to_groups
 
 SPREAD = 3.0
 """G, the gradient that stands for all of a tensor's: this many deviations of them, as in the paper."""
@@ -32,7 +34,7 @@ def update_ewgs(
         The new deltas by the quantizer's name; empty if no quantizer asks for one.
 
     Raises:
-        ValueError: if there is no batch.
+        ValueError: if there is no batch, or no quantizer ran (in eval() layers compute on their integers).
 
     Source: Lee et al., "Network Quantization with Element-wise Gradient Scaling", arXiv:2104.00903.
     """
@@ -44,7 +46,7 @@ def update_ewgs(
     if not quantizers:
         return {}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    totals = {name: torch.zeros(2, device=module.ewgs_delta.device) for name, module in quantizers.items()}
+    totals = {name: torch.zeros(3, device=module.ewgs_delta.device) for name, module in quantizers.items()}
     generator = torch.Generator().manual_seed(0)
     count = 0
     with torch.enable_grad():
@@ -68,12 +70,15 @@ def _estimates(
     draws: int,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    """(mean of the Hessian's diagonal, deviation of the gradients) of every quantizer that ran."""
+    """(mean of the Hessian's diagonal, deviation of the gradients, scale) of every quantizer that ran."""
     outputs: dict[str, Tensor] = {}
-    hooks = [
-        module.register_forward_hook(lambda _module, _inputs, output, name=name: outputs.update({name: output}))
-        for name, module in quantizers.items()
-    ]
+    scales: dict[str, Tensor] = {}
+
+    def note(module: Quantizer, inputs: tuple[Tensor], output: Tensor, name: str) -> None:
+        outputs[name] = output
+        scales[name] = module.grid(to_groups(inputs[0].detach(), module.spec))[0].detach().float().mean()
+
+    hooks = [module.register_forward_hook(partial(note, name=name)) for name, module in quantizers.items()]
     try:
         loss = loss_function(model, batch)
     finally:
@@ -81,6 +86,10 @@ def _estimates(
             hook.remove()
     names = [name for name, output in outputs.items() if output.requires_grad]
     tensors = [outputs[name] for name in names]
+    if not tensors:
+        raise ValueError(
+            "update_ewgs: no quantizer with ewgs='hessian' ran with a gradient; put the model into train()"
+        )
     gradients = torch.autograd.grad(loss, tensors, create_graph=True, materialize_grads=True)
     diagonal = [torch.zeros((), device=tensor.device) for tensor in tensors]
     for _ in range(draws):
@@ -89,11 +98,13 @@ def _estimates(
             for tensor in tensors
         ]
         pull = torch.stack([(g * s).sum().float() for g, s in zip(gradients, signs, strict=True)]).sum()
+        if not pull.requires_grad:
+            break  # a loss without curvature
         curved = torch.autograd.grad(pull, tensors, retain_graph=True, materialize_grads=True)
         for number, (product, sign) in enumerate(zip(curved, signs, strict=True)):
             diagonal[number] = diagonal[number] + (product.float() * sign.float()).mean() / draws
     return {
-        name: torch.stack([trace, gradient.detach().float().std(correction=0)])
+        name: torch.stack([trace, gradient.detach().float().std(correction=0), scales[name]])
         for name, trace, gradient in zip(names, diagonal, gradients, strict=True)
     }
 
@@ -104,8 +115,7 @@ def _set_delta(quantizer: Quantizer, estimate: Tensor) -> float:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(estimate)
         estimate = estimate / dist.get_world_size()
-    trace, deviation = estimate.unbind()
-    scale = quantizer.curves().get("scale", torch.ones(())).detach().float().mean().to(estimate.device)
+    trace, deviation, scale = estimate.unbind()
     delta = scale * trace / (SPREAD * deviation)
     delta = torch.where(delta.isfinite() & (delta > 0), delta, 0.0)
     quantizer.ewgs_delta.copy_(delta)

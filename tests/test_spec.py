@@ -63,7 +63,7 @@ def test_a_spec_reads_as_one_line():
         ({"options": 3}, "QuantSpec: options must be a mapping of names to values, got 3"),
         ({"granularity": "row"}, "QuantSpec: granularity must be one of tensor, channel, group, got 'row'"),
         ({"init": "max"}, "QuantSpec: init must be one of minmax, percentile, mse, lsq, got 'max'"),
-        ({"grad_scale": 1.0}, "QuantSpec: grad_scale must be one of sample, batch, none, got 1.0"),
+        ({"grad_scale": 1.0}, "QuantSpec: grad_scale must be one of sample, batch, none, relative, got 1.0"),
         (
             {"signed": False, "narrow_range": True},
             "QuantSpec: narrow_range=True needs signed=True; an unsigned grid has no mirror image",

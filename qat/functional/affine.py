@@ -48,14 +48,16 @@ class LSQPlusFunction(torch.autograd.Function):
         x, scale, zero_point = ctx.saved_tensors
         wide = torch.promote_types(x.dtype, torch.float32)
         step, zero = scale.to(wide), torch.clamp(torch.round(zero_point.to(wide)), ctx.qmin, ctx.qmax)
-        v = x.to(wide) / step
+        v = (x.to(wide) / step).detach()  # residuals and bounds count as constants
         bounded = torch.minimum(torch.maximum(v, ctx.qmin - zero), ctx.qmax - zero)
         inside = bounded == v
+        # 0, with zero_point's derivative straight through round and clamp.
+        straight = torch.where(zero_point.isfinite(), zero_point - zero_point.detach(), 0).to(wide)
         grad_x = grad_scale = grad_zero = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.where(inside, grad, 0)
         if ctx.needs_input_grad[1]:
-            slope = torch.where(inside, (torch.round(v) - v).detach(), bounded)
+            slope = torch.where(inside, torch.round(v) - v, bounded - straight)
             grad_scale = sum_to_shape(grad.to(wide) * slope, scale.shape).mul(ctx.grad_factor).to(scale.dtype)
         if ctx.needs_input_grad[2]:
             slope = torch.where(inside, 0, -step)

@@ -48,6 +48,9 @@ FLOAT_FORMATS = {
 ELEMENT_FORMATS = {**FLOAT_FORMATS, "int8": FloatFormat(1, 6, 1, 127 / 64)}
 """What an element of a Microscaling block can be; an integer times 1/64 is a float with a single binade."""
 
+SHIFTS = 30
+"""How far 1 can be shifted in 32 bits."""
+
 
 class FloatFunction(torch.autograd.Function):
     """Round onto the numbers of a low-precision float, times a scale.
@@ -111,20 +114,22 @@ def cast(v: Tensor, format: str) -> Tensor:
 
 
 def leading_power(magnitude: Tensor, lowest: int, highest: int) -> Tensor:
-    """The largest of 2^lowest .. 2^highest that is not above magnitude; 2^lowest where there is none, or for NaN.
+    """The largest of 2^lowest .. 2^highest that is not above magnitude; 2^lowest for what is smaller, any for NaN.
 
-    By comparisons with exact products: log2, exp2 and pow err by an ulp on some devices, which is a whole binade here.
+    Integers are shifted to make it: log2, exp2 and pow are an ulp off on some devices, which is a whole binade here.
 
     >>> leading_power(torch.tensor([0.0, 3.9, 4.0, 1e9]), -1, 5).tolist()
     [0.5, 2.0, 4.0, 32.0]
     """
-    bounded = magnitude.clamp(max=2.0**highest)
-    power = torch.full_like(bounded, 2.0**lowest)
-    span = highest - lowest
-    shifts = [64] * (span // 64) + [2**bit for bit in reversed(range(min(span.bit_length(), 6)))]
-    for shift in shifts:
-        raised = power * 2.0**shift
-        power = torch.where(bounded >= raised, raised, power)
+    bounded = magnitude.clamp(2.0**lowest, 2.0**highest)
+    above = torch.frexp(bounded)[1] - (1 + lowest)
+    factors = max(math.ceil((highest - lowest) / SHIFTS), 1)
+    # All factors but the last lie in 2^-15 .. 2^15, so that no product leaves the range of float32 on the way.
+    shares = [-SHIFTS // 2] * (factors - 1) + [lowest + SHIFTS // 2 * (factors - 1)]
+    power = torch.ones_like(bounded)
+    for index, exponent in enumerate(shares):
+        bits = (above - index * SHIFTS).clamp(0, SHIFTS)
+        power = power * (torch.bitwise_left_shift(torch.ones_like(bits), bits).to(bounded.dtype) * 2.0**exponent)
     return power
 
 

@@ -45,33 +45,29 @@ class _BackwardContext:
 
 @functools.cache
 def _with_forward_mode(function: Any) -> Any:
-    """The subclass of a Function that has a jvp as well."""
+    """The subclass of a Function that has a jvp as well; of the same name, which autograd's messages show."""
 
-    class ForwardMode(function):  # type: ignore[misc]
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-            function.setup_context(ctx, inputs, output)
-            ctx.save_for_forward(*(getattr(ctx, "to_save", None) or ()))
-            ctx.output_shape, ctx.output_dtype = output.shape, output.dtype
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        function.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*(getattr(ctx, "to_save", None) or ()))
+        ctx.output_shape, ctx.output_dtype = output.shape, output.dtype
 
-        @staticmethod
-        def jvp(ctx: Any, *tangents: Any) -> Tensor:
-            given = [tangent for tangent in tangents if isinstance(tangent, Tensor)]
-            context = _BackwardContext(ctx, tuple(isinstance(tangent, Tensor) for tangent in tangents))
-            cotangent = given[0].new_zeros(ctx.output_shape, dtype=ctx.output_dtype)
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        given = [tangent for tangent in tangents if isinstance(tangent, Tensor)]
+        context = _BackwardContext(ctx, tuple(isinstance(tangent, Tensor) for tangent in tangents))
+        cotangent = given[0].new_zeros(ctx.output_shape, dtype=ctx.output_dtype)
 
-            def transposed(grad: Tensor) -> tuple[Tensor, ...]:
-                gradients = function.backward(context, grad)
-                gradients = gradients if isinstance(gradients, tuple) else (gradients,)
-                wanted = zip(gradients, tangents, strict=True)
-                return tuple(
-                    torch.zeros_like(tangent) if gradient is None else gradient
-                    for gradient, tangent in wanted
-                    if isinstance(tangent, Tensor)
-                )
+        def transposed(grad: Tensor) -> tuple[Tensor, ...]:
+            gradients = function.backward(context, grad)
+            gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+            return tuple(
+                torch.zeros_like(tangent) if gradient is None else gradient
+                for gradient, tangent in zip(gradients, tangents, strict=True)
+                if isinstance(tangent, Tensor)
+            )
 
-            tangent: Tensor = torch.func.vjp(transposed, cotangent)[1](tuple(given))[0]
-            return tangent
+        tangent: Tensor = torch.func.vjp(transposed, cotangent)[1](tuple(given))[0]
+        return tangent
 
-    ForwardMode.__name__ = ForwardMode.__qualname__ = function.__name__
-    return ForwardMode
+    body = {"setup_context": staticmethod(setup_context), "jvp": staticmethod(jvp), "__module__": function.__module__}
+    return type(function.__name__, (function,), body)

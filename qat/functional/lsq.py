@@ -43,14 +43,14 @@ class LSQFunction(torch.autograd.Function):
         """The two lines of the class docstring."""
         x, scale = ctx.saved_tensors
         wide = torch.promote_types(x.dtype, torch.float32)
-        v = x.to(wide) / scale.to(wide)
+        v = (x.to(wide) / scale.to(wide)).detach()  # residuals and bounds count as constants
         bounded = torch.clamp(v, ctx.qmin, ctx.qmax)
         inside = bounded == v
         grad_x = grad_scale = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.where(inside, grad, 0)
         if ctx.needs_input_grad[1]:
-            slope = torch.where(inside, (torch.round(v) - v).detach(), bounded)  # the residual counts as constant
+            slope = torch.where(inside, torch.round(v) - v, bounded)
             grad_scale = sum_to_shape(grad.to(wide) * slope, scale.shape).mul(ctx.grad_factor).to(scale.dtype)
         return grad_x, grad_scale, None, None, None
 

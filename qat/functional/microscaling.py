@@ -59,7 +59,7 @@ def mx_quantize(x: Tensor, format: str, block_size: int = 32, axis: int = -1) ->
 
 
 def mx_scale(blocks: Tensor, format: str) -> Tensor:
-    """The shared power of two of every block, a block being the last axis: 2^-127 .. 2^127, or NaN.
+    """The shared power of two of every block, a block being the last axis: 2^-127 .. 2^127, 1 for zeros, or NaN.
 
     Args:
         blocks: (..., block), floating point, block > 0.
@@ -69,7 +69,7 @@ def mx_scale(blocks: Tensor, format: str) -> Tensor:
         Tensor (..., 1), float32, float64 for float64 blocks.
 
     >>> mx_scale(torch.tensor([[0.3, -7.9], [0.0, 0.0]]), "e2m1").tolist()
-    [[1.0], [5.877471754111438e-39]]
+    [[1.0], [1.0]]
     """
     wide = torch.promote_types(blocks.dtype, torch.float32)
     limit = torch.finfo(blocks.dtype).max  # of its own dtype, so that an infinite element stays finite in it
@@ -78,7 +78,8 @@ def mx_scale(blocks: Tensor, format: str) -> Tensor:
     lowest, highest = (exponent + shift for exponent in SCALE_EXPONENTS)
     highest = min(highest, math.frexp(torch.finfo(wide).max)[1] - 1)  # a power that this dtype has
     scale = leading_power(peak, lowest, highest) * 2.0**-shift
-    return torch.where(peak.isnan(), peak, scale)
+    # 1 for zeros: 2^-127 is subnormal, and the processor may be told to read such a number as 0
+    return torch.where(peak == 0, 1, torch.where(peak.isnan(), peak, scale))
 
 
 def _check_blocks(length: int, size: int, axis: int) -> None:

@@ -8,6 +8,9 @@ from torch import Tensor
 from qat.functional.forward_mode import apply
 from qat.functional.tensors import as_dtype, require_floating, sum_to_shape
 
+FEW = 63
+"""Up to so many thresholds, those of 6 bits, comparing with each of them is faster than looking some up."""
+
 
 class N2UQFunction(torch.autograd.Function):
     """A staircase with equal heights and learned widths, with the gradient of the broken line along it.
@@ -80,12 +83,17 @@ def _level(x: Tensor, knots: Tensor, widths: Tensor) -> Tensor:
 
 
 def _count_below(points: Tensor, x: Tensor) -> Tensor:
-    """How many of the ascending points lie below x, by bisection.
+    """How many of the ascending points lie below x: compared with each if they are few, else by bisection.
 
     Not `torch.searchsorted`: it warns of tensors that are not contiguous, which vmap makes, and counts all for NaN.
     """
-    count = torch.zeros_like(x, dtype=torch.int64)
     number = points.shape[0]
+    if number <= FEW:
+        few = torch.zeros_like(x, dtype=torch.uint8)
+        for k in range(number):
+            few = few + (x > points[k])
+        return few.to(torch.int64)
+    count = torch.zeros_like(x, dtype=torch.int64)
     for power in reversed(range(number.bit_length())):
         tried = count + 2**power
         reached = (tried <= number) & (x > points[tried.clamp(max=number) - 1])

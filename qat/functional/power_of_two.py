@@ -38,7 +38,7 @@ class PowerOfTwoFunction(torch.autograd.Function):
         ctx.save_for_backward(scale)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """The second line of the class docstring."""
         scale = ctx.saved_tensors[0].detach()
         power = _power_of_two(scale, ctx.rounding)
@@ -48,13 +48,9 @@ class PowerOfTwoFunction(torch.autograd.Function):
 def _power_of_two(scale: Tensor, rounding: Rounding) -> Tensor:
     """In float32 at least; never above the largest power of two that the type of scale can hold."""
     wide = scale.to(torch.promote_types(scale.dtype, torch.float32))
-    if rounding == "nearest":
-        exponent = torch.round(torch.log2(wide))
-    else:
-        exponent = torch.ceil(torch.log2(wide))
-        # log2 rounds: it cannot tell 2^20 from the next float32, and "up" has to cover the scale
+    exponent = torch.round(torch.log2(wide))
+    if rounding == "up":  # not ceil(log2(scale)): a rounded log2 cannot tell 2^20 from the next float32
         exponent = torch.where(torch.exp2(exponent) < wide, exponent + 1, exponent)
-        exponent = torch.where(torch.exp2(exponent - 1) >= wide, exponent - 1, exponent)
     highest = math.frexp(torch.finfo(scale.dtype).max)[1] - 1
     return torch.exp2(torch.clamp(exponent, max=highest))
 

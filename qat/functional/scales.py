@@ -38,8 +38,10 @@ class PositiveScaleFunction(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         """The gradient, stopped where it would push a scale that is too small even lower."""
+        if not ctx.needs_input_grad[0]:
+            return None, None
         scale, smallest = ctx.saved_tensors
         return torch.where((scale < smallest) & (grad > 0), 0, grad), None
 
@@ -69,27 +71,28 @@ class ScaleGradientFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, factor: float) -> Tensor:
+    def forward(x: Tensor, factor: Tensor) -> Tensor:
         """A copy: a Function that returns its own input confuses torch 2.11's compiler."""
         return x.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         """The factor is all that backward needs."""
-        ctx.factor = inputs[1]
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """dy/dx = factor."""
-        return grad * ctx.factor, None
+        (factor,) = ctx.saved_tensors
+        return (grad * factor).to(grad.dtype), None
 
 
-def scale_gradient(x: Tensor, factor: float) -> Tensor:
+def scale_gradient(x: Tensor, factor: Tensor | float) -> Tensor:
     """x itself, its gradient multiplied by factor: how LSQ slows down the learning of a scale.
 
     Args:
         x: any shape, floating point; meant for parameters of few elements, it is copied.
-        factor: of the gradient.
+        factor: of the gradient; a number, or a tensor that broadcasts to x and gets no gradient itself.
 
     Source: Esser et al., arXiv:1902.08153, section 2.2.
 
@@ -98,4 +101,5 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     >>> scale.grad
     tensor(0.1000)
     """
+    factor = factor.detach() if isinstance(factor, Tensor) else x.new_full((), factor)
     return apply(ScaleGradientFunction, x, factor)

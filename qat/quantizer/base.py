@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from qat.functional import ewgs_gradient, positive_scale, round_ste
+from qat.functional import ewgs_gradient, positive_scale, round_ste, scale_gradient
+from qat.functional.tensors import require_floating
 from qat.quantizer.granularity import from_groups, to_groups
 from qat.quantizer.observer import RangeObserver
 from qat.quantizer.options import NoOptions, read_options
@@ -54,6 +55,9 @@ class Quantizer(nn.Module):
 
     roles: ClassVar[tuple[Role, ...]] = ("weight", "activation")
     """What the rule is for."""
+
+    needs_sample: ClassVar[bool] = False
+    """Whether `fit` looks at all values, whatever `init` says; for a min-max range only the extremes are kept."""
 
     options_type: ClassVar[type] = NoOptions
     """Dataclass of what the rule takes besides, from `QuantSpec.options`."""
@@ -118,19 +122,28 @@ class Quantizer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Quantize x; while an observer is attached, show x to it and return x as it is."""
+        """Quantize x; while an observer is attached, show x to it and return x as it is.
+
+        Raises:
+            TypeError: if x is not floating point.
+        """
+        require_floating(x, type(self).__name__)
         if self.observer is not None:
             self.observer.update(x)
             return x
         if not self._is_calibrated:
             self._warn_uncalibrated()
+        grouped = to_groups(x, self.spec)
         if self.training:
             self.repair()
-        grouped = to_groups(x, self.spec)
+            self.follow(grouped.detach())
         if self.spec.ewgs != "none":
             delta = self.ewgs_delta if self.spec.ewgs == "hessian" else self.spec.ewgs_delta
             grouped = ewgs_gradient(grouped, self.grid(grouped)[0].detach(), delta)
         return from_groups(self.quantize(grouped), self.spec)
+
+    def follow(self, x: Tensor) -> None:
+        """Take note of a training batch, before it is quantized: for rules whose range follows the data."""
 
     def quantize(self, x: Tensor) -> Tensor:
         """x on the grid, with the rule's gradients: what a rule implements. x comes split into its groups, if any."""
@@ -228,7 +241,9 @@ class Quantizer(nn.Module):
 
     def positive(self, name: str) -> Tensor:
         """The parameter of `add_positive` as it acts."""
-        return positive_scale(getattr(self, name), getattr(self, f"smallest_{name}"))
+        value = positive_scale(getattr(self, name), getattr(self, f"smallest_{name}"))
+        # A step of the optimizer then multiplies it, as it would with the logarithm as the parameter.
+        return scale_gradient(value, value.detach().square()) if self.spec.grad_scale == "relative" else value
 
     def set_positive(self, name: str, values: Tensor) -> None:
         """Give the parameter of `add_positive` a calibrated value, in place."""
@@ -283,7 +298,7 @@ class Quantizer(nn.Module):
     def gradient_factor(self, x: Tensor) -> float:
         """LSQ's 1/sqrt(N*qmax): N elements that share one scale, of a weight, or of one sample of an activation."""
         choice = self.spec.grad_scale
-        if choice == "none" or x.numel() == 0:
+        if choice in ("none", "relative") or x.numel() == 0:
             return 1.0
         count = x.numel() // math.prod(self.shape)
         if self.role == "activation" and choice == "sample" and x.dim() > 1:

@@ -40,6 +40,7 @@ class BinaryQuantizer(Quantizer):
     """
 
     uniform = False
+    needs_sample = True
     options_type = BinaryOptions
     options: Any
     progress: Tensor
@@ -78,15 +79,14 @@ class BinaryQuantizer(Quantizer):
             scale = self.effective_scale()
             return scale, torch.zeros_like(self.scale, requires_grad=False)
         assert x is not None
-        return _scale_or_one(binary_scale(x.detach(), self.channel_axis), x, self), torch.zeros(
-            self.shape, device=x.device
-        )
+        scale = scale_or_one(binary_scale(x.detach(), self.channel_axis), x, self.shape)
+        return scale, torch.zeros(self.shape, device=x.device)
 
     def compute_codes(self, x: Tensor) -> Tensor:
         """sign(x), with sign(0) = 1; 0 throughout a channel of zeros."""
         if self.role == "activation":
             return two_levels(x)
-        return torch.where(_magnitude(x, self) == 0, 0, two_levels(x))
+        return sign_codes(x, self.shape)
 
     def fit(self, values: Tensor, elements: int | None = None) -> None:
         """The scale of an activation is its mean magnitude."""
@@ -130,7 +130,7 @@ class TernaryQuantizer(Quantizer):
         """The mean magnitudes of what is kept; 1 for a channel of zeros."""
         assert x is not None
         scale, _ = ternary_scale(x.detach(), self.channel_axis)
-        return _scale_or_one(scale, x, self), torch.zeros(self.shape, device=x.device)
+        return scale_or_one(scale, x, self.shape), torch.zeros(self.shape, device=x.device)
 
     def compute_codes(self, x: Tensor) -> Tensor:
         """-1, 0 and 1."""
@@ -208,12 +208,17 @@ def _require_bits(quantizer: Quantizer, bits: int) -> None:
         raise ValueError(f"rule {spec.rule!r} needs signed=True and symmetric=True")
 
 
-def _magnitude(x: Tensor, quantizer: Quantizer) -> Tensor:
+def sign_codes(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """sign(x), with sign(0) = 1, but 0 throughout a channel of zeros; shape is that of the scales."""
+    return torch.where(_magnitude(x, shape) == 0, 0, two_levels(x))
+
+
+def scale_or_one(scale: Tensor, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The scales in their shape; of a channel of zeros, whose codes are 0, not the smallest number there is but 1."""
+    return torch.where(_magnitude(x, shape) == 0, 1.0, scale).reshape(shape)
+
+
+def _magnitude(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The largest magnitude for each scale, dims kept."""
-    axes = [axis for axis in range(x.dim()) if not quantizer.shape or quantizer.shape[axis] == 1]
+    axes = [axis for axis in range(x.dim()) if not shape or shape[axis] == 1]
     return x.detach().abs().amax(axes, keepdim=True)
-
-
-def _scale_or_one(scale: Tensor, x: Tensor, quantizer: Quantizer) -> Tensor:
-    """A channel of zeros has codes 0 and any scale: 1, not the smallest number there is."""
-    return torch.where(_magnitude(x, quantizer) == 0, 1.0, scale).reshape(quantizer.shape)

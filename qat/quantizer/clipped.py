@@ -8,15 +8,14 @@ from torch import Tensor
 
 from qat.functional import (
     clamp_ste,
-    dorefa_quantize_activation,
     dorefa_quantize_weight,
     fake_quantize,
     pact_quantize,
     round_ste,
 )
 from qat.functional.binary import binary_scale
-from qat.functional.sign import two_levels
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
+from qat.quantizer.binary import scale_or_one, sign_codes
 from qat.quantizer.registry import register_quantizer
 from qat.ranges import scale_and_zero_point
 
@@ -62,26 +61,30 @@ class PACTQuantizer(Quantizer):
 
     def quantize(self, x: Tensor) -> Tensor:
         """`pact_quantize`; with a zero point the same with a lower clip."""
-        alpha = self.positive("alpha")
+        alpha = self.positive("alpha").float()
         if self.spec.symmetric:
             return pact_quantize(x, alpha, self.spec.bits)
-        above = self.spec.qmax - self.zero_point
+        zero_point = self.zero_point.float()
+        above = self.spec.qmax - zero_point
         step = (alpha / above).detach()
-        clipped = clamp_ste(x.to(torch.promote_types(x.dtype, torch.float32)), -alpha * self.zero_point / above, alpha)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        clipped = clamp_ste(wide, -(alpha / above) * zero_point, alpha)
         return (round_ste(clipped / step) * step).to(x.dtype)
 
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Step alpha / (qmax - zero_point), and the zero point."""
+        """Step alpha / (qmax - zero_point), and the zero point; in float32, as `quantize` computes."""
+        alpha = self.positive("alpha").float()
         if self.spec.symmetric:
-            return self.positive("alpha") / self.spec.qmax, torch.zeros_like(self.alpha, requires_grad=False)
-        return self.positive("alpha") / (self.spec.qmax - self.zero_point), self.zero_point
+            return alpha / self.spec.qmax, torch.zeros_like(alpha, requires_grad=False)
+        return alpha / (self.spec.qmax - self.zero_point.float()), self.zero_point.float()
 
     @torch.no_grad()
     def set_range(self, low: Tensor, high: Tensor) -> None:
         """alpha = high, or what covers low .. high."""
         scale, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
-        self.zero_point.copy_(zero_point.clamp(max=self.spec.qmax - 1))
-        self.set_positive("alpha", scale * (self.spec.qmax - self.zero_point))
+        zero_point = zero_point.clamp(max=self.spec.qmax - 1)
+        self.zero_point.copy_(zero_point)
+        self.set_positive("alpha", scale * (self.spec.qmax - zero_point))
         self.mark_calibrated()
 
     def penalty(self) -> Tensor | None:
@@ -116,11 +119,12 @@ class DoReFaQuantizer(Quantizer):
         self.register_buffer("zero_point", zero_point, persistent=not self.spec.symmetric)
 
     def quantize(self, x: Tensor) -> Tensor:
-        """`dorefa_quantize_weight` or `dorefa_quantize_activation`."""
+        """`dorefa_quantize_weight`, or the rounding of `dorefa_quantize_activation`."""
         if self.role == "weight":
             return dorefa_quantize_weight(x, self.spec.bits, self.channel_axis)
         if self.spec.symmetric:
-            return dorefa_quantize_activation(x, self.spec.bits)
+            # The paper's round(x * n) / n, by way of x / (1/n): what QuantizeLinear computes, to the last bit.
+            return pact_quantize(x, torch.ones(self.shape, device=x.device), self.spec.bits)
         return fake_quantize(x, *self.grid(), *self.bounds())
 
     def bounds(self) -> tuple[int, int]:
@@ -132,21 +136,22 @@ class DoReFaQuantizer(Quantizer):
 
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Step 1 / (2^bits - 1); of one-bit weights the mean of their magnitudes."""
-        zero_point = torch.zeros_like(self.zero_point)
+        # Not from the buffer: a symmetric grid's zero point is in no checkpoint, and on meta it would stay there.
+        zero_point = torch.zeros(self.shape, device=self.calibrated.device)
         if self.role == "activation":
             zero_point = zero_point if self.spec.symmetric else self.zero_point
             return 1.0 / (self.spec.qmax - zero_point), zero_point
         if self.spec.bits > 1:
             return torch.full_like(zero_point, 1.0 / self.bounds()[1]), zero_point
         assert x is not None
-        return binary_scale(x.detach(), self.channel_axis).reshape(self.shape), zero_point
+        return scale_or_one(binary_scale(x.detach(), self.channel_axis), x, self.shape), zero_point
 
     def compute_codes(self, x: Tensor) -> Tensor:
         """Weights: the odd integers 2k - (2^bits - 1)."""
         if self.role == "activation":
             return super().compute_codes(x)
         if self.spec.bits == 1:
-            return two_levels(x)
+            return sign_codes(x, self.shape)
         return torch.round(self.forward_weight(x) * self.bounds()[1])
 
     def forward_weight(self, x: Tensor) -> Tensor:

@@ -65,12 +65,13 @@ class LearnedBitsQuantizer(Quantizer):
     def effective_bits(self) -> Tensor:
         """The learned width, within its limits; not yet rounded."""
         least = max(self.options.least, 1 + int(self.spec.signed))
-        return clamp_ste(self.bits, float(least), float(self.spec.bits))
+        bits = torch.where(self.bits.isnan(), float(self.spec.bits), self.bits).float()
+        return clamp_ste(bits, float(least), float(self.spec.bits))
 
     def quantize(self, x: Tensor) -> Tensor:
         """`learned_bits_quantize`."""
         factor = self.gradient_factor(x)
-        return learned_bits_quantize(x, self.positive("reach"), self.effective_bits(), self.spec.signed, factor)
+        return learned_bits_quantize(x, self.positive("reach").float(), self.effective_bits(), self.spec.signed, factor)
 
     def highest(self) -> Tensor:
         """The highest integer in force, as a tensor: no device synchronisation."""
@@ -83,7 +84,8 @@ class LearnedBitsQuantizer(Quantizer):
 
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """reach / qmax of the width in force."""
-        return self.positive("reach") / self.highest(), torch.zeros_like(self.reach, requires_grad=False)
+        reach = self.positive("reach").float()
+        return reach / self.highest(), torch.zeros_like(reach, requires_grad=False)
 
     def compute_codes(self, x: Tensor) -> Tensor:
         """The integers of x."""

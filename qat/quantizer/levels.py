@@ -121,9 +121,15 @@ class N2UQQuantizer(Quantizer):
         """`n2uq_quantize`."""
         factor = self.gradient_factor(x)
         start, widths, step = (
-            scale_gradient(part, factor) for part in (self.start, self.positive("widths"), self.positive("step"))
+            scale_gradient(part, factor)
+            for part in (self.finite_start(), self.positive("widths"), self.positive("step"))
         )
         return n2uq_quantize(x, start, widths, step, self.bounds()[0])
+
+    def finite_start(self) -> Tensor:
+        """Where the first segment starts; at the lowest level where the parameter is not finite."""
+        lowest = self.positive("step").detach() * self.bounds()[0]
+        return torch.where(self.start.isfinite(), self.start, lowest)
 
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The step between levels."""
@@ -133,7 +139,7 @@ class N2UQQuantizer(Quantizer):
         """The level that each value falls on."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         one = torch.ones_like(self.step, requires_grad=False)
-        return n2uq_quantize(wide, self.start, self.positive("widths"), one, self.bounds()[0])
+        return n2uq_quantize(wide, self.finite_start(), self.positive("widths"), one, self.bounds()[0])
 
     @torch.no_grad()
     def set_range(self, low: Tensor, high: Tensor) -> None:
@@ -149,4 +155,4 @@ class N2UQQuantizer(Quantizer):
         super().repair()
         with torch.no_grad():
             target = self.start if torch.compiler.is_compiling() else self.start.data
-            target.copy_(torch.where(self.start.isfinite(), self.start, self.positive("step") * self.bounds()[0]))
+            target.copy_(self.finite_start())

@@ -47,13 +47,19 @@ class LSQPlusQuantizer(Quantizer):
         super().repair()
         with torch.no_grad():
             target = self.zero_point if torch.compiler.is_compiling() else self.zero_point.data
-            target.copy_(torch.nan_to_num(self.zero_point, 0.0, float(self.spec.qmax), float(self.spec.qmin)))
+            target.copy_(self.finite_zero_point())
+
+    def finite_zero_point(self) -> Tensor:
+        """The learned zero point, an end of the grid or 0 where it is not finite."""
+        return torch.nan_to_num(self.zero_point, 0.0, float(self.spec.qmax), float(self.spec.qmin))
 
     def quantize(self, x: Tensor) -> Tensor:
         """`lsq_plus_quantize` with both parameters."""
-        return lsq_plus_quantize(x, self.effective_scale(), self.zero_point, *self.bounds(), self.gradient_factor(x))
+        return lsq_plus_quantize(
+            x, self.effective_scale(), self.finite_zero_point(), *self.bounds(), self.gradient_factor(x)
+        )
 
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Scale, and the integer that the learned zero point acts as."""
-        zero_point = torch.clamp(torch.round(torch.nan_to_num(self.zero_point.detach())), *self.bounds())
+        zero_point = torch.clamp(torch.round(self.finite_zero_point().detach()), *self.bounds())
         return self.effective_scale(), zero_point

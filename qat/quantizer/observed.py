@@ -29,13 +29,17 @@ class ObservedQuantizer(Quantizer):
 
     def quantize(self, x: Tensor) -> Tensor:
         """`fake_quantize` on the range as it now is."""
-        if self.training and x.numel():
-            self.observe(x.detach())
         scale, zero_point = self.grid(x)
         return fake_quantize(x, scale, zero_point, *self.bounds())
 
-    def observe(self, x: Tensor) -> None:
+    @torch.no_grad()
+    def follow(self, x: Tensor) -> None:
         """Take note of one batch."""
+        if x.numel():
+            self.observe(x)
+
+    def observe(self, x: Tensor) -> None:
+        """Take note of a batch that is not empty."""
         raise TypeError(f"{type(self).__name__}: an observed quantizer must implement observe(x)")
 
     def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,5 +124,6 @@ class EMAQuantizer(ObservedQuantizer):
     def observe(self, x: Tensor) -> None:
         """low += momentum * (batch low - low), and so high."""
         low, high = self.extremes(x)
-        self.low.lerp_(low, self.options.momentum)
-        self.high.lerp_(high, self.options.momentum)
+        momentum = self.options.momentum
+        self.low.copy_(torch.lerp(self.low.to(low.dtype), low, momentum))
+        self.high.copy_(torch.lerp(self.high.to(high.dtype), high, momentum))

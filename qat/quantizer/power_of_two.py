@@ -1,10 +1,12 @@
 """LSQ on scales that are powers of two, which hardware multiplies by shifting."""
 
+import torch
 from torch import Tensor
 
 from qat.functional import power_of_two_scale
 from qat.quantizer.lsq import LSQQuantizer
 from qat.quantizer.registry import register_quantizer
+from qat.ranges import scale_and_zero_point
 
 
 @register_quantizer("power_of_two")
@@ -14,3 +16,15 @@ class PowerOfTwoQuantizer(LSQQuantizer):
     def effective_scale(self) -> Tensor:
         """2^round(log2(scale)), its gradient straight through in the logarithm."""
         return power_of_two_scale(super().effective_scale())
+
+    @torch.no_grad()
+    def set_range(self, low: Tensor, high: Tensor) -> None:
+        """Cover low .. high: the next power of two that does."""
+        low, high = self.checked_range(low, high)
+        scale, zero_point = scale_and_zero_point(low, high, self.spec)
+        scale = power_of_two_scale(scale, "up")
+        if not self.spec.symmetric:
+            zero_point = torch.clamp(torch.round(self.spec.qmin - low / scale), *self.bounds())
+        self.set_positive("scale", scale)
+        self.zero_point.copy_(zero_point)
+        self.mark_calibrated()

@@ -52,6 +52,19 @@ def registered_quantizers() -> list[str]:
     return sorted(_QUANTIZERS)
 
 
+def quantizer_class(rule: str) -> type[Quantizer]:
+    """The class registered under this name.
+
+    Raises:
+        ValueError: if no rule of that name is registered.
+    """
+    if rule not in _QUANTIZERS:
+        near = get_close_matches(rule, _QUANTIZERS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown quantizer {rule!r}; registered: {', '.join(registered_quantizers())}{hint}")
+    return _QUANTIZERS[rule]
+
+
 def create_quantizer(
     spec: QuantSpec,
     role: Role = "activation",
@@ -63,8 +76,4 @@ def create_quantizer(
     Raises:
         ValueError: if no rule of that name is registered.
     """
-    if spec.rule not in _QUANTIZERS:
-        near = get_close_matches(spec.rule, _QUANTIZERS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown quantizer {spec.rule!r}; registered: {', '.join(registered_quantizers())}{hint}")
-    return _QUANTIZERS[spec.rule](spec, role, shape, device)
+    return quantizer_class(spec.rule)(spec, role, shape, device)

@@ -125,7 +125,7 @@ def _result(name: str, estimator: Estimator, cases: list[Inputs]) -> CheckResult
     for number, case in enumerate(cases):
         where = f"inputs {number}: " if len(cases) > 1 else ""
         try:
-            details.append(CHECKS[name](estimator, case))
+            details.append(CHECKS[name](estimator, tuple(tensor.clone() for tensor in case)))
         except Skipped as reason:
             return CheckResult(name, True, str(reason), skipped=True)
         except GradcheckError as failure:
@@ -160,7 +160,7 @@ def _cases(inputs: Any) -> list[Inputs]:
     """The inputs as a list of tuples of float64 tensors."""
     cases = [inputs] if isinstance(inputs, tuple) else inputs
     if not isinstance(cases, list) or not cases or not all(isinstance(case, tuple) and case for case in cases):
-        kind = "an empty one" if isinstance(cases, (list, tuple)) and not all(cases) else type(inputs).__name__
+        kind = "an empty one" if isinstance(inputs, (list, tuple)) and not inputs else type(inputs).__name__
         raise TypeError(f"ste_gradcheck: inputs must be a tuple of tensors or a list of such tuples, got {kind}")
     for case in cases:
         for slot, value in enumerate(case):
@@ -186,7 +186,7 @@ def _require_sound(estimator: Estimator, case: Inputs) -> None:
                 if len(case) > 1
                 else f"ste_gradcheck: broadcast names slot {slot}, but x is the only input"
             )
-    y = estimator.function(*case)
+    y = estimator.function(*(tensor.clone() for tensor in case))
     if not isinstance(y, Tensor):
         raise TypeError(f"ste_gradcheck: function must return one tensor, got {type(y).__name__}")
     if estimator.surrogate is not None:

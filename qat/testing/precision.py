@@ -28,7 +28,7 @@ def check_dtypes(estimator: Estimator, inputs: Inputs) -> str:
     Raises:
         GradcheckError: with the dtype, slot and element that differ.
     """
-    inputs = (_swept(estimator, inputs[0]), *inputs[1:])
+    inputs = _swept(estimator, inputs)
     for dtype in DTYPES:
         for own in dict.fromkeys((dtype, torch.float32 if dtype.itemsize < 4 else dtype)):
             reach = torch.finfo(dtype).max
@@ -80,12 +80,19 @@ def _require_dtypes(words: str, y: Tensor, gradients: Sequence[Tensor | None], i
             raise GradcheckError(f"{words}the gradient of slot {slot} is {found}, expected {right}")
 
 
-def _swept(estimator: Estimator, x: Tensor) -> Tensor:
-    """x and many values between zero and it, which lie on no bound and no tie."""
+def _swept(estimator: Estimator, inputs: Inputs) -> Inputs:
+    """Many values between zero and x, which lie on no bound and no tie, and as many parameters, of many bits each.
+
+    Divided by a scale of a few bits, x is as exact in bfloat16 as in float32; by one of many bits it is not.
+    """
     if not estimator.elementwise:
-        return x
-    factors = 1 - torch.arange(SWEEP, dtype=torch.float64) * 0.9871 / SWEEP
-    return x * factors.reshape(-1, *[1] * x.ndim)
+        return inputs
+    k = torch.arange(SWEEP, dtype=torch.float64).reshape(SWEEP, *[1] * inputs[0].ndim)
+    swept = [inputs[0] * (1 - k * 0.9871 / SWEEP)]
+    for slot, parameter in enumerate(inputs[1:], start=1):
+        alone = slot in estimator.broadcast and parameter.numel() == 1
+        swept.append(parameter.flatten() * (1 + 0.875 * torch.frac(k * 0.6180339887)) if alone else parameter)
+    return tuple(swept)
 
 
 def _moved(estimator: Estimator, inputs: Inputs) -> Iterator[Inputs]:

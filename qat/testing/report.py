@@ -96,8 +96,9 @@ def plural(count: int, noun: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """An exception in one line: its type and the first line of its text."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    """An exception in one line: its type and the first line of its text, the next one too if that ends in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return line if len(line) <= LONGEST_DETAIL else f"{line[:LONGEST_DETAIL]}..."
 

@@ -142,8 +142,8 @@ class SpecConfig(Section):
     """How the first range is found."""
     percentile: Annotated[float, Field(gt=50, le=100)] | None = None
     """With init=percentile: the percent of values below the upper bound of the range, and above the lower one."""
-    grad_scale: Literal["sample", "batch", "none"] | None = None
-    """N in LSQ's gradient factor 1/sqrt(N*qmax): elements per sample, per batch, or no factor."""
+    grad_scale: Literal["sample", "batch", "none", "relative"] | None = None
+    """N in LSQ's gradient factor 1/sqrt(N*qmax): elements per sample, per batch, or no factor; `relative`: scale^2."""
     ewgs: Literal["none", "fixed", "hessian"] | None = None
     """Element-wise gradient scaling (arXiv:2104.00903) on top of a uniform rule: with `ewgs_delta`, or with a delta
     that is found anew before every epoch from the trace of the Hessian."""

@@ -26,14 +26,17 @@ class Meter:
 
     @property
     def mean_loss(self) -> float:
+        """Of the images so far."""
         return self.loss / self.images
 
     @property
     def top1(self) -> float:
+        """Percent of the images so far that were answered right, in training mode."""
         return 100.0 * self.correct / self.images
 
     @property
     def images_per_second(self) -> float:
+        """Speed, data loading included."""
         return self.images / self.seconds
 
     def read(self) -> list[float]:
@@ -48,6 +51,7 @@ class Meter:
         return [row[0] for row in rows]
 
     def merge(self, other: "Meter") -> None:
+        """Add another meter's sums."""
         self.loss += other.loss
         self.correct += other.correct
         self.images += other.images
@@ -55,6 +59,7 @@ class Meter:
 
 
 def log_window(run: StageRun, step: int, window: Meter, lr: float) -> None:
+    """Draw the points of the last few steps."""
     run.log.scalar(f"{run.name}/train_loss", window.mean_loss, step)
     run.log.scalar(f"{run.name}/train_top1", window.top1, step)
     run.log.scalar(f"{run.name}/lr", lr, step)
@@ -64,6 +69,7 @@ def log_window(run: StageRun, step: int, window: Meter, lr: float) -> None:
 
 
 def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation) -> None:
+    """Draw the validation and the quantizers, and say how the epoch went."""
     step = run.step(epoch + 1)
     run.log.scalar(f"{run.name}/val_loss", validation.loss, step)
     run.log.scalar(f"{run.name}/val_top1", validation.top1, step)

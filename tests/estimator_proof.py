@@ -1,0 +1,221 @@
+"""What is checked of every estimator beside `qat.testing.ste_gradcheck`: the NumPy reference and the properties.
+
+Used by test_estimators.py (with Hypothesis) and estimator_matrix.py (with seeded samples). Each check raises
+AssertionError. An excuse is checked too: what a case excuses has to fail, so that no excuse outlives its reason.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+import torch
+from estimator_case import PROPERTIES, Array, Case
+from torch import Tensor
+
+from qat.testing import CheckResult, ste_gradcheck
+
+TIGHT = {"rtol": 1e-12, "atol": 1e-12}
+FACTORS = (1.0, 0.5, 0.25, 0.5, 1.0, 0.25)
+"""Powers of two: parameters that vary along an axis leave ties ties. Not above 1: alphas and deltas stay valid."""
+
+MANY = 40
+"""A rule that bounds no number of levels shows more than this over `spread` samples."""
+
+
+def array(x: Tensor) -> Array:
+    return x.detach().numpy()
+
+
+def cotangent(shape: Sequence[int]) -> Array:
+    """Uneven, of both signs, none 0: sums over wrong axes show, and so do rules that look at the sign."""
+    return np.random.default_rng(0).permutation(np.linspace(-1.5, 2.0, int(np.prod(shape)))).reshape(shape)
+
+
+def varied(case: Case) -> Iterator[tuple[Tensor, ...]]:
+    """The inputs of the case, then with parameters that vary along each axis of x, and along none with an axis."""
+    yield case.inputs
+    x, slots = case.inputs[0], [slot for slot in case.broadcast if case.inputs[slot].numel() == 1]
+    shapes = [(1,) * axis + (size,) + (1,) * (x.ndim - axis - 1) for axis, size in enumerate(x.shape)]
+    for shape in [*shapes, x.shape[-1:], (1,)] if slots else []:
+        factors = torch.tensor(np.resize(FACTORS, shape))
+        for chosen in [slots] + ([[slot] for slot in slots] if case.elementwise and len(slots) > 1 else []):
+            yield tuple(each.reshape(()) * factors if slot in chosen else each for slot, each in enumerate(case.inputs))
+
+
+def gradients(case: Case, inputs: Sequence[Tensor], grad: Array) -> tuple[Tensor | None, ...]:
+    leaves = [each.detach().clone().requires_grad_() for each in inputs]
+    y = case.function(*leaves)
+    return torch.autograd.grad(y, leaves, torch.as_tensor(grad), allow_unused=True)
+
+
+def reference(case: Case) -> None:
+    """The forward equals the published formula."""
+    assert case.reference is not None, f"{case.name}: no reference"
+    for inputs in varied(case):
+        y = case.function(*inputs)
+        assert y.dtype == torch.float64 and y.shape == inputs[0].shape
+        np.testing.assert_allclose(array(y), case.reference(*map(array, inputs)), **TIGHT)
+
+
+def reference_gradient(case: Case) -> None:
+    """Every gradient equals the published formula; None where the rule gives none."""
+    assert case.reference_gradient is not None, f"{case.name}: no reference gradient"
+    for inputs in varied(case):
+        grad = cotangent(inputs[0].shape)
+        expected = case.reference_gradient(grad, *map(array, inputs))
+        assert len(expected) == len(inputs), f"{case.name}: the reference has {len(expected)} slots"
+        for slot, (got, wanted) in enumerate(zip(gradients(case, inputs, grad), expected, strict=True)):
+            if wanted is None:
+                assert got is None, f"{case.name}: slot {slot} gets a gradient, its rule gives none"
+            else:
+                # float() so that a wrong shape is a difference, not a broadcast
+                assert np.shape(wanted) == inputs[slot].shape
+                got = torch.zeros_like(inputs[slot]) if got is None and not np.any(wanted) else got
+                assert got is not None, f"{case.name}: slot {slot} gets no gradient"
+                np.testing.assert_allclose(array(got), wanted, **TIGHT, err_msg=f"{case.name}: slot {slot}")
+
+
+def claim(case: Case) -> None:
+    """The surrogate (or the declared gradient) itself has the published gradient: it is hand-written too."""
+    for inputs in varied(case):
+        grad = cotangent(inputs[0].shape)
+        leaves = [each.detach().clone().requires_grad_() for each in inputs]
+        if case.surrogate is not None:
+            y = case.surrogate(*leaves)
+            claimed = torch.autograd.grad(y, leaves, torch.as_tensor(grad), allow_unused=True)
+        else:
+            assert case.gradient is not None, f"{case.name}: neither surrogate nor gradient"
+            claimed = case.gradient(torch.as_tensor(grad), *leaves)
+        assert case.reference_gradient is not None
+        for got, wanted in zip(claimed, case.reference_gradient(grad, *map(array, inputs)), strict=True):
+            if got is None:
+                assert wanted is None or not np.any(wanted)
+            else:
+                np.testing.assert_allclose(array(got), 0.0 if wanted is None else wanted, **TIGHT)
+
+
+def at(case: Case, x: Array) -> Array:
+    return array(case.function(torch.tensor(x), *case.inputs[1:]))
+
+
+def idempotent(case: Case, x: Array) -> None:
+    once = at(case, x)
+    np.testing.assert_allclose(at(case, once), once, **TIGHT)
+
+
+def monotone(case: Case, x: Array) -> None:
+    """Up to the last digits: a soft step may lose one of them where two formulas meet."""
+    y = at(case, x).ravel()[np.argsort(x.ravel())]
+    assert (np.diff(y) >= -1e-13 * (1 + np.abs(y[1:]))).all(), f"falls by {-np.diff(y).min()}"
+
+
+def sweep(case: Case) -> Array:
+    """All of the domain, densely, as a stack of tensors of the shape of x; near 0 too."""
+    points, low, high = domain(case)
+    even, near = np.linspace(low, high, 4000), max(-low, high) * np.logspace(-12, 0, 4000)
+    dense = np.concatenate([even, near, -near if low < 0 else near, points])
+    return np.resize(dense, (-(-dense.size // case.inputs[0].numel()), *case.inputs[0].shape))
+
+
+def levels(case: Case, x: Array) -> None:
+    """Of an elementwise rule all that there are are seen; otherwise they move with the tensor, and x stands alone."""
+    assert case.levels is not None, f"{case.name}: no number of levels"
+    distinct = np.unique(at(case, np.concatenate([x[None], sweep(case)]) if case.elementwise else x))
+    assert len(distinct) <= case.levels, f"{len(distinct)} levels, {case.levels} allowed: {distinct}"
+
+
+def zero(case: Case, x: Array) -> None:
+    """Zeros of both signs, among whatever else x holds."""
+    x = x.copy()
+    x.flat[0], x.flat[-1] = 0.0, -0.0
+    y = at(case, x)
+    assert y.flat[0] == 0 and y.flat[-1] == 0, f"0 gives {y.flat[0]}, -0 gives {y.flat[-1]}"
+
+
+def outside(case: Case, x: Array) -> None:
+    assert case.outside is not None, f"{case.name}: no mask of what is outside"
+    (grad, *_) = gradients(case, (torch.tensor(x), *case.inputs[1:]), cotangent(x.shape))
+    assert grad is not None
+    mask = np.asarray(case.outside(x, *map(array, case.inputs[1:])))
+    wrong = mask & (array(grad) != 0)
+    assert not wrong.any(), f"gradient {array(grad)[wrong]} outside, at {x[wrong]}"
+
+
+PROPERTY_CHECKS: dict[str, Callable[[Case, Array], None]] = {
+    "idempotent": idempotent, "monotone": monotone, "levels": levels, "zero": zero, "outside": outside,
+}  # fmt: skip
+assert tuple(PROPERTY_CHECKS) == PROPERTIES
+
+
+def domain(case: Case) -> tuple[Array, float, float]:
+    """The points of the case, and the interval that they span widened by half; positive where they all are."""
+    points = np.unique(array(case.inputs[0]))
+    low, high = float(points.min()), float(points.max())
+    return points, (low / 2 if low > 0 else 1.5 * low), 1.5 * high
+
+
+def spread(case: Case) -> Iterator[Array]:
+    """Seeded samples of x: the points as they are, points at random, uniform, near the median, in many magnitudes."""
+    generator, shape = np.random.default_rng(1), case.inputs[0].shape
+    points, low, high = domain(case)
+    yield array(case.inputs[0])
+    for turn in range(1000):
+        middle = np.median(np.abs(points)) * generator.standard_normal(shape)
+        drawn = (
+            generator.choice(points, shape),
+            generator.uniform(low, high, shape),
+            generator.choice((middle, generator.choice(points, shape)), axis=0),
+            generator.choice(points, shape) * 10.0 ** generator.integers(-9, 10, shape),
+        )[turn % 4]
+        yield np.abs(drawn) if low > 0 else drawn
+
+
+def holds(case: Case, name: str, samples: int = 24) -> None:
+    """A property on seeded samples."""
+    for x in islice(spread(case), samples):
+        PROPERTY_CHECKS[name](case, x)
+
+
+def not_to_be_had(case: Case, name: str, samples: int = 120) -> None:
+    """The excuse for a property is true: it fails somewhere, the levels are many, the gradient passes far out."""
+    if name == "levels":
+        found = {float(y) for x in islice(spread(case), samples) for y in at(case, x).ravel()}
+        bound = case.levels or MANY
+        assert len(found) > bound, f"{case.name}: only {len(found)} levels"
+        return
+    if name == "outside":
+        x = array(case.inputs[0])
+        far = np.abs(x) >= np.quantile(np.abs(x), 0.75)
+        both = [gradients(case, case.inputs, sign * np.ones(x.shape))[0] for sign in (1.0, -1.0)]
+        assert any(grad is not None and array(grad)[far].any() for grad in both), f"{case.name}: 0 far outside"
+        return
+    for x in islice(spread(case), samples):
+        try:
+            PROPERTY_CHECKS[name](case, x)
+        except AssertionError:
+            return
+    raise AssertionError(f"{case.name}: {name} is excused, but holds on {samples} samples")
+
+
+def excuses(case: Case) -> dict[str, str]:
+    """The excuses of the case, and those that follow from its fields."""
+    found = dict(case.excused)
+    if case.levels is None:
+        found.setdefault("levels", "the rule bounds no number of levels")
+    if case.outside is None:
+        found.setdefault("outside", "the published gradient reaches every x: there is no outside")
+    return found
+
+
+def claimed(case: Case) -> tuple[str, ...]:
+    """The properties that the case has to have."""
+    return tuple(name for name in case.properties if name not in excuses(case))
+
+
+def gradcheck(case: Case, check: str) -> CheckResult:
+    """One check of `qat.testing.ste_gradcheck`."""
+    report = ste_gradcheck(
+        case.function, case.surrogate, case.inputs, gradient=case.gradient, broadcast=case.broadcast,
+        elementwise=case.elementwise, checks=(check,),
+    )  # fmt: skip
+    return report[check]

@@ -1,0 +1,106 @@
+"""The matrix can turn red: wrong estimators are caught by the check that is there for them, and the command says so."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import estimator_matrix as matrix
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qat.functional.clamping import clamp_ste
+from qat.functional.lsq import lsq_quantize
+from qat.functional.soft import dsq_round, soft_round
+
+CASES = matrix.all_cases()
+
+
+def rounded_away(x: Tensor) -> Tensor:
+    """Round half away from zero, straight through."""
+    return x + (torch.sign(x) * torch.floor(x.abs() + 0.5) - x).detach()
+
+
+def masked_late(x: Tensor, scale: Tensor) -> Tensor:
+    """LSQ as torch's operators mask it: on the rounded value."""
+    v = torch.round(x / scale)
+    inside = x + scale * (v - x / scale).detach()
+    return torch.where(v < -8, -8 * scale, torch.where(v > 7, 7 * scale, inside))
+
+
+def unmasked(x: Tensor, scale: Tensor) -> Tensor:
+    """LSQ whose x gets its gradient everywhere: the commonest mistake of published re-implementations."""
+    return x + (lsq_quantize(x, scale, -8, 7) - x).detach() + 0 * scale.sum()
+
+
+def numb(x: Tensor) -> Tensor:
+    """The sign as torch has it: three levels, and NaN becomes 0."""
+    return torch.nan_to_num(torch.sign(x)).detach() + 0 * x
+
+
+def in_half(x: Tensor, scale: Tensor) -> Tensor:
+    """LSQ in the arithmetic of the type of x."""
+    v = x / scale.to(x.dtype)
+    inside = x + scale.to(x.dtype) * (torch.round(v) - v).detach()
+    return torch.where(v < -8, -8 * scale, torch.where(v > 7, 7 * scale, inside)).to(x.dtype)
+
+
+REDS = [
+    ("round_ste", rounded_away, "reference"),
+    ("round_ste", torch.clone, "reference"),
+    ("round_ste", lambda x: torch.round(x) + 0 * x, "gradient"),
+    ("round_ste", lambda x: torch.round(x) + 0 * x, "reference gradient"),
+    ("round_ste", lambda x: rounded_away(x).contiguous(), "layouts"),
+    ("round_ste", lambda x: x + (torch.from_numpy(np.rint(x.detach().numpy())) - x).detach(), "meta"),
+    ("round_ste", lambda x: x + torch.full(x.shape, np.rint(x[0, 0].item()) - x[0, 0].item()), "compile"),
+    ("lsq_quantize, grad_factor 1", masked_late, "reference gradient"),
+    ("lsq_quantize, grad_factor 1", masked_late, "gradient"),
+    ("lsq_quantize, grad_factor 1", masked_late, "outside"),
+    ("lsq_quantize, grad_factor 1", unmasked, "reference gradient"),
+    ("lsq_quantize, grad_factor 1", unmasked, "outside"),
+    ("lsq_quantize, grad_factor 1", unmasked, "broadcast"),
+    ("lsq_quantize, grad_factor 1", in_half, "dtypes"),
+    ("lsq_quantize, grad_factor 0.125", lambda x, scale: lsq_quantize(x, scale, -8, 7), "gradient"),
+    ("lsq_quantize, grad_factor 1", lambda x, scale: lsq_quantize(x, scale, -9, 7), "levels"),
+    ("lsq_quantize, grad_factor 1", lambda x, scale: lsq_quantize(x, scale, -8, 7) + 1, "zero"),
+    ("lsq_quantize, grad_factor 1", lambda x, scale: lsq_quantize(x, scale, -8, 7) / 2, "idempotent"),
+    ("lsq_quantize, grad_factor 1", lambda x, scale: -lsq_quantize(x, scale, -8, 7), "monotone"),
+    ("sign_ste, clipped", numb, "levels"),
+    ("sign_ste, clipped", numb, "nan_inf"),
+    ("soft_round, temperature 4.0", lambda x, t: soft_round(x, t.detach()) + 0 * t, "second_order"),
+    ("clamp_ste, tensor bounds, clipped", lambda x, low, high: clamp_ste(x, low, high) + 1, "zero"),
+    ("soft_round, temperature 4.0", dsq_round, "idempotent"),  # an excuse that is not needed
+    ("positive_scale", lambda x, smallest: x.clone(), "nan_inf"),  # the same
+]
+
+
+@pytest.mark.parametrize(("name", "mutant", "column"), REDS, ids=[f"{n}-{c}-{i}" for i, (n, _, c) in enumerate(REDS)])
+def test_a_wrong_estimator_makes_its_cell_red(name: str, mutant: Callable[..., Tensor], column: str):
+    (case,) = (case for case in CASES if case.name == name)
+    assert not matrix.cell(case, column).startswith(matrix.RED)
+    found = matrix.cell(dataclasses.replace(case, function=mutant), column)
+    assert found.startswith(matrix.RED), found
+
+
+def test_the_command_writes_the_table_and_tells_when_it_is_out_of_date(tmp_path: Path, capsys):
+    path, cases = (
+        tmp_path / "docs" / "table.md",
+        [case for case in CASES if case.name in ("round_ste", "sign_ste, clipped")],
+    )
+    assert matrix.main(["--check"], cases, path) == 1 and not path.exists()
+    assert matrix.main([], cases, path) == 0
+    text = path.read_text(encoding="utf-8")
+    assert "| sign_ste, clipped | ✓ | ✓ | ✓ | ✓ | · |" in text and "1. the levels are all integers" in text
+    assert matrix.main(["--check"], cases, path) == 0
+    path.write_text(text.replace("Run with torch ", "Run with torch 9"), encoding="utf-8")
+    assert matrix.main(["--check"], cases, path) == 0
+    path.write_text(text.replace("✓", "✗", 3), encoding="utf-8")
+    capsys.readouterr()
+    assert matrix.main(["--check"], cases, path) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "table.md is out of date; run: python tests/estimator_matrix.py"
+    broken = [dataclasses.replace(cases[0], function=rounded_away)]
+    assert matrix.main([], broken, path) == 1
+    assert "round_ste, reference: ✗ AssertionError" in capsys.readouterr().out
+    assert matrix.main(["--check"], broken, path) == 1

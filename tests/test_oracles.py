@@ -1,0 +1,257 @@
+"""Estimators against what others computed: torch's casts and fake-quantize ops, ml_dtypes, tables of the standards.
+
+The casts round once, in hardware-like code; ours round by arithmetic on the exponent. All finite float16 values and
+every tie of every format go through both.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference_codebooks as reference
+import torch
+from torch import Tensor
+
+from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize
+from qat.functional.apot import apot_levels, apot_quantize
+from qat.functional.binary import binary_quantize, binary_scale
+from qat.functional.dorefa import dorefa_quantize_activation, dorefa_quantize_weight
+from qat.functional.floats import FLOAT_FORMATS, float_quantize
+from qat.functional.microscaling import mx_quantize
+from qat.functional.n2uq import n2uq_quantize
+from qat.functional.pact import pact_quantize
+from qat.functional.ternary import ternary_quantize, ternary_scale, ttq_quantize
+
+TORCH_CASTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+CASTS = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}
+LEVELS = {  # typed from the tables of the OCP Microscaling Formats specification 1.0, section 5.3
+    "e3m2": [
+        0.0, 0.0625, 0.125, 0.1875, 0.25, 0.3125, 0.375, 0.4375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.25, 1.5, 1.75,
+        2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0, 14.0, 16.0, 20.0, 24.0, 28.0,
+    ],
+    "e2m3": [
+        0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 1.875,
+        2.0, 2.25, 2.5, 2.75, 3.0, 3.25, 3.5, 3.75, 4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5,
+    ],
+    "e2m1": [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+}  # fmt: skip
+APOT_LEVELS = {  # as printed in shared/RECIPES.md, over their maximum
+    2: [0, 1 / 4, 1 / 2, 1],
+    3: [0, 1 / 10, 2 / 10, 3 / 10, 4 / 10, 6 / 10, 8 / 10, 1],
+    4: [k / 48 for k in (0, 1, 2, 3, 4, 6, 8, 9, 12, 16, 18, 24, 32, 33, 36, 48)],
+}
+
+
+def noise(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def leaf(values: object, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.as_tensor(values, dtype=dtype).clone().requires_grad_()
+
+
+def in_range(name: str) -> Tensor:
+    """Every finite float16, every number of the format, every tie, and the float32 neighbours of all; up to largest."""
+    levels = torch.tensor(reference.float_levels(name), dtype=torch.float32)
+    half = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    x = torch.cat([half[half.isfinite()], levels, (levels[1:] + levels[:-1]) / 2])
+    x = torch.cat([x, torch.nextafter(x, torch.tensor(9e9)), torch.nextafter(x, torch.tensor(-9e9))])
+    x = torch.cat([x, -x])
+    return x[x.abs() <= levels[-1]]
+
+
+def rounded(x: Tensor, name: str) -> Tensor:
+    return torch.from_numpy(x.numpy().astype(CASTS[name]).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", list(FLOAT_FORMATS))
+def test_every_float_format_has_the_numbers_of_the_standard(name):
+    exponent_bits, mantissa_bits, bias, largest = FLOAT_FORMATS[name]
+    assert (exponent_bits, mantissa_bits) == reference.FORMATS[name]
+    assert (bias, largest) == (2 ** (exponent_bits - 1) - 1, reference.float_levels(name)[-1])
+    if name in LEVELS:
+        expected = torch.tensor(LEVELS[name])
+    else:
+        codes = torch.arange(128, dtype=torch.uint8).view(TORCH_CASTS[name]).float()
+        expected = codes[codes.isfinite()]
+    assert reference.float_levels(name).tolist() == expected.tolist()
+    assert float_quantize(in_range(name), torch.tensor(1.0), name).abs().unique().tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", list(FLOAT_FORMATS))
+def test_float_quantize_rounds_as_the_cast_of_ml_dtypes(name):
+    x = in_range(name)
+    y = float_quantize(x, torch.tensor(1.0), name)
+    assert torch.equal(y, rounded(x, name))
+    assert torch.equal(float_quantize(x / 32, torch.tensor(1 / 32), name), rounded(x, name) / 32)
+    x, scale = noise(3000, spread=FLOAT_FORMATS[name][3]).double(), torch.tensor(0.3, dtype=torch.float64)
+    y = float_quantize(x, scale, name)
+    np.testing.assert_array_equal(y.numpy(), reference.float_quantize(x.numpy(), np.array(0.3), name))
+
+
+@pytest.mark.parametrize(("name", "dtype"), TORCH_CASTS.items())
+@pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16, torch.float32])
+def test_float_quantize_rounds_as_the_cast_of_torch(name, dtype, narrow):
+    x = in_range(name).to(narrow)
+    assert torch.equal(float_quantize(x, torch.tensor(1.0), name), x.to(dtype).to(narrow))
+
+
+@pytest.mark.parametrize("name", list(FLOAT_FORMATS))
+def test_float_quantize_saturates_where_a_cast_would_overflow(name):
+    largest = FLOAT_FORMATS[name][3]
+    x = torch.tensor([1.0001, 1.07, 1.5, 1e3, float("inf")]) * largest
+    assert (float_quantize(x, torch.tensor(1.0), name) == largest).all()
+    assert (float_quantize(-x, torch.tensor(1.0), name) == -largest).all()
+
+
+def blocks_by_hand(x: Tensor, name: str, block_size: int) -> Tensor:
+    """The last axis in blocks, from the bits: shared exponent from those of float32, elements cast by ml_dtypes."""
+    blocks = x.unflatten(-1, (-1, block_size))
+    exponents = (blocks.contiguous().view(torch.int32) >> 23 & 255).amax(-1, keepdim=True) - 127
+    top, largest = (0, 127 / 64) if name == "int8" else (int(np.log2(FLOAT_FORMATS[name][3])), FLOAT_FORMATS[name][3])
+    scale = torch.exp2((exponents - top).clamp(-127, 127).double()).float()
+    v = (blocks / scale).clamp(-largest, largest)
+    cast = torch.round(v * 64) / 64 if name == "int8" else rounded(v, name)
+    return (cast * scale).flatten(-2)
+
+
+@pytest.mark.parametrize("name", [*FLOAT_FORMATS, "int8"])
+def test_mx_blocks_decoded_from_their_bits(name):
+    """Blocks from 1e-9 to 1e9, uneven within; one in eight elements is zero."""
+    x = noise(6, 256, seed=1) * torch.exp(noise(6, 256, seed=2)) * 10.0 ** torch.arange(-9, 9, 3)[:, None]
+    x[:, ::8] = 0
+    assert torch.equal(mx_quantize(x, name), blocks_by_hand(x, name, 32))
+    assert torch.equal(mx_quantize(x, name, 8), blocks_by_hand(x, name, 8))
+    assert torch.equal(mx_quantize(x.T, name, axis=0), blocks_by_hand(x, name, 32).T)
+    assert torch.equal(mx_quantize(x[:, :5], name), blocks_by_hand(x[:, :5], name, 5))
+
+
+@pytest.mark.parametrize("name", [*FLOAT_FORMATS, "int8"])
+def test_mx_scales_stay_within_the_exponents_of_e8m0(name):
+    """The smallest shared scale is 2^-127, the exponent of which has 8 bits; exact powers of two are their own."""
+    x = torch.tensor([2.0**k for k in range(-149, 128)])[:, None]
+    assert torch.equal(mx_quantize(x, name), blocks_by_hand(x, name, 1))
+    assert torch.equal(mx_quantize(x[40:], name), x[40:])
+
+
+def test_mx_of_zeros_is_zero_with_a_gradient():
+    for name in [*FLOAT_FORMATS, "int8"]:
+        x = leaf(torch.zeros(2, 64))
+        y = mx_quantize(x, name)
+        y.sum().backward()
+        assert not y.detach().any() and (x.grad == 1).all()
+
+
+@pytest.mark.parametrize("m", range(1, 9))
+def test_apot_levels_are_those_of_the_paper(m):
+    exact = reference.apot_levels(m)
+    assert apot_levels(m) == tuple(map(float, exact)) and len(exact) == 2**m
+    if m in APOT_LEVELS:
+        assert list(apot_levels(m)) == APOT_LEVELS[m]
+
+
+@pytest.mark.parametrize("bits", range(2, 8))
+def test_apot_rounds_to_the_nearest_level_at_every_width(bits):
+    x = noise(500, seed=bits, spread=0.7).double()
+    y = apot_quantize(x, torch.tensor(1.3, dtype=torch.float64), bits)
+    np.testing.assert_array_equal(y.numpy(), reference.apot(x.numpy(), np.array(1.3), bits))
+
+
+# torch's fake-quantize ops
+
+
+@pytest.mark.parametrize(("qmin", "qmax", "zero_point"), [(0, 15, 0), (0, 15, 3), (-8, 7, 0), (-128, 127, 5)])
+def test_gradients_equal_torchs_learnable_op(qmin, qmax, zero_point):
+    """Zero points >= 0, where its backward is right; not within half a step of a bound, where the masks differ."""
+    step = 0.37
+    v = noise(4000, spread=(qmax - qmin) / 2) + zero_point
+    beside = ((v > qmax) & (v <= qmax + 0.75)) | ((v < qmin) & (v >= qmin - 0.75))
+    tie = (v - v.floor() - 0.5).abs() < 1e-3
+    x, grad = (v[~beside & ~tie] - zero_point) * step, noise(4000, seed=1)[~beside & ~tie]
+    assert len(x) > 2000
+
+    def gradients(function, *arguments):
+        leaves = [leaf(x), leaf([step]), leaf([float(zero_point)])]
+        y = function(*leaves, *arguments)
+        y.backward(grad)
+        return y.detach(), *(each.grad for each in leaves)
+
+    expected = gradients(torch._fake_quantize_learnable_per_tensor_affine, qmin, qmax, 1.0)
+    got = gradients(lsq_plus_quantize, qmin, qmax, 1.0)
+    for ours, theirs, rtol in zip(got, expected, (1e-6, 0.0, 1e-4, 1e-4), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=1e-6 if rtol else 0.0)
+    torch.testing.assert_close(fake_quantize(x, torch.tensor(step), torch.tensor(zero_point), qmin, qmax), expected[0])
+    if zero_point == 0:
+        y, grad_x, grad_step, _ = gradients(lambda x, step, zero: lsq_quantize(x, step + 0 * zero, qmin, qmax))
+        torch.testing.assert_close(y, expected[0])
+        assert torch.equal(grad_x, expected[1])
+        torch.testing.assert_close(grad_step, expected[2], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_dorefa_activations_and_pact_are_torchs_unsigned_grid(bits):
+    n = 2**bits - 1
+    u = (noise(2000).abs() * n).clamp(max=1.4 * n)
+    u = u[(u - u.floor() - 0.5).abs() > 1e-3] / n
+    expected = torch.fake_quantize_per_tensor_affine(u, 1 / n, 0, 0, n)
+    torch.testing.assert_close(dorefa_quantize_activation(u, bits), expected)
+    torch.testing.assert_close(pact_quantize(6 * u, torch.tensor(6.0), bits), 6 * expected)
+
+
+# One rule as a special case of another
+
+
+def test_n2uq_with_equal_segments_is_lsq():
+    x, width = noise(4000, spread=3.0).double(), torch.tensor(0.75, dtype=torch.float64)
+    x = torch.cat([x, torch.tensor([0.0, 7 * 0.75], dtype=torch.float64)])
+    curved, uniform = leaf(x, x.dtype), leaf(x, x.dtype)
+    y = n2uq_quantize(curved, width * 0, width.expand(7), width)
+    expected = lsq_quantize(uniform, width, 0, 7)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(curved.grad, uniform.grad)
+
+
+def test_apot_with_one_magnitude_is_pact_with_one_bit():
+    x, alpha = noise(1000).double(), torch.tensor(1.5, dtype=torch.float64)
+    assert torch.equal(apot_quantize(x, alpha, 1, signed=False), pact_quantize(x, alpha, 1))
+
+
+def test_ttq_at_the_threshold_and_scale_of_twn_is_twn():
+    w = noise(4, 100).double()
+    scale, threshold = ternary_scale(w, None)
+    y = ttq_quantize(w, scale.squeeze(), scale.squeeze(), (threshold / w.abs().max()).item())
+    torch.testing.assert_close(y, ternary_quantize(w, None), rtol=1e-14, atol=0.0)
+
+
+def test_float_quantize_of_e2m3_between_its_subnormals_is_lsq():
+    """Below 2 the format is a uniform grid of step 1/8."""
+    x = noise(2000).clamp(-1.9, 1.9)
+    assert torch.equal(float_quantize(x, torch.tensor(1.0), "e2m3"), lsq_quantize(x, torch.tensor(0.125), -16, 16))
+
+
+def test_weight_scales_are_the_least_squares_fit():
+    """The mean magnitude, of all weights or of those kept, is the scale with the smallest squared error."""
+    w = noise(5, 60, seed=3).double()
+    for y, scale in ((binary_quantize(w), binary_scale(w)), (ternary_quantize(w), ternary_scale(w)[0])):
+        codes = y / scale
+        assert set(codes.unique().round(decimals=12).tolist()) <= {-1.0, 0.0, 1.0}
+        best = (w * codes).sum(1, keepdim=True) / (codes**2).sum(1, keepdim=True)
+        torch.testing.assert_close(scale, best, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(ternary_scale(w)[1], 0.7 * binary_scale(w), rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("channel_axis", [None, 0])
+def test_dorefa_weights_of_zeros_stay_finite(bits, channel_axis):
+    w = torch.stack([noise(20), torch.zeros(20)]) if channel_axis == 0 else torch.zeros(2, 20)
+    w = leaf(w)
+    y = dorefa_quantize_weight(w, bits, channel_axis)
+    y.sum().backward()
+    assert y.isfinite().all() and w.grad.isfinite().all()
