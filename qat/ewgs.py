@@ -20,9 +20,10 @@ def update_ewgs(
 ) -> dict[str, float]:
     """Set delta of every quantizer with `ewgs="hessian"`; call it now and then, the paper does every ten epochs.
 
-    delta = max(0, scale * Tr(H)/N / G), with H the Hessian of the loss by the N values of the quantized tensor, its
-    trace estimated with random signs (Hutchinson), and G three deviations of their gradients. scale turns the paper's
-    delta, which acts on differences of values, into one for differences of codes.
+    delta = max(0, scale * (qmax - qmin) * Tr(H)/N / G), with H the Hessian of the loss by the N values of the quantized
+    tensor, its trace estimated with random signs (Hutchinson), and G three deviations of their gradients. The first
+    factors turn a delta for residuals in the tensor's unit into one for shares of the grid's range, as
+    `QuantSpec.ewgs_delta` is.
 
     Args:
         model: prepared and calibrated; buffers (BatchNorm statistics) and gradients are left as they were.
@@ -116,7 +117,7 @@ def _set_delta(quantizer: Quantizer, estimate: Tensor) -> float:
         dist.all_reduce(estimate)
         estimate = estimate / dist.get_world_size()
     trace, deviation, scale = estimate.unbind()
-    delta = scale * trace / (SPREAD * deviation)
+    delta = scale * (quantizer.spec.qmax - quantizer.spec.qmin) * trace / (SPREAD * deviation)
     delta = torch.where(delta.isfinite() & (delta > 0), delta, 0.0)
     quantizer.ewgs_delta.copy_(delta)
     return float(delta)

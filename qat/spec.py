@@ -36,7 +36,8 @@ class QuantSpec:
             scale^2, so that a step changes the scale by a share of itself, as if its logarithm were learned.
         ewgs: element-wise gradient scaling (arXiv:2104.00903) on top of a uniform rule: "none", "fixed" with
             `ewgs_delta`, or "hessian" with a delta that `qat.update_ewgs` finds from the trace of the Hessian.
-        ewgs_delta: delta of ewgs="fixed", >= 0; the paper's are 1e-3 to 0.2.
+        ewgs_delta: delta of ewgs="fixed", >= 0, for residuals as a share of the grid's range; the paper's are 1e-3
+            to 0.2.
 
     Raises:
         ValueError: for values outside these.

@@ -43,7 +43,7 @@ def activation(rule: str, bits: int = 8, *changes: dict[str, Any], **options: An
 WEIGHTS = {
     "lsq": weight("lsq"),
     "lsq, 2 bits": weight("lsq", 2, {"init": "lsq", "grad_scale": "none"}),
-    "lsq, 16 bits": weight("lsq", 16),
+    "lsq, 16 bits": weight("lsq", 16, {"grad_scale": "relative"}),
     "lsq, not narrow": weight("lsq", 4, TENSOR, {"narrow_range": False, "init": "percentile", "percentile": 95.0}),
     "lsq, groups": weight("lsq", 4, GROUPS),
     "lsq, relative": weight("lsq", 4, {"grad_scale": "relative"}),
@@ -113,7 +113,7 @@ ACTIVATIONS = {
     "lsq, from zero": activation("lsq", 4, FROM_ZERO, {"grad_scale": "relative"}),
     "lsq, signed affine": activation("lsq", 4, {"signed": True}),
     "lsq, 1 bit": activation("lsq", 1, {"init": "lsq"}),
-    "lsq, 16 bits": activation("lsq", 16),
+    "lsq, 16 bits": activation("lsq", 16, {"grad_scale": "relative"}),
     "lsq, ewgs": activation("lsq", 4, EWGS),
     "lsq, ewgs hessian": activation("lsq", 4, HESSIAN),
     "lsq_plus": activation("lsq_plus"),

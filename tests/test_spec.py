@@ -6,8 +6,8 @@ import reference
 from qat.spec import QuantRecipe, QuantSpec, default_activation_spec, default_weight_spec
 
 VALID_KEYS = (
-    "bits, ewgs, ewgs_delta, grad_scale, granularity, group_size, init, narrow_range, options, percentile, rule, signed,"
-    " symmetric"
+    "bits, ewgs, ewgs_delta, grad_scale, granularity, group_size, init, narrow_range, options, percentile, rule,"
+    " signed, symmetric"
 )
 
 

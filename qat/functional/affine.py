@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qat.functional.arguments import check_bounds, require_floating
 from qat.functional.forward_mode import apply
-from qat.functional.lsq import check_bounds
-from qat.functional.tensors import as_dtype, require_floating, sum_to_shape
+from qat.functional.tensors import as_dtype, sum_to_shape
 
 
 class LSQPlusFunction(torch.autograd.Function):

@@ -5,11 +5,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from qat.functional.clamping import tensor_beside
+from qat.functional.arguments import ChannelAxis, axes_within_channel, require_floating, tensor_beside
 from qat.functional.forward_mode import apply
-from qat.functional.tensors import as_dtype, require_floating
-
-ChannelAxis = int | tuple[int, ...] | None
+from qat.functional.tensors import as_dtype
 
 BinaryGradient = Literal["clipped", "approximate", "error_decay", "straight_through"]
 
@@ -140,25 +138,6 @@ def binary_scale(weight: Tensor, channel_axis: ChannelAxis = 0) -> Tensor:
     require_floating(weight, "binary_scale")
     mean = mean_magnitude(weight, axes_within_channel(weight, channel_axis, "binary_scale"))
     return torch.where(mean == 0, torch.finfo(mean.dtype).tiny, mean)
-
-
-def axes_within_channel(weight: Tensor, channel_axis: ChannelAxis, caller: str) -> tuple[int, ...]:
-    """The axes of weight that are no channel axis: those over which a statistic of a channel is taken.
-
-    Raises:
-        ValueError: if weight has no such axis.
-
-    >>> axes_within_channel(torch.zeros(4, 3, 2, 2), (0, -1), "caller")
-    (1, 2)
-    """
-    given = () if channel_axis is None else channel_axis if isinstance(channel_axis, tuple) else (channel_axis,)
-    for axis in given:
-        if not -weight.ndim <= axis < weight.ndim:
-            right = f"in {-weight.ndim}..{weight.ndim - 1}" if weight.ndim else "None"
-            shape = tuple(weight.shape)
-            raise ValueError(f"{caller}: channel_axis must be {right} for a weight of shape {shape}, got {axis}")
-    channels = {axis % weight.ndim for axis in given}
-    return tuple(axis for axis in range(weight.ndim) if axis not in channels)
 
 
 def mean_magnitude(weight: Tensor, axes: tuple[int, ...]) -> Tensor:

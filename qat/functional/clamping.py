@@ -5,8 +5,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from qat.functional.arguments import check_gradient, require_floating, tensor_beside
 from qat.functional.forward_mode import apply
-from qat.functional.tensors import require_floating, sum_to_shape
+from qat.functional.tensors import sum_to_shape
 
 ClampGradient = Literal["clipped", "straight_through"]
 
@@ -91,43 +92,3 @@ def clamp_ste(x: Tensor, low: Tensor | float, high: Tensor | float, gradient: Cl
     if not isinstance(low, Tensor) and not isinstance(high, Tensor) and not low <= high:
         raise ValueError(f"clamp_ste: low must be at most high, got low={low} and high={high}")
     return apply(ClampSTEFunction, x, tensor_beside(x, low), tensor_beside(x, high), gradient)
-
-
-def check_gradient(gradient: str, known: tuple[str, ...], caller: str) -> None:
-    """Refuse the name of a gradient that the estimator does not have.
-
-    Raises:
-        ValueError: if gradient is not among the known ones.
-    """
-    if gradient not in known:
-        raise ValueError(f"{caller}: unknown gradient {gradient!r}; known: {', '.join(known)}")
-
-
-def tensor_beside(x: Tensor, value: Tensor | float) -> Tensor:
-    """A parameter as a tensor on the device of x, so that a Function has one path for numbers and tensors.
-
-    A tensor comes back as it is; a number becomes a tensor () of float32 at least, without a copy from the host.
-
-    >>> tensor_beside(torch.zeros(3, dtype=torch.float16), 0.1)
-    tensor(0.1000)
-    """
-    if isinstance(value, Tensor):
-        return value
-    return torch.full((), value, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-
-
-def setting_beside(x: Tensor, value: Tensor | float, name: str, caller: str) -> Tensor:
-    """`tensor_beside` for a parameter that shapes the backward only: the output has the shape of x, whatever its own.
-
-    Raises:
-        ValueError: if value does not broadcast to x; the gradient would be summed over copies of x that never were.
-    """
-    setting = tensor_beside(x, value)
-    fits = setting.ndim <= x.ndim
-    for size, target in zip(reversed(setting.shape), reversed(x.shape), strict=False):
-        fits = fits and size in (1, target)
-    if not fits:
-        raise ValueError(
-            f"{caller}: {name} must broadcast to x, got shapes {tuple(setting.shape)} and {tuple(x.shape)}"
-        )
-    return setting

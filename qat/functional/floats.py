@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qat.functional.arguments import require_floating
 from qat.functional.forward_mode import apply
-from qat.functional.tensors import as_dtype, require_floating, sum_to_shape
+from qat.functional.tensors import as_dtype, sum_to_shape
 
 
 class FloatFormat(NamedTuple):

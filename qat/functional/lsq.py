@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qat.functional.arguments import check_bounds, require_floating
 from qat.functional.forward_mode import apply
-from qat.functional.tensors import as_dtype, require_floating, sum_to_shape
+from qat.functional.tensors import as_dtype, sum_to_shape
 
 
 class LSQFunction(torch.autograd.Function):
@@ -87,13 +88,3 @@ def lsq_quantize(x: Tensor, scale: Tensor, qmin: int, qmax: int, grad_factor: fl
     check_bounds(qmin, qmax, "lsq_quantize")
     require_floating(x, "lsq_quantize")
     return apply(LSQFunction, x, scale, qmin, qmax, grad_factor)
-
-
-def check_bounds(qmin: int, qmax: int, caller: str) -> None:
-    """Refuse an empty grid.
-
-    Raises:
-        ValueError: if qmin >= qmax.
-    """
-    if qmin >= qmax:
-        raise ValueError(f"{caller}: qmin must be below qmax, got qmin={qmin} and qmax={qmax}")

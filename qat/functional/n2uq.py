@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qat.functional.arguments import require_floating
 from qat.functional.forward_mode import apply
-from qat.functional.tensors import as_dtype, require_floating, sum_to_shape
+from qat.functional.tensors import as_dtype, sum_to_shape
 
 FEW = 63
 """Up to so many thresholds, those of 6 bits, comparing with each of them is faster than looking some up."""

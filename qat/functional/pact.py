@@ -5,10 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qat.functional.arguments import check_bits, require_floating
 from qat.functional.forward_mode import apply
-from qat.functional.tensors import as_dtype, require_floating, sum_to_shape
-
-MOST_BITS = 16
+from qat.functional.tensors import as_dtype, sum_to_shape
 
 
 class PACTFunction(torch.autograd.Function):
@@ -88,13 +87,3 @@ def pact_quantize(x: Tensor, alpha: Tensor, bits: int) -> Tensor:
     check_bits(bits, "pact_quantize")
     require_floating(x, "pact_quantize")
     return apply(PACTFunction, x, alpha, bits)
-
-
-def check_bits(bits: int, caller: str, fewest: int = 1, most: int = MOST_BITS) -> None:
-    """Refuse a bit-width that the rule has no levels for.
-
-    Raises:
-        ValueError: if bits is no whole number from fewest to most.
-    """
-    if isinstance(bits, bool) or not isinstance(bits, int) or not fewest <= bits <= most:
-        raise ValueError(f"{caller}: bits must be a whole number from {fewest} to {most}, got {bits!r}")

@@ -6,8 +6,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from qat.functional.arguments import require_floating
 from qat.functional.forward_mode import apply
-from qat.functional.tensors import as_dtype, require_floating
+from qat.functional.tensors import as_dtype
 
 Rounding = Literal["nearest", "up"]
 

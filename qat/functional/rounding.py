@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from qat.functional.arguments import require_floating
 from qat.functional.forward_mode import apply
-from qat.functional.tensors import as_dtype, require_floating
+from qat.functional.tensors import as_dtype
 
 
 class RoundSTEFunction(torch.autograd.Function):

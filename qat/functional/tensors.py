@@ -1,18 +1,7 @@
-"""What every estimator does with its tensors: check the type, keep it, sum a gradient back to a parameter's shape."""
+"""What every estimator does with its tensors: keep the type, sum a gradient back to a parameter's shape."""
 
 import torch
 from torch import Tensor
-
-
-def require_floating(x: Tensor, caller: str) -> Tensor:
-    """Return x if it is floating point, so that integers fail with a sentence instead of deep in a kernel.
-
-    Raises:
-        TypeError: for integer, bool or complex tensors.
-    """
-    if not x.is_floating_point():
-        raise TypeError(f"{caller}: x must be a floating-point tensor, got {x.dtype}")
-    return x
 
 
 def as_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,27 +5,24 @@ import warnings
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from qat.functional import ewgs_gradient, positive_scale, round_ste, scale_gradient
-from qat.functional.tensors import require_floating
+from qat.functional import ewgs_gradient, round_ste
+from qat.functional.arguments import require_floating
 from qat.quantizer.granularity import from_groups, to_groups
 from qat.quantizer.observer import RangeObserver
 from qat.quantizer.options import NoOptions, read_options
+from qat.quantizer.positive import PositiveParameters
 from qat.ranges import initial_range, scale_and_zero_point
 from qat.spec import QuantSpec
 
 Role = Literal["weight", "activation"]
 
-FLOOR_SHARE = 1 / 32
-"""A learned scale acts as at least this share of the one it started from: below it a tensor is as good as switched
-off, and with its ReLUs dead no gradient would ever bring it back."""
-
 UNCALIBRATED_REACH = 4.0
 """Range of a quantizer that has seen no data yet, in units of its tensor: four deviations of a normalised one."""
 
 
-class Quantizer(nn.Module):
+class Quantizer(PositiveParameters):
     """Base of all rules: owns scale and zero_point, knows its grid, and can be calibrated.
 
     A rule derives from it, implements `quantize(x)` and registers itself; see `register_quantizer`. One that learns
@@ -78,10 +75,10 @@ class Quantizer(nn.Module):
         super().__init__()
         self.spec = spec
         self.role: Role = role
+        self.relative_steps = spec.grad_scale == "relative"
         self.shape = tuple(shape)
         self.options = read_options(spec.rule, self.options_type, spec.options)
         self.check_spec()
-        self._positive: list[str] = []
         self.add_parameters(device)
         if spec.ewgs == "hessian":
             self.register_buffer("ewgs_delta", torch.zeros((), device=device))
@@ -139,7 +136,8 @@ class Quantizer(nn.Module):
             self.follow(grouped.detach())
         if self.spec.ewgs != "none":
             delta = self.ewgs_delta if self.spec.ewgs == "hessian" else self.spec.ewgs_delta
-            grouped = ewgs_gradient(grouped, self.grid(grouped)[0].detach(), delta)
+            # The paper's delta is for a range of length 1, ewgs_gradient's for a step of length 1.
+            grouped = ewgs_gradient(grouped, self.grid(grouped)[0].detach(), delta / (self.spec.qmax - self.spec.qmin))
         return from_groups(self.quantize(grouped), self.spec)
 
     def follow(self, x: Tensor) -> None:
@@ -233,34 +231,6 @@ class Quantizer(nn.Module):
         """Whether the range was set from data (without touching the device)."""
         return self._is_calibrated
 
-    def add_positive(self, name: str, start: Tensor) -> None:
-        """Register a parameter that acts as a positive number, at least 1/32 of its calibrated value."""
-        setattr(self, name, nn.Parameter(start))
-        self.register_buffer(f"smallest_{name}", start.detach() * FLOOR_SHARE)
-        self._positive.append(name)
-
-    def positive(self, name: str) -> Tensor:
-        """The parameter of `add_positive` as it acts."""
-        value = positive_scale(getattr(self, name), getattr(self, f"smallest_{name}"))
-        # A step of the optimizer then multiplies it, as it would with the logarithm as the parameter.
-        return scale_gradient(value, value.detach().square()) if self.spec.grad_scale == "relative" else value
-
-    def set_positive(self, name: str, values: Tensor) -> None:
-        """Give the parameter of `add_positive` a calibrated value, in place."""
-        getattr(self, name).copy_(values)
-        getattr(self, f"smallest_{name}").copy_(getattr(self, name) * FLOOR_SHARE)
-
-    @torch.no_grad()
-    def repair(self) -> None:
-        """Put back what an optimizer made NaN or infinite: no gradient could bring that back.
-
-        Through `.data`, so that a quantizer that runs twice in one forward does not invalidate its own graph.
-        """
-        for name in self._positive:
-            parameter, floor = getattr(self, name), getattr(self, f"smallest_{name}")
-            target = parameter if torch.compiler.is_compiling() else parameter.data
-            target.copy_(torch.where(parameter.isfinite(), parameter, floor / FLOOR_SHARE))
-
     @property
     def channel_axis(self) -> int | tuple[int, int] | None:
         """The axes of the (grouped) tensor along which scales differ; None for one scale."""
@@ -285,15 +255,6 @@ class Quantizer(nn.Module):
 
     def set_progress(self, progress: float) -> None:
         """Say how far the training is, 0 to 1: what an annealed rule goes by."""
-
-    def curves(self) -> dict[str, Tensor]:
-        """What TensorBoard shows of it, name to tensor (its mean is drawn)."""
-        return {name: getattr(self, name) for name in self._positive}
-
-    def resting_on_floor(self) -> Tensor:
-        """How many learned scales are below what they act as."""
-        below = [(getattr(self, name) < getattr(self, f"smallest_{name}")).sum() for name in self._positive]
-        return torch.stack(below).sum() if below else torch.zeros((), dtype=torch.int64, device=self.calibrated.device)
 
     def gradient_factor(self, x: Tensor) -> float:
         """LSQ's 1/sqrt(N*qmax): N elements that share one scale, of a weight, or of one sample of an activation."""

@@ -94,4 +94,5 @@ def _log_quantizers(run: StageRun, step: int) -> int:
     for name, mean in zip(curves, means, strict=True):
         run.log.scalar(name, mean, step)
     resting = [module.resting_on_floor() for module in quantizers.values()]
-    return int(torch.stack(resting).sum())
+    counts = [count for count in resting if count is not None]
+    return int(torch.stack(counts).sum()) if counts else 0

@@ -1,0 +1,560 @@
+"""Every registered rule as a module: alone, in layers, in prepared models, compiled, saved, and exported."""
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import reference
+import rule_specs as specs
+import torch
+import torch.nn.functional as F
+from onnx import numpy_helper
+from rule_specs import every_layer, every_model, every_quantizer, fitted, grid_values, tensor_of
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+
+import qat
+from qat.export import compare_layers
+from qat.layers import QuantConv2d, QuantLayer, QuantLinear
+from qat.quantizer import Quantizer, registered_quantizers
+from qat.quantizer import registry as registry_module
+from qat.quantizer.base import Role
+from qat.spec import QuantSpec
+
+NEVER_IDEMPOTENT = {"dorefa": "tanh of the largest level is not 1", "apot": "normalised anew"}
+
+
+def table() -> list[tuple[Role, QuantSpec]]:
+    return list(specs.QUANTIZERS.values())
+
+
+def quantizers_of(model: nn.Module) -> dict[str, Quantizer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def train(model: nn.Module, inputs: list[Tensor], loss_of: Callable[[Tensor], Tensor]) -> None:
+    """A step of SGD for each input, quantizers a hundred times slower; every gradient is there and finite each time."""
+    learned = {id(parameter) for quantizer in quantizers_of(model).values() for parameter in quantizer.parameters()}
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in model.parameters():
+        groups[id(parameter) in learned].append(parameter)
+    optimizer = torch.optim.SGD([{"params": groups[False]}, {"params": groups[True], "lr": 2e-4}], lr=0.02)
+    model.train()
+    for step, x in enumerate(inputs):
+        qat.set_progress(model, step / len(inputs))
+        loss = loss_of(model(x)) + qat.penalty(model)
+        assert loss.isfinite()
+        optimizer.zero_grad()
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, f"{name} has no gradient"
+            assert parameter.grad.isfinite().all(), f"{name} has a gradient that is not finite"
+        optimizer.step()
+
+
+def answer_loss(y: Tensor) -> Tensor:
+    return F.cross_entropy(y, specs.LABELS)
+
+
+# The table.
+
+
+def test_the_table_holds_every_registered_rule():
+    own = {name for name in registered_quantizers() if registry_module._QUANTIZERS[name].__module__ in OWN_MODULES}
+    assert {spec.rule for _, spec in table()} == own
+
+
+OWN_MODULES = {
+    f"qat.quantizer.{name}"
+    for name in ("binary", "clipped", "floats", "learned_bits", "levels", "lsq", "observed", "power_of_two", "soft")
+}
+
+
+def test_the_table_holds_every_role_and_every_option_of_a_rule():
+    for rule in {spec.rule for _, spec in table()}:
+        rows = [(role, spec) for role, spec in table() if spec.rule == rule]
+        cls = registry_module._QUANTIZERS[rule]
+        expected = set(cls.roles) if rule != "pact" else {"activation"}  # PACT clips negative values away
+        assert {role for role, _ in rows} == expected, rule
+        for option in dataclasses.fields(cls.options_type):
+            given = [spec.options[option.name] for _, spec in rows if option.name in spec.options]
+            only_one = rule in ("mxfp4", "mxint8") and option.name == "format"
+            assert given and (only_one or any(value != option.default for value in given)), (rule, option.name)
+    uniform = {spec.rule for _, spec in table() if registry_module._QUANTIZERS[spec.rule].uniform}
+    assert {spec.rule for _, spec in table() if spec.ewgs == "fixed"} >= uniform - {"ema"}
+    assert {spec.bits for _, spec in table()} >= {1, 2, 3, 4, 5, 6, 7, 8, 9, 16}
+
+
+# One quantizer.
+
+
+@every_quantizer
+def test_in_evaluation_the_output_is_what_the_codes_stand_for(role, spec):
+    quantizer = fitted(role, spec).eval()
+    assert (quantizer.refusal() is None) == quantizer.has_integers
+    if not quantizer.has_integers:
+        assert quantizer.refusal() in (
+            f"uses the rule {spec.rule!r}, whose values lie on no integer grid",
+            "has a scale per group of 4 inputs, which ONNX Runtime's integer kernels lack",
+        )
+        return
+    x = tensor_of(role, spec, seed=1) * 1.5
+    codes, (low, high) = quantizer.codes(x), quantizer.bounds()
+    assert codes.dtype == torch.float32 and torch.equal(codes, codes.round())
+    assert codes.min() >= low and codes.max() <= high
+    torch.testing.assert_close(quantizer(x), grid_values(quantizer, x), rtol=1e-6, atol=0)
+    scale, zero_point = quantizer.grid(x)
+    assert (scale > 0).all() and torch.equal(zero_point, zero_point.round())
+    if "dorefa" != spec.rule != "binary" or role == "activation":  # whose weights know no zero
+        assert (quantizer(torch.zeros_like(x)) == 0).all() or spec.rule == "binary"
+
+
+@every_quantizer
+def test_what_is_quantized_stays_as_it_is(role, spec):
+    if (
+        (role, spec.rule) in (("weight", "dorefa"), ("weight", "apot"))
+        and spec.bits > 1
+        and spec.options != {"normalize": False}
+    ):
+        return
+    quantizer = fitted(role, spec).eval()
+    once = quantizer(tensor_of(role, spec, seed=1) * 1.5)
+    torch.testing.assert_close(quantizer(once), once, rtol=1e-6, atol=1e-7)
+
+
+@every_quantizer
+def test_evaluation_changes_no_state(role, spec):
+    quantizer = fitted(role, spec).eval()
+    before = state_of(quantizer)
+    quantizer(tensor_of(role, spec, seed=1) * 100).sum().backward() if spec.rule not in STATELESS else None
+    with torch.no_grad():
+        quantizer(tensor_of(role, spec, seed=2) * 100)
+    assert same_state(state_of(quantizer), before)
+
+
+STATELESS = {"minmax", "ema", "dorefa", "ternary", "binary", "mxfp8", "mxfp6", "mxfp4", "mxint8"}
+
+
+@every_quantizer
+def test_state_survives_files_copies_and_meta(role, spec):
+    quantizer = fitted(role, spec)
+    quantizer.set_progress(0.4)
+    with torch.no_grad():
+        for parameter in quantizer.parameters():
+            parameter.mul_(0.93)
+        quantizer(tensor_of(role, spec, seed=1))
+    quantizer.eval()
+    x = tensor_of(role, spec, seed=2)
+    expected = quantizer(x)
+    fresh, on_meta = specs.new(role, spec), specs.new(role, spec, device="meta")
+    assert not fresh.is_calibrated and not on_meta.is_calibrated
+    assert all(tensor.is_meta for tensor in [*on_meta.parameters(), *on_meta.buffers()])
+    assert fresh.state_dict().keys() == quantizer.state_dict().keys() == on_meta.state_dict().keys()
+    fresh.load_state_dict(quantizer.state_dict())
+    on_meta.load_state_dict(quantizer.state_dict(), assign=True)
+    for other in (fresh, on_meta, copy.deepcopy(quantizer), pickle.loads(pickle.dumps(quantizer))):
+        other.eval()
+        assert other.is_calibrated and same_state(state_of(other), state_of(quantizer))
+        assert torch.equal(other(x), expected)
+        if other.has_integers:
+            assert torch.equal(other.codes(x), quantizer.codes(x))
+            for ours, theirs in zip(other.grid(x), quantizer.grid(x), strict=True):
+                assert ours.device.type == "cpu" and torch.equal(ours, theirs)
+    if role == "activation":  # and it can be calibrated
+        qat.calibrate(on_meta, [x])
+        assert on_meta(x).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@every_quantizer
+def test_other_dtypes(role, spec, dtype):
+    x = tensor_of(role, spec)
+    expected = fitted(role, spec).eval()(x).double()
+    quantizer = fitted(role, spec).to(dtype)
+    given = x.to(dtype).requires_grad_()
+    y = quantizer(given)
+    assert y.dtype == dtype and y.isfinite().all()
+    y.sum().backward()
+    for tensor in (given, *quantizer.parameters()):
+        assert tensor.grad is not None and tensor.grad.dtype == dtype and tensor.grad.isfinite().all()
+    quantizer = fitted(role, spec).to(dtype).eval()
+    y = quantizer(x.to(dtype))
+    assert y.dtype == dtype
+    gap = (y.double() - expected).abs().mean() / expected.abs().mean()
+    assert gap < 0.02, "a rounded scale moves a few values to the next level, not more"
+    if quantizer.has_integers:
+        ulp = torch.finfo(dtype).eps if dtype != torch.float64 else torch.finfo(torch.float32).eps
+        torch.testing.assert_close(grid_values(quantizer, x.to(dtype)).to(dtype), y, rtol=ulp, atol=0)
+
+
+@every_quantizer
+def test_every_parameter_learns(role, spec):
+    quantizer = fitted(role, spec)
+    x = (tensor_of(role, spec, seed=1) * 3).requires_grad_()
+    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(3)) + 0.2
+    ((quantizer(x) * weights).sum() + qat.penalty(quantizer)).backward()
+    for name, tensor in (("x", x), *quantizer.named_parameters()):
+        assert tensor.grad is not None and tensor.grad.isfinite().all() and (tensor.grad != 0).any(), name
+
+
+@every_quantizer
+def test_an_uncalibrated_quantizer_warns_and_runs(role, spec):
+    quantizer = specs.new(role, spec)
+    sentence = f"a quantizer ({spec}) runs on its default range of up to 4; call qat.calibrate(model, batches) first"
+    with pytest.warns(UserWarning) as record:
+        y = quantizer(tensor_of(role, spec))
+    assert [str(warning.message) for warning in record] == [sentence]
+    assert y.isfinite().all()
+
+
+GROUPED = {name: spec for name, spec in specs.WEIGHTS.items() if spec.granularity == "group"}
+
+
+@pytest.mark.parametrize("spec", GROUPED.values(), ids=GROUPED.keys())
+def test_groups_are_the_channels_of_a_weight_with_a_row_for_each_group(spec):
+    x = tensor_of("weight", spec)
+    rows = x.reshape(12, 4, 3, 3)
+    by_group = fitted("weight", spec, x)
+    by_row = fitted("weight", dataclasses.replace(spec, granularity="channel", group_size=None), rows)
+    for quantizer in (by_group, by_row):
+        quantizer.train()
+    y, expected = by_group(x), by_row(rows)
+    assert torch.equal(y.reshape(12, 4, 3, 3), expected)
+    assert torch.equal(by_group.codes(x).reshape(rows.shape), by_row.codes(rows)) if by_row.has_integers else True
+    if list(by_group.parameters()):
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        for ours, theirs in zip(by_group.parameters(), by_row.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.flatten(), theirs.grad.flatten())
+
+
+CORRECTED = {name: row for name, row in specs.QUANTIZERS.items() if row[1].ewgs != "none"}
+
+
+@pytest.mark.parametrize(("role", "spec"), CORRECTED.values(), ids=CORRECTED.keys())
+def test_ewgs_scales_the_gradient_by_the_distance_to_the_level(role, spec):
+    corrected, plain = fitted(role, spec), fitted(role, dataclasses.replace(spec, ewgs="none"))
+    delta = spec.ewgs_delta
+    if spec.ewgs == "hessian":
+        assert corrected.ewgs_delta.item() == 0.0
+        delta = 0.3
+        corrected.ewgs_delta.fill_(delta)
+    x = tensor_of(role, spec, seed=1) * 1.5
+    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
+    gradients = []
+    for quantizer in (plain, corrected):
+        given = x.clone().requires_grad_()
+        y = quantizer(given)
+        y.backward(upstream)
+        gradients.append(given.grad)
+    assert torch.equal(y, plain(x)) or spec.rule in ("minmax", "ema")
+    grouped = x.reshape(6, 2, 4, 3, 3) if spec.granularity == "group" else x
+    v = (grouped / corrected.grid(grouped)[0].detach()).reshape(x.shape)
+    share = (v - v.round()) / (spec.qmax - spec.qmin)
+    expected = gradients[0] * (1 + delta * torch.sign(gradients[0]) * share)
+    torch.testing.assert_close(gradients[1], expected, rtol=1e-4, atol=1e-6)
+    assert not torch.equal(gradients[1], gradients[0])
+
+
+# Observed ranges.
+
+
+def observed(spec: QuantSpec, batch: np.ndarray, axes: tuple[int, ...] | None) -> tuple[np.ndarray, np.ndarray]:
+    """The batch's extremes with zero inside."""
+    return np.minimum(batch.min(axes), 0), np.maximum(batch.max(axes), 0)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (_, spec) in specs.QUANTIZERS.items() if spec.rule in ("minmax", "ema")]
+)
+def test_observed_ranges_are_those_that_numpy_finds(name):
+    role, spec = specs.QUANTIZERS[name]
+    quantizer = fitted(role, spec)
+    axes = {"tensor": None, "channel": (1, 2, 3), "group": (2, 3, 4)}[spec.granularity]
+    low, high = quantizer.low.double().numpy().squeeze(), quantizer.high.double().numpy().squeeze()
+    for seed in range(1, 5):
+        x = tensor_of(role, spec, seed) * (0.5 + seed % 3)
+        quantizer.train()(x)
+        values = x.double().numpy()
+        batch = observed(spec, values.reshape(6, 2, 4, 3, 3) if spec.granularity == "group" else values, axes)
+        if spec.rule == "ema":
+            momentum = spec.options.get("momentum", 0.01)
+            low, high = ((1 - momentum) * old + momentum * new for old, new in zip((low, high), batch, strict=True))
+        elif role == "weight":
+            low, high = batch
+        else:
+            low, high = np.minimum(low, batch[0]), np.maximum(high, batch[1])
+        np.testing.assert_allclose(quantizer.low.numpy().squeeze(), low, rtol=1e-6)
+        np.testing.assert_allclose(quantizer.high.numpy().squeeze(), high, rtol=1e-6)
+    grouped = x.reshape(6, 2, 4, 3, 3) if spec.granularity == "group" else x
+    scale, zero_point = (part.double().numpy().flatten() for part in quantizer.grid(grouped))
+    for i in range(scale.size):
+        bottom, top = (float(np.ravel(end)[i]) for end in (low, high))
+        expected = reference.grid_of(bottom, top, spec.qmin, spec.qmax, spec.symmetric)
+        assert (scale[i], zero_point[i]) == (pytest.approx(expected[0], rel=1e-6), expected[1])
+
+
+def test_a_binary_activation_starts_at_its_mean_magnitude():
+    for spec in (specs.ACTIVATIONS["binary"], specs.ACTIVATIONS["binary, straight through"]):
+        batches = [tensor_of("activation", spec, seed) for seed in range(3)]
+        quantizer = specs.new("activation", spec)
+        qat.calibrate(quantizer, batches)
+        assert quantizer.scale.item() == pytest.approx(torch.cat(batches).abs().mean().item(), rel=1e-5), spec.init
+
+
+def test_a_power_of_two_covers_the_range_it_is_given():
+    for role, spec in table():
+        if spec.rule == "power_of_two" and role == "weight":
+            x = tensor_of(role, spec)
+            quantizer = fitted(role, spec, x)
+            gap = (quantizer(x) - x).abs().reshape(6, 2, 4, 3, 3)
+            half = quantizer.grid()[0].reshape(-1, *[1] * 4) if spec.granularity == "channel" else quantizer.grid()[0]
+            assert (gap <= half / 2 + 1e-6).all(), "nothing is clipped"
+
+
+# Annealing, penalties, learned widths.
+
+
+def test_annealed_rules_follow_the_progress():
+    model = nn.ModuleList(fitted(role, spec) for role, spec in table())
+    others = [state_of(q) for q in model if q.spec.rule != "stacked_sigmoid" and "progress" not in q.state_dict()]
+    for progress in (0.0, 0.25, 1.0):
+        qat.set_progress(model, progress)
+        seen = 0
+        for quantizer in model:
+            if quantizer.spec.rule == "stacked_sigmoid":
+                start, end = (quantizer.spec.options.get(*entry) for entry in (("start", 5.0), ("end", 100.0)))
+                assert quantizer.temperature.item() == pytest.approx(start * (end / start) ** progress, rel=1e-6)
+                assert torch.equal(quantizer.state_dict()["temperature"], quantizer.temperature)
+                seen += 1
+            elif quantizer.spec.options.get("gradient") == "error_decay":
+                assert quantizer.state_dict()["progress"].item() == progress
+                seen += 1
+        assert seen == 7
+    after = [state_of(q) for q in model if q.spec.rule != "stacked_sigmoid" and "progress" not in q.state_dict()]
+    assert all(same_state(one, other) for one, other in zip(others, after, strict=True))
+
+
+@pytest.mark.parametrize("progress", [-0.1, 1.01, float("nan")])
+def test_progress_outside_is_refused(progress):
+    with pytest.raises(ValueError) as refusal:
+        qat.set_progress(fitted(*specs.QUANTIZERS["weight stacked_sigmoid"]), progress)
+    assert str(refusal.value) == f"set_progress: progress must be from 0 to 1, got {progress!r}"
+
+
+def test_the_soft_staircase_hardens_and_the_decayed_sign_sharpens():
+    soft = fitted("weight", specs.weight("stacked_sigmoid", 4, start=1.0, end=1000.0))
+    x = tensor_of("weight", soft.spec, seed=1)
+    rounded = soft.eval()(x)
+    gaps = []
+    for progress in (0.0, 0.5, 1.0):
+        qat.set_progress(soft.train(), progress)
+        gaps.append((soft(x) - rounded).abs().mean().item())
+    assert gaps[0] > 2 * gaps[1] > 8 * gaps[2] > 0
+    for role in ("weight", "activation"):
+        sharp = fitted(role, specs.activation("binary", 1, specs.SIGNED, {"init": "mse"}, gradient="error_decay"))
+        x = torch.tensor([[-1.5, 0.3, 0.7]]) * (sharp.scale.detach() if role == "activation" else 1)
+        for progress in (0.0, 0.5, 1.0):
+            qat.set_progress(sharp, progress)
+            given = x.clone().requires_grad_()
+            sharp(given).sum().backward()
+            t = 0.1 * 10 ** (2 * progress)
+            expected = max(1 / t, 1) * t * (1 - np.tanh(t * np.array([[-1.5, 0.3, 0.7]])) ** 2)
+            np.testing.assert_allclose(given.grad.numpy(), expected, rtol=2e-4, atol=1e-6)
+
+
+def test_the_penalty_is_the_sum_of_the_rules_formulas():
+    model = nn.ModuleList(fitted(role, spec) for role, spec in table())
+    expected = 0.0
+    with torch.no_grad():
+        for quantizer in model:
+            options, rule = quantizer.spec.options, quantizer.spec.rule
+            if rule == "pact":
+                quantizer.alpha.mul_(1.3)
+                expected += options.get("alpha_decay", 2e-4) / 2 * quantizer.alpha.double().item() ** 2
+            if rule == "learned_bits":
+                quantizer.bits.sub_(0.3)
+                elements = 6 * 8 * 9 if quantizer.role == "weight" else 8 * 9  # of a weight all, of one sample
+                width = round(quantizer.bits.item())
+                expected += options.get("cost", 0.1) * 1e-6 * elements * width
+    total = qat.penalty(model)
+    assert total.shape == () and total.item() == pytest.approx(expected, rel=1e-5)
+    total.backward()
+    for quantizer in model:
+        if quantizer.spec.rule == "learned_bits" and quantizer.spec.options.get("cost", 0.1):
+            elements = 6 * 8 * 9 if quantizer.role == "weight" else 8 * 9
+            assert quantizer.bits.grad.item() == pytest.approx(
+                quantizer.spec.options.get("cost", 0.1) * 1e-6 * elements, rel=1e-5
+            )
+        elif quantizer.spec.rule == "pact" and quantizer.spec.options.get("alpha_decay", 2e-4):
+            decay = quantizer.spec.options.get("alpha_decay", 2e-4)
+            assert quantizer.alpha.grad.item() == pytest.approx(decay * quantizer.alpha.item(), rel=1e-5)
+        else:
+            assert all(parameter.grad is None for parameter in quantizer.parameters())
+    silent = nn.ModuleList(q for q in model if q.spec.rule not in ("pact", "learned_bits"))
+    assert qat.penalty(silent).item() == 0.0 and not qat.penalty(silent).requires_grad
+
+
+def learned_widths(cost: float) -> torch.fx.GraphModule:
+    """A model after thirty steps with learned widths everywhere."""
+    model = specs.prepared(
+        specs.weight("learned_bits", cost=cost), specs.activation("learned_bits", 8, specs.SIGNED, cost=cost)
+    )
+    widths = [parameter for name, parameter in model.named_parameters() if name.endswith(".bits")]
+    rest = [parameter for name, parameter in model.named_parameters() if not name.endswith(".bits")]
+    optimizer = torch.optim.SGD([{"params": rest}, {"params": widths, "lr": 0.1}], lr=1e-4)
+    for seed in range(30):
+        optimizer.zero_grad()
+        (answer_loss(model(specs.images(seed))) + qat.penalty(model)).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def test_a_cost_drives_the_bits_down_to_what_is_exported(tmp_path):
+    model = learned_widths(cost=2000.0)
+    widths = {name: round(q.bits.item()) for name, q in quantizers_of(model).items()}
+    elements = {name: int(q.elements) for name, q in quantizers_of(model).items()}
+    assert elements["conv1.weight_quantizer"] == 288 and elements["conv2.weight_quantizer"] == 576
+    assert elements["input_quantizer"] == 100 and elements["conv1_quantizer"] == 200
+    assert widths["conv2.weight_quantizer"] < widths["conv1.weight_quantizer"] < 8, "the larger weight costs more"
+    assert widths["fc.weight_quantizer"] >= 7 and min(widths.values()) >= 2
+    path = tmp_path / "narrow.onnx"
+    qat.export_onnx(model, path, specs.images())
+    initializers = {i.name: numpy_helper.to_array(i) for i in onnx.load(path).graph.initializer}
+    weights = [array for array in initializers.values() if array.dtype == np.int8 and array.ndim > 1]
+    for name, layer in ((n, m) for n, m in model.named_modules() if isinstance(m, QuantLayer)):
+        highest = 2 ** (widths[f"{name}.weight_quantizer"] - 1) - 1
+        (stored,) = (array for array in weights if array.shape == layer.weight.shape)
+        assert layer.weight_quantizer.bounds() == (-highest, highest)
+        assert highest / 2 < np.abs(stored.astype(int)).max() <= highest, name
+    clips = sorted(int(array) for array in initializers.values() if array.dtype == np.int8 and array.ndim == 0)
+    for name, quantizer in quantizers_of(model).items():
+        assert quantizer.role == "weight" or quantizer.bounds()[1] in clips, name
+    assert qat.verify_onnx(path, model, [specs.images(50)]).agreement == 1.0
+    assert sum(layer.differing for layer in compare_layers(path, model, specs.images(50))) == 0
+
+
+def test_without_a_cost_nothing_drives_the_bits():
+    model = learned_widths(cost=0.0)
+    assert qat.penalty(model).item() == 0.0 and not qat.penalty(model).requires_grad
+    assert {round(q.bits.item()) for q in quantizers_of(model).values()} == {8}
+
+
+# Layers and models.
+
+
+@every_layer
+def test_layers_train_and_their_state_loads(weight_spec, activation_spec):
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            QuantConv2d(4, 8, 3, weight_spec=weight_spec, activation_spec=activation_spec),
+            nn.Hardtanh() if activation_spec.rule == "binary" else nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            QuantLinear(8, 5, weight_spec=weight_spec, activation_spec=activation_spec),
+        )
+
+    inputs = [specs.images(seed) for seed in range(4)]
+    if activation_spec.symmetric and not activation_spec.signed:
+        inputs = [x.abs() for x in inputs]
+    model = layers()
+    qat.calibrate(model, inputs)
+    train(model, inputs[:3], answer_loss)
+    model.eval()
+    y = model(inputs[3])
+    assert y.isfinite().all()
+    other = layers()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.eval()(inputs[3]), y)
+
+
+@every_layer
+def test_evaluation_on_integers_is_the_float_computation_but_for_the_bias(weight_spec, activation_spec):
+    torch.manual_seed(0)
+    layer = QuantLinear(8, 6, weight_spec=weight_spec, activation_spec=activation_spec)
+    x = torch.randn(40, 8)
+    x = x.abs() if activation_spec.symmetric and not activation_spec.signed else x
+    qat.calibrate(layer, [x])
+    layer.eval()
+    plain = F.linear(layer.input_quantizer(x), layer.weight_quantizer(layer.weight), layer.bias)
+    gap = (layer(x) - plain).abs()
+    if layer._runs_on_integers(layer.input_quantizer):
+        unit = layer.integers(layer.input_quantizer).accumulator_scale
+        assert (gap <= unit / 2 + 1e-5 * plain.abs().max()).all()
+    else:
+        assert gap.max() == 0
+
+
+@every_model
+def test_models_train_evaluate_and_load(weight_spec, activation_spec):
+    model = specs.prepared(weight_spec, activation_spec)
+    train(model, [specs.images(seed) for seed in range(3)], answer_loss)
+    model.eval()
+    x = specs.images(9)
+    y = model(x)
+    assert y.isfinite().all()
+    if activation_spec.bits > 1 or activation_spec.rule == "binary":
+        assert (y.std(0) > 0).any(), "it tells images apart"
+    other = specs.uncalibrated(weight_spec, activation_spec)
+    other.load_state_dict(model.state_dict())
+    for same in (other, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(same.eval()(x), y)
+    assert weight_spec.rule in str(qat.summary(model)) and activation_spec.rule in str(qat.summary(model))
+
+
+# Compilation.
+
+COMPILED = [
+    "weight lsq, ewgs groups", "weight lsq_plus", "weight minmax", "weight ema, groups", "weight power_of_two",
+    "weight dorefa", "weight dorefa, 1 bit", "weight apot", "weight binary", "weight binary, error decay",
+    "weight ternary", "weight ttq", "weight n2uq", "weight dsq", "weight stacked_sigmoid", "weight fp8_e4m3",
+    "weight mxfp8", "weight learned_bits", "activation lsq, from zero", "activation lsq_plus", "activation minmax, ewgs",
+    "activation ema", "activation pact", "activation pact, from zero", "activation dorefa",
+    "activation binary, approximate", "activation n2uq, from zero", "activation mxint8",
+    "activation learned_bits, from zero",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_training_equals_eager_training_and_recompiles_nothing(name):
+    role, spec = specs.QUANTIZERS[name]
+    eager, compiled = fitted(role, spec), fitted(role, spec)
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    fast = torch.compile(compiled, fullgraph=True, backend=backend)
+    for step in range(3):
+        x = tensor_of(role, spec, seed=step) * (1 + step)
+        found = []
+        for module, call in ((eager, eager), (compiled, fast)):
+            module.train()
+            module.set_progress(step / 3)
+            module.zero_grad()
+            given = x.clone().requires_grad_()
+            y = call(given)
+            y.square().sum().backward()
+            found.append([y, given.grad, *(p.grad for p in module.parameters()), *state_of(module).values()])
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+        with torch.no_grad():
+            torch.testing.assert_close(fast.eval()(x), eager.eval()(x), rtol=1e-6, atol=1e-7)
+    assert graphs == 2, "one graph for training and one for evaluation"
