@@ -117,7 +117,7 @@ def _set_delta(quantizer: Quantizer, estimate: Tensor) -> float:
         dist.all_reduce(estimate)
         estimate = estimate / dist.get_world_size()
     trace, deviation, scale = estimate.unbind()
-    delta = scale * (quantizer.spec.qmax - quantizer.spec.qmin) * trace / (SPREAD * deviation)
+    delta = scale * quantizer.span() * trace / (SPREAD * deviation)
     delta = torch.where(delta.isfinite() & (delta > 0), delta, 0.0)
     quantizer.ewgs_delta.copy_(delta)
     return float(delta)

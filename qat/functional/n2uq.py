@@ -143,4 +143,4 @@ def n2uq_quantize(x: Tensor, start: Tensor, widths: Tensor, step: Tensor, qmin: 
         raise ValueError(f"n2uq_quantize: start must have one element, got shape {tuple(start.shape)}")
     if widths.ndim != 1 or not widths.shape[0]:
         raise ValueError(f"n2uq_quantize: widths must have shape (n,), one for each step, got {tuple(widths.shape)}")
-    return apply(N2UQFunction, x, start, widths, step, qmin)
+    return apply(N2UQFunction, x, start.reshape(()), widths, step, qmin)

@@ -40,7 +40,7 @@ class Quantizer(PositiveParameters):
     Attributes:
         scale: the learned step, a parameter from construction on; it acts through `positive_scale`.
         smallest_scale: what it acts as at least, 1/32 of the scale that calibration found.
-        zero_point: the integer (as float) that stands for 0.0; zero if the grid is symmetric.
+        zero_point: the integer (as float) that stands for 0.0; None if the grid is symmetric, where it is 0.
         calibrated: whether the range was set from data; saved with the state.
     """
 
@@ -61,7 +61,7 @@ class Quantizer(PositiveParameters):
 
     scale: Tensor
     smallest_scale: Tensor
-    zero_point: Tensor
+    zero_point: Tensor | None
     calibrated: Tensor
     ewgs_delta: Tensor
 
@@ -114,9 +114,11 @@ class Quantizer(PositiveParameters):
         low = -UNCALIBRATED_REACH if spec.signed or not spec.symmetric else 0.0
         scale, zero_point = scale_and_zero_point(torch.tensor(low), torch.tensor(UNCALIBRATED_REACH), spec)
         self.add_positive("scale", scale.expand(self.shape).clone().to(device))
-        self.register_buffer(
-            "zero_point", zero_point.expand(self.shape).clone().to(device), persistent=not spec.symmetric
-        )
+        self.add_zero_point(zero_point.expand(self.shape).clone().to(device))
+
+    def add_zero_point(self, start: Tensor) -> None:
+        """Register the zero point of an affine grid; a symmetric one has None, since it is 0 anyway."""
+        self.register_buffer("zero_point", None if self.spec.symmetric else start)
 
     def forward(self, x: Tensor) -> Tensor:
         """Quantize x; while an observer is attached, show x to it and return x as it is.
@@ -137,7 +139,7 @@ class Quantizer(PositiveParameters):
         if self.spec.ewgs != "none":
             delta = self.ewgs_delta if self.spec.ewgs == "hessian" else self.spec.ewgs_delta
             # The paper's delta is for a range of length 1, ewgs_gradient's for a step of length 1.
-            grouped = ewgs_gradient(grouped, self.grid(grouped)[0].detach(), delta / (self.spec.qmax - self.spec.qmin))
+            grouped = ewgs_gradient(grouped, self.grid(grouped)[0].detach(), delta / self.span())
         return from_groups(self.quantize(grouped), self.spec)
 
     def follow(self, x: Tensor) -> None:
@@ -154,8 +156,7 @@ class Quantizer(PositiveParameters):
             x: the tensor itself, which a rule that finds its scale anew at every call needs (weights only).
         """
         scale = self.effective_scale()
-        # A symmetric grid's zero point is in no checkpoint, so a module made on meta never gets one: it is 0 anyway.
-        return scale, torch.zeros_like(self.scale, requires_grad=False) if self.spec.symmetric else self.zero_point
+        return scale, torch.zeros_like(scale, requires_grad=False) if self.zero_point is None else self.zero_point
 
     def effective_scale(self) -> Tensor:
         """The learned scale as it acts: finite, and at least smallest_scale."""
@@ -168,6 +169,10 @@ class Quantizer(PositiveParameters):
     def codes(self, x: Tensor) -> Tensor:
         """The integers of x, as a float tensor in its shape."""
         return from_groups(self.compute_codes(to_groups(x, self.spec)), self.spec)
+
+    def span(self) -> Tensor | int:
+        """Steps from the lowest to the highest integer in force, without a device synchronisation."""
+        return self.spec.qmax - self.spec.qmin
 
     def compute_codes(self, x: Tensor) -> Tensor:
         """clamp(round(x / scale) + zero_point, qmin, qmax), what a rule with other integers overrides; x is grouped."""
@@ -202,7 +207,8 @@ class Quantizer(PositiveParameters):
         """
         scale, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
         self.set_positive("scale", scale)
-        self.zero_point.copy_(zero_point)
+        if self.zero_point is not None:
+            self.zero_point.copy_(zero_point)
         self.mark_calibrated()
 
     def checked_range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

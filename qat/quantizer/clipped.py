@@ -43,6 +43,7 @@ class PACTQuantizer(Quantizer):
     -alpha * zero_point / (qmax - zero_point), with the zero point of calibration; where there are none it is PACT.
     """
 
+    roles = ("activation",)
     options_type = PACTOptions
     options: Any
     alpha: Tensor
@@ -56,13 +57,12 @@ class PACTQuantizer(Quantizer):
     def add_parameters(self, device: torch.device | str | None) -> None:
         """alpha, and the zero point of an affine grid."""
         self.add_positive("alpha", torch.full(self.shape, UNCALIBRATED_REACH, device=device))
-        zero_point = torch.zeros(self.shape, device=device)
-        self.register_buffer("zero_point", zero_point, persistent=not self.spec.symmetric)
+        self.add_zero_point(torch.zeros(self.shape, device=device))
 
     def quantize(self, x: Tensor) -> Tensor:
         """`pact_quantize`; with a zero point the same with a lower clip."""
         alpha = self.positive("alpha").float()
-        if self.spec.symmetric:
+        if self.zero_point is None:
             return pact_quantize(x, alpha, self.spec.bits)
         zero_point = self.zero_point.float()
         above = self.spec.qmax - zero_point
@@ -74,7 +74,7 @@ class PACTQuantizer(Quantizer):
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Step alpha / (qmax - zero_point), and the zero point; in float32, as `quantize` computes."""
         alpha = self.positive("alpha").float()
-        if self.spec.symmetric:
+        if self.zero_point is None:
             return alpha / self.spec.qmax, torch.zeros_like(alpha, requires_grad=False)
         return alpha / (self.spec.qmax - self.zero_point.float()), self.zero_point.float()
 
@@ -83,7 +83,8 @@ class PACTQuantizer(Quantizer):
         """alpha = high, or what covers low .. high."""
         scale, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
         zero_point = zero_point.clamp(max=self.spec.qmax - 1)
-        self.zero_point.copy_(zero_point)
+        if self.zero_point is not None:
+            self.zero_point.copy_(zero_point)
         self.set_positive("alpha", scale * (self.spec.qmax - zero_point))
         self.mark_calibrated()
 
@@ -93,16 +94,30 @@ class PACTQuantizer(Quantizer):
         return 0.5 * decay * self.alpha.square().sum() if decay else None
 
 
+@dataclass(frozen=True)
+class DoReFaOptions:
+    """Options of `dorefa`.
+
+    Attributes:
+        rescale: give weights their size back, by the largest magnitude of tanh(weight) of the tensor or channel.
+    """
+
+    rescale: bool = True
+
+
 @register_quantizer("dorefa")
 class DoReFaQuantizer(Quantizer):
     """Weights through tanh onto 2^bits levels from -1 to 1, activations clipped to 0 .. 1 (arXiv:1606.06160).
 
     There is nothing to learn or to calibrate but the zero point of an affine grid, on which (a deviation) negative
     activations keep the share of the levels that they had. The weights' levels are odd multiples of 1 / (2^bits - 1):
-    zero is none of them, and 8 bits do not fit int8.
+    zero is none of them, and 8 bits do not fit int8. Deviation: with `rescale` the levels are multiplied by the
+    largest |tanh(weight)|, a constant, so that pretrained weights keep their size; else every layer's reach to 1.
     """
 
     uniform = False
+    options_type = DoReFaOptions
+    options: Any
 
     def check_spec(self) -> None:
         """Signed and symmetric weights, unsigned activations."""
@@ -115,13 +130,14 @@ class DoReFaQuantizer(Quantizer):
 
     def add_parameters(self, device: torch.device | str | None) -> None:
         """Nothing but a zero point."""
-        zero_point = torch.zeros(self.shape, device=device)
-        self.register_buffer("zero_point", zero_point, persistent=not self.spec.symmetric)
+        self.add_zero_point(torch.zeros(self.shape, device=device))
 
     def quantize(self, x: Tensor) -> Tensor:
         """`dorefa_quantize_weight`, or the rounding of `dorefa_quantize_activation`."""
         if self.role == "weight":
-            return dorefa_quantize_weight(x, self.spec.bits, self.channel_axis)
+            if self.spec.bits == 1 or not self.options.rescale:
+                return dorefa_quantize_weight(x, self.spec.bits, self.channel_axis)
+            return (self.forward_weight(x) * self.reach(x)).to(x.dtype)
         if self.spec.symmetric:
             # The paper's round(x * n) / n, by way of x / (1/n): what QuantizeLinear computes, to the last bit.
             return pact_quantize(x, torch.ones(self.shape, device=x.device), self.spec.bits)
@@ -136,13 +152,14 @@ class DoReFaQuantizer(Quantizer):
 
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Step 1 / (2^bits - 1); of one-bit weights the mean of their magnitudes."""
-        # Not from the buffer: a symmetric grid's zero point is in no checkpoint, and on meta it would stay there.
         zero_point = torch.zeros(self.shape, device=self.calibrated.device)
         if self.role == "activation":
-            zero_point = zero_point if self.spec.symmetric else self.zero_point
+            zero_point = zero_point if self.zero_point is None else self.zero_point
             return 1.0 / (self.spec.qmax - zero_point), zero_point
         if self.spec.bits > 1:
-            return torch.full_like(zero_point, 1.0 / self.bounds()[1]), zero_point
+            assert x is not None or not self.options.rescale
+            reach = self.reach(x).reshape(self.shape) if x is not None and self.options.rescale else 1.0 + zero_point
+            return reach / self.bounds()[1], zero_point
         assert x is not None
         return scale_or_one(binary_scale(x.detach(), self.channel_axis), x, self.shape), zero_point
 
@@ -154,6 +171,12 @@ class DoReFaQuantizer(Quantizer):
             return sign_codes(x, self.shape)
         return torch.round(self.forward_weight(x) * self.bounds()[1])
 
+    def reach(self, x: Tensor) -> Tensor:
+        """The largest |tanh(x)| for each scale, dims kept, a constant; 1 where all are zero."""
+        axes = [axis for axis in range(x.dim()) if not self.shape or self.shape[axis] == 1]
+        largest = torch.tanh(x.detach().to(torch.promote_types(x.dtype, torch.float32))).abs().amax(axes, keepdim=True)
+        return torch.where(largest == 0, 1.0, largest)
+
     def forward_weight(self, x: Tensor) -> Tensor:
         """The weight on its levels, at float32 precision at least."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -163,5 +186,6 @@ class DoReFaQuantizer(Quantizer):
     def set_range(self, low: Tensor, high: Tensor) -> None:
         """Find the zero point."""
         _, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
-        self.zero_point.copy_(zero_point.clamp(max=self.spec.qmax - 1))
+        if self.zero_point is not None:
+            self.zero_point.copy_(zero_point.clamp(max=self.spec.qmax - 1))
         self.mark_calibrated()

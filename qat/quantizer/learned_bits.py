@@ -82,6 +82,10 @@ class LearnedBitsQuantizer(Quantizer):
         high = int(self.highest())
         return (-high if self.spec.signed else 0), high
 
+    def span(self) -> Tensor:
+        """Of the width in force."""
+        return self.highest() * (1 + int(self.spec.signed))
+
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """reach / qmax of the width in force."""
         reach = self.positive("reach").float()

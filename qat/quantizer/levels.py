@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qat.functional import apot_quantize, n2uq_quantize, normalize_weight, scale_gradient
-from qat.functional.apot import MOST_MAGNITUDE_BITS
+from qat.functional.apot import MOST_MAGNITUDE_BITS, SMALLEST_DEVIATION
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
 from qat.quantizer.registry import register_quantizer
 from qat.ranges import initial_range, scale_and_zero_point
@@ -78,7 +78,7 @@ class APoTQuantizer(Quantizer):
 
     def _deviation(self, x: Tensor) -> Tensor:
         rows = x.reshape(1, -1) if not self.shape else x.reshape(self.alpha.numel(), -1)
-        return rows.std(1, correction=0).reshape(self.shape)
+        return rows.std(1, correction=0).clamp(min=SMALLEST_DEVIATION).reshape(self.shape)
 
 
 @register_quantizer("n2uq")

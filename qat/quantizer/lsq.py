@@ -16,7 +16,7 @@ class LSQQuantizer(Quantizer):
         """`lsq_quantize`, or its affine form with a zero point that does not learn."""
         scale, zero_point = self.grid()
         factor = self.gradient_factor(x)
-        if self.spec.symmetric:
+        if self.zero_point is None:
             return lsq_quantize(x, scale, *self.bounds(), factor)
         return lsq_plus_quantize(x, scale, zero_point, *self.bounds(), factor)
 
@@ -39,18 +39,21 @@ class LSQPlusQuantizer(Quantizer):
         """The zero point is a parameter too."""
         super().add_parameters(device)
         start = self.zero_point
+        assert start is not None
         del self.zero_point
         self.zero_point = nn.Parameter(start)
 
     def repair(self) -> None:
         """A zero point that became NaN or infinite goes back to the nearest end of the grid, or 0."""
         super().repair()
+        assert self.zero_point is not None
         with torch.no_grad():
             target = self.zero_point if torch.compiler.is_compiling() else self.zero_point.data
             target.copy_(self.finite_zero_point())
 
     def finite_zero_point(self) -> Tensor:
         """The learned zero point, an end of the grid or 0 where it is not finite."""
+        assert self.zero_point is not None
         return torch.nan_to_num(self.zero_point, 0.0, float(self.spec.qmax), float(self.spec.qmin))
 
     def quantize(self, x: Tensor) -> Tensor:

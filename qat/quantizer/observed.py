@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from qat.functional import fake_quantize
@@ -13,9 +14,10 @@ from qat.ranges import scale_and_zero_point
 
 
 class ObservedQuantizer(Quantizer):
-    """Base of both: keeps low and high in buffers, which DistributedDataParallel makes equal on all ranks.
+    """Base of both: keeps low and high in buffers.
 
-    Ranges follow the data in train() only, so validation data leaks into nothing.
+    Ranges follow the data in train() only, so validation data leaks into nothing. Under torch.distributed they follow
+    the data of all ranks (compiled: of the rank whose buffers DistributedDataParallel copies to the others).
     """
 
     low: Tensor
@@ -34,13 +36,18 @@ class ObservedQuantizer(Quantizer):
 
     @torch.no_grad()
     def follow(self, x: Tensor) -> None:
-        """Take note of one batch."""
-        if x.numel():
-            self.observe(x)
+        """Take note of one batch, of activations on all ranks."""
+        low, high = self.extremes(x) if x.numel() else (self.low.float(), self.high.float())
+        shared = dist.is_available() and dist.is_initialized() and not torch.compiler.is_compiling()
+        if shared and self.role == "activation":
+            both = torch.stack([-low, high])
+            dist.all_reduce(both, dist.ReduceOp.MAX)
+            low, high = -both[0], both[1]
+        self.absorb(low, high)
 
-    def observe(self, x: Tensor) -> None:
-        """Take note of a batch that is not empty."""
-        raise TypeError(f"{type(self).__name__}: an observed quantizer must implement observe(x)")
+    def absorb(self, low: Tensor, high: Tensor) -> None:
+        """Take a batch's extremes into the range."""
+        raise TypeError(f"{type(self).__name__}: an observed quantizer must implement absorb(low, high)")
 
     def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Lowest and highest value for each scale, zero included; those in force where x has NaN or infinity."""
@@ -81,9 +88,8 @@ class MinMaxQuantizer(ObservedQuantizer):
                 " init='minmax'"
             )
 
-    def observe(self, x: Tensor) -> None:
+    def absorb(self, low: Tensor, high: Tensor) -> None:
         """Widen the range."""
-        low, high = self.extremes(x)
         if self.role == "weight":
             self.low.copy_(low)
             self.high.copy_(high)
@@ -121,9 +127,8 @@ class EMAQuantizer(ObservedQuantizer):
     options_type = EMAOptions
     options: Any
 
-    def observe(self, x: Tensor) -> None:
+    def absorb(self, low: Tensor, high: Tensor) -> None:
         """low += momentum * (batch low - low), and so high."""
-        low, high = self.extremes(x)
         momentum = self.options.momentum
         self.low.copy_(torch.lerp(self.low.to(low.dtype), low, momentum))
         self.high.copy_(torch.lerp(self.high.to(high.dtype), high, momentum))

@@ -21,10 +21,9 @@ class PowerOfTwoQuantizer(LSQQuantizer):
     def set_range(self, low: Tensor, high: Tensor) -> None:
         """Cover low .. high: the next power of two that does."""
         low, high = self.checked_range(low, high)
-        scale, zero_point = scale_and_zero_point(low, high, self.spec)
+        scale, _ = scale_and_zero_point(low, high, self.spec)
         scale = power_of_two_scale(scale, "up")
-        if not self.spec.symmetric:
-            zero_point = torch.clamp(torch.round(self.spec.qmin - low / scale), *self.bounds())
         self.set_positive("scale", scale)
-        self.zero_point.copy_(zero_point)
+        if self.zero_point is not None:
+            self.zero_point.copy_(torch.clamp(torch.round(self.spec.qmin - low / scale), *self.bounds()))
         self.mark_calibrated()
