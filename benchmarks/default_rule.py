@@ -29,7 +29,9 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BATCH, CALIBRATION = 128, 512
 
 SYMMETRIC = {"signed": True, "symmetric": True}
+FLOAT = "float, fine-tuned alike"
 RULES: dict[str, dict[str, Any]] = {
+    FLOAT: {},
     "lsq, factor per sample": {},
     "lsq, factor per sample, scales at 0.1 lr": {"quantizer_lr": 0.1},
     "lsq, factor per batch": {"both": {"grad_scale": "batch"}},
@@ -124,8 +126,10 @@ def run(rule: str, bits: int, seed: int, data: dict[str, Tensor], weights: dict[
     torch.manual_seed(seed)
     model = resnet20()
     model.load_state_dict(weights)
-    prepared = qat.prepare(model.eval(), recipe(rule, bits))
-    qat.calibrate(prepared, data["x_train"][:CALIBRATION].split(128))
+    prepared: nn.Module = model
+    if rule != FLOAT:
+        prepared = qat.prepare(model.eval(), recipe(rule, bits))
+        qat.calibrate(prepared, data["x_train"][:CALIBRATION].split(128))
     before = accuracy(prepared, data["x_val"], data["y_val"])
     losses = train(prepared, data["x_train"], data["y_train"], bits, RULES[rule].get("quantizer_lr", 1.0), seed)
     floors = [int(m.resting_on_floor() or 0) for m in prepared.modules() if isinstance(m, Quantizer)]

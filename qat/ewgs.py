@@ -50,14 +50,18 @@ def update_ewgs(
     totals = {name: torch.zeros(3, device=module.ewgs_delta.device) for name, module in quantizers.items()}
     generator = torch.Generator().manual_seed(0)
     count = 0
-    with torch.enable_grad():
-        for batch in batches:
-            count += 1
-            for name, estimate in _estimates(model, quantizers, loss_function, batch, draws, generator).items():
-                totals[name] += estimate
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+    for module in quantizers.values():
+        module.ewgs_delta.zero_()  # the estimate is that of the loss, not of the correction in force
+    try:
+        with torch.enable_grad():
+            for batch in batches:
+                count += 1
+                for name, estimate in _estimates(model, quantizers, loss_function, batch, draws, generator).items():
+                    totals[name] += estimate
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
     if count == 0:
         raise ValueError("update_ewgs: batches is empty; at least one batch is needed to estimate the Hessian")
     return {name: _set_delta(module, totals[name] / count) for name, module in quantizers.items()}

@@ -64,7 +64,7 @@ WEIGHTS = {
     "power_of_two, tensor": weight("power_of_two", 4, TENSOR, EWGS),
     "power_of_two, groups": weight("power_of_two", 4, GROUPS, {"grad_scale": "relative"}),
     "dorefa": weight("dorefa", 4),
-    "dorefa, tensor": weight("dorefa", 7, TENSOR),
+    "dorefa, not rescaled": weight("dorefa", 7, TENSOR, rescale=False),
     "dorefa, groups": weight("dorefa", 3, GROUPS),
     "dorefa, 16 bits": weight("dorefa", 16),
     "dorefa, 1 bit": weight("dorefa", 1),

@@ -89,14 +89,12 @@ def test_random_signs_estimate_a_trace_that_is_not_diagonal():
 
 def test_nothing_but_delta_changes():
     model = Quantized(*ROWS["activation ema"])
-    generator = torch.get_rng_state()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     qat.update_ewgs(model, quadratic, [(torch.ones(model.tensor.shape), torch.ones(model.tensor.shape))])
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {"quantizer.ewgs_delta"} and "norm.running_mean" in before and "quantizer.low" in before
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not model.quantizer._forward_hooks and model.training
-    torch.set_rng_state(generator)
 
 
 def test_a_prepared_model_gets_a_delta_everywhere_and_the_gradient_follows_it():

@@ -7,9 +7,14 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torchvision
+import yaml
 
-from benchmarks.document import with_tables
+import qat
+from benchmarks.document import DOCUMENTS, with_tables
 from qat.quantizer import registry
+from qat.training.config import RunConfig
+from qat.training.recipe import build_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -31,7 +36,7 @@ SHORT = [
 def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_QUANTIZERS", dict(registry._QUANTIZERS))  # the README registers a rule
-    assert len(PYTHON_BLOCKS) == 4
+    assert len(PYTHON_BLOCKS) == 5
     names: dict[str, object] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -61,13 +66,32 @@ def test_other_commands_are_the_known_ones() -> None:
     assert others[1].replace(".[test]", r"\.\[test\]") in (ROOT / ".ci" / "run").read_text()
 
 
-def test_tables_are_the_measured_ones() -> None:
-    assert "differ over" in README and with_tables(README) == README
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_tables_are_the_measured_ones(name: str) -> None:
+    document = (ROOT / name).read_text()
+    assert document.count("<!-- table: ") == document.count("<!-- end -->") > 0
+    assert with_tables(document) == document
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("http") or (ROOT / target).exists(), target
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_the_rules_page_is_true() -> None:
+    page = (ROOT / "docs" / "rules.md").read_text()
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "docs/rules.md", "exec"), names)
+    (section,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    config = RunConfig.model_validate(yaml.safe_load(section))
+    recipe = build_recipe(config.quantization)
+    assert (recipe.weight.rule, recipe.activation.rule) == ("dsq", "pact")
+    assert recipe.for_layer("conv1").weight.rule == "lsq"
+    qat.prepare(torchvision.models.resnet18(), recipe)
 
 
 def test_every_shipped_config_is_listed() -> None:

@@ -583,7 +583,7 @@ def test_a_compiled_model_equals_the_eager_one():
 
 # Export.
 
-DEPLOYED_WEIGHTS = ("lsq", "minmax, ewgs", "ema", "power_of_two", "dorefa", "dorefa, tensor", "dorefa, 1 bit", "binary",
+DEPLOYED_WEIGHTS = ("lsq", "minmax, ewgs", "ema", "power_of_two", "dorefa", "dorefa, not rescaled", "dorefa, 1 bit", "binary",
                     "ternary", "n2uq", "dsq", "stacked_sigmoid", "learned_bits")  # fmt: skip
 DEPLOYED_ACTIVATIONS = ("lsq_plus", "minmax", "ema", "power_of_two", "pact", "dorefa", "dsq", "stacked_sigmoid",
                         "learned_bits", "lsq, ewgs", "lsq, signed", "lsq, 1 bit")  # fmt: skip
