@@ -51,7 +51,7 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
     for name, quantizer in quantizers.items():
         extremes = quantizer.spec.init == "minmax" and not quantizer.needs_sample
         seen = _gather(observers[name].values(extremes))
-        _set_range(name, quantizer, seen, observers[name].elements)
+        _set_range(name, quantizer, seen, _most_of_all_ranks(observers[name].elements))
 
 
 def _run(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]) -> None:
@@ -85,6 +85,15 @@ def _gather(values: Tensor) -> Tensor:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, values.numpy())
     return torch.cat([torch.from_numpy(part) for part in everyone], dim=1)
+
+
+def _most_of_all_ranks(mine: int) -> int:
+    """The largest of the ranks' numbers: one that brought no batches has 0."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return mine
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return max(everyone)
 
 
 def _on_any_rank(mine: bool) -> bool:

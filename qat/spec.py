@@ -119,6 +119,16 @@ def default_activation_spec() -> QuantSpec:
     return QuantSpec(bits=8, signed=False, symmetric=False, granularity="tensor", init="mse")
 
 
+def _changed(spec: QuantSpec, change: Mapping[str, Any]) -> QuantSpec:
+    """The spec with some fields changed; options of another rule, and a group size without groups, do not stay."""
+    dropped: dict[str, Any] = {}
+    if change.get("rule", spec.rule) != spec.rule:
+        dropped["options"] = {}
+    if change.get("granularity", "group") != "group":
+        dropped["group_size"] = None
+    return replace(spec, **{**dropped, **change})
+
+
 @dataclass(frozen=True)
 class LayerRecipe:
     """What a recipe says about one layer: the grid of its weight, the grid of its input, or that it stays float."""
@@ -138,6 +148,7 @@ class QuantRecipe:
         overrides: patterns of layer names (shell style: `conv1`, `layer1.*`, `*.downsample.0`) mapped to what
             differs there: {"weight": {...}, "activation": {...}, "skip": True}. "activation" is the grid of the
             layer's input. Later patterns win. A pattern that names no layer is an error when the model is prepared.
+            Another rule starts from its own options, another granularity than "group" has no group_size.
         target: the runtime that the grids are made for.
 
     Raises:
@@ -177,7 +188,7 @@ class QuantRecipe:
         grids = {}
         for key in ("weight", "activation"):
             try:
-                grids[key] = replace(getattr(layer, key), **change.get(key, {}))
+                grids[key] = _changed(getattr(layer, key), change.get(key, {}))
             except ValueError as error:
                 raise ValueError(f"QuantRecipe: overrides[{pattern!r}][{key!r}]: {error}") from error
         return LayerRecipe(

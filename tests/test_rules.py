@@ -21,10 +21,11 @@ from torch._dynamo.backends.registry import lookup_backend
 import qat
 from qat.export import compare_layers
 from qat.layers import QuantConv2d, QuantLayer, QuantLinear
-from qat.quantizer import Quantizer, registered_quantizers
+from qat.quantizer import Quantizer, create_quantizer, registered_quantizers, scale_shape
 from qat.quantizer import registry as registry_module
 from qat.quantizer.base import Role
 from qat.spec import QuantSpec
+from qat.training.rules import RuleSchedule
 
 
 def table() -> list[tuple[Role, QuantSpec]]:
@@ -207,6 +208,26 @@ def test_every_parameter_learns(role, spec):
 
 
 @every_quantizer
+def test_it_may_run_twice_before_backward_and_under_autocast(role, spec):
+    quantizer, twin = fitted(role, spec), fitted(role, spec)
+    x = tensor_of(role, spec).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = quantizer(x)
+    assert torch.equal(y, twin(x)), "autocast is none of its business"
+    (y + quantizer(2 * x)).sum().backward()
+    assert all(tensor.grad is not None and tensor.grad.isfinite().all() for tensor in (x, *quantizer.parameters()))
+
+
+@every_quantizer
+def test_parameters_lie_in_memory_as_their_shape_says(role, spec):
+    """A stride of 0, left over from an expand, makes DistributedDataParallel warn at every step."""
+    one_channel = create_quantizer(spec, role, scale_shape(spec, (1, 4, 3, 3)) if role == "weight" else ())
+    for quantizer in (one_channel, specs.new(role, spec), fitted(role, spec)):
+        for name, tensor in (*quantizer.named_parameters(), *quantizer.named_buffers()):
+            assert tensor.stride() == torch.empty(tensor.shape).stride(), name
+
+
+@every_quantizer
 def test_an_uncalibrated_quantizer_warns_and_runs(role, spec):
     quantizer = specs.new(role, spec)
     sentence = f"a quantizer ({spec}) runs on its default range of up to 4; call qat.calibrate(model, batches) first"
@@ -249,6 +270,10 @@ def test_ewgs_scales_the_gradient_by_the_distance_to_the_level(role, spec):
         assert corrected.ewgs_delta.item() == 0.0
         delta = 0.3
         corrected.ewgs_delta.fill_(delta)
+    if spec.rule == "learned_bits":
+        with torch.no_grad():
+            for quantizer in (corrected, plain):
+                quantizer.bits.sub_(2)
     x = tensor_of(role, spec, seed=1) * 1.5
     upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
     gradients = []
@@ -260,7 +285,8 @@ def test_ewgs_scales_the_gradient_by_the_distance_to_the_level(role, spec):
     assert torch.equal(y, plain(x)) or spec.rule in ("minmax", "ema")
     grouped = x.reshape(6, 2, 4, 3, 3) if spec.granularity == "group" else x
     v = (grouped / corrected.grid(grouped)[0].detach()).reshape(x.shape)
-    share = (v - v.round()) / (spec.qmax - spec.qmin)
+    low, high = corrected.bounds()
+    share = (v - v.round()) / (high - low)
     expected = gradients[0] * (1 + delta * torch.sign(gradients[0]) * share)
     torch.testing.assert_close(gradients[1], expected, rtol=1e-4, atol=1e-6)
     assert not torch.equal(gradients[1], gradients[0])
@@ -413,6 +439,24 @@ def test_the_penalty_is_the_sum_of_the_rules_formulas():
             assert all(parameter.grad is None for parameter in quantizer.parameters())
     silent = nn.ModuleList(q for q in model if q.spec.rule not in ("pact", "learned_bits"))
     assert qat.penalty(silent).item() == 0.0 and not qat.penalty(silent).requires_grad
+
+
+def test_a_million_elements_cost_the_same_in_half_precision():
+    spec = specs.weight("learned_bits", cost=1.0)
+    quantizer = fitted("weight", spec, torch.randn(4, 250, 1000))
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        assert qat.penalty(quantizer.to(dtype)).item() == pytest.approx(8.0, rel=0.01)
+
+
+def test_the_trainer_does_what_penalty_and_set_progress_do():
+    model = nn.ModuleList(fitted(role, spec) for role, spec in table())
+    schedule, twin = RuleSchedule(model), copy.deepcopy(model)
+    schedule.before_step(0.7)
+    qat.set_progress(twin, 0.7)
+    assert same_state(state_of(model), state_of(twin))
+    total = schedule.with_penalty(torch.tensor(2.0))
+    torch.testing.assert_close(total, 2.0 + qat.penalty(twin))
+    RuleSchedule(nn.Linear(2, 2)).before_epoch(pytest.fail, iter(()))  # nothing to do without quantizers
 
 
 def learned_widths(cost: float) -> torch.fx.GraphModule:
@@ -583,8 +627,8 @@ def test_a_compiled_model_equals_the_eager_one():
 
 # Export.
 
-DEPLOYED_WEIGHTS = ("lsq", "minmax, ewgs", "ema", "power_of_two", "dorefa", "dorefa, not rescaled", "dorefa, 1 bit", "binary",
-                    "ternary", "n2uq", "dsq", "stacked_sigmoid", "learned_bits")  # fmt: skip
+DEPLOYED_WEIGHTS = ("lsq", "minmax, ewgs", "ema", "power_of_two", "dorefa", "dorefa, not rescaled", "dorefa, 1 bit",
+                    "binary", "ternary", "n2uq", "dsq", "stacked_sigmoid", "learned_bits")  # fmt: skip
 DEPLOYED_ACTIVATIONS = ("lsq_plus", "minmax", "ema", "power_of_two", "pact", "dorefa", "dsq", "stacked_sigmoid",
                         "learned_bits", "lsq, ewgs", "lsq, signed", "lsq, 1 bit")  # fmt: skip
 DEPLOYED = specs.paired(

@@ -1,5 +1,7 @@
 """Grids and recipes: the integers, the overrides, and the sentence for every mistake."""
 
+from dataclasses import replace
+
 import pytest
 import reference
 
@@ -169,3 +171,20 @@ def test_a_wrong_value_in_an_override_says_where(change, sentence):
     with pytest.raises(ValueError) as refusal:
         QuantRecipe(overrides={"fc": change})
     assert str(refusal.value) == sentence
+
+
+def test_an_override_with_another_rule_or_granularity_drops_what_belonged_to_the_old_one():
+    grouped = QuantSpec(bits=4, granularity="group", group_size=8, rule="dsq", options={"alpha": 0.3})
+    recipe = QuantRecipe(
+        weight=grouped,
+        overrides={
+            "rule": {"weight": {"rule": "lsq"}},
+            "same": {"weight": {"rule": "dsq", "bits": 8}},
+            "coarse": {"weight": {"granularity": "channel"}},
+            "both": {"weight": {"granularity": "tensor", "rule": "dsq", "options": {"alpha": 0.5}}},
+        },
+    )
+    assert recipe.for_layer("rule").weight == replace(grouped, rule="lsq", options={})
+    assert recipe.for_layer("same").weight == replace(grouped, bits=8)
+    assert recipe.for_layer("coarse").weight == replace(grouped, granularity="channel", group_size=None)
+    assert recipe.for_layer("both").weight == QuantSpec(bits=4, rule="dsq", options={"alpha": 0.5})

@@ -125,9 +125,14 @@ def default_input_spec(activation_spec: QuantSpec | str | None) -> QuantSpec | N
 
     Raises:
         TypeError: for anything else.
+        ValueError: for a granularity other than "tensor".
     """
     if activation_spec == "default":
         return default_activation_spec()
+    if isinstance(activation_spec, QuantSpec) and activation_spec.granularity != "tensor":
+        raise ValueError(
+            f"activation_spec: granularity {activation_spec.granularity!r} is for weights; use granularity='tensor'"
+        )
     if activation_spec is None or isinstance(activation_spec, QuantSpec):
         return activation_spec
     raise TypeError(f"activation_spec must be a QuantSpec, None or 'default', got {activation_spec!r}")

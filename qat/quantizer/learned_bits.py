@@ -60,7 +60,7 @@ class LearnedBitsQuantizer(Quantizer):
         """The range, the width, and the number of elements that the cost counts."""
         self.add_positive("reach", torch.full(self.shape, UNCALIBRATED_REACH, device=device))
         self.bits = nn.Parameter(torch.tensor(float(self.spec.bits), device=device))
-        self.register_buffer("elements", torch.zeros((), device=device))
+        self.register_buffer("elements", torch.zeros((), dtype=torch.int64, device=device))  # half() leaves it alone
 
     def effective_bits(self) -> Tensor:
         """The learned width, within its limits; not yet rounded."""
@@ -101,7 +101,7 @@ class LearnedBitsQuantizer(Quantizer):
     def fit(self, values: Tensor, elements: int | None = None) -> None:
         """Remember how many elements the tensor has."""
         super().fit(values, elements)
-        self.elements.fill_(float(elements if elements is not None else values.numel()))
+        self.elements.fill_(values.numel() if elements is None else elements)
 
     @torch.no_grad()
     def set_range(self, low: Tensor, high: Tensor) -> None:
@@ -122,7 +122,7 @@ class LearnedBitsQuantizer(Quantizer):
     def penalty(self) -> Tensor | None:
         """cost * bits * elements / 10^6."""
         cost: float = self.options.cost
-        return cost * 1e-6 * self.elements * bit_cost(self.effective_bits(), 1) if cost else None
+        return bit_cost(self.effective_bits(), 1) * self.elements * (cost * 1e-6) if cost else None
 
     def curves(self) -> dict[str, Tensor]:
         """The width too."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from qat.functional import lsq_plus_quantize, lsq_quantize
+from qat.functional import lsq_plus_quantize, lsq_quantize, scale_gradient
 from qat.quantizer.base import Quantizer
 from qat.quantizer.registry import register_quantizer
 
@@ -57,10 +57,15 @@ class LSQPlusQuantizer(Quantizer):
         return torch.nan_to_num(self.zero_point, 0.0, float(self.spec.qmax), float(self.spec.qmin))
 
     def quantize(self, x: Tensor) -> Tensor:
-        """`lsq_plus_quantize` with both parameters."""
-        return lsq_plus_quantize(
-            x, self.effective_scale(), self.finite_zero_point(), *self.bounds(), self.gradient_factor(x)
-        )
+        """`lsq_plus_quantize` with both parameters.
+
+        The paper learns the offset -scale * zero_point. For zero_point to follow as that would, its gradient, which
+        is scale times as large, needs the factor 1/scale^2: without it an 8-bit zero point never reaches an integer.
+        """
+        scale, zero_point = self.effective_scale(), self.finite_zero_point()
+        if not self.relative_steps:
+            zero_point = scale_gradient(zero_point, scale.detach().square().reciprocal())
+        return lsq_plus_quantize(x, scale, zero_point, *self.bounds(), self.gradient_factor(x))
 
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Scale, and the integer that the learned zero point acts as."""

@@ -17,7 +17,8 @@ class ObservedQuantizer(Quantizer):
     """Base of both: keeps low and high in buffers.
 
     Ranges follow the data in train() only, so validation data leaks into nothing. Under torch.distributed they follow
-    the data of all ranks (compiled: of the rank whose buffers DistributedDataParallel copies to the others).
+    the data of all ranks (compiled: of the rank whose buffers DistributedDataParallel copies to the others). Under
+    `torch.utils.checkpoint` the recomputation counts a batch twice, which an `ema` notices.
     """
 
     low: Tensor

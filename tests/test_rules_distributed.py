@@ -1,0 +1,141 @@
+"""Every rule under DistributedDataParallel: two processes with different data end with the same model."""
+
+import os
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rule_specs as specs
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import qat
+from qat.spec import QuantSpec
+
+STEPS = 2
+
+
+class Layers(nn.Module):
+    """Two layers of one rule; without a BatchNorm, whose statistics are each rank's own."""
+
+    def __init__(self, weight_spec: QuantSpec, activation_spec: QuantSpec) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        rules: dict[str, Any] = {"weight_spec": weight_spec, "activation_spec": activation_spec}
+        self.conv = qat.QuantConv2d(4, 8, 3, **rules)
+        self.clip = nn.Hardtanh() if activation_spec.rule == "binary" else nn.ReLU()
+        self.fc = qat.QuantLinear(8, 5, **rules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.clip(self.conv(x)).mean((2, 3)))
+
+
+def inputs(activation_spec: QuantSpec, rank: int, step: int) -> Tensor:
+    """A rank's own batch, the larger the higher its rank."""
+    x = specs.images(10 * rank + step) * (1 + rank)
+    return x.abs() if activation_spec.symmetric and not activation_spec.signed else x
+
+
+def train(weight_spec: QuantSpec, activation_spec: QuantSpec, rank: int) -> dict[str, Tensor]:
+    """Calibrate, train for two steps, and give the state and the gradients of the last step."""
+    model = Layers(weight_spec, activation_spec)
+    qat.calibrate(model, [inputs(activation_spec, rank, 9)])
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        qat.set_progress(parallel, step / STEPS)
+        loss = nn.functional.cross_entropy(parallel(inputs(activation_spec, rank, step)), specs.LABELS)
+        optimizer.zero_grad()
+        (loss + qat.penalty(parallel)).backward()
+        optimizer.step()
+    gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {**{name: value.clone() for name, value in model.state_dict().items()}, **gradients}
+
+
+def work(rank: int, folder: str) -> None:
+    """One of two processes: all rules in turn; what failed is written down as text."""
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=60), world_size=2, rank=rank)
+    found: dict[str, Any] = {}
+    for name, (weight_spec, activation_spec) in specs.LAYERS.items():
+        try:
+            found[name] = train(weight_spec, activation_spec, rank)
+        except Exception:
+            found[name] = traceback.format_exc()
+    quantizer = specs.new("activation", specs.ACTIVATIONS["learned_bits"])
+    qat.calibrate(quantizer, [specs.images()] if rank else [])
+    found["one-sided calibration"] = quantizer.state_dict()
+    model = Layers(specs.weight("lsq", 4, specs.HESSIAN), specs.activation("lsq", 4, specs.HESSIAN))
+    qat.calibrate(model, [inputs(specs.ACTIVATIONS["lsq"], rank, 9)])
+    found["update_ewgs"] = qat.update_ewgs(
+        model, lambda model, x: nn.functional.cross_entropy(model(x), specs.LABELS), [specs.images(rank)]
+    )
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("gloo")
+    context = mp.get_context("spawn")
+    workers = [context.Process(target=work, args=(rank, str(folder))) for rank in (0, 1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(200)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", specs.LAYERS)
+def test_two_ranks_stay_equal(ranks, name):
+    first, second = (found[name] for found in ranks)
+    assert not isinstance(first, str), first
+    assert not isinstance(second, str), second
+    assert first.keys() == second.keys()
+    assert [key for key in first if not torch.equal(first[key], second[key])] == []
+    assert all(value.isfinite().all() for value in first.values())
+    model = Layers(*specs.LAYERS[name])
+    assert first.keys() >= {f"gradient of {key}" for key, _ in model.named_parameters()}, "every parameter is used"
+    assert set(model.state_dict()) == {key for key in first if not key.startswith("gradient of ")}
+
+
+@pytest.mark.parametrize("name", [name for name, (_, spec) in specs.LAYERS.items() if spec.rule in ("minmax", "ema")])
+def test_observed_ranges_are_those_of_all_ranks(ranks, name):
+    _, spec = specs.LAYERS[name]
+    given = [[inputs(spec, rank, step) for rank in (0, 1)] for step in (9, *range(STEPS))]
+    quantizer = specs.new("activation", spec)
+    qat.calibrate(quantizer, given[0])
+    low, high = quantizer.low.clone(), quantizer.high.clone()
+    for batches in given[1:]:
+        batch = torch.cat(batches)
+        bottom, top = batch.amin().clamp(max=0), batch.amax().clamp(min=0)
+        if spec.rule == "ema":
+            momentum = spec.options.get("momentum", 0.01)
+            low, high = low + momentum * (bottom - low), high + momentum * (top - high)
+        else:
+            low, high = torch.minimum(low, bottom), torch.maximum(high, top)
+    torch.testing.assert_close(ranks[1][name]["conv.input_quantizer.low"], low)
+    torch.testing.assert_close(ranks[1][name]["conv.input_quantizer.high"], high)
+
+
+def test_a_rank_without_batches_calibrates_as_the_other(ranks):
+    first, second = (found["one-sided calibration"] for found in ranks)
+    assert first["elements"].item() == second["elements"].item() == 100, "learned bits are paid for on both"
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_update_ewgs_finds_one_delta_for_all_ranks(ranks):
+    first, second = (found["update_ewgs"] for found in ranks)
+    assert first == second and set(first) == {
+        f"{layer}.{kind}_quantizer" for layer in ("conv", "fc") for kind in ("weight", "input")
+    }
+    assert max(first.values()) > 0
