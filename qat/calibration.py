@@ -93,7 +93,7 @@ def _most_of_all_ranks(mine: int) -> int:
         return mine
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    return max(everyone)
+    return int(max(everyone))
 
 
 def _on_any_rank(mine: bool) -> bool:
