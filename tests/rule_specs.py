@@ -4,6 +4,7 @@ WEIGHTS and ACTIVATIONS are the table; the functions below make quantizers, laye
 """
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -254,17 +255,25 @@ def float_model(signed: bool = False) -> Residual:
     return model
 
 
-def uncalibrated(weight_spec: QuantSpec, activation_spec: QuantSpec) -> torch.fx.GraphModule:
+Overrides = Mapping[str, Mapping[str, Any]]
+
+
+def uncalibrated(
+    weight_spec: QuantSpec, activation_spec: QuantSpec, overrides: Overrides | None = None
+) -> torch.fx.GraphModule:
     """The model above, prepared."""
-    return qat.prepare(float_model(activation_spec.rule == "binary"), qat.QuantRecipe(weight_spec, activation_spec))
+    recipe = qat.QuantRecipe(weight_spec, activation_spec, overrides or {})
+    return qat.prepare(float_model(activation_spec.rule == "binary"), recipe)
 
 
-def prepared(weight_spec: QuantSpec, activation_spec: QuantSpec) -> torch.fx.GraphModule:
+def prepared(
+    weight_spec: QuantSpec, activation_spec: QuantSpec, overrides: Overrides | None = None
+) -> torch.fx.GraphModule:
     """The model above, prepared and calibrated, in training mode.
 
     Twice: rules like DoReFa change the size of the weights, and with it the statistics that BatchNorm goes by.
     """
-    model = uncalibrated(weight_spec, activation_spec)
+    model = uncalibrated(weight_spec, activation_spec, overrides)
     qat.calibrate(model, [images()])
     with torch.no_grad():
         model(images())

@@ -1,6 +1,7 @@
 """What optimizers, data and users may do to the rules: broken parameters, degenerate tensors, wrong specs."""
 
 import dataclasses
+import math
 
 import pytest
 import rule_specs as specs
@@ -11,7 +12,7 @@ from torch import nn
 import qat
 from qat.quantizer import create_quantizer, scale_shape
 
-NAN, INF = float("nan"), float("inf")
+NAN, INF = math.nan, math.inf
 
 # Broken parameters.
 
@@ -52,7 +53,8 @@ def test_a_broken_parameter_leaves_everything_finite(name, parameter, broken):
 def recovery_error(name: str, parameter: str, broken: float) -> tuple[float, float]:
     """Squared error of the calibrated quantizer, and the least on the way back from the broken parameter.
 
-    Steps are a share of the calibrated value, shrinking, as a schedule's are.
+    Steps are a share of the calibrated value, shrinking, as a schedule's are. A NaN is put back at once, and so is an
+    infinity, except where it means an end of the grid.
     """
     role, spec = specs.QUANTIZERS[name]
     x = tensor_of(role, spec)
@@ -64,9 +66,10 @@ def recovery_error(name: str, parameter: str, broken: float) -> tuple[float, flo
     groups = [{"params": [value], "lr": 0.1 * sizes[key]} for key, value in quantizer.named_parameters()]
     optimizer = torch.optim.Adam(groups, betas=(0.5, 0.9))
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
-    best = float("inf")
+    best = math.inf
     quantizer.train()
-    for _ in range(120):
+    at_once = math.isnan(broken) or (math.isinf(broken) and parameter not in ("zero_point", "bits"))
+    for _ in range(10 if at_once else 120):
         optimizer.zero_grad()
         loss = (quantizer(x) - x).square().mean()
         loss.backward()
@@ -421,6 +424,15 @@ def test_every_grid_that_a_rule_cannot_have_is_a_sentence(role, spec, sentence):
     with pytest.raises(ValueError) as refusal:
         specs.new(role, spec)
     assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize("change", [{"granularity": "channel"}, GROUPS])
+def test_a_layer_refuses_scales_that_its_input_cannot_have(change):
+    with pytest.raises(ValueError) as refusal:
+        qat.QuantLinear(8, 3, activation_spec=activation("lsq", 8, change))
+    assert str(refusal.value) == (
+        f"activation_spec: granularity {change['granularity']!r} is for weights; use granularity='tensor'"
+    )
 
 
 def test_negative_values_on_a_grid_without_them_are_refused_by_name():

@@ -113,11 +113,12 @@ class Quantizer(PositiveParameters):
         spec = self.spec
         low = -UNCALIBRATED_REACH if spec.signed or not spec.symmetric else 0.0
         scale, zero_point = scale_and_zero_point(torch.tensor(low), torch.tensor(UNCALIBRATED_REACH), spec)
-        self.add_positive("scale", scale.expand(self.shape).clone().to(device))
-        self.add_zero_point(zero_point.expand(self.shape).clone().to(device))
+        self.add_positive("scale", scale.expand(self.shape).to(device))
+        self.add_zero_point(zero_point.expand(self.shape).to(device))
 
     def add_zero_point(self, start: Tensor) -> None:
         """Register the zero point of an affine grid; a symmetric one has None, since it is 0 anyway."""
+        start = start.clone(memory_format=torch.contiguous_format)
         self.register_buffer("zero_point", None if self.spec.symmetric else start)
 
     def forward(self, x: Tensor) -> Tensor:

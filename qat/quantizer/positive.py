@@ -25,7 +25,7 @@ class PositiveParameters(nn.Module):
 
     def add_positive(self, name: str, start: Tensor) -> None:
         """Register a parameter that acts as a positive number, at least 1/32 of its calibrated value."""
-        setattr(self, name, nn.Parameter(start.contiguous().clone(memory_format=torch.contiguous_format)))
+        setattr(self, name, nn.Parameter(start.clone(memory_format=torch.contiguous_format)))
         self.register_buffer(f"smallest_{name}", start.detach() * FLOOR_SHARE)
         self._positive.append(name)
 
