@@ -169,8 +169,9 @@ class Stages:
         self.log.scalar("qat/val_loss", found.loss, self.steps)
 
     def qat(self, model: fx.GraphModule) -> None:
-        """Fine-tune with quantization."""
+        """Fine-tune with quantization; the table of layers then says what was learned, bit-widths too."""
         self._train("qat", model, self.config.qat)
+        (self.folder.path / LAYERS).write_text(qat.summary(model) + "\n")
 
     def export(self, model: fx.GraphModule) -> bool:
         """Write model.onnx, run it over the whole validation split, compare every layer's integers."""

@@ -72,7 +72,7 @@ def _row(name: str, module: nn.Module, remarks: dict[str, str]) -> Row:
     parts = [remarks.get(name, ""), "" if quantizer.is_calibrated else "not calibrated"]
     remark = "; ".join(part for part in parts if part)
     count = sum(parameter.numel() for parameter in module.parameters())
-    return name, type(module).__name__, str(quantizer.spec), quantizer.spec.rule, f"{count:,}", remark
+    return name, type(module).__name__, quantizer.describe(), quantizer.spec.rule, f"{count:,}", remark
 
 
 def _float_row(name: str, model: nn.Module, reason: str) -> Row:

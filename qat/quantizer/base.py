@@ -275,7 +275,11 @@ class Quantizer(PositiveParameters):
 
     def extra_repr(self) -> str:
         """The grid, for print(model)."""
-        return f"{self.spec.rule}, {self.spec}"
+        return f"{self.spec.rule}, {self.describe()}"
+
+    def describe(self) -> str:
+        """The grid in words, for tables."""
+        return str(self.spec)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

@@ -124,6 +124,12 @@ class LearnedBitsQuantizer(Quantizer):
         cost: float = self.options.cost
         return bit_cost(self.effective_bits(), 1) * self.elements * (cost * 1e-6) if cost else None
 
+    def describe(self) -> str:
+        """The width in force too."""
+        if self.bits.is_meta:
+            return super().describe()
+        return f"{self.spec}, {int(torch.round(self.effective_bits()))} bits in force"
+
     def curves(self) -> dict[str, Tensor]:
         """The width too."""
         return {**super().curves(), "bits": self.bits}
