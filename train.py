@@ -148,7 +148,8 @@ class Stages:
         """Prepare, say what stays float, and write the table of layers."""
         prepared = prepare_model(model, self.config).to(self.device)
         table = qat.summary(prepared)
-        (self.folder.path / LAYERS).write_text(table + "\n")
+        if not self._at_or_behind("qat"):  # else it holds what is learned so far
+            (self.folder.path / LAYERS).write_text(table + "\n")
         lines = table.splitlines()
         self.log.say("\n".join([f"prepared: {lines[-1]}", *(line for line in lines if "stays float:" in line)]))
         return prepared
@@ -244,7 +245,8 @@ def _read_checkpoint(folder: RunFolder, config: RunConfig) -> dict[str, Any] | N
         raise UserError(f"{folder.checkpoint}: holds weights only (a best.pt?); a run goes on from its own last.pt")
     if payload["stage"] != "float" and not (folder.path / FLOAT_WEIGHTS).is_file():
         raise UserError(f"{folder.path}: {FLOAT_WEIGHTS} is missing, the float weights that the run goes on with")
-    check_same_config(folder.checkpoint, payload["config"], config)
+    ahead = ("quantization", "qat", "imports") if payload["stage"] == "float" else ()
+    check_same_config(folder.checkpoint, payload["config"], config, ahead)
     return payload
 
 

@@ -2,13 +2,14 @@
 
 import itertools
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from qat.quantizer import Quantizer, create_quantizer, registered_quantizers
+from qat.quantizer.base import Role
 from qat.quantizer.registry import quantizer_class
-from qat.spec import QuantSpec
+from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
 
-ROLES = ("weight", "activation")
+ROLES: tuple[Role, ...] = ("weight", "activation")
 GRIDS = {"signed": (True, True), "unsigned": (False, True), "signed affine": (True, False), "affine": (False, False)}
 
 
@@ -16,6 +17,8 @@ def accepted(rule: str) -> dict[str, list[Quantizer]]:
     """Role to the quantizers of this rule that can be made, over all bits and grids."""
     found: dict[str, list[Quantizer]] = {role: [] for role in ROLES}
     for role, bits, (signed, symmetric) in itertools.product(ROLES, range(1, 17), GRIDS.values()):
+        if role == "weight" and not symmetric:
+            continue  # a recipe refuses it: no exact BatchNorm folding
         try:
             found[role].append(create_quantizer(QuantSpec(bits, signed, symmetric, rule=rule), role))
         except ValueError:
@@ -29,10 +32,31 @@ def bits_of(quantizers: list[Quantizer]) -> str:
     return "no" if not bits else str(bits[0]) if len(bits) == 1 else f"{bits[0]} to {bits[-1]}"
 
 
-def grids_of(quantizers: list[Quantizer]) -> str:
-    """The kinds of grids, in words."""
-    kinds = {(quantizer.spec.signed, quantizer.spec.symmetric) for quantizer in quantizers}
-    return "any" if len(kinds) == len(GRIDS) else ", ".join(name for name, kind in GRIDS.items() if kind in kinds)
+def in_yaml(rule: str, role: Role) -> str:
+    """The shortest section that works from the defaults of `role`, as it stands under `quantization:`."""
+    default = default_weight_spec() if role == "weight" else default_activation_spec()
+    choices = {
+        "bits": (8, 4, 2, 1, 6),
+        "signed": (default.signed, not default.signed),
+        "symmetric": (default.symmetric, True),
+        "granularity": (default.granularity, "tensor"),
+    }
+    found: list[dict[str, object]] = []
+    for values in itertools.product(*choices.values()):
+        change = {key: value for key, value in zip(choices, values, strict=True) if value != getattr(default, key)}
+        narrow = {"narrow_range": False} if change.get("signed") is False else {}
+        try:
+            create_quantizer(replace(default, rule=rule, **change, **narrow), role)
+            found.append({**change, **narrow})
+        except ValueError:
+            continue
+    if not found:
+        return "no"
+    words = {"rule": rule, **min(found, key=len)}
+    inner = ", ".join(
+        f"{key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in words.items()
+    )
+    return f"`{role}: {{{inner}}}`"
 
 
 def exports(found: dict[str, list[Quantizer]]) -> str:
@@ -49,15 +73,16 @@ def options_of(rule: str) -> str:
 
 def rules_table() -> str:
     """All rules in Markdown."""
-    lines = ["| rule | what it is | weights: bits | activations: bits | grids | exports | options |", "|---" * 7 + "|"]
+    titles = ("rule", "what it is", "bits of weights", "of activations", "in YAML", "exports", "options")
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for rule in registered_quantizers():
         if quantizer_class(rule).__module__.startswith("qat."):
             found = accepted(rule)
-            everything = [quantizer for quantizers in found.values() for quantizer in quantizers]
+            sections = "<br>".join(section for role in ROLES if (section := in_yaml(rule, role)) != "no")
             summary = (quantizer_class(rule).__doc__ or "").split("\n")[0].rstrip(".")
             summary = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", summary)
             cells = (
-                f"`{rule}`", summary, bits_of(found["weight"]), bits_of(found["activation"]), grids_of(everything),
+                f"`{rule}`", summary, bits_of(found["weight"]), bits_of(found["activation"]), sections,
                 exports(found), options_of(rule),
             )  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")

@@ -35,7 +35,8 @@ def update_ewgs(
         The new deltas by the quantizer's name; empty if no quantizer asks for one.
 
     Raises:
-        ValueError: if there is no batch, or no quantizer ran (in eval() layers compute on their integers).
+        ValueError: if there is no batch, no quantizer ran (in eval() layers compute on their integers), or the model
+            has an operation without a second derivative.
 
     Source: Lee et al., "Network Quantization with Element-wise Gradient Scaling", arXiv:2104.00903.
     """
@@ -95,6 +96,25 @@ def _estimates(
         raise ValueError(
             "update_ewgs: no quantizer with ewgs='hessian' ran with a gradient; put the model into train()"
         )
+    try:
+        gradients, diagonal = _gradients_and_diagonal(loss, tensors, draws, generator)
+    except (RuntimeError, NotImplementedError) as error:
+        if "is not implemented" not in str(error):
+            raise
+        said = str(error).splitlines()[0]
+        raise ValueError(
+            f"update_ewgs: an operation of the model has no second derivative ({said}); use ewgs='fixed'"
+        ) from error
+    return {
+        name: torch.stack([trace, gradient.detach().float().std(correction=0), scales[name]])
+        for name, trace, gradient in zip(names, diagonal, gradients, strict=True)
+    }
+
+
+def _gradients_and_diagonal(
+    loss: Tensor, tensors: list[Tensor], draws: int, generator: torch.Generator
+) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """First derivatives, and the mean of the Hessian's diagonal from random signs, for every tensor."""
     gradients = torch.autograd.grad(loss, tensors, create_graph=True, materialize_grads=True)
     diagonal = [torch.zeros((), device=tensor.device) for tensor in tensors]
     for _ in range(draws):
@@ -108,10 +128,7 @@ def _estimates(
         curved = torch.autograd.grad(pull, tensors, retain_graph=True, materialize_grads=True)
         for number, (product, sign) in enumerate(zip(curved, signs, strict=True)):
             diagonal[number] = diagonal[number] + (product.float() * sign.float()).mean() / draws
-    return {
-        name: torch.stack([trace, gradient.detach().float().std(correction=0), scales[name]])
-        for name, trace, gradient in zip(names, diagonal, gradients, strict=True)
-    }
+    return gradients, diagonal
 
 
 @torch.no_grad()

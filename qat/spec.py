@@ -37,7 +37,7 @@ class QuantSpec:
         ewgs: element-wise gradient scaling (arXiv:2104.00903) on top of a uniform rule: "none", "fixed" with
             `ewgs_delta`, or "hessian" with a delta that `qat.update_ewgs` finds from the trace of the Hessian.
         ewgs_delta: delta of ewgs="fixed", >= 0, for residuals as a share of the grid's range; the paper's are 1e-3
-            to 0.2.
+            to 0.2. None: 1e-3.
 
     Raises:
         ValueError: for values outside these.
@@ -60,7 +60,7 @@ class QuantSpec:
     group_size: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     ewgs: EWGS = "none"
-    ewgs_delta: float = 1e-3
+    ewgs_delta: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 1 <= self.bits <= 16:
@@ -72,8 +72,7 @@ class QuantSpec:
             if value not in allowed:
                 raise ValueError(f"QuantSpec: {name} must be one of {', '.join(allowed)}, got {value!r}")
         self._check_group()
-        if not isinstance(self.ewgs_delta, (int, float)) or not 0 <= self.ewgs_delta < float("inf"):
-            raise ValueError(f"QuantSpec: ewgs_delta must be at least 0 and finite, got {self.ewgs_delta!r}")
+        self._check_ewgs()
         if not isinstance(self.options, Mapping):
             raise ValueError(f"QuantSpec: options must be a mapping of names to values, got {self.options!r}")
         if self.narrow_range and not self.signed:
@@ -89,6 +88,13 @@ class QuantSpec:
                 )
         elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"QuantSpec: granularity='group' needs a group_size of at least 1, got {size!r}")
+
+    def _check_ewgs(self) -> None:
+        delta = self.ewgs_delta
+        if delta is not None and (not isinstance(delta, (int, float)) or not 0 <= delta < float("inf")):
+            raise ValueError(f"QuantSpec: ewgs_delta must be at least 0 and finite, got {delta!r}")
+        if delta is not None and self.ewgs != "fixed":
+            raise ValueError(f"QuantSpec: ewgs_delta={delta!r} has no effect with ewgs={self.ewgs!r}; use ewgs='fixed'")
 
     @property
     def qmin(self) -> int:
@@ -124,6 +130,8 @@ def _changed(spec: QuantSpec, change: Mapping[str, Any]) -> QuantSpec:
     dropped: dict[str, Any] = {}
     if change.get("rule", spec.rule) != spec.rule:
         dropped["options"] = {}
+    if change.get("ewgs", "fixed") != "fixed":
+        dropped["ewgs_delta"] = None
     if change.get("granularity", "group") != "group":
         dropped["group_size"] = None
     return replace(spec, **{**dropped, **change})
@@ -223,4 +231,5 @@ class QuantRecipe:
                 f" {self.target}; use 'tensor'"
             )
         if not weight.symmetric:
-            raise ValueError(f"{where}: an affine weight has no exact BatchNorm folding; use symmetric=True")
+            rule = " and rule='lsq'" if weight.rule == "lsq_plus" else ""
+            raise ValueError(f"{where}: an affine weight has no exact BatchNorm folding; use symmetric=True{rule}")

@@ -316,14 +316,14 @@ class Branches(nn.Module):
         ),
         (
             lambda: qat.prepare(Net(), qat.QuantRecipe(weight=qat.QuantSpec(rule="lqs"))),
-            f"prepare: stem: unknown quantizer 'lqs'; registered: {', '.join(registered_quantizers())};"
+            f"prepare: stem (weight): unknown quantizer 'lqs'; registered: {', '.join(registered_quantizers())};"
             " did you mean 'lsq'?",
         ),
         (
             lambda: qat.prepare(
                 Net(), qat.QuantRecipe(weight=qat.QuantSpec(granularity="group", group_size=2))
             ),
-            "prepare: stem: group_size=2 does not divide the weight's 3 inputs; use 1, 3",
+            "prepare: stem (weight): group_size=2 does not divide the weight's 3 inputs; use 1, 3",
         ),
 
     ],
@@ -457,7 +457,7 @@ def test_calibration_takes_the_weights_as_they_are_now() -> None:
 
 @pytest.mark.parametrize("init", ["minmax", "percentile", "mse", "lsq"])
 def test_a_weights_grid_without_negatives_refuses_negative_weights(init: Any) -> None:
-    with pytest.raises(ValueError, match=r"^prepare: stem: values down to -\d\.\d+, which its grid"):
+    with pytest.raises(ValueError, match=r"^prepare: stem \(weight\): values down to -\d\.\d+, which its grid"):
         qat.prepare(Net(), qat.QuantRecipe(weight=qat.QuantSpec(signed=False, init=init)))
 
 

@@ -23,9 +23,13 @@ LEARNED = [
 ]
 
 
-@pytest.mark.parametrize("broken", [0.0, -3.0, NAN, INF, -INF])
-@pytest.mark.parametrize(("name", "parameter"), LEARNED, ids=[" ".join(row) for row in LEARNED])
-def test_a_broken_parameter_leaves_everything_finite(name, parameter, broken):
+@pytest.mark.parametrize(("name", "parameter"), LEARNED, ids=str)
+def test_a_broken_parameter_leaves_everything_finite(name, parameter):
+    for broken in (0.0, -3.0, NAN, INF, -INF):
+        assert_finite_with(name, parameter, broken)
+
+
+def assert_finite_with(name: str, parameter: str, broken: float) -> None:
     role, spec = specs.QUANTIZERS[name]
     quantizer = specs.fitted(role, spec)
     x = tensor_of(role, spec, seed=1).requires_grad_()
@@ -80,11 +84,10 @@ def recovery_error(name: str, parameter: str, broken: float) -> tuple[float, flo
 
 
 RECOVERING = [
-    "weight lsq, 2 bits", "weight lsq, ewgs groups", "weight lsq_plus", "weight power_of_two", "weight apot",
-    "weight ttq", "weight dsq", "weight stacked_sigmoid", "weight fp8_e4m3", "weight learned_bits, groups",
-    "activation lsq", "activation lsq, 1 bit", "activation lsq_plus", "activation pact", "activation pact, from zero",
-    "activation apot", "activation binary", "activation dsq, signed", "activation fp8_e5m2",
-    "activation learned_bits, from zero", "activation learned_bits, ewgs",
+    "weight lsq, 2 bits", "weight lsq_plus", "weight power_of_two", "weight apot", "weight ttq", "weight dsq",
+    "weight stacked_sigmoid", "weight fp8_e4m3", "weight learned_bits, groups", "activation lsq",
+    "activation lsq_plus", "activation pact", "activation pact, from zero", "activation binary",
+    "activation dsq, signed", "activation fp8_e5m2", "activation learned_bits, from zero",
 ]  # fmt: skip
 
 

@@ -576,7 +576,7 @@ COMPILED = [
     "weight ternary", "weight ttq", "weight n2uq", "weight dsq", "weight stacked_sigmoid", "weight fp8_e4m3",
     "weight mxfp8", "weight learned_bits", "activation lsq, from zero", "activation lsq_plus",
     "activation minmax, ewgs", "activation ema", "activation pact", "activation pact, from zero", "activation dorefa",
-    "activation binary, approximate", "activation n2uq, from zero", "activation mxint8",
+    "activation binary, approximate", "activation mxint8",
     "activation learned_bits, from zero",
 ]  # fmt: skip
 

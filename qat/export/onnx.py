@@ -178,7 +178,7 @@ def _check_exportable(model: nn.Module) -> None:
                 f" {MOST_BITS} bits"
             )
         with evaluating(quantizer):
-            agrees = _keeps_to_its_grid(quantizer, _tensor_of(model, name, quantizer))
+            agrees = keeps_to_its_grid(quantizer, _tensor_of(model, name, quantizer))
         if not agrees:
             raise ValueError(
                 f"export_onnx: {name!r}: the rule {quantizer.spec.rule!r} computes other values in quantize(x) than its"
@@ -198,7 +198,7 @@ def _tensor_of(model: nn.Module, name: str, quantizer: Quantizer) -> Tensor:
 
 
 @torch.no_grad()
-def _keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
+def keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
     """Whether quantize(x) = (codes(x) - zero_point) * scale."""
     scale, zero_point = quantizer.grid(x)
     expected = (quantizer.codes(x) - zero_point) * scale

@@ -63,7 +63,7 @@ def _twin(name: str, layer: nn.Module, weight_spec: QuantSpec) -> QuantLayer:
     try:
         return TWINS[type(layer)].from_float(layer, weight_spec)
     except ValueError as error:  # a group size that does not divide, NaN in the weight
-        raise ValueError(f"prepare: {name}: {error}") from error
+        raise ValueError(f"prepare: {name} (weight): {error}") from error
 
 
 def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:

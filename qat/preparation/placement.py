@@ -70,7 +70,10 @@ def _demand(reader: fx.Node, graph_module: fx.GraphModule, recipe: QuantRecipe) 
 
 def _insert_quantizer(node: fx.Node, spec: QuantSpec, graph_module: fx.GraphModule) -> str:
     name = free_name(graph_module, f"{_producer_name(node, graph_module)}_quantizer")
-    graph_module.add_submodule(name, create_quantizer(spec, "activation", (), model_device(graph_module)))
+    try:
+        graph_module.add_submodule(name, create_quantizer(spec, "activation", (), model_device(graph_module)))
+    except ValueError as error:
+        raise ValueError(f"prepare: {name} (activation): {error}") from error
     with graph_module.graph.inserting_after(node):
         quantized = graph_module.graph.call_module(name, ())
     node.replace_all_uses_with(quantized)

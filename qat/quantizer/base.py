@@ -22,6 +22,10 @@ UNCALIBRATED_REACH = 4.0
 """Range of a quantizer that has seen no data yet, in units of its tensor: four deviations of a normalised one."""
 
 
+DEFAULT_EWGS_DELTA = 1e-3
+"""The smallest of the paper's (arXiv:2104.00903)."""
+
+
 class Quantizer(PositiveParameters):
     """Base of all rules: owns scale and zero_point, knows its grid, and can be calibrated.
 
@@ -80,6 +84,7 @@ class Quantizer(PositiveParameters):
         self.options = read_options(spec.rule, self.options_type, spec.options)
         self.check_spec()
         self.add_parameters(device)
+        self.fixed_delta = DEFAULT_EWGS_DELTA if spec.ewgs_delta is None else spec.ewgs_delta
         if spec.ewgs == "hessian":
             self.register_buffer("ewgs_delta", torch.zeros((), device=device))
         self.register_buffer("calibrated", torch.tensor(False, device=device))
@@ -138,7 +143,7 @@ class Quantizer(PositiveParameters):
             self.repair()
             self.follow(grouped.detach())
         if self.spec.ewgs != "none":
-            delta = self.ewgs_delta if self.spec.ewgs == "hessian" else self.spec.ewgs_delta
+            delta = self.ewgs_delta if self.spec.ewgs == "hessian" else self.fixed_delta
             # The paper's delta is for a range of length 1, ewgs_gradient's for a step of length 1.
             grouped = ewgs_gradient(grouped, self.grid(grouped)[0].detach(), delta / self.span())
         return from_groups(self.quantize(grouped), self.spec)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qat.functional import FLOAT_FORMATS, float_quantize, mx_quantize, scale_gradient
@@ -129,8 +130,12 @@ class MXQuantizer(Quantizer):
 
     def quantize(self, x: Tensor) -> Tensor:
         """`mx_quantize`."""
-        axis = 1 if self.role == "weight" or x.dim() > 3 else -1
-        return mx_quantize(x, self.options.format, self.options.block_size, axis)
+        axis = 1 if self.role == "weight" or x.dim() > 3 else x.dim() - 1
+        size, length = self.options.block_size, x.shape[axis]
+        short = -length % size if length > size else 0
+        if short:  # the last block is filled up with zeros, which change no block's largest value
+            x = F.pad(x, (0, 0) * (x.dim() - 1 - axis) + (0, short))
+        return mx_quantize(x, self.options.format, size, axis).narrow(axis, 0, length)
 
     def fit(self, values: Tensor, elements: int | None = None) -> None:
         """Nothing to find."""

@@ -126,6 +126,10 @@ class N2UQQuantizer(Quantizer):
         )
         return n2uq_quantize(x, start, widths, step, self.bounds()[0])
 
+    def curves(self) -> dict[str, Tensor]:
+        """Where the first segment starts, too."""
+        return {**super().curves(), "start": self.start}
+
     def finite_start(self) -> Tensor:
         """Where the first segment starts; at the lowest level where the parameter is not finite."""
         lowest = self.positive("step").detach() * self.bounds()[0]

@@ -67,6 +67,10 @@ class LSQPlusQuantizer(Quantizer):
             zero_point = scale_gradient(zero_point, scale.detach().square().reciprocal())
         return lsq_plus_quantize(x, scale, zero_point, *self.bounds(), self.gradient_factor(x))
 
+    def curves(self) -> dict[str, Tensor]:
+        """The zero point too."""
+        return {**super().curves(), "zero_point": self.finite_zero_point()}
+
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Scale, and the integer that the learned zero point acts as."""
         zero_point = torch.clamp(torch.round(self.finite_zero_point().detach()), *self.bounds())

@@ -1,5 +1,7 @@
 """Parameters that act as positive numbers, whatever an optimizer makes of them: scales, clipping levels, widths."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +24,15 @@ class PositiveParameters(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._positive: list[str] = []
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Scales per group of a convolution have 5 axes, and torch would give them a memory format made for images."""
+
+        def flat(t: Tensor) -> Tensor:
+            moved: Tensor = fn(t.flatten()).view(t.shape) if t.dim() == 5 else fn(t)
+            return moved
+
+        return super()._apply(flat, recurse)  # type: ignore[no-untyped-call]
 
     def add_positive(self, name: str, start: Tensor) -> None:
         """Register a parameter that acts as a positive number, at least 1/32 of its calibrated value."""

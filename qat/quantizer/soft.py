@@ -60,6 +60,10 @@ class DSQQuantizer(SoftQuantizer):
         factor = self.gradient_factor(v)
         return dsq_round(v, scale_gradient(clamp_ste(self.alpha, 1e-3, 0.999), factor))
 
+    def curves(self) -> dict[str, Tensor]:
+        """The softness too."""
+        return {**super().curves(), "softness": self.alpha}
+
     @torch.no_grad()
     def repair(self) -> None:
         """The softness stays between 0.001 and 0.999."""

@@ -110,20 +110,21 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return dict(payload)
 
 
-def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig) -> None:
+def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahead: tuple[str, ...] = ()) -> None:
     """Refuse to go on with a config under which the checkpoint would not have been trained.
 
     Args:
         path: the checkpoint, for the message.
         saved: its config, as `config.model_dump(mode="json")` gave it.
-        config: the present one; only `FREE_KEYS` may differ.
+        config: the present one; only `FREE_KEYS` may differ,
+        ahead: and these sections, of stages that have not begun.
 
     Raises:
         UserError: naming the first key that differs, with both values.
     """
     before, now = dict(_flat(saved)), dict(_flat(config.model_dump(mode="json")))
     for key in [*now, *(key for key in before if key not in now)]:
-        if any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS):
+        if any(key == free or key.startswith(f"{free}.") for free in (*FREE_KEYS, *ahead)):
             continue
         old, new = (repr(values[key]) if key in values else "not set" for values in (before, now))
         if old != new:

@@ -74,7 +74,7 @@ def schema_at(location: Sequence[str | int]) -> Mapping[str, Any] | None:
     for step in location:
         inner: Any = None
         if isinstance(step, int):
-            inner = dict(enumerate(schema.get("prefixItems", ()))).get(step)
+            inner = dict(enumerate(schema.get("prefixItems", ()))).get(step) or schema.get("items")
         else:
             inner = schema.get("properties", {}).get(step) or schema.get("additionalProperties")
         if not inner:
@@ -146,7 +146,8 @@ def _expectation(schema: Mapping[str, Any]) -> str:
         keys = list(schema.get("properties", ("key: value",)))
         words = [f"a section ({', '.join(keys[:4])}{', ...' * (len(keys) > 4)})"]
     elif not words and kind == "array":
-        words = [f"a list of {len(schema['prefixItems'])} numbers"]
+        fixed = schema.get("prefixItems")
+        words = [f"a list of {len(fixed)} numbers" if fixed else "a list"]
     elif not words:
         limits = {bound: schema[bound] for bound, _ in _BOUNDS if bound in schema}
         limits = {bound: int(limit) if limit == int(limit) else limit for bound, limit in limits.items()}  # 1.0 is 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qat.quantizer import Quantizer
+from qat.quantizer import Quantizer, penalty
 from qat.training.evaluation import Evaluation
 from qat.training.stage import StageRun
 
@@ -88,8 +88,14 @@ def _log_quantizers(run: StageRun, step: int) -> int:
     curves = {
         f"{kind}/{name}": values for name, module in quantizers.items() for kind, values in module.curves().items()
     }
+    curves |= {
+        f"ewgs_delta/{name}": module.ewgs_delta for name, module in quantizers.items() if module.spec.ewgs == "hessian"
+    }
     if not curves:
         return 0
+    cost = penalty(run.model).detach()
+    if any(module.penalty() is not None for module in quantizers.values()):
+        run.log.scalar(f"{run.name}/penalty", float(cost), step)
     means = torch.stack([values.detach().float().mean() for values in curves.values()]).tolist()
     for name, mean in zip(curves, means, strict=True):
         run.log.scalar(name, mean, step)

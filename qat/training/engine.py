@@ -111,13 +111,16 @@ def _train_epoch(run: StageRun, machinery: _Machinery, epoch: int) -> Meter:
     run.train.set_epoch(epoch)
     run.model.train()
     _freeze_batch_norms(run, epoch)
-    machinery.rules.before_epoch(lambda batch: _loss_of(run, batch), run.train)
+    machinery.rules.before_epoch(
+        lambda batch: _loss_of(run, to_device(batch, run.device, channels_last=run.config.channels_last))[0], run.train
+    )
     whole, window = Meter(), Meter()
     with progress_bar(run.train, f"{run.name} {epoch + 1}/{run.stage.epochs}", len(run.train)) as bar:
         for number, batch in enumerate(bar, 1):
             images, labels = to_device(batch, run.device, channels_last=run.config.channels_last)
             lr = machinery.optimizer.param_groups[0]["lr"]
-            machinery.rules.before_step((epoch * len(run.train) + number - 1) / (run.stage.epochs * len(run.train)))
+            last = max(run.stage.epochs * len(run.train) - 1, 1)
+            machinery.rules.before_step((epoch * len(run.train) + number - 1) / last)
             window.rows.append(_train_step(run, machinery, images, labels))
             window.sizes.append(len(labels))
             if number % run.config.log_every == 0 or number == len(run.train):
@@ -134,8 +137,8 @@ def _train_epoch(run: StageRun, machinery: _Machinery, epoch: int) -> Meter:
 def _train_step(run: StageRun, machinery: _Machinery, images: Tensor, labels: Tensor) -> Tensor:
     """One optimizer step; returns (loss, correct predictions, gradient norm) on the device."""
     loss, logits = _loss_of(run, (images, labels))
-    loss = machinery.rules.with_penalty(loss)
-    machinery.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    total = machinery.rules.with_penalty(loss)
+    machinery.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
     norm = torch.zeros_like(loss)
     if run.stage.clip_grad_norm is not None:
         machinery.scaler.unscale_(machinery.optimizer)
@@ -147,7 +150,9 @@ def _train_step(run: StageRun, machinery: _Machinery, images: Tensor, labels: Te
     if machinery.ema is not None:
         machinery.ema.update(run.model)
     correct = (logits.detach().argmax(dim=1) == labels).sum()
-    return torch.stack((loss.detach(), correct.to(loss.dtype), norm.to(loss.dtype)))
+    # What is drawn is the loss of the task, comparable between rules; a penalty that is not finite still shows.
+    shown = torch.where(total.isfinite(), loss, total).detach()
+    return torch.stack((shown, correct.to(loss.dtype), norm.to(loss.dtype)))
 
 
 def _loss_of(run: StageRun, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,8 @@
 """From the `quantization` section of a config to the library's `QuantRecipe`."""
 
+import copy
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -9,12 +11,14 @@ from torch import fx, nn
 import qat
 from qat.evaluating import evaluating
 from qat.export.integer import MOST_BITS
+from qat.export.onnx import keeps_to_its_grid
 from qat.preparation.tracing import model_device
 from qat.quantizer import registered_quantizers
-from qat.spec import QuantRecipe, default_activation_spec, default_weight_spec
+from qat.spec import QuantRecipe, QuantSpec, default_activation_spec, default_weight_spec
 from qat.training.config import QuantizationConfig, RunConfig, SpecConfig
 from qat.training.errors import UserError
 from qat.training.evaluation import split_output
+from qat.training.imports import place, reason
 
 
 def build_recipe(config: QuantizationConfig) -> QuantRecipe:
@@ -25,8 +29,8 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
     """
     try:
         return QuantRecipe(
-            weight=replace(default_weight_spec(), **_given(config.weight)),
-            activation=replace(default_activation_spec(), **_given(config.activation)),
+            weight=_spec("weight", default_weight_spec(), config.weight),
+            activation=_spec("activation", default_activation_spec(), config.activation),
             overrides={
                 pattern: {
                     "weight": _given(override.weight),
@@ -52,7 +56,9 @@ def prepare_model(model: nn.Module, config: RunConfig) -> fx.GraphModule:
     for tensor, rule in rules.items():
         if rule not in registered_quantizers():
             names = ", ".join(registered_quantizers())
-            raise UserError(f"quantization.{tensor}.rule: unknown quantizer {rule!r}; registered: {names}")
+            near = get_close_matches(rule, registered_quantizers(), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"quantization.{tensor}.rule: unknown quantizer {rule!r}; registered: {names}{hint}")
     try:
         prepared = qat.prepare(model, recipe)
     except ValueError as error:
@@ -60,11 +66,40 @@ def prepare_model(model: nn.Module, config: RunConfig) -> fx.GraphModule:
     except Exception as error:  # a model of the user's own: what fx and the placement do not know, they stumble over
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"quantization: {config.model.name} cannot be prepared ({said})") from error
+    _try_rules(prepared, config.export.onnx)
     if config.export.onnx:
         for name, module in prepared.named_modules():
             if isinstance(module, qat.Quantizer):
                 _check_exportable(name, module)
     return prepared
+
+
+def _try_rules(prepared: fx.GraphModule, exports: bool) -> None:
+    """Run a copy of every quantizer once, so that a rule of the user's own fails before the float training.
+
+    Raises:
+        UserError: naming the rule and the place where it fails, or that it leaves the grid on which it would be exported.
+    """
+    for name, module in prepared.named_modules():
+        if not isinstance(module, qat.Quantizer):
+            continue
+        quantizer, rule = copy.deepcopy(module).train(), module.spec.rule
+        quantizer.mark_calibrated()  # no warning: this is no use of the model
+        x = torch.linspace(-1.0, 1.0, 128).reshape(2, 4, 4, 4)
+        if quantizer.role == "weight":
+            x = prepared.get_submodule(name.rpartition(".")[0]).weight.detach().float().cpu()  # type: ignore[union-attr]
+        try:
+            quantizer.float().cpu()(x.requires_grad_()).sum().backward()
+            agrees = not (exports and quantizer.exportable) or keeps_to_its_grid(quantizer.eval(), x.detach())
+        except Exception as error:  # the user's code: anything may come
+            raise UserError(
+                f"quantization: {name}: the rule {rule!r} failed ({reason(error)}{place(error)})"
+            ) from error
+        if not agrees:
+            raise UserError(
+                f"quantization: {name}: the rule {rule!r} computes other values in quantize(x) than its codes(x) and"
+                " grid() say; make them agree, or set exportable = False"
+            )
 
 
 def _check_exportable(name: str, quantizer: qat.Quantizer) -> None:
@@ -78,9 +113,11 @@ def _check_exportable(name: str, quantizer: qat.Quantizer) -> None:
         raise UserError(f"quantization: {name} {refusal}; choose another, or set export.onnx=false")
     low, high = quantizer.bounds()
     if quantizer.role == "weight" and max(high, -low) > 127:
+        spec = quantizer.spec
+        narrow = "signed=true and narrow_range=true, " if spec.bits == 8 and low == spec.qmin and high != -low else ""
         raise UserError(
             f"quantization: {name}: integers {low} to {high}, negated where gamma < 0,"
-            " do not fit int8; use signed=true and narrow_range=true, or fewer bits"
+            f" do not fit int8; use {narrow}fewer bits, or export.onnx=false"
         )
     if high - low >= 2**MOST_BITS:
         raise UserError(
@@ -112,6 +149,13 @@ def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
     logits, _ = split_output(output, 2)
     if logits.shape[1] < classes:
         raise UserError(f"model: {config.model.name} has {logits.shape[1]} outputs, the data set {classes} classes")
+
+
+def _spec(tensor: str, default: QuantSpec, config: SpecConfig) -> QuantSpec:
+    try:
+        return replace(default, **_given(config))
+    except ValueError as error:
+        raise UserError(f"quantization.{tensor}: {error}") from error
 
 
 def _given(spec: SpecConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from qat.ewgs import update_ewgs
 from qat.quantizer import Quantizer
+from qat.training.errors import UserError
 from qat.training.evaluation import TrainBatches
 
 
@@ -24,11 +25,17 @@ class RuleSchedule:
         self.penalised = [q for q in quantizers if type(q).penalty is not Quantizer.penalty]
         self.curved = any(q.spec.ewgs == "hessian" for q in quantizers)
 
-    def before_epoch(self, loss_of: Callable[[Any], tuple[Tensor, Tensor]], batches: TrainBatches) -> None:
-        """Find delta anew on the first batch, where a quantizer has ewgs="hessian"."""
+    def before_epoch(self, loss_of: Callable[[Any], Tensor], batches: TrainBatches) -> None:
+        """Find delta anew on the first batch, where a quantizer has ewgs="hessian".
+
+        Raises:
+            UserError: if the model has an operation without a second derivative.
+        """
         if self.curved:
-            first = next(iter(batches))
-            update_ewgs(self.model, lambda _model, batch: loss_of(batch)[0], [first])
+            try:
+                update_ewgs(self.model, lambda _model, batch: loss_of(batch), [next(iter(batches))])
+            except ValueError as error:
+                raise UserError(f"quantization: {error}") from error
 
     def before_step(self, progress: float) -> None:
         """Tell annealed rules how far the training is, 0 to 1."""
