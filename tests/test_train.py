@@ -137,7 +137,8 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again_in_its_folder(
         (["qat.lrr=0.1"], "qat.lrr=0.1: unknown key; did you mean 'lr'?"),
         (
             ["quantization.weight.rule=lqs"],
-            f"quantization.weight.rule: unknown quantizer 'lqs'; registered: {', '.join(registered_quantizers())}",
+            f"quantization.weight.rule: unknown quantizer 'lqs'; registered: {', '.join(registered_quantizers())};"
+            " did you mean 'lsq'?",
         ),
         (
             ["quantization.overrides.conv9.skip=true"],
@@ -147,7 +148,7 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again_in_its_folder(
         (
             ["quantization.weight.bits=12"],
             "quantization: 0.weight_quantizer: integers -2047 to 2047, negated where gamma < 0, do not fit int8;"
-            " use signed=true and narrow_range=true, or fewer bits",
+            " use fewer bits, or export.onnx=false",
         ),
         (
             ["model.name=tinymodels:untraceable"],

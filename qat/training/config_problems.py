@@ -28,6 +28,7 @@ _SENTENCES = {
     "dict_type": _WRONG,
     "model_type": _WRONG,
     "tuple_type": _WRONG,
+    "list_type": _WRONG,
     "missing": _WRONG,  # a list that is too short
     "too_long": _WRONG,
     "literal_error": _WRONG,

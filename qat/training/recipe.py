@@ -78,23 +78,23 @@ def _try_rules(prepared: fx.GraphModule, exports: bool) -> None:
     """Run a copy of every quantizer once, so that a rule of the user's own fails before the float training.
 
     Raises:
-        UserError: naming the rule and the place where it fails, or that it leaves the grid on which it would be exported.
+        UserError: naming the rule and the place where it fails, or that it leaves the grid that would be exported.
     """
     for name, module in prepared.named_modules():
         if not isinstance(module, qat.Quantizer):
             continue
-        quantizer, rule = copy.deepcopy(module).train(), module.spec.rule
+        quantizer, rule = copy.deepcopy(module).float().cpu().train(), module.spec.rule
         quantizer.mark_calibrated()  # no warning: this is no use of the model
         x = torch.linspace(-1.0, 1.0, 128).reshape(2, 4, 4, 4)
         if quantizer.role == "weight":
-            x = prepared.get_submodule(name.rpartition(".")[0]).weight.detach().float().cpu()  # type: ignore[union-attr]
+            owner: Any = prepared.get_submodule(name.rpartition(".")[0])
+            x = owner.weight.detach().float().cpu()
         try:
-            quantizer.float().cpu()(x.requires_grad_()).sum().backward()
-            agrees = not (exports and quantizer.exportable) or keeps_to_its_grid(quantizer.eval(), x.detach())
+            quantizer(x.clone().requires_grad_()).sum().backward()
+            agrees = not (exports and quantizer.has_integers) or keeps_to_its_grid(quantizer.eval(), x)
         except Exception as error:  # the user's code: anything may come
-            raise UserError(
-                f"quantization: {name}: the rule {rule!r} failed ({reason(error)}{place(error)})"
-            ) from error
+            said = f"{reason(error)}{place(error)}"
+            raise UserError(f"quantization: {name}: the rule {rule!r} failed ({said})") from error
         if not agrees:
             raise UserError(
                 f"quantization: {name}: the rule {rule!r} computes other values in quantize(x) than its codes(x) and"

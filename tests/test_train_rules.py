@@ -1,0 +1,166 @@
+"""train.py with other rules than the default: one's own from a module, annealed, per group, learned bit-widths."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import test_train
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import train
+from qat.quantizer import registry
+
+OWN_RULES = """
+import qat
+from qat.functional import lsq_quantize
+
+@qat.register_quantizer("my_lsq")
+class MyLSQ(qat.Quantizer):
+    def quantize(self, x):
+        return lsq_quantize(x, self.grid()[0], *self.bounds())
+
+@qat.register_quantizer("falls_over")
+class FallsOver(qat.Quantizer):
+    def quantize(self, x):
+        raise KeyError("oh")
+
+@qat.register_quantizer("off_its_grid")
+class OffItsGrid(qat.Quantizer):
+    def quantize(self, x):
+        return lsq_quantize(x, self.grid()[0], *self.bounds()) * 1.5
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tinymodels.py").write_text(test_train.TINY_MODEL)
+    (tmp_path / "own_rules.py").write_text(OWN_RULES)
+    (tmp_path / "tiny.yaml").write_text(test_train.CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_QUANTIZERS", dict(registry._QUANTIZERS))
+    yield tmp_path
+    for name in ("tinymodels", "own_rules"):
+        sys.modules.pop(name, None)
+
+
+def run(*arguments: str) -> int:
+    return train.main(["--config", "tiny.yaml", "run_dir=run", *arguments])
+
+
+def curves(folder: Path) -> EventAccumulator:
+    found = EventAccumulator(str(folder / "run"))
+    found.Reload()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's reader under numpy 2
+def test_a_rule_of_ones_own_and_an_annealed_one_are_trained_and_exported(folder: Path) -> None:
+    own, annealed = "quantization.weight.rule=my_lsq", "quantization.activation.rule=stacked_sigmoid"
+    assert run("imports=[own_rules]", own, annealed, "quantization.weight.bits=4") == 0
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["onnx"]["agreement"] == 1.0
+    assert "my_lsq" in (folder / "run" / "layers.txt").read_text()
+    temperatures = [event.value for event in curves(folder).Scalars("temperature/0_quantizer")]
+    assert 5 < temperatures[0] < temperatures[-1] == 100
+
+
+@pytest.mark.parametrize("rule", ["lsq", "minmax", "apot"])
+def test_scales_per_group_train_in_channels_last_and_are_not_exported(
+    folder: Path, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups = ["quantization.weight.granularity=group", "quantization.weight.group_size=4", "qat.epochs=1"]
+    groups += [f"quantization.weight.rule={rule}", "quantization.overrides.0.weight.granularity=channel"]
+    if rule != "apot":
+        assert run(*groups) == 2
+        assert capsys.readouterr().err.strip() == (
+            "quantization: 4.weight_quantizer has a scale per group of 4 inputs, which ONNX Runtime's integer kernels"
+            " lack; choose another, or set export.onnx=false"
+        )
+    assert run(*groups, "export.onnx=false") == 0
+    assert "per group of 4" in (folder / "run" / "layers.txt").read_text()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_learned_bits_fall_and_the_table_tells_how_far(folder: Path) -> None:
+    learned = ["quantization.weight.rule=learned_bits", "quantization.weight.options.cost=3e5", "qat.epochs=1"]
+    assert run(*learned, "qat.quantizer_lr_factor=1.0") == 0
+    table = (folder / "run" / "layers.txt").read_text()
+    assert "bits in force" in table and "8 bits in force" not in table
+    found = curves(folder)
+    # The loss that is drawn is the task's: a penalty of several hundred does not show in it.
+    assert found.Scalars("qat/penalty")[-1].value > 100 > 10 > found.Scalars("qat/train_loss")[-1].value
+    assert found.Scalars("bits/4.weight_quantizer")[-1].value < 7.5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_ewgs_finds_its_delta_from_the_hessian(folder: Path) -> None:
+    assert run("quantization.weight.ewgs=hessian", "quantization.weight.bits=4", "qat.epochs=1") == 0
+    deltas = [tag for tag in curves(folder).Tags()["scalars"] if tag.startswith("ewgs_delta/")]
+    assert deltas == [f"ewgs_delta/{layer}.weight_quantizer" for layer in (0, 4, 8)]
+    state = torch.load(folder / "run" / "last.pt", weights_only=True)["model"]
+    assert sum(float(state[f"{layer}.weight_quantizer.ewgs_delta"]) for layer in (0, 4, 8)) > 0
+
+
+def test_a_float_stage_that_is_over_can_go_on_with_another_quantization(folder: Path) -> None:
+    refused = ["quantization.activation.symmetric=true", "float.epochs=1", "qat.epochs=1"]
+    assert run(*refused) == 2  # the images go below zero
+    weights = (folder / "run" / "last.pt").read_bytes()
+    assert run(*refused, "resume=auto", "quantization.activation.signed=true") == 0
+    assert (folder / "run" / "last.pt").read_bytes() != weights
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["imports=own_rules"], "imports=own_rules: expected a list, got 'own_rules'"),
+        (["imports=[1]"], "imports=[1]: imports[0]: expected text, got 1; write it in quotes"),
+        (
+            ["imports=[no_such_rules]"],
+            "imports[0]: no module 'no_such_rules', neither in the current folder '{folder}' nor installed",
+        ),
+        (
+            ["imports=[own_rules]", "quantization.weight.rule=falls_over"],
+            "quantization: 0.weight_quantizer: the rule 'falls_over' failed (KeyError: 'oh', {folder}/own_rules.py:13)",
+        ),
+        (
+            ["imports=[own_rules]", "quantization.weight.rule=off_its_grid"],
+            "quantization: 0.weight_quantizer: the rule 'off_its_grid' computes other values in quantize(x) than its"
+            " codes(x) and grid() say; make them agree, or set exportable = False",
+        ),
+        (
+            ["quantization.weight.rule=ternary"],
+            "quantization: prepare: 0 (weight): rule 'ternary' has 2 bits; set bits=2, got 8",
+        ),
+        (
+            ["quantization.activation.rule=apot"],
+            "quantization: prepare: input_quantizer (activation): rule 'apot' has levels around 0 and needs"
+            " symmetric=True",
+        ),
+        (
+            ["quantization.weight.rule=dsq", "quantization.weight.options.alfa=0.3"],
+            "quantization: prepare: 0 (weight): rule 'dsq': unknown option 'alfa'; did you mean 'alpha'?",
+        ),
+        (
+            ["quantization.weight.ewgs_delta=0.1"],
+            "quantization.weight: QuantSpec: ewgs_delta=0.1 has no effect with ewgs='none'; use ewgs='fixed'",
+        ),
+        (
+            ["quantization.weight.rule=dorefa"],
+            "quantization: 0.weight_quantizer: integers -255 to 255, negated where gamma < 0, do not fit int8; use"
+            " fewer bits, or export.onnx=false",
+        ),
+        (
+            ["quantization.weight.rule=apot"],
+            "quantization: 0.weight_quantizer uses the rule 'apot', whose values lie on no integer grid; choose"
+            " another, or set export.onnx=false",
+        ),
+    ],
+)
+def test_mistakes_with_rules_are_one_sentence_before_any_training(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    assert run(*arguments) == 2
+    assert capsys.readouterr().err.strip() == sentence.format(folder=folder)
+    assert not (folder / "run").exists()
