@@ -56,7 +56,11 @@ def test_what_a_rule_is_checked_against_is_the_published_gradient(case: Case):
     proof.claim(case)
 
 
-@pytest.mark.parametrize("check", CHECKS)
+# The compiler takes half of the time, and CI proves all of it anyway with estimator_matrix.py.
+SLOW = {"compile": [pytest.mark.slow]}
+
+
+@pytest.mark.parametrize("check", [pytest.param(check, marks=SLOW.get(check, [])) for check in CHECKS])
 @EVERY
 def test_ste_gradcheck(case: Case, check: str):
     if check in case.excused:
