@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ import reference
 import torch
 from torch import Tensor, nn
 
+import qat
 from qat.functional import round_ste
 from qat.quantizer import Quantizer, create_quantizer, register_quantizer, registered_quantizers
 from qat.quantizer import registry as registry_module
 from qat.ranges import initial_range
-from qat.spec import QuantSpec
+from qat.spec import QuantSpec, default_activation_spec
 
 SPECS = {
     "lsq symmetric": (QuantSpec(bits=4), ()),
@@ -287,3 +289,25 @@ def test_a_rule_without_quantize_and_lsq_plus_on_a_symmetric_grid_are_refused():
     assert str(refused.value) == (
         "lsq_plus learns a zero point and needs symmetric=False; use 'lsq' on a symmetric grid"
     )
+
+
+@pytest.mark.parametrize(("grad_scale", "kept"), [("sample", False), ("relative", True)])
+def test_the_scale_of_a_few_pooled_features_survives_its_first_step_with_the_relative_factor_only(grad_scale, kept):
+    """docs/default_rule.md says so: 8 elements share the scale, and all are pushed the same way."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
+    )  # fmt: skip
+    images, labels = torch.randn(16, 3, 8, 8), torch.arange(16) % 5
+    activation = replace(default_activation_spec(), grad_scale=grad_scale)
+    model = qat.prepare(net, qat.QuantRecipe(activation=activation))
+    qat.calibrate(model, [images])
+    scale = model.get_submodule("3_quantizer").scale
+    before = scale.item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(5):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    assert (0.5 * before < scale.item() < 2 * before) == kept
