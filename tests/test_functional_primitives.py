@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nan
 
+from qat.functional.binary import binary_quantize
 from qat.functional.clamping import clamp_ste
 from qat.functional.ewgs import ewgs_gradient, ewgs_round
 from qat.functional.forward_mode import apply
@@ -647,3 +648,18 @@ def test_a_parameter_without_a_gradient_gets_none():
         assert found == (None,) * len(parameters)
         (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         assert not grad.requires_grad or torch.autograd.grad(grad.sum(), parameters, allow_unused=True) == found
+
+
+@pytest.mark.parametrize(("progress", "v"), [(0.37, -9.0), (0.5, -9.0), (0.5, 9.0), (1.0, -1.5), (1.0, 0.3)])
+@pytest.mark.parametrize(
+    "estimator",
+    [error_decay_sign, lambda x, progress: binary_quantize(x, None, "error_decay", progress)],
+    ids=["error_decay_sign", "binary_quantize"],
+)
+def test_the_error_decay_keeps_its_digits_in_the_tails_of_float32(estimator, progress, v):
+    """1 - tanh(z)^2 as a difference has none left: half a digit at z = 9, then 0."""
+    x = torch.tensor([v], requires_grad=True)
+    estimator(x, torch.tensor(progress)).sum().backward()
+    t = 0.1 * 10 ** (2 * progress)
+    expected = max(1 / t, 1) * t / math.cosh(t * v) ** 2
+    assert x.grad.item() == pytest.approx(expected, rel=2e-5)

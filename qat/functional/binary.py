@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qat.functional.arguments import ChannelAxis, axes_within_channel, require_floating, tensor_beside
 from qat.functional.forward_mode import apply
+from qat.functional.sign import approximate_gradient, clipped_gradient, error_decay_gradient
 from qat.functional.tensors import as_dtype
 
 BinaryGradient = Literal["clipped", "approximate", "error_decay", "straight_through"]
@@ -41,24 +42,15 @@ class BinaryFunction(torch.autograd.Function):
             ctx.save_for_backward(weight, progress)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """The slopes of the class docstring; those of sign.py, whose backward torch 2.11 cannot compile from here."""
-        if ctx.gradient == "straight_through":
-            return grad, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        """The gradients of sign.py's Functions, by name."""
+        if not ctx.needs_input_grad[0] or ctx.gradient == "straight_through":
+            return (grad if ctx.needs_input_grad[0] else None), None, None, None
         weight, progress = ctx.saved_tensors
-        inside = weight.abs() <= 1
-        if ctx.gradient == "clipped":
-            return torch.where(inside, grad, 0), None, None, None
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        values, grad = weight.to(wide), grad.to(wide)
-        if ctx.gradient == "approximate":
-            slope = 2 - 2 * torch.where(inside, values, 0).abs()  # finite outside too: 0 * inf would be NaN
-            grad_weight = torch.where(inside, grad * slope, 0)
-        else:
-            rate = 0.1 * torch.pow(10.0, 2 * progress.detach().to(wide))
-            slope = 1 - torch.tanh(rate * values).square()
-            grad_weight = grad * (torch.clamp(rate, min=1) * slope)  # k t = max(1/t, 1) t
-        return grad_weight.to(weight.dtype), None, None, None
+        if ctx.gradient == "error_decay":
+            return error_decay_gradient(grad, weight, progress), None, None, None
+        slope = clipped_gradient if ctx.gradient == "clipped" else approximate_gradient
+        return slope(grad, weight), None, None, None
 
 
 def binary_quantize(

@@ -43,8 +43,10 @@ class EWGSRoundFunction(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         """The last line of the class docstring."""
+        if not ctx.needs_input_grad[0]:
+            return None, None
         x, delta = ctx.saved_tensors
         wide = torch.promote_types(x.dtype, torch.float32)
         return scaled_gradient(grad, x.to(wide), delta).to(x.dtype), None
@@ -74,8 +76,10 @@ class EWGSGradientFunction(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         """The last line of the class docstring."""
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
         x, scale, delta = ctx.saved_tensors
         wide = torch.promote_types(x.dtype, torch.float32)
         return scaled_gradient(grad, x.to(wide) / scale.to(wide), delta).to(x.dtype), None, None

@@ -22,6 +22,31 @@ def two_levels(x: Tensor) -> Tensor:
     return torch.where(x >= 0, 1.0, torch.where(x < 0, -1.0, x))
 
 
+def clipped_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """grad where |x| <= 1, else 0 (BinaryConnect, XNOR-Net)."""
+    return torch.where(x.abs() <= 1, grad, 0)
+
+
+def approximate_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """grad * (2 - 2|x|) where |x| <= 1, else 0 (Bi-Real Net), in the dtype of x."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    inside = x.abs() <= 1
+    slope = 2 - 2 * torch.where(inside, x.to(wide), 0).abs()  # finite outside too: 0 * inf is NaN when differentiated
+    return torch.where(inside, grad.to(wide) * slope, 0).to(x.dtype)
+
+
+def error_decay_gradient(grad: Tensor, x: Tensor, progress: Tensor) -> Tensor:
+    """grad * k t (1 - tanh(t x)^2) with t = 0.1 * 10^(2 progress), k = max(1/t, 1) (IR-Net), in the dtype of x.
+
+    1 - tanh(z)^2 is written 4 sigmoid(2z) sigmoid(-2z): the difference has no digits left in the tails.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    t = 0.1 * torch.pow(10.0, 2 * progress.detach().to(wide))
+    z = t * x.to(wide)
+    slope = 4 * torch.sigmoid(2 * z) * torch.sigmoid(-2 * z)
+    return (grad.to(wide) * (torch.clamp(t, min=1) * slope)).to(x.dtype)  # k t = max(1/t, 1) t
+
+
 class SignSTEFunction(torch.autograd.Function):
     """Two levels, -1 and +1.
 
@@ -53,14 +78,7 @@ class SignSTEFunction(torch.autograd.Function):
         if ctx.gradient == "straight_through":
             return grad, None
         (x,) = ctx.saved_tensors
-        inside = x.abs() <= 1
-        if ctx.gradient == "clipped":
-            return torch.where(inside, grad, 0), None
-        wide = torch.promote_types(x.dtype, torch.float32)
-        slope = (
-            2 - 2 * torch.where(inside, x.to(wide), 0).abs()
-        )  # finite outside too: 0 * inf is NaN when differentiated
-        return torch.where(inside, grad.to(wide) * slope, 0).to(x.dtype), None
+        return (clipped_gradient if ctx.gradient == "clipped" else approximate_gradient)(grad, x), None
 
 
 class ErrorDecaySignFunction(torch.autograd.Function):
@@ -86,14 +104,10 @@ class ErrorDecaySignFunction(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         """The last line of the class docstring."""
         x, progress = ctx.saved_tensors
-        wide = torch.promote_types(x.dtype, torch.float32)
-        steepness = 0.1 * torch.pow(10.0, 2 * progress.detach().to(wide))
-        height = torch.clamp(1 / steepness, min=1)
-        slope = height * steepness * (1 - torch.tanh(steepness * x.to(wide)).square())
-        return (grad.to(wide) * slope).to(x.dtype), None
+        return (error_decay_gradient(grad, x, progress) if ctx.needs_input_grad[0] else None), None
 
 
 class TernarySignSTEFunction(torch.autograd.Function):
@@ -125,12 +139,12 @@ class TernarySignSTEFunction(torch.autograd.Function):
             ctx.save_for_backward(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         """The two lines of the class docstring."""
-        if ctx.gradient == "straight_through":
-            return grad, None, None
+        if not ctx.needs_input_grad[0] or ctx.gradient == "straight_through":
+            return (grad if ctx.needs_input_grad[0] else None), None, None
         (x,) = ctx.saved_tensors
-        return torch.where(x.abs() <= 1, grad, 0), None, None
+        return clipped_gradient(grad, x), None, None
 
 
 def sign_ste(x: Tensor, gradient: SignGradient = "clipped") -> Tensor:
