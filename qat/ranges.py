@@ -36,8 +36,7 @@ def initial_range(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     values = values.detach().float()
     if values.dim() != 2 or values.shape[1] == 0:
         raise ValueError(f"initial_range: values must have shape (groups, elements >= 1), got {tuple(values.shape)}")
-    if not bool(torch.isfinite(values).all()):
-        raise ValueError("initial_range: the values hold NaN or infinity")
+    require_finite(values, "initial_range: ")
     if spec.init == "percentile":
         return _percentile(values, spec.percentile)
     if spec.init == "mse":
@@ -45,6 +44,16 @@ def initial_range(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     if spec.init == "lsq":
         return _lsq(values, spec)
     return _minmax(values)
+
+
+def require_finite(values: Tensor, caller: str = "") -> None:
+    """Refuse values from which no range can be found.
+
+    Raises:
+        ValueError: if a value is NaN or infinite.
+    """
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"{caller}the values hold NaN or infinity")
 
 
 def scale_and_zero_point(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:

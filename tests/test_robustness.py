@@ -347,8 +347,7 @@ WRONG_OPTIONS = [
     ("learned_bits", {"cost": NAN}, "option 'cost' must be at least 0 and finite, got nan"),
 ]
 
-SIGN_AND_ZERO = "needs signed=True and symmetric=True"
-FLOAT_SPEC = "has a sign and no zero point; set signed=True and symmetric=True"
+SIGN_AND_ZERO = "has a sign and no zero point; set signed=True and symmetric=True"
 NOT_UNIFORM = "corrects the rounding to a uniform grid, which it does not do; use ewgs='none'"
 
 WRONG_SPECS = [
@@ -392,8 +391,8 @@ WRONG_SPECS = [
     ("weight", weight("ternary", 2, AFFINE_WEIGHT), f"rule 'ternary' {SIGN_AND_ZERO}"),
     ("weight", weight("n2uq", 4), "rule 'n2uq' needs symmetric=True and granularity='tensor'"),
     ("activation", activation("n2uq", 4), "rule 'n2uq' needs symmetric=True and granularity='tensor'"),
-    ("activation", activation("fp8_e4m3"), f"rule 'fp8_e4m3' {FLOAT_SPEC}"),
-    ("activation", activation("mxfp4", 4), f"rule 'mxfp4' {FLOAT_SPEC}"),
+    ("activation", activation("fp8_e4m3"), f"rule 'fp8_e4m3' {SIGN_AND_ZERO}"),
+    ("activation", activation("mxfp4", 4), f"rule 'mxfp4' {SIGN_AND_ZERO}"),
     ("activation", activation("learned_bits"), "rule 'learned_bits' has no zero point and needs symmetric=True"),
     # granularity, start and EWGS
     ("weight", weight("mxfp8", 8, GROUPS),

@@ -20,7 +20,7 @@ class N2UQFunction(torch.autograd.Function):
 
     Forward:    y = step * (qmin + level), level = how many of the thresholds S[k] + widths[k] / 2 lie below x
     Backward:   with f the broken line through the points (S[k], step * (qmin + k)), constant outside of them, and k
-                the segment of x, S[k] <= x < S[k + 1] (S[n] belongs to the last one):
+                the segment of x, S[k] < x <= S[k + 1] (S[0] belongs to the first one):
                 dy/dx         = step / widths[k]                        where S[0] <= x <= S[n], else 0
                 dy/dstart     = -dy/dx
                 dy/dwidths[j] = -dy/dx for j < k, -dy/dx * (x - S[k]) / widths[k] for j = k, else 0

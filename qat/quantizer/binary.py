@@ -11,7 +11,9 @@ from qat.functional.binary import BinaryGradient, binary_scale
 from qat.functional.sign import error_decay_sign, two_levels
 from qat.functional.ternary import ternary_scale
 from qat.quantizer.base import Quantizer
+from qat.quantizer.granularity import shared_axes
 from qat.quantizer.registry import register_quantizer
+from qat.ranges import require_finite
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class BinaryQuantizer(Quantizer):
     def check_spec(self) -> None:
         """One bit, signed and symmetric."""
         super().check_spec()
-        _require_bits(self, 1)
+        require_bits(self, 1)
         self.exportable = self.role == "weight"
 
     def add_parameters(self, device: torch.device | str | None) -> None:
@@ -90,8 +92,7 @@ class BinaryQuantizer(Quantizer):
 
     def fit(self, values: Tensor, elements: int | None = None) -> None:
         """The scale of an activation is its mean magnitude."""
-        if not bool(torch.isfinite(values).all()):
-            raise ValueError("the values hold NaN or infinity")
+        require_finite(values)
         if self.role == "activation":
             with torch.no_grad():
                 self.set_positive("scale", values.abs().mean().clamp(min=1e-8).to(self.scale.device))
@@ -113,7 +114,7 @@ class TernaryQuantizer(Quantizer):
     def check_spec(self) -> None:
         """Two bits, signed and symmetric."""
         super().check_spec()
-        _require_bits(self, 2)
+        require_bits(self, 2)
 
     def add_parameters(self, device: torch.device | str | None) -> None:
         """Nothing to learn."""
@@ -139,8 +140,7 @@ class TernaryQuantizer(Quantizer):
 
     def fit(self, values: Tensor, elements: int | None = None) -> None:
         """Nothing to find."""
-        if not bool(torch.isfinite(values).all()):
-            raise ValueError("the values hold NaN or infinity")
+        require_finite(values)
         self.mark_calibrated()
 
 
@@ -174,7 +174,7 @@ class TTQQuantizer(Quantizer):
     def check_spec(self) -> None:
         """Two bits, signed and symmetric."""
         super().check_spec()
-        _require_bits(self, 2)
+        require_bits(self, 2)
 
     def add_parameters(self, device: torch.device | str | None) -> None:
         """Both levels."""
@@ -189,8 +189,7 @@ class TTQQuantizer(Quantizer):
     @torch.no_grad()
     def fit(self, values: Tensor, elements: int | None = None) -> None:
         """Start both levels at the mean magnitude of what is kept."""
-        if not bool(torch.isfinite(values).all()):
-            raise ValueError("the values hold NaN or infinity")
+        require_finite(values)
         size = values.abs()
         kept = size > self.options.threshold * size.amax(1, keepdim=True)
         mean = (size * kept).sum(1) / kept.sum(1).clamp(min=1)
@@ -200,12 +199,17 @@ class TTQQuantizer(Quantizer):
         self.mark_calibrated()
 
 
-def _require_bits(quantizer: Quantizer, bits: int) -> None:
+def require_bits(quantizer: Quantizer, bits: int) -> None:
+    """Refuse a grid other than the one that the rule has: so many bits with a sign, around zero.
+
+    Raises:
+        ValueError: saying what to set.
+    """
     spec = quantizer.spec
     if spec.bits != bits:
         raise ValueError(f"rule {spec.rule!r} has {bits} bit{'s' * (bits > 1)}; set bits={bits}, got {spec.bits}")
     if not (spec.signed and spec.symmetric):
-        raise ValueError(f"rule {spec.rule!r} needs signed=True and symmetric=True")
+        raise ValueError(f"rule {spec.rule!r} has a sign and no zero point; set signed=True and symmetric=True")
 
 
 def sign_codes(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -220,5 +224,4 @@ def scale_or_one(scale: Tensor, x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _magnitude(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The largest magnitude for each scale, dims kept."""
-    axes = [axis for axis in range(x.dim()) if not shape or shape[axis] == 1]
-    return x.detach().abs().amax(axes, keepdim=True)
+    return x.detach().abs().amax(shared_axes(x, shape), keepdim=True)

@@ -16,6 +16,7 @@ from qat.functional import (
 from qat.functional.binary import binary_scale
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
 from qat.quantizer.binary import scale_or_one, sign_codes
+from qat.quantizer.granularity import shared_axes
 from qat.quantizer.registry import register_quantizer
 from qat.ranges import scale_and_zero_point
 
@@ -173,8 +174,8 @@ class DoReFaQuantizer(Quantizer):
 
     def reach(self, x: Tensor) -> Tensor:
         """The largest |tanh(x)| for each scale, dims kept, a constant; 1 where all are zero."""
-        axes = [axis for axis in range(x.dim()) if not self.shape or self.shape[axis] == 1]
-        largest = torch.tanh(x.detach().to(torch.promote_types(x.dtype, torch.float32))).abs().amax(axes, keepdim=True)
+        size = torch.tanh(x.detach().to(torch.promote_types(x.dtype, torch.float32))).abs()
+        largest = size.amax(shared_axes(x, self.shape), keepdim=True)
         return torch.where(largest == 0, 1.0, largest)
 
     def forward_weight(self, x: Tensor) -> Tensor:

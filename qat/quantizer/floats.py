@@ -9,7 +9,9 @@ from torch import Tensor
 
 from qat.functional import FLOAT_FORMATS, float_quantize, mx_quantize, scale_gradient
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
+from qat.quantizer.binary import require_bits
 from qat.quantizer.registry import register_quantizer
+from qat.ranges import require_finite
 
 
 class FloatQuantizer(Quantizer):
@@ -22,7 +24,7 @@ class FloatQuantizer(Quantizer):
     def check_spec(self) -> None:
         """Eight bits with a sign."""
         super().check_spec()
-        _require(self, 8)
+        require_bits(self, 8)
 
     def add_parameters(self, device: torch.device | str | None) -> None:
         """The scale."""
@@ -119,7 +121,7 @@ class MXQuantizer(Quantizer):
     def check_spec(self) -> None:
         """The format's bits; blocks take the place of a granularity."""
         super().check_spec()
-        _require(self, self.bits)
+        require_bits(self, self.bits)
         if self.spec.granularity == "group":
             raise ValueError(
                 f"rule {self.spec.rule!r} has blocks of its own; use options={{'block_size': ...}} instead of groups"
@@ -139,8 +141,7 @@ class MXQuantizer(Quantizer):
 
     def fit(self, values: Tensor, elements: int | None = None) -> None:
         """Nothing to find."""
-        if not bool(torch.isfinite(values).all()):
-            raise ValueError("the values hold NaN or infinity")
+        require_finite(values)
         self.mark_calibrated()
 
 
@@ -174,14 +175,6 @@ class MXINT8Quantizer(MXQuantizer):
 
     bits = 8
     options_type = MXINT8Options
-
-
-def _require(quantizer: Quantizer, bits: int) -> None:
-    spec = quantizer.spec
-    if spec.bits != bits:
-        raise ValueError(f"rule {spec.rule!r} has {bits} bits; set bits={bits}, got {spec.bits}")
-    if not (spec.signed and spec.symmetric):
-        raise ValueError(f"rule {spec.rule!r} has a sign and no zero point; set signed=True and symmetric=True")
 
 
 def _check_block(options: Any, formats: tuple[str, ...]) -> None:

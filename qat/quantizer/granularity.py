@@ -50,6 +50,11 @@ def from_groups(x: Tensor, spec: QuantSpec) -> Tensor:
     return x.flatten(1, 2) if spec.granularity == "group" else x
 
 
+def shared_axes(x: Tensor, shape: tuple[int, ...]) -> list[int]:
+    """The axes of a (grouped) tensor along which a scale of this shape is the same."""
+    return [axis for axis in range(x.dim()) if not shape or shape[axis] == 1]
+
+
 def as_rows(weight: Tensor, spec: QuantSpec) -> Tensor:
     """The weight as (scales, elements): one row for each scale, in the order of the scales."""
     if spec.granularity == "tensor":

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from qat.functional import bit_cost, clamp_ste, learned_bits_quantize, round_ste
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
+from qat.quantizer.positive import overwrite
 from qat.quantizer.registry import register_quantizer
 
 
@@ -115,9 +116,8 @@ class LearnedBitsQuantizer(Quantizer):
     def repair(self) -> None:
         """Keep the width within its limits, where it has a gradient."""
         super().repair()
-        target = self.bits if torch.compiler.is_compiling() else self.bits.data
         least = float(max(self.options.least, 1 + int(self.spec.signed)))
-        target.copy_(torch.nan_to_num(self.bits, float(self.spec.bits)).clamp(least, float(self.spec.bits)))
+        overwrite(self.bits, torch.nan_to_num(self.bits, float(self.spec.bits)).clamp(least, float(self.spec.bits)))
 
     def penalty(self) -> Tensor | None:
         """cost * bits * elements / 10^6."""

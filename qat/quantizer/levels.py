@@ -9,6 +9,7 @@ from torch import Tensor
 from qat.functional import apot_quantize, n2uq_quantize, normalize_weight, scale_gradient
 from qat.functional.apot import MOST_MAGNITUDE_BITS, SMALLEST_DEVIATION
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
+from qat.quantizer.positive import overwrite
 from qat.quantizer.registry import register_quantizer
 from qat.ranges import initial_range, scale_and_zero_point
 
@@ -158,5 +159,4 @@ class N2UQQuantizer(Quantizer):
         """A start that became NaN or infinite goes back to the lowest level."""
         super().repair()
         with torch.no_grad():
-            target = self.start if torch.compiler.is_compiling() else self.start.data
-            target.copy_(self.finite_start())
+            overwrite(self.start, self.finite_start())

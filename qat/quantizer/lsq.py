@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from qat.functional import lsq_plus_quantize, lsq_quantize, scale_gradient
 from qat.quantizer.base import Quantizer
+from qat.quantizer.positive import overwrite
 from qat.quantizer.registry import register_quantizer
 
 
@@ -48,8 +49,7 @@ class LSQPlusQuantizer(Quantizer):
         super().repair()
         assert self.zero_point is not None
         with torch.no_grad():
-            target = self.zero_point if torch.compiler.is_compiling() else self.zero_point.data
-            target.copy_(self.finite_zero_point())
+            overwrite(self.zero_point, self.finite_zero_point())
 
     def finite_zero_point(self) -> Tensor:
         """The learned zero point, an end of the grid or 0 where it is not finite."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qat.functional import fake_quantize
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
+from qat.quantizer.granularity import shared_axes
 from qat.quantizer.registry import register_quantizer
 from qat.ranges import scale_and_zero_point
 
@@ -52,7 +53,7 @@ class ObservedQuantizer(Quantizer):
 
     def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Lowest and highest value for each scale, zero included; those in force where x has NaN or infinity."""
-        shared = [axis for axis in range(x.dim()) if not self.shape or self.shape[axis] == 1]
+        shared = shared_axes(x, self.shape)
         wide = x.float()
         low, high = wide.amin(shared).reshape(self.shape), wide.amax(shared).reshape(self.shape)
         finite = low.isfinite() & high.isfinite()

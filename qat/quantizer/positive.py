@@ -12,6 +12,15 @@ FLOOR_SHARE = 1 / 32
 off, and with its ReLUs dead no gradient would ever bring it back."""
 
 
+def overwrite(parameter: Tensor, values: Tensor) -> None:
+    """Write values into a parameter without autograd noticing; call it under `torch.no_grad`.
+
+    Through `.data`, so that a quantizer that runs twice in one forward does not invalidate its own graph.
+    """
+    target = parameter if torch.compiler.is_compiling() else parameter.data
+    target.copy_(values)
+
+
 class PositiveParameters(nn.Module):
     """Base of `Quantizer`: creates, reads, calibrates and repairs such parameters.
 
@@ -53,14 +62,10 @@ class PositiveParameters(nn.Module):
 
     @torch.no_grad()
     def repair(self) -> None:
-        """Put back what an optimizer made NaN or infinite: no gradient could bring that back.
-
-        Through `.data`, so that a quantizer that runs twice in one forward does not invalidate its own graph.
-        """
+        """Put back what an optimizer made NaN or infinite: no gradient could bring that back."""
         for name in self._positive:
             parameter, floor = getattr(self, name), getattr(self, f"smallest_{name}")
-            target = parameter if torch.compiler.is_compiling() else parameter.data
-            target.copy_(torch.where(parameter.isfinite(), parameter, floor / FLOOR_SHARE))
+            overwrite(parameter, torch.where(parameter.isfinite(), parameter, floor / FLOOR_SHARE))
 
     def curves(self) -> dict[str, Tensor]:
         """What TensorBoard shows of it, name to tensor (its mean is drawn)."""

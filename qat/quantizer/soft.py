@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from qat.functional import clamp_ste, dsq_round, round_ste, scale_gradient, soft_round
 from qat.quantizer.base import Quantizer
+from qat.quantizer.positive import overwrite
 from qat.quantizer.registry import register_quantizer
 
 
@@ -68,8 +69,7 @@ class DSQQuantizer(SoftQuantizer):
     def repair(self) -> None:
         """The softness stays between 0.001 and 0.999."""
         super().repair()
-        target = self.alpha if torch.compiler.is_compiling() else self.alpha.data
-        target.copy_(torch.nan_to_num(self.alpha, self.options.alpha).clamp(1e-3, 0.999))
+        overwrite(self.alpha, torch.nan_to_num(self.alpha, self.options.alpha).clamp(1e-3, 0.999))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from qat.evaluating import evaluating
 from qat.export.integer import MOST_BITS
 from qat.export.onnx import keeps_to_its_grid
 from qat.preparation.tracing import model_device
-from qat.quantizer import registered_quantizers
+from qat.quantizer.registry import quantizer_class
 from qat.spec import QuantRecipe, QuantSpec, default_activation_spec, default_weight_spec
 from qat.training.config import QuantizationConfig, RunConfig, SpecConfig
 from qat.training.errors import UserError
@@ -54,11 +53,10 @@ def prepare_model(model: nn.Module, config: RunConfig) -> fx.GraphModule:
     recipe = build_recipe(config.quantization)
     rules = {"weight": recipe.weight.rule, "activation": recipe.activation.rule}
     for tensor, rule in rules.items():
-        if rule not in registered_quantizers():
-            names = ", ".join(registered_quantizers())
-            near = get_close_matches(rule, registered_quantizers(), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"quantization.{tensor}.rule: unknown quantizer {rule!r}; registered: {names}{hint}")
+        try:
+            quantizer_class(rule)
+        except ValueError as error:
+            raise UserError(f"quantization.{tensor}.rule: {error}") from error
     try:
         prepared = qat.prepare(model, recipe)
     except ValueError as error:
