@@ -1,0 +1,243 @@
+"""Every registered rule in layers and prepared models: trained, saved, compiled, exported."""
+
+import copy
+import dataclasses
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import rule_specs as specs
+import torch
+import torch.nn.functional as F
+from rule_specs import every_layer, every_model, fitted, tensor_of
+from rule_training import answer_loss, quantizers_of, state_of, train
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+
+import qat
+from qat.export import compare_layers
+from qat.layers import QuantConv2d, QuantLinear
+
+# Layers and models.
+
+
+@every_layer
+def test_layers_train_and_their_state_loads(weight_spec, activation_spec):
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            QuantConv2d(4, 8, 3, weight_spec=weight_spec, activation_spec=activation_spec),
+            nn.Hardtanh() if activation_spec.rule == "binary" else nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            QuantLinear(8, 5, weight_spec=weight_spec, activation_spec=activation_spec),
+        )
+
+    inputs = [specs.images(seed) for seed in range(4)]
+    if activation_spec.symmetric and not activation_spec.signed:
+        inputs = [x.abs() for x in inputs]
+    model = layers()
+    qat.calibrate(model, inputs)
+    train(model, inputs[:3], answer_loss)
+    model.eval()
+    y = model(inputs[3])
+    assert y.isfinite().all()
+    other = layers()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.eval()(inputs[3]), y)
+
+
+@every_layer
+def test_evaluation_on_integers_is_the_float_computation_but_for_the_bias(weight_spec, activation_spec):
+    torch.manual_seed(0)
+    layer = QuantLinear(8, 6, weight_spec=weight_spec, activation_spec=activation_spec)
+    x = torch.randn(40, 8)
+    x = x.abs() if activation_spec.symmetric and not activation_spec.signed else x
+    qat.calibrate(layer, [x])
+    layer.eval()
+    plain = F.linear(layer.input_quantizer(x), layer.weight_quantizer(layer.weight), layer.bias)
+    gap = (layer(x) - plain).abs()
+    if layer._runs_on_integers(layer.input_quantizer):
+        unit = layer.integers(layer.input_quantizer).accumulator_scale
+        assert (gap <= unit / 2 + 1e-5 * plain.abs().max()).all()
+    else:
+        assert gap.max() == 0
+
+
+@every_model
+def test_models_train_evaluate_and_load(weight_spec, activation_spec):
+    model = specs.prepared(weight_spec, activation_spec)
+    train(model, [specs.images(seed) for seed in range(3)], answer_loss)
+    model.eval()
+    x = specs.images(9)
+    y = model(x)
+    assert y.isfinite().all()
+    if activation_spec.bits > 1 or activation_spec.rule == "binary":
+        assert (y.std(0) > 0).any(), "it tells images apart"
+    other = specs.uncalibrated(weight_spec, activation_spec)
+    other.load_state_dict(model.state_dict())
+    for same in (other, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(same.eval()(x), y)
+    assert weight_spec.rule in str(qat.summary(model)) and activation_spec.rule in str(qat.summary(model))
+
+
+# Compilation.
+
+COMPILED = [
+    "weight lsq, ewgs groups", "weight lsq_plus", "weight minmax", "weight ema, groups", "weight power_of_two",
+    "weight dorefa", "weight dorefa, 1 bit", "weight apot", "weight binary", "weight binary, error decay",
+    "weight ternary", "weight ttq", "weight n2uq", "weight dsq", "weight stacked_sigmoid", "weight fp8_e4m3",
+    "weight mxfp8", "weight learned_bits", "activation lsq, from zero", "activation lsq_plus",
+    "activation minmax, ewgs", "activation ema", "activation pact", "activation pact, from zero", "activation dorefa",
+    "activation binary, approximate", "activation mxint8",
+    "activation learned_bits, from zero",
+]  # fmt: skip
+
+
+class Counting:
+    """torch's aot_eager backend, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        torch._dynamo.reset()
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.graphs += 1
+        return lookup_backend("aot_eager")(graph, inputs)
+
+
+def assert_compiled_equals_eager(eager: nn.Module, inputs: list[Tensor]) -> None:
+    """Outputs, gradients and state of three training steps, an evaluation after each; one graph for each mode."""
+    module, backend = copy.deepcopy(eager), Counting()
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    for step, x in enumerate(inputs):
+        found = []
+        for owner, call in ((eager, eager), (module, compiled)):
+            owner.train()
+            qat.set_progress(owner, step / len(inputs))
+            owner.zero_grad()
+            given = x.clone().requires_grad_()
+            y = call(given)
+            y.square().sum().backward()
+            found.append([y, given.grad, *(p.grad for p in owner.parameters()), *state_of(owner).values()])
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled.eval()(x), eager.eval()(x), rtol=1e-6, atol=1e-7)
+    assert backend.graphs == 2, "one graph for training and one for evaluation"
+
+
+torch_211 = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # its compiler's own
+
+
+@torch_211
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_training_equals_eager_training(name):
+    role, spec = specs.QUANTIZERS[name]
+    inputs = [tensor_of(role, spec, seed) * (1 + seed) for seed in range(3)]
+    assert_compiled_equals_eager(fitted(role, spec), inputs)
+
+
+@torch_211
+def test_a_compiled_model_equals_the_eager_one():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    recipe = qat.QuantRecipe(specs.WEIGHTS["learned_bits"], specs.ACTIVATIONS["minmax, ewgs"])
+    model = qat.prepare(net, recipe)
+    qat.calibrate(model, [specs.images()])
+    assert_compiled_equals_eager(model, [specs.images(seed) for seed in range(3)])
+
+
+# Export.
+
+# Weights of conv1, conv2 and fc; the input of conv1, the input of fc, and all other activations.
+DEPLOYED = [
+    ("lsq", "minmax, ewgs", "ema", "lsq_plus", "learned_bits", "minmax"),
+    ("power_of_two", "dorefa", "dorefa, not rescaled", "power_of_two", "dorefa", "ema"),
+    ("dorefa, 1 bit", "binary", "ternary", "lsq, 1 bit", "lsq, signed", "pact"),
+    ("n2uq", "dsq", "stacked_sigmoid", "dsq", "stacked_sigmoid", "lsq, ewgs"),
+    ("learned_bits", "lsq, 2 bits", "lsq, relative", "pact", "lsq", "learned_bits"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("names", DEPLOYED, ids=", ".join)
+def test_the_exported_model_has_the_same_integers(tmp_path, names):
+    weights, activations = [specs.WEIGHTS[n] for n in names[:3]], [specs.ACTIVATIONS[n] for n in names[3:]]
+    inputs = {"conv1": activations[0], "conv2": activations[2], "fc": activations[1]}
+    overrides = {
+        name: {"weight": dataclasses.asdict(spec), "activation": dataclasses.asdict(inputs[name])}
+        for name, spec in zip(inputs, weights, strict=True)
+    }
+    model = specs.prepared(weights[0], activations[2], overrides)
+    assert {quantizer.spec for quantizer in quantizers_of(model).values()} == {*weights, *activations}
+    train(model, [specs.images(seed) for seed in range(2)], answer_loss)
+    path = tmp_path / "model.onnx"
+    qat.export_onnx(model, path, specs.images())
+    batches = [specs.images(seed) for seed in range(7, 10)]
+    for optimize in (False, True):
+        differences = compare_layers(path, model, torch.cat(batches), optimize)
+        assert [layer.name for layer in differences if layer.differing] == []
+        assert sum(layer.elements for layer in differences) == 48 * (100 + 3 * 200 + 8)
+    answer = qat.verify_onnx(path, model, batches)
+    assert answer.samples == 48 and answer.agreement == 1.0 and answer.max_difference < 1e-4
+    assert (model.eval()(specs.images(7)).std(0) > 0).any()
+
+
+def test_fixed_ranges_put_sums_on_ties_which_onnx_runtime_rounds_its_own_way(tmp_path):
+    """DoReFa's scales are ratios of small integers; without optimisation the runtime computes as torch does."""
+    model = specs.prepared(specs.WEIGHTS["lsq"], specs.ACTIVATIONS["dorefa"])
+    path = tmp_path / "model.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        qat.export_onnx(model, path, specs.images())
+    exact, optimized = (
+        {
+            layer.name: layer.largest
+            for layer in compare_layers(path, model, specs.images(7), optimize)
+            if layer.differing
+        }
+        for optimize in (False, True)
+    )
+    assert exact == {} and optimized in ({}, {"add_quantizer": 1})
+
+
+UNDEPLOYED = {name: specs.QUANTIZERS[name] for name in (
+    "weight apot", "weight ttq", "weight fp8_e4m3", "weight fp8_e5m2", "weight mxfp8", "weight mxfp6", "weight mxfp4",
+    "weight mxint8", "weight lsq, groups", "weight binary, groups", "activation apot", "activation binary",
+    "activation n2uq", "activation fp8_e4m3", "activation fp8_e5m2", "activation mxfp8", "activation mxfp6",
+    "activation mxfp4", "activation mxint8",
+)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("role", "spec"), UNDEPLOYED.values(), ids=UNDEPLOYED.keys())
+def test_what_has_no_integers_is_refused_by_the_exporter(tmp_path, role, spec):
+    given = {"weight_spec": specs.WEIGHTS["lsq"], "activation_spec": specs.ACTIVATIONS["lsq"], f"{role}_spec": spec}
+    model = specs.prepared(**given)
+    with pytest.raises(ValueError) as refusal:
+        qat.export_onnx(model, tmp_path / "model.onnx", specs.images())
+    name = "conv1.weight_quantizer" if role == "weight" else "input_quantizer"
+    reason = (
+        "has a scale per group of 4 inputs, which ONNX Runtime's integer kernels lack"
+        if spec.rule in ("lsq", "binary") and role == "weight"
+        else f"uses the rule {spec.rule!r}, whose values lie on no integer grid"
+    )
+    assert str(refusal.value) == f"export_onnx: {name!r} {reason}"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"), [("weight dorefa, 8 bits", -255, 255), ("weight lsq, 16 bits", -32767, 32767),
+                              ("activation pact, 16 bits", 0, 65535)],
+)  # fmt: skip
+def test_more_than_eight_bits_are_refused_by_the_exporter(tmp_path, name, low, high):
+    role, spec = specs.QUANTIZERS.get(name, ("weight", specs.weight("dorefa", 8)))
+    given = {"weight_spec": specs.WEIGHTS["lsq"], "activation_spec": specs.ACTIVATIONS["lsq"], f"{role}_spec": spec}
+    with pytest.raises(ValueError) as refusal:
+        qat.export_onnx(specs.prepared(**given), tmp_path / "model.onnx", specs.images())
+    quantizer = "conv1.weight_quantizer" if role == "weight" else "input_quantizer"
+    assert str(refusal.value) == (
+        f"export_onnx: {quantizer!r} has the integers {low} to {high}; ONNX Runtime's integer kernels take at most"
+        " 8 bits"
+    )
