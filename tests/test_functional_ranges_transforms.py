@@ -166,10 +166,12 @@ def assert_equal_all(ours: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-@every_rule
+# The row of ties at DoReFa's maximum is there for its gradient; the forward is compared on other values.
+WITH_REFERENCE = {name: rule for name, rule in RULES.items() if rule.forward is not None}
+
+
+@pytest.mark.parametrize("rule", WITH_REFERENCE.values(), ids=WITH_REFERENCE.keys())
 def test_forward_equals_numpy(rule):
-    if rule.forward is None:
-        pytest.skip("the forward is compared on other values")
     expected = rule.forward(*(value.numpy() for value in rule.inputs))
     np.testing.assert_allclose(rule.function(*rule.inputs), expected, rtol=1e-13, atol=1e-15)
 
