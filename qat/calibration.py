@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from qat.evaluating import evaluating
-from qat.layers import QuantLayer
+from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.tracing import model_device
 from qat.quantizer import Quantizer, RangeObserver
 
@@ -37,14 +37,19 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
     if not quantizers:
         raise ValueError("calibrate: the model has no activation quantizer; call prepare first")
     observers = {name: RangeObserver() for name in quantizers}
+    functions = [module for module in model.modules() if isinstance(module, QuantFunction)]
     try:
         for name, quantizer in quantizers.items():
             quantizer.observer = observers[name]
+        for function in functions:
+            function.calibrating = True
         with evaluating(model):
             _run(model, batches)
     finally:
         for quantizer in quantizers.values():
             quantizer.observer = None
+        for function in functions:
+            function.calibrating = False
     for module in model.modules():
         if isinstance(module, QuantLayer):
             module.calibrate_weight()

@@ -190,7 +190,7 @@ def _tensor_of(model: nn.Module, name: str, quantizer: Quantizer) -> Tensor:
     """What the quantizer has to agree on: the weight itself, or points inside, outside and between the levels."""
     owner = model.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, QuantLayer) and owner.weight_quantizer is quantizer:
-        return owner.weight.detach()
+        return owner.channels_first(owner.weight.detach())
     scale, zero_point = quantizer.grid()
     low, high = quantizer.bounds()
     points = torch.linspace(low - 1.3, high + 1.7, 61, device=scale.device)

@@ -4,9 +4,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from qat.functional import round_ste
 from qat.layers.folding import IntegerWeight, fold_weight
+from qat.layers.sharing import share_parameters
 from qat.quantizer import Quantizer, as_rows, create_quantizer, scale_shape
 from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
 
@@ -31,7 +33,7 @@ class QuantLayer(nn.Module):
     def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
         """Create the quantizers; called by constructors once the weight exists."""
         spec = weight_spec or default_weight_spec()
-        shape = scale_shape(spec, tuple(self.weight.shape))
+        shape = scale_shape(spec, tuple(self.channels_first(self.weight).shape))
         self.weight_quantizer = create_quantizer(spec, "weight", shape, self.weight.device)
         self.input_quantizer = None
         if activation_spec is not None:
@@ -41,8 +43,12 @@ class QuantLayer(nn.Module):
 
     def calibrate_weight(self) -> None:
         """Set the weight's range from the weight as it is now."""
-        weight = self.weight.detach()
-        self.weight_quantizer.fit(as_rows(weight, self.weight_quantizer.spec), weight.numel())
+        self.fit_weight(self.weight)
+
+    def fit_weight(self, weight: Tensor) -> None:
+        """Set the weight's range from this weight, given in torch's layout."""
+        rows = self.channels_first(weight.detach())
+        self.weight_quantizer.fit(as_rows(rows, self.weight_quantizer.spec), rows.numel())
 
     @classmethod
     def from_float(
@@ -51,22 +57,27 @@ class QuantLayer(nn.Module):
         """The quantized twin of a float layer; it takes over the layer's parameters, it does not copy them.
 
         Args:
-            layer: the float layer.
+            layer: the float layer; it may be parametrised (`torch.nn.utils.parametrize`, weight norm).
             weight_spec: grid of the weight; default 8 bits per channel.
             activation_spec: grid of the input, or None if something outside quantizes it, as in a prepared model.
 
         Raises:
             TypeError: if the layer is of another type.
         """
-        if type(layer) is not cls.float_type:
+        if parametrize.type_before_parametrizations(layer) is not cls.float_type:
             raise TypeError(
                 f"{cls.__name__}.from_float: expected {cls.float_type.__name__}, got {type(layer).__name__}"
             )
-        arguments = cls.constructor_arguments(layer)
-        twin = cls(**arguments, device="meta", weight_spec=weight_spec, activation_spec=None)
-        twin.weight, twin.bias = layer.weight, layer.bias  # type: ignore[assignment]
+        twin = cls(**cls.constructor_arguments(layer), device="meta", weight_spec=weight_spec, activation_spec=None)
+        share_parameters(layer, twin)
         twin.add_quantizers(weight_spec, activation_spec)
         return twin.train(layer.training)
+
+    def to_float(self) -> nn.Module:
+        """The float layer again: the same parameters, without the quantizers."""
+        layer = self.float_type(**self.constructor_arguments(self), device="meta")
+        share_parameters(self, layer)
+        return layer.train(self.training)
 
     @staticmethod
     def constructor_arguments(layer: Any) -> dict[str, Any]:
@@ -77,47 +88,84 @@ class QuantLayer(nn.Module):
         """The layer's linear operation with these operands."""
         raise TypeError(f"{type(self).__name__}: a quantized layer must implement operate(x, weight, bias)")
 
-    def per_channel(self, values: Tensor) -> Tensor:
-        """View (channels,) so that it broadcasts over the layer's output."""
-        return values.reshape(-1, *[1] * (self.weight.dim() - 2))
+    def channels_first(self, weight: Tensor) -> Tensor:
+        """The weight with its output channels on axis 0 and its inputs on axis 1, as quantizers see it."""
+        return weight
 
-    def forward(self, x: Tensor, grid: Quantizer | None = None, norm: nn.Module | None = None) -> Tensor:
+    def torch_layout(self, weight: Tensor) -> Tensor:
+        """The inverse of `channels_first`."""
+        return weight
+
+    def per_channel(self, values: Tensor, weight: Tensor) -> Tensor:
+        """View (channels,) so that it broadcasts over the output that this weight makes."""
+        return values.reshape(-1, *[1] * (weight.dim() - 2))
+
+    def forward(
+        self, x: Tensor, grid: Quantizer | None = None, norm: nn.Module | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         """Apply the layer, and the BatchNorm behind it.
 
         Args:
             x: the input, in the shapes of torch's layer.
             grid: the quantizer on whose grid x lies already; a layer with an input_quantizer of its own needs none.
             norm: the BatchNorm that follows; in evaluation it is folded into the integers.
+            bias: one to use instead of the layer's own.
         """
+        return self.compute(x, self.weight, self.bias if bias is None else bias, grid, norm)
+
+    def compute(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, grid: Quantizer | None, norm: nn.Module | None
+    ) -> Tensor:
+        """The layer with this weight and bias: fake-quantized in training, on integers in evaluation."""
         if self.input_quantizer is not None:
             grid = self.input_quantizer
             x = grid(x)
         if self.training or grid is None or grid.observer is not None or not self._runs_on_integers(grid):
-            y = self.operate(x, self.weight_quantizer(self.weight), self.bias)
+            y = self.operate(x, self.quantized(weight), bias)
             return y if norm is None else norm(y)
-        return self._integer_forward(x, grid, norm)
+        return self._integer_forward(x, self.integers(grid, norm, weight, bias), grid)
 
-    def integers(self, grid: Quantizer, norm: nn.Module | None = None) -> IntegerWeight:
-        """The integers that stand for this layer on an input of this grid: what evaluation uses and export writes."""
-        scale, zero_point = self.weight_quantizer.grid(self.weight)
-        codes = self.weight_quantizer.codes(self.weight) - zero_point
-        return fold_weight(codes, scale, self.bias, grid.grid()[0].float(), norm)
+    def quantized(self, weight: Tensor) -> Tensor:
+        """The weight on its grid, in torch's layout."""
+        return self.torch_layout(self.weight_quantizer(self.channels_first(weight)))
+
+    def integers(
+        self,
+        grid: Quantizer,
+        norm: nn.Module | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> IntegerWeight:
+        """The integers that stand for this layer on an input of this grid: what evaluation uses and export writes.
+
+        Args:
+            grid: the input's quantizer.
+            norm: the BatchNorm to fold in.
+            weight: None for the layer's own weight and bias; else bias may be None for none.
+            bias: with `weight`, the bias that belongs to it.
+        """
+        if weight is None:
+            weight, bias = self.weight, self.bias if bias is None else bias
+        rows = self.channels_first(weight)
+        scale, zero_point = self.weight_quantizer.grid(rows)
+        codes = self.weight_quantizer.codes(rows) - zero_point
+        return fold_weight(codes, scale, bias, grid.grid()[0].float(), norm)
 
     def _runs_on_integers(self, grid: Quantizer) -> bool:
         return grid.has_integers and self.weight_quantizer.has_integers
 
-    def _integer_forward(self, x: Tensor, grid: Quantizer, norm: nn.Module | None) -> Tensor:
+    def _integer_forward(self, x: Tensor, integers: IntegerWeight, grid: Quantizer) -> Tensor:
         """y = (operate(x_codes - zero_point, codes) + bias_codes) * accumulator_scale.
 
         The codes are integers in float32: sums up to 2^24 are exact whatever the order, beyond that they are right to
         2^-24 of their size, far less than the level that they are rounded to next.
         """
-        integers = self.integers(grid, norm)
         with torch.autocast(x.device.type, enabled=False):
             wide = torch.promote_types(x.dtype, torch.float32)
             x_codes = round_ste(x.to(wide) / grid.grid()[0])
-            total = self.operate(x_codes, integers.codes.to(wide), None) + self.per_channel(integers.bias_codes)
-            return (total * self.per_channel(integers.accumulator_scale)).to(x.dtype)
+            codes = self.torch_layout(integers.codes.to(wide))
+            total = self.operate(x_codes, codes, None) + self.per_channel(integers.bias_codes, codes)
+            return (total * self.per_channel(integers.accumulator_scale, codes)).to(x.dtype)
 
 
 def default_input_spec(activation_spec: QuantSpec | str | None) -> QuantSpec | None:

@@ -1,0 +1,84 @@
+"""QuantFunction: a function that reads a weight as a plain tensor, quantized where it reads it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qat.layers.base import QuantLayer
+from qat.quantizer import Quantizer, create_quantizer, scale_shape
+from qat.spec import QuantSpec, default_weight_spec
+
+CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+
+
+class QuantFunction(QuantLayer):
+    """`F.linear(x, weight, bias)` or `F.conv2d(...)` on integer grids, where no layer owns the weight alone.
+
+    Models read weights lazily (`F.linear(x, self.qkv.weight)`), in slices (`in_proj_weight[:embed_dim]`), or compute
+    them. The weight stays where it is; this module holds its quantizer and computes as the other quantized layers do.
+
+    Args:
+        function: F.linear, F.conv1d, F.conv2d or F.conv3d.
+        weight_shape: of the weight that it will be called with.
+        options: keyword arguments of the function besides input, weight and bias.
+        weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
+        activation_spec: grid of the input; None: the input is quantized elsewhere.
+        device: where the quantizers live.
+
+    Raises:
+        ValueError: for another function.
+
+    >>> weight = nn.Parameter(torch.randn(6, 4))
+    >>> project = QuantFunction(F.linear, (2, 4))
+    >>> project.fit_weight(weight[:2])
+    >>> project(torch.randn(3, 4), weight[:2], None).shape
+    torch.Size([3, 2])
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        weight_shape: tuple[int, ...],
+        options: Mapping[str, Any] | None = None,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: QuantSpec | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if function not in (F.linear, *CONVOLUTIONS):
+            raise ValueError(f"QuantFunction: {getattr(function, '__name__', function)} is not linear or a convolution")
+        self.function = function
+        self.options = dict(options or {})
+        spec = weight_spec or default_weight_spec()
+        self.weight_quantizer = create_quantizer(spec, "weight", scale_shape(spec, weight_shape), device)
+        self.input_quantizer = None
+        if activation_spec is not None:
+            self.input_quantizer = create_quantizer(activation_spec, "activation", (), device)
+        self.calibrating = False
+
+    def calibrate_weight(self) -> None:
+        """Nothing to look at here: the weight is seen when `calibrating` is set and the function runs."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        grid: Quantizer | None = None,
+        norm: nn.Module | None = None,
+    ) -> Tensor:
+        """The function on this input, weight and bias; `grid` and `norm` as of every quantized layer."""
+        if self.calibrating:
+            self.fit_weight(weight)
+        return self.compute(x, weight, bias, grid, norm)
+
+    def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The function itself."""
+        return self.function(x, weight, bias, **self.options)
+
+    def extra_repr(self) -> str:
+        """The function, for print(model)."""
+        return self.function.__name__
