@@ -13,12 +13,22 @@ from pathlib import Path
 
 from benchmarks.default_rule import rule_table
 from benchmarks.rules_table import rules_table
+from benchmarks.targets_table import limits_table, reasons_table, targets_table
+from benchmarks.zoo_table import families_table, models_table
 from qat.training.logging import format_table
 from qat.training.report import table_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/rules.md", "docs/default_rule.md")
+DOCUMENTS = ("README.md", "docs/rules.md", "docs/default_rule.md", "docs/targets.md", "docs/zoo.md")
+FROM_CODE = {
+    "rules": rules_table,
+    "targets": targets_table,
+    "target_limits": limits_table,
+    "target_reasons": reasons_table,
+    "zoo_families": families_table,
+    "zoo_models": models_table,
+}
 MARKED = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?<!-- end -->", re.DOTALL)
 
 
@@ -41,8 +51,8 @@ def with_tables(document: str) -> str:
 
 def table_of(name: str) -> str:
     """The Markdown between the marks: a table from the code or from measurements, or a run's summary as text."""
-    if name == "rules":
-        return rules_table()
+    if name in FROM_CODE:
+        return FROM_CODE[name]()
     if name.startswith("default_rule_"):
         return rule_table(int(name.rpartition("_")[2]))
     return f"```\n{run_table(name)}```\n"

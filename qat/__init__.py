@@ -14,16 +14,44 @@ from qat.analysis import summary
 from qat.calibration import calibrate
 from qat.ewgs import update_ewgs
 from qat.export import export_onnx, verify_onnx
-from qat.layers import QuantConv2d, QuantLinear
+from qat.layers import (
+    QuantBilinear,
+    QuantConv1d,
+    QuantConv2d,
+    QuantConv3d,
+    QuantConvTranspose1d,
+    QuantConvTranspose2d,
+    QuantConvTranspose3d,
+    QuantEmbedding,
+    QuantEmbeddingBag,
+    QuantGRU,
+    QuantLinear,
+    QuantLSTM,
+    QuantMultiheadAttention,
+    QuantRNN,
+)
 from qat.preparation import prepare
 from qat.quantizer import Quantizer, penalty, register_quantizer, set_progress
-from qat.spec import QuantRecipe, QuantSpec
+from qat.recipe import QuantRecipe
+from qat.spec import QuantSpec
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "QuantBilinear",
+    "QuantConv1d",
     "QuantConv2d",
+    "QuantConv3d",
+    "QuantConvTranspose1d",
+    "QuantConvTranspose2d",
+    "QuantConvTranspose3d",
+    "QuantEmbedding",
+    "QuantEmbeddingBag",
+    "QuantGRU",
+    "QuantLSTM",
     "QuantLinear",
+    "QuantMultiheadAttention",
+    "QuantRNN",
     "QuantRecipe",
     "QuantSpec",
     "Quantizer",

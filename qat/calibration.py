@@ -6,10 +6,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
 from qat.layers import QuantFunction, QuantLayer
-from qat.preparation.tracing import model_device
+from qat.preparation.nodes import model_device
 from qat.quantizer import Quantizer, RangeObserver
 
 
@@ -24,7 +25,7 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
     Args:
         model: a prepared model, or one with quantized layers of your own.
         batches: tensors; or sequences whose first item is the input (labels are ignored); or mappings of keyword
-            arguments. They are moved to the model's device.
+            arguments. The tensors in them, in lists and mappings too, are moved to the model's device.
 
     Raises:
         ValueError: without an activation quantizer or a batch, if a quantizer saw nothing, or saw NaN or infinity.
@@ -65,11 +66,12 @@ def _run(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[st
     with torch.no_grad():
         for batch in batches:
             count += 1
+            given = batch if isinstance(batch, (Tensor, Mapping)) else batch[0]
+            given = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, given)
             if isinstance(batch, Mapping):
-                model(**{key: value.to(device) for key, value in batch.items()})
+                model(**given)
             else:
-                images = batch if isinstance(batch, Tensor) else batch[0]
-                model(images.to(device))
+                model(given)
     if not _on_any_rank(count > 0):
         raise ValueError("calibrate: batches is empty; at least one batch is needed to find the ranges")
 

@@ -1,15 +1,13 @@
-"""The integer grid of one tensor (`QuantSpec`) and the choice of grids for a whole model (`QuantRecipe`)."""
+"""The integer grid of one tensor: `QuantSpec`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Granularity = Literal["tensor", "channel", "group"]
 RangeInit = Literal["minmax", "percentile", "mse", "lsq"]
 GradScale = Literal["sample", "batch", "none", "relative"]
 EWGS = Literal["none", "fixed", "hessian"]
-Target = Literal["onnxruntime"]
 
 
 @dataclass(frozen=True)
@@ -123,113 +121,3 @@ def default_weight_spec() -> QuantSpec:
 def default_activation_spec() -> QuantSpec:
     """8 bits unsigned with a zero point: the only activations that ONNX Runtime runs fully in integers on x86."""
     return QuantSpec(bits=8, signed=False, symmetric=False, granularity="tensor", init="mse")
-
-
-def _changed(spec: QuantSpec, change: Mapping[str, Any]) -> QuantSpec:
-    """The spec with some fields changed; options of another rule, and a group size without groups, do not stay."""
-    dropped: dict[str, Any] = {}
-    if change.get("rule", spec.rule) != spec.rule:
-        dropped["options"] = {}
-    if change.get("ewgs", "fixed") != "fixed":
-        dropped["ewgs_delta"] = None
-    if change.get("granularity", "group") != "group":
-        dropped["group_size"] = None
-    return replace(spec, **{**dropped, **change})
-
-
-@dataclass(frozen=True)
-class LayerRecipe:
-    """What a recipe says about one layer: the grid of its weight, the grid of its input, or that it stays float."""
-
-    weight: QuantSpec
-    activation: QuantSpec
-    skipped_by: str | None = None
-
-
-@dataclass(frozen=True)
-class QuantRecipe:
-    """Which grid every tensor of a model gets.
-
-    Args:
-        weight: grid of weights.
-        activation: grid of activations.
-        overrides: patterns of layer names (shell style: `conv1`, `layer1.*`, `*.downsample.0`) mapped to what
-            differs there: {"weight": {...}, "activation": {...}, "skip": True}. "activation" is the grid of the
-            layer's input. Later patterns win. A pattern that names no layer is an error when the model is prepared.
-            Another rule starts from its own options, another granularity than "group" has no group_size.
-        target: the runtime that the grids are made for.
-
-    Raises:
-        ValueError: for an unknown target or override key, or a grid that the target does not run.
-
-    >>> first_and_last = {"activation": {"bits": 8}, "weight": {"bits": 8}}
-    >>> recipe = QuantRecipe(weight=QuantSpec(bits=4, granularity="channel"), overrides={"conv1": first_and_last})
-    >>> recipe.for_layer("conv1").weight.bits, recipe.for_layer("layer1.0.conv1").weight.bits
-    (8, 4)
-    """
-
-    weight: QuantSpec = field(default_factory=default_weight_spec)
-    activation: QuantSpec = field(default_factory=default_activation_spec)
-    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    target: Target = "onnxruntime"
-
-    def __post_init__(self) -> None:
-        if self.target not in get_args(Target):
-            raise ValueError(f"QuantRecipe: target must be one of {', '.join(get_args(Target))}, got {self.target!r}")
-        for pattern in self.overrides:
-            self._check_override(pattern)
-        self._check_target(self.weight, self.activation, "QuantRecipe")
-        for pattern in self.overrides:
-            layer = self._apply(LayerRecipe(self.weight, self.activation), pattern)
-            self._check_target(layer.weight, layer.activation, f"QuantRecipe: overrides[{pattern!r}]")
-
-    def for_layer(self, name: str) -> LayerRecipe:
-        """The grids of the layer with this name, all overrides applied."""
-        layer = LayerRecipe(self.weight, self.activation)
-        for pattern in self.overrides:
-            if fnmatchcase(name, pattern):
-                layer = self._apply(layer, pattern)
-        return layer
-
-    def _apply(self, layer: LayerRecipe, pattern: str) -> LayerRecipe:
-        change = self.overrides[pattern]
-        grids = {}
-        for key in ("weight", "activation"):
-            try:
-                grids[key] = _changed(getattr(layer, key), change.get(key, {}))
-            except ValueError as error:
-                raise ValueError(f"QuantRecipe: overrides[{pattern!r}][{key!r}]: {error}") from error
-        return LayerRecipe(
-            **grids,
-            skipped_by=layer.skipped_by if "skip" not in change else pattern if change["skip"] else None,
-        )
-
-    def _check_override(self, pattern: str) -> None:
-        known = {spec_field.name for spec_field in fields(QuantSpec)}
-        where = f"QuantRecipe: overrides[{pattern!r}]"
-        if not isinstance(self.overrides[pattern], Mapping):
-            raise ValueError(f"{where}: must be a mapping, got {self.overrides[pattern]!r}")
-        for key, value in self.overrides[pattern].items():
-            if key in ("weight", "activation") and not isinstance(value, Mapping):
-                raise ValueError(f"{where}[{key!r}]: must be a mapping, got {value!r}")
-            if key not in ("weight", "activation", "skip"):
-                raise ValueError(
-                    f"QuantRecipe: overrides[{pattern!r}]: unknown key {key!r}; valid: weight, activation, skip"
-                )
-            unknown = sorted(set(value) - known) if key != "skip" else []
-            if unknown:
-                raise ValueError(
-                    f"QuantRecipe: overrides[{pattern!r}][{key!r}]: unknown key {unknown[0]!r};"
-                    f" valid: {', '.join(sorted(known))}"
-                )
-
-    def _check_target(self, weight: QuantSpec, activation: QuantSpec, where: str) -> None:
-        """ONNX Runtime's integer kernels: per-tensor activations, symmetric weights, 8-bit containers."""
-        if activation.granularity != "tensor":
-            raise ValueError(
-                f"{where}: activation granularity {activation.granularity!r} has no integer kernel in"
-                f" {self.target}; use 'tensor'"
-            )
-        if not weight.symmetric:
-            rule = " and rule='lsq'" if weight.rule == "lsq_plus" else ""
-            raise ValueError(f"{where}: an affine weight has no exact BatchNorm folding; use symmetric=True{rule}")

@@ -1,11 +1,15 @@
 """Config files and overrides: what is read, and the sentence for everything that cannot be."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from pydantic import ValidationError
+from torch import nn
 
+from qat.recipe import QuantRecipe
+from qat.targets import PROFILES
 from qat.training.config import RunConfig
 from qat.training.config_file import dump_config, load_config
 from qat.training.config_problems import dotted, sentences_of
@@ -200,6 +204,64 @@ def test_overrides() -> None:
     assert (patterns["layer1.0.conv1"].weight.bits, patterns["layer1.*"].skip, patterns["fc"].skip) == (4, True, True)
 
 
+# The target's grids
+
+
+@pytest.mark.parametrize("target", PROFILES)
+def test_grids_that_the_config_leaves_out_are_the_targets(target: str) -> None:
+    profile = PROFILES[target]
+    recipe = build_recipe(load(f"quantization: {{target: {target}, activation: {{bits: 4}}}}").quantization)
+    assert recipe == QuantRecipe(profile.weight, replace(profile.activation, bits=4), target=profile.name)
+
+
+def test_first_and_last_bits_and_overrides_by_type_reach_the_recipe() -> None:
+    text = """
+    quantization:
+      target: qnnpack
+      weight: {bits: 4}
+      first_bits: 8
+      overrides:
+        type:Linear: {weight: {bits: 6}}
+        head: {skip: true}
+    """
+    config = load(text, "quantization.last_bits=7", "quantization.overrides.type:Linear.activation.bits=5")
+    recipe = build_recipe(config.quantization)
+    assert (recipe.first_bits, recipe.last_bits, list(recipe.overrides)) == (8, 7, ["type:Linear", "head"])
+    linear = recipe.for_layer("mlp", nn.Linear)
+    assert (linear.weight.bits, linear.activation.bits) == (6, 5)
+    assert recipe.for_layer("stem", nn.Conv2d, "first").weight.bits == 8
+    resolved = yaml.safe_load(dump_config(config))["quantization"]
+    assert (resolved["target"], resolved["first_bits"], resolved["last_bits"]) == ("qnnpack", 8, 7)
+    assert resolved["overrides"]["type:Linear"]["activation"]["bits"] == 5
+    Path("resolved.yaml").write_text(dump_config(config), encoding="utf-8")
+    assert load_config("resolved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "quantization: {target: tensorrt, activation: {signed: false}}",
+            "quantization: QuantRecipe: an unsigned activation does not run on tensorrt: its INT8 is signed;"
+            " use signed=True",
+        ),
+        (
+            "quantization: {target: integer_only, last_bits: 12}",
+            "quantization: QuantRecipe: last_bits: an activation of 12 bits does not run on integer_only:"
+            " activations are int8; use at most 8 bits",
+        ),
+        (
+            "quantization: {overrides: {'type:': {skip: true}}}",
+            "quantization: QuantRecipe: overrides['type:']: the class is missing; write 'type:Linear'",
+        ),
+    ],
+)
+def test_a_grid_that_the_target_does_not_run(text: str, sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        build_recipe(load(text).quantization)
+    assert str(error.value) == sentence
+
+
 # What cannot be read: the sentence after the file's name
 
 BAD_FILES = [
@@ -254,7 +316,15 @@ BAD_FILES = [
     ("amp: bf61", "amp: expected 'none', 'bf16' or 'fp16', got 'bf61'; did you mean 'bf16'?"),
     ("qat: {optimizer: SGD}", "qat.optimizer: expected 'sgd' or 'adamw', got 'SGD'; did you mean 'sgd'?"),
     ("resume: off", "resume: expected 'never' or 'auto', got 'off'"),
-    ("quantization: {target: cpu}", "quantization.target: expected 'onnxruntime', got 'cpu'"),
+    ("quantization: {target: cpu}", "quantization.target: expected 'onnxruntime', 'tensorrt', 'openvino', 'qnnpack' or "
+     "'integer_only', got 'cpu'"),
+    ("quantization: {target: tensort}", "quantization.target: expected 'onnxruntime', 'tensorrt', 'openvino', "
+     "'qnnpack' or 'integer_only', got 'tensort'; did you mean 'tensorrt'?"),
+    ("quantization: {first_bit: 8}", "quantization.first_bit: unknown key; did you mean 'first_bits'?"),
+    ("quantization: {overrides: {type:Linear: {weights: {bits: 4}}}}", "quantization.overrides.type:Linear.weights: "
+     "unknown key; did you mean 'weight'?"),
+    ("quantization: {overrides: {type: Linear}}", "quantization.overrides.type: expected a section (weight, "
+     "activation, skip), got 'Linear'"),
     ("quantization: {weight: {granularity: per_channel}}", "quantization.weight.granularity: expected 'tensor', "
      "'channel', 'group' or null, got 'per_channel'; did you mean 'channel'?"),
     # ranges
@@ -265,6 +335,9 @@ BAD_FILES = [
     ("data: {augment: {horizontal_flip: 50}}", "data.augment.horizontal_flip: expected a number from 0 to 1, got 50"),
     ("quantization: {weight: {bits: 0}}", "quantization.weight.bits: expected a whole number from 1 to 16 or null, "
      "got 0"),
+    ("quantization: {first_bits: 0}", "quantization.first_bits: expected a whole number from 1 to 16 or null, got 0"),
+    ("quantization: {last_bits: '8'}", "quantization.last_bits: expected a whole number from 1 to 16 or null, got '8'; "
+     "write it without quotes"),
     ("quantization: {weight: {percentile: 50}}", "quantization.weight.percentile: expected a number > 50 and <= 100 "
      "or null, got 50"),
     ("seed: 9223372036854775808", "seed: expected a whole number >= 0 and < 9223372036854775808, "

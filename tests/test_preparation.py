@@ -13,7 +13,8 @@ from torch import nn
 
 import qat
 from qat.layers import QuantLayer
-from qat.preparation.prepared import LEFT_IN_FLOAT, probe
+from qat.preparation.prepared import probe
+from qat.preparation.report import LEFT_IN_FLOAT
 from qat.quantizer import Quantizer, create_quantizer, registered_quantizers
 
 

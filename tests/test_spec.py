@@ -1,16 +1,9 @@
-"""Grids and recipes: the integers, the overrides, and the sentence for every mistake."""
-
-from dataclasses import replace
+"""Grids: the integers, and the sentence for every mistake."""
 
 import pytest
 import reference
 
-from qat.spec import QuantRecipe, QuantSpec, default_activation_spec, default_weight_spec
-
-VALID_KEYS = (
-    "bits, ewgs, ewgs_delta, grad_scale, granularity, group_size, init, narrow_range, options, percentile, rule,"
-    " signed, symmetric"
-)
+from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
 
 
 @pytest.mark.parametrize("bits", range(2, 17))
@@ -25,8 +18,6 @@ def test_the_defaults_are_the_documented_ones():
     weight, activation = default_weight_spec(), default_activation_spec()
     assert (weight.qmin, weight.qmax, weight.symmetric, weight.granularity) == (-127, 127, True, "channel")
     assert (activation.qmin, activation.qmax, activation.symmetric, activation.granularity) == (0, 255, False, "tensor")
-    recipe = QuantRecipe()
-    assert (recipe.weight, recipe.activation, recipe.target) == (weight, activation, "onnxruntime")
     assert QuantSpec() == QuantSpec(8, True, True, "tensor", "lsq", False, "minmax", 99.99, "sample")
 
 
@@ -80,111 +71,3 @@ def test_a_wrong_spec_is_refused(wrong, sentence):
 
 def test_the_ends_of_the_percentile_are_allowed():
     assert QuantSpec(percentile=100).percentile == 100 and QuantSpec(percentile=50.01).percentile == 50.01
-
-
-def test_later_overrides_win_key_by_key():
-    recipe = QuantRecipe(
-        overrides={
-            "layer?.*": {"weight": {"bits": 4, "init": "mse"}},
-            "*.conv1": {"weight": {"bits": 3}, "activation": {"bits": 5}},
-            "layer1.0.conv1": {"activation": {"init": "percentile"}},
-        }
-    )
-    layer = recipe.for_layer("layer1.0.conv1")
-    assert (layer.weight.bits, layer.weight.init, layer.weight.granularity) == (3, "mse", "channel")
-    assert (layer.activation.bits, layer.activation.init, layer.activation.signed) == (5, "percentile", False)
-    other = recipe.for_layer("layer1.0.conv2")
-    assert (other.weight.bits, other.activation) == (4, recipe.activation)
-    assert recipe.for_layer("fc").weight == recipe.weight and recipe.for_layer("fc").skipped_by is None
-
-
-def test_patterns_are_shell_style_and_know_upper_case():
-    recipe = QuantRecipe(overrides={"*.downsample.[0-1]": {"skip": True}, "Head": {"skip": True}})
-    skipped = [name for name in ("layer2.0.downsample.0", "layer2.0.downsample.2", "head", "Head", "downsample.0")
-               if recipe.for_layer(name).skipped_by]  # fmt: skip
-    assert skipped == ["layer2.0.downsample.0", "Head"]
-
-
-def test_a_skip_names_the_pattern_that_asked_for_it():
-    recipe = QuantRecipe(
-        overrides={
-            "conv*": {"skip": True},
-            "conv1": {"weight": {"bits": 4}},
-            "conv2": {"skip": False},
-            "conv3": {"skip": True},
-        }
-    )
-    names = {name: recipe.for_layer(name).skipped_by for name in ("conv0", "conv1", "conv2", "conv3", "fc")}
-    assert names == {"conv0": "conv*", "conv1": "conv*", "conv2": None, "conv3": "conv3", "fc": None}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ({"target": "tensorrt"}, "QuantRecipe: target must be one of onnxruntime, got 'tensorrt'"),
-        (
-            {"overrides": {"fc": {"weigth": {}}}},
-            "QuantRecipe: overrides['fc']: unknown key 'weigth'; valid: weight, activation, skip",
-        ),
-        (
-            {"overrides": {"fc": {"weight": {"bit": 4}}}},
-            f"QuantRecipe: overrides['fc']['weight']: unknown key 'bit'; valid: {VALID_KEYS}",
-        ),
-        (
-            {"activation": QuantSpec(granularity="channel")},
-            "QuantRecipe: activation granularity 'channel' has no integer kernel in onnxruntime; use 'tensor'",
-        ),
-        (
-            {"weight": QuantSpec(symmetric=False)},
-            "QuantRecipe: an affine weight has no exact BatchNorm folding; use symmetric=True",
-        ),
-        (
-            {"overrides": {"fc": {"weight": {"symmetric": False}}}},
-            "QuantRecipe: overrides['fc']: an affine weight has no exact BatchNorm folding; use symmetric=True",
-        ),
-        (
-            {"overrides": {"fc": {"activation": {"granularity": "channel"}}}},
-            "QuantRecipe: overrides['fc']: activation granularity 'channel' has no integer kernel in onnxruntime;"
-            " use 'tensor'",
-        ),
-    ],
-)
-def test_a_wrong_recipe_is_refused(wrong, sentence):
-    with pytest.raises(ValueError) as refusal:
-        QuantRecipe(**wrong)
-    assert str(refusal.value) == sentence
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (
-            {"weight": {"bits": 33}},
-            "QuantRecipe: overrides['fc']['weight']: QuantSpec: bits must be a whole number from 1 to 16, got 33",
-        ),
-        (None, "QuantRecipe: overrides['fc']: must be a mapping, got None"),
-        ({"weight": None}, "QuantRecipe: overrides['fc']['weight']: must be a mapping, got None"),
-        ({"weight": "int8"}, "QuantRecipe: overrides['fc']['weight']: must be a mapping, got 'int8'"),
-    ],
-)
-def test_a_wrong_value_in_an_override_says_where(change, sentence):
-    with pytest.raises(ValueError) as refusal:
-        QuantRecipe(overrides={"fc": change})
-    assert str(refusal.value) == sentence
-
-
-def test_an_override_with_another_rule_or_granularity_drops_what_belonged_to_the_old_one():
-    grouped = QuantSpec(bits=4, granularity="group", group_size=8, rule="dsq", options={"alpha": 0.3})
-    recipe = QuantRecipe(
-        weight=grouped,
-        overrides={
-            "rule": {"weight": {"rule": "lsq"}},
-            "same": {"weight": {"rule": "dsq", "bits": 8}},
-            "coarse": {"weight": {"granularity": "channel"}},
-            "both": {"weight": {"granularity": "tensor", "rule": "dsq", "options": {"alpha": 0.5}}},
-        },
-    )
-    assert recipe.for_layer("rule").weight == replace(grouped, rule="lsq", options={})
-    assert recipe.for_layer("same").weight == replace(grouped, bits=8)
-    assert recipe.for_layer("coarse").weight == replace(grouped, granularity="channel", group_size=None)
-    assert recipe.for_layer("both").weight == QuantSpec(bits=4, rule="dsq", options={"alpha": 0.5})

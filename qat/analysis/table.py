@@ -4,8 +4,8 @@ from torch import fx, nn
 
 from qat.layers import QuantLayer
 from qat.preparation.fusion import swappable_layers
-from qat.preparation.prepared import COMPROMISES, LEFT_IN_FLOAT
-from qat.preparation.tracing import submodule_of
+from qat.preparation.nodes import submodule_of
+from qat.preparation.report import COMPROMISES, LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer
 
 HEADER = ("name", "type", "grid", "rule", "parameters", "remark")
@@ -30,8 +30,8 @@ def summary(model: nn.Module) -> str:
     <BLANKLINE>
     1 quantized layer, 1 activation quantizer, 0 layers in float; 18 float parameters, 3 quantizer parameters
     """
-    remarks = {**_grids(model), **getattr(model, "meta", {}).get(COMPROMISES, {})}
-    reasons: dict[str, str] = dict(getattr(model, "meta", {}).get(LEFT_IN_FLOAT, {}))
+    remarks = {**_grids(model), **noted(model, COMPROMISES)}
+    reasons = noted(model, LEFT_IN_FLOAT)
     for name, _ in swappable_layers(model):
         if not isinstance(model.get_submodule(name), QuantLayer):
             reasons.setdefault(name, "the reason was not kept")

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.layers import QuantConv2d, QuantLayer, QuantLinear
+from qat.layers import IntegerWeight, QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d, QuantLayer
+from qat.layers.embedding import IntegerTable
 from qat.quantizer import Quantizer
 
 MOST_BITS = 8
@@ -19,13 +19,25 @@ MOST_BITS = 8
 OPSET = 21
 """The first opset with 4- and 16-bit integers in QuantizeLinear."""
 
+QUANTIZER = "qat.quantizer"
+"""Key of a QuantizeLinear's metadata while it is exported: the quantizer that it comes from."""
+
+TRANSPOSED = (QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d)
+
 
 def onnx_operator(
-    name: str, inputs: tuple[Tensor, ...], dtype: torch.dtype, shape: Sequence[int], axis: int | None = None
+    name: str,
+    inputs: tuple[Tensor, ...],
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    axis: int | None = None,
+    metadata: dict[str, str] | None = None,
 ) -> Tensor:
     """One ONNX operator in the graph under export."""
     attributes: dict[str, Any] = {} if axis is None else {"axis": axis}
-    result: Tensor = torch.onnx.ops.symbolic(name, inputs, attributes, dtype=dtype, shape=shape, version=OPSET)
+    result: Tensor = torch.onnx.ops.symbolic(
+        name, inputs, attributes, dtype=dtype, shape=shape, version=OPSET, metadata_props=metadata
+    )
     return result
 
 
@@ -35,8 +47,9 @@ class ActivationGrid(nn.Module):
     The Clip acts on integers, so a convolution before it still becomes QLinearConv.
     """
 
-    def __init__(self, quantizer: Quantizer) -> None:
+    def __init__(self, quantizer: Quantizer, name: str) -> None:
         super().__init__()
+        self.quantizer_name = name
         scale, zero_point = quantizer.grid()
         low, high = quantizer.bounds()
         self.container = torch.int8 if low < 0 else torch.uint8
@@ -53,18 +66,45 @@ class ActivationGrid(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The operators."""
-        q = onnx_operator("QuantizeLinear", (x, self.scale, self.zero_point), self.container, x.shape)
+        name = {QUANTIZER: self.quantizer_name}
+        q = onnx_operator("QuantizeLinear", (x, self.scale, self.zero_point), self.container, x.shape, None, name)
         if self.clips:
             q = onnx_operator("Clip", (q, self.low, self.high), self.container, x.shape)
         return onnx_operator("DequantizeLinear", (q, self.scale, self.zero_point), torch.float32, x.shape)
 
 
-class IntegerLayer(nn.Module):
-    """A quantized layer, its BatchNorm folded in, with int8 weight and int32 bias behind DequantizeLinear."""
+class ConstantGrid(nn.Module):
+    """A quantized parameter that is an operand of a matrix product: its integers behind a DequantizeLinear."""
 
-    def __init__(self, layer: QuantLayer, grid: Quantizer, norm: nn.Module | None) -> None:
+    def __init__(self, quantizer: Quantizer, value: Tensor) -> None:
         super().__init__()
-        integers = layer.integers(grid, norm)
+        scale, zero_point = quantizer.grid()
+        container = torch.int8 if quantizer.bounds()[0] < 0 else torch.uint8
+        self.codes: Tensor
+        self.scale: Tensor
+        self.zero_point: Tensor
+        self.register_buffer("codes", quantizer.codes(value).detach().to(container))
+        self.register_buffer("scale", scale.detach().float())
+        self.register_buffer("zero_point", zero_point.detach().to(container))
+
+    def forward(self, *unused: Any) -> Tensor:
+        """The operator; what was quantized is not looked at again."""
+        return onnx_operator(
+            "DequantizeLinear", (self.codes, self.scale, self.zero_point), torch.float32, self.codes.shape
+        )
+
+
+class IntegerLayer(nn.Module):
+    """A quantized layer, its BatchNorm folded in, with int8 weight and int32 bias behind DequantizeLinear.
+
+    Args:
+        layer: whose operation it is.
+        integers: weight and bias.
+        grid: that of the input, if it is quantized here and not outside.
+    """
+
+    def __init__(self, layer: QuantLayer, integers: IntegerWeight, grid: ActivationGrid | None = None) -> None:
+        super().__init__()
         lowest, highest = integers.codes.min().item(), integers.codes.max().item()
         if not (lowest >= -128 and highest <= 127 and integers.bias_codes.isfinite().all()):
             raise ValueError(
@@ -72,29 +112,62 @@ class IntegerLayer(nn.Module):
                 " (NaN weights? a grid that is unsigned or not narrow_range=True?)"
             )
         self.geometry = layer
+        self.grid = grid
+        # A transposed convolution has its output channels on axis 1; with groups, one axis does not hold them all.
+        self.in_torch_layout = isinstance(layer, TRANSPOSED) and layer.groups == 1
+        codes = layer.torch_layout(integers.codes) if self.in_torch_layout else integers.codes
         self.weight: Tensor
         self.weight_scale: Tensor
         self.weight_zero_point: Tensor
         self.bias: Tensor
         self.bias_scale: Tensor
-        self.register_buffer("weight", integers.codes.detach().to(torch.int8))
+        self.register_buffer("weight", codes.detach().to(torch.int8).contiguous())
         self.register_buffer("weight_scale", integers.scale.detach().float().contiguous())
         # Written out because ONNX Runtime fuses QGemm only if the weight's zero point is there.
         self.register_buffer("weight_zero_point", torch.zeros(self.weight_scale.shape, dtype=torch.int8))
         self.register_buffer("bias", integers.bias_codes.detach().to(torch.int32))
         self.register_buffer("bias_scale", integers.accumulator_scale.detach().float().contiguous())
 
-    def forward(self, x: Tensor, grid: nn.Module | None = None, norm: nn.Module | None = None) -> Tensor:
-        """DequantizeLinear of weight and bias, then the float operation that the runtime fuses into an integer one."""
+    def forward(self, x: Tensor, *operands: Any, **options: Any) -> Tensor:
+        """DequantizeLinear of weight and bias, then the float operation that the runtime fuses into an integer one.
+
+        Args:
+            x: the input.
+            operands: the second input of a bilinear layer; a weight and a bias to read are not looked at again.
+            options: what the operation takes besides, as `output_size`.
+        """
+        if self.grid is not None:
+            x = self.grid(x)
         weight = onnx_operator(
             "DequantizeLinear", (self.weight, self.weight_scale, self.weight_zero_point), torch.float32,
-            self.weight.shape, axis=0,
+            self.weight.shape, axis=int(self.in_torch_layout),
         )  # fmt: skip
+        if not self.in_torch_layout:
+            weight = self.geometry.torch_layout(weight)
         bias = onnx_operator("DequantizeLinear", (self.bias, self.bias_scale), torch.float32, self.bias.shape, axis=0)
-        if isinstance(self.geometry, QuantConv2d):
-            return self.geometry.operate(x, weight, bias)
-        assert isinstance(self.geometry, QuantLinear)
-        return F.linear(x, weight, bias)
+        others = operands if len(self.geometry.grid_arguments) > 1 else ()
+        result: Tensor = self.geometry.operate(x, weight, bias, *others, **options)
+        return result
+
+
+class FrozenTable(nn.Module):
+    """The rows of a quantized embedding: int8 codes, looked up, times their scale."""
+
+    def __init__(self, table: IntegerTable) -> None:
+        super().__init__()
+        rows = table.codes.shape[0]
+        self.codes: Tensor
+        self.scale: Tensor
+        self.zero_point: Tensor
+        signed = bool(table.codes.min() < 0)
+        self.register_buffer("codes", table.codes.detach().to(torch.int8 if signed else torch.uint8))
+        self.register_buffer("scale", table.scale.detach().float().reshape(-1, 1).expand(rows, 1).contiguous())
+        zero_point = torch.as_tensor(table.zero_point).detach().float()
+        self.register_buffer("zero_point", zero_point.reshape(-1, 1).expand(rows, 1).contiguous())
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """(code - zero_point) * scale of every row that is asked for."""
+        return (self.codes[indices].float() - self.zero_point[indices]) * self.scale[indices]
 
 
 class GlobalAveragePool(nn.Module):

@@ -1,70 +1,67 @@
 """`export_onnx`: a prepared model as an ONNX file with integer initializers."""
 
 import contextlib
-import copy
 import io
 import logging
-import operator
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
-from qat.export.integer import MOST_BITS, OPSET, ActivationGrid, GlobalAveragePool, IntegerLayer
-from qat.layers import QuantLayer
-from qat.preparation.operations import SPLITTING_FUNCTIONS, SPLITTING_METHODS, passes_grid
-from qat.preparation.placement import grid_of
-from qat.preparation.tracing import submodule_of
+from qat.export.freezing import expected_quantizers, to_integer_modules
+from qat.export.integer import MOST_BITS, OPSET, QUANTIZER
+from qat.layers import QuantFunction, QuantLayer
+from qat.preparation.report import LEFT_IN_FLOAT
 from qat.quantizer import Quantizer
 
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
-def export_onnx(
-    model: fx.GraphModule, path: str | os.PathLike[str], example_inputs: Tensor | tuple[Tensor, ...]
-) -> None:
+
+def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: Inputs) -> None:
     """Write the model in QuantizeLinear/DequantizeLinear form: int8 weights, int32 biases, trained grids.
 
     Nothing is observed again. BatchNorm is folded into the weight's scale; fewer than 8 bits are stored in 8-bit
-    containers with the same integers. The batch axis is free. The output of quantizer `layer1.0.add_quantizer` is
-    called `layer1.0.add_quantizer` in the file, which is how `compare_layers` finds it.
+    containers with the same integers. The batch axis is free where the model lets it. The output of quantizer
+    `layer1.0.add_quantizer` is called `layer1.0.add_quantizer` in the file, which is how `compare_layers` finds it.
 
     Args:
-        model: a prepared and calibrated model; it is not changed.
+        model: a prepared and calibrated model, or a module of quantized layers of your own; it is not changed. Of a
+            model that was prepared in parts, export the parts: `qat.preparation.parts.prepared_parts(model)`.
         path: the file to write; an existing one is replaced, atomically.
-        example_inputs: a tensor or a tuple, only their shapes matter; the first axis is the batch.
+        example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments; of floating-point tensors
+            only the shapes matter. The first axis is the batch.
 
     Raises:
-        TypeError: if the model is not a prepared one.
-        ValueError: if a quantizer is not calibrated, not exportable or wider than 8 bits, or if the ONNX graph lacks
-            a quantizer of the model.
+        TypeError: if the model holds no quantizer.
+        ValueError: if the model was prepared in parts, if a quantizer is not calibrated, not exportable or wider than
+            8 bits, or if the ONNX graph lacks a quantizer of the model.
     """
     import onnx
 
     _check_exportable(model)
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    # Two samples at least: with one, torch.export takes the batch for a constant.
-    inputs = tuple((torch.cat([x, x]) if len(x) == 1 else x).detach().cpu().float().contiguous() for x in inputs)
-    integer_model = to_integer_modules(model)
-    names = [node.name for node in integer_model.graph.nodes if node.op == "placeholder"]
+    args, kwargs = example_arguments(example_inputs)
+    frozen = to_integer_modules(model)
     with _quiet():
         program = torch.onnx.export(
-            integer_model,
-            inputs,
+            frozen,
+            args,
+            kwargs=kwargs,
             dynamo=True,
             opset_version=OPSET,
-            input_names=names[: len(inputs)],
-            dynamic_shapes=[{0: torch.export.Dim.DYNAMIC} for _ in inputs],
+            dynamic_shapes=_free_batch(frozen, args, kwargs),
             verbose=False,
         )
     assert program is not None
     proto = program.model_proto
+    _name_quantizers(proto, expected_quantizers(frozen))
     _strip_traces(proto)
-    _name_quantizers(proto, integer_model)
+    _say_if_fixed(proto, args, kwargs)
     onnx.checker.check_model(proto)
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -75,95 +72,54 @@ def export_onnx(
         scratch.unlink(missing_ok=True)
 
 
-def to_integer_modules(model: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a prepared model, on the CPU, whose quantizers and layers are ONNX operators on frozen integers."""
-    frozen = copy.deepcopy(model).cpu().float().eval()
-    for parameter in frozen.parameters():
-        parameter.requires_grad_(False)
-    replacements: list[tuple[str, nn.Module]] = []
-    for number, node in enumerate(list(frozen.graph.nodes)):
-        module = submodule_of(frozen, node)
-        if isinstance(module, QuantLayer):
-            # One module a call: a shared layer has other integers on another grid.
-            name = f"integer_{number}"
-            frozen.add_submodule(name, IntegerLayer(module, *_handed(frozen, node)))
-            node.target, node.kwargs = name, {}
-        elif isinstance(module, Quantizer):
-            replacements.append((str(node.target), ActivationGrid(module)))
-        elif _averages_all(node, module) and _scales_fit(node, frozen):
-            name = f"global_average_pool_{number}"
-            frozen.add_submodule(name, GlobalAveragePool())
-            node.op, node.target, node.args, node.kwargs = "call_module", name, node.args[:1], {}
-        elif (source := _grid_to_restate(node, frozen)) is not None:
-            _restate_grid(node, source)
-    for name, grid in replacements:
-        frozen.set_submodule(name, grid)
-    frozen.graph.eliminate_dead_code()
-    frozen.recompile()
-    return frozen
+def example_arguments(example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments, on the CPU, in float32, two samples at least."""
+
+    def ready(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        # With one sample, torch.export takes the batch for a constant.
+        x = torch.cat([x, x]) if x.dim() and len(x) == 1 else x
+        x = x.detach().cpu()
+        return (x.float() if x.is_floating_point() else x).contiguous()
+
+    moved = pytree.tree_map(ready, example_inputs)
+    if isinstance(moved, Mapping):
+        return (), dict(moved)
+    return (moved if isinstance(moved, tuple) else (moved,)), {}
 
 
-def _grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
-    """The quantizer to state again behind an operation that carries its grid through where ONNX Runtime does not.
+def _free_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every tensor's first axis may have any length; torch.export fixes those that the model takes for a number."""
 
-    That is Pad and a part of a Split; and with a signed grid max pooling and reshaping too: there ONNX Runtime 1.31
-    writes a zero point of the wrong type itself and refuses its own graph.
-    """
-    source = (
-        grid_of(node, model)
-        if passes_grid(node, model) and node.target not in SPLITTING_FUNCTIONS | SPLITTING_METHODS
-        else None
-    )
-    if source is None:
-        return None
-    grid = model.get_submodule(str(source.target))
-    assert isinstance(grid, Quantizer)
-    return source if node.target in (F.pad, operator.getitem) or grid.spec.signed else None
+    def free(x: Any) -> Any:
+        return {0: torch.export.Dim.AUTO} if isinstance(x, Tensor) and x.dim() else None
+
+    return tuple(pytree.tree_map(free, args)) if args else pytree.tree_map(free, kwargs)
 
 
-def _restate_grid(node: fx.Node, source: fx.Node) -> None:
-    """Quantize a padded tensor again, on its own grid: it changes nothing, and without it ONNX Runtime, which carries
-    grids through max pooling and reshaping but not through Pad, computes the next operation in float."""
-    with node.graph.inserting_after(node):
-        again = node.graph.call_module(str(source.target))
-    node.replace_all_uses_with(again)
-    again.args = (node,)
-
-
-def _handed(model: fx.GraphModule, node: fx.Node) -> tuple[Quantizer, nn.Module | None]:
-    """The grid and the BatchNorm that a layer's call is given."""
-    grid, norm = node.kwargs["grid"], node.kwargs.get("norm")
-    assert isinstance(grid, fx.Node)
-    quantizer = model.get_submodule(str(grid.target))
-    assert isinstance(quantizer, Quantizer)
-    return quantizer, model.get_submodule(str(norm.target)) if isinstance(norm, fx.Node) else None
-
-
-def _averages_all(node: fx.Node, module: nn.Module | None) -> bool:
-    size: Any = module.output_size if isinstance(module, nn.AdaptiveAvgPool2d) else None
-    if node.target is F.adaptive_avg_pool2d:
-        size = node.args[1] if len(node.args) > 1 else node.kwargs.get("output_size")
-    return size in (1, (1, 1), [1, 1])
-
-
-def _scales_fit(node: fx.Node, model: fx.GraphModule) -> bool:
-    """Whether ONNX Runtime's integer average takes these grids: it stops at 256 and above, and below 2^-32."""
-    source = grid_of(node.args[0], model) if isinstance(node.args[0], fx.Node) else None
-    reader = next((user for user in node.users if isinstance(submodule_of(model, user), Quantizer)), None)
-    if source is None or reader is None:
-        return True  # without grids on both sides it stays a float operation
-    before, after = (model.get_submodule(str(end.target)) for end in (source, reader))
-    assert isinstance(before, Quantizer) and isinstance(after, Quantizer)
-    # The image size divides the ratio; leaving it out keeps within the upper bound, and 2^16 pixels within the lower.
-    ratio = float(before.grid()[0]) / float(after.grid()[0])
-    return 2.0**-16 <= ratio < 256
+def _say_if_fixed(proto: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    for given, declared in zip(tensors, proto.graph.input, strict=False):
+        axes = declared.type.tensor_type.shape.dim
+        if given.dim() and axes and axes[0].HasField("dim_value"):
+            warnings.warn(
+                f"export_onnx: the first axis of the input {declared.name!r} is fixed at {axes[0].dim_value}, for the"
+                " model computes with it as with a number",
+                stacklevel=3,
+            )
 
 
 def _check_exportable(model: nn.Module) -> None:
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
-    if not isinstance(model, fx.GraphModule) or not quantizers:
+    if not quantizers:
         raise TypeError(
             f"export_onnx: expected a model from qat.prepare, got {type(model).__name__} without quantizers"
+        )
+    if LEFT_IN_FLOAT in vars(model):
+        raise ValueError(
+            f"export_onnx: {type(model).__name__} was prepared in parts, for its forward has no one graph; export each"
+            " part, see qat.preparation.parts.prepared_parts(model)"
         )
     for name, quantizer in quantizers.items():
         refusal = quantizer.refusal()
@@ -189,7 +145,7 @@ def _check_exportable(model: nn.Module) -> None:
 def _tensor_of(model: nn.Module, name: str, quantizer: Quantizer) -> Tensor:
     """What the quantizer has to agree on: the weight itself, or points inside, outside and between the levels."""
     owner = model.get_submodule(name.rpartition(".")[0])
-    if isinstance(owner, QuantLayer) and owner.weight_quantizer is quantizer:
+    if isinstance(owner, QuantLayer) and owner.weight_quantizer is quantizer and not isinstance(owner, QuantFunction):
         return owner.channels_first(owner.weight.detach())
     scale, zero_point = quantizer.grid()
     low, high = quantizer.bounds()
@@ -207,20 +163,19 @@ def keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
     return not bool(off.any())
 
 
-def _name_quantizers(proto: Any, model: fx.GraphModule) -> None:
+def _name_quantizers(proto: Any, expected: set[str]) -> None:
     """Give every QuantizeLinear the name of its quantizer, and fail loudly if one is missing."""
-    expected = [str(node.target) for node in model.graph.nodes if isinstance(submodule_of(model, node), ActivationGrid)]
-    # The last integer tensor of a quantizer: QuantizeLinear, or the Clip behind it.
-    quantized = [node for node in proto.graph.node if node.op_type == "QuantizeLinear"]
-    if len(quantized) != len(expected):
-        raise ValueError(f"export_onnx: the model has {len(expected)} quantizers and the ONNX graph {len(quantized)}")
     readers: dict[str, list[Any]] = {}
     for node in proto.graph.node:
         for name in node.input:
             readers.setdefault(name, []).append(node)
     seen: dict[str, int] = {}
-    for node, name in zip(quantized, expected, strict=True):
+    for node in proto.graph.node:
+        name = next((entry.value for entry in node.metadata_props if entry.key == QUANTIZER), None)
+        if name is None:
+            continue
         following = readers.get(node.output[0], [])
+        # The last integer tensor of a quantizer: QuantizeLinear, or the Clip behind it.
         last = following[0] if following and following[0].op_type == "Clip" else node
         seen[name] = seen.get(name, -1) + 1
         new = f"{name}.{seen[name]}" if seen[name] else name
@@ -228,6 +183,12 @@ def _name_quantizers(proto: Any, model: fx.GraphModule) -> None:
             reader.input[:] = [new if old == last.output[0] else old for old in reader.input]
         last.output[0] = new
         node.name = new
+    missing = sorted(expected - set(seen))
+    if missing:
+        raise ValueError(
+            f"export_onnx: {len(missing)} of the model's {len(expected)} quantizers are not in the ONNX graph:"
+            f" {', '.join(missing[:5])}"
+        )
 
 
 def _strip_traces(proto: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from qat.evaluating import evaluating
-from qat.preparation.tracing import model_device, submodule_of
+from qat.preparation.nodes import model_device, submodule_of
 from qat.quantizer import Quantizer
 
 Batches = Iterable[Tensor | Sequence[Tensor]]

@@ -1,9 +1,34 @@
 """The quantized twins of torch's layers."""
 
+from qat.layers.attention import QuantMultiheadAttention
 from qat.layers.base import QuantLayer
-from qat.layers.conv import QuantConv2d
+from qat.layers.bilinear import QuantBilinear
+from qat.layers.conv import QuantConv1d, QuantConv2d, QuantConv3d
+from qat.layers.conv_transpose import QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d
+from qat.layers.embedding import IntegerTable, QuantEmbedding, QuantEmbeddingBag
 from qat.layers.folding import IntegerWeight, fold_weight
 from qat.layers.function import QuantFunction
 from qat.layers.linear import QuantLinear
+from qat.layers.recurrent import QuantGRU, QuantLSTM, QuantRNN
 
-__all__ = ["IntegerWeight", "QuantConv2d", "QuantFunction", "QuantLayer", "QuantLinear", "fold_weight"]
+__all__ = [
+    "IntegerTable",
+    "IntegerWeight",
+    "QuantBilinear",
+    "QuantConv1d",
+    "QuantConv2d",
+    "QuantConv3d",
+    "QuantConvTranspose1d",
+    "QuantConvTranspose2d",
+    "QuantConvTranspose3d",
+    "QuantEmbedding",
+    "QuantEmbeddingBag",
+    "QuantFunction",
+    "QuantGRU",
+    "QuantLSTM",
+    "QuantLayer",
+    "QuantLinear",
+    "QuantMultiheadAttention",
+    "QuantRNN",
+    "fold_weight",
+]

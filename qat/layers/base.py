@@ -1,5 +1,6 @@
 """What every quantized layer shares: its quantizers, and the two ways of computing."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,9 @@ class QuantLayer(nn.Module):
 
     float_type: ClassVar[type[nn.Module]]
     """The layer of torch that this one replaces."""
+
+    grid_arguments: ClassVar[tuple[str, ...]] = ("grid",)
+    """Names of forward's keyword arguments that take the grid of each input tensor, in the order of the inputs."""
 
     weight: Tensor
     bias: Any
@@ -114,16 +118,25 @@ class QuantLayer(nn.Module):
         return self.compute(x, self.weight, self.bias if bias is None else bias, grid, norm)
 
     def compute(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, grid: Quantizer | None, norm: nn.Module | None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        grid: Quantizer | None,
+        norm: nn.Module | None,
+        **options: Any,
     ) -> Tensor:
-        """The layer with this weight and bias: fake-quantized in training, on integers in evaluation."""
+        """The layer with this weight and bias: fake-quantized in training, on integers in evaluation.
+
+        `options` are keyword arguments that the layer's `operate` takes besides.
+        """
         if self.input_quantizer is not None:
             grid = self.input_quantizer
             x = grid(x)
         if self.training or grid is None or grid.observer is not None or not self._runs_on_integers(grid):
-            y = self.operate(x, self.quantized(weight), bias)
+            y = self.operate(x, self.quantized(weight), bias, **options)
             return y if norm is None else norm(y)
-        return self._integer_forward(x, self.integers(grid, norm, weight, bias), grid)
+        return self._integer_forward(x, self.integers(grid, norm, weight, bias), grid, **options)
 
     def quantized(self, weight: Tensor) -> Tensor:
         """The weight on its grid, in torch's layout."""
@@ -154,18 +167,23 @@ class QuantLayer(nn.Module):
     def _runs_on_integers(self, grid: Quantizer) -> bool:
         return grid.has_integers and self.weight_quantizer.has_integers
 
-    def _integer_forward(self, x: Tensor, integers: IntegerWeight, grid: Quantizer) -> Tensor:
+    def _integer_forward(self, x: Tensor, integers: IntegerWeight, grid: Quantizer, **options: Any) -> Tensor:
         """y = (operate(x_codes - zero_point, codes) + bias_codes) * accumulator_scale.
 
         The codes are integers in float32: sums up to 2^24 are exact whatever the order, beyond that they are right to
         2^-24 of their size, far less than the level that they are rounded to next.
         """
-        with torch.autocast(x.device.type, enabled=False):
+        with exact_arithmetic(x.device):
             wide = torch.promote_types(x.dtype, torch.float32)
             x_codes = round_ste(x.to(wide) / grid.grid()[0])
             codes = self.torch_layout(integers.codes.to(wide))
-            total = self.operate(x_codes, codes, None) + self.per_channel(integers.bias_codes, codes)
+            total = self.operate(x_codes, codes, None, **options) + self.per_channel(integers.bias_codes, codes)
             return (total * self.per_channel(integers.accumulator_scale, codes)).to(x.dtype)
+
+
+def exact_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
+    """A context without autocast, for sums of integers; the meta device knows no autocast."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def default_input_spec(activation_spec: QuantSpec | str | None) -> QuantSpec | None:

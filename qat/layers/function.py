@@ -13,6 +13,14 @@ from qat.spec import QuantSpec, default_weight_spec
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 
+FLOAT_KINDS: dict[Callable[..., Tensor], type[nn.Module]] = {
+    F.linear: nn.Linear,
+    F.conv1d: nn.Conv1d,
+    F.conv2d: nn.Conv2d,
+    F.conv3d: nn.Conv3d,
+}
+"""The functions that can be quantized, and the layers that compute the same."""
+
 
 class QuantFunction(QuantLayer):
     """`F.linear(x, weight, bias)` or `F.conv2d(...)` on integer grids, where no layer owns the weight alone.
@@ -48,7 +56,7 @@ class QuantFunction(QuantLayer):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if function not in (F.linear, *CONVOLUTIONS):
+        if function not in FLOAT_KINDS:
             raise ValueError(f"QuantFunction: {getattr(function, '__name__', function)} is not linear or a convolution")
         self.function = function
         self.options = dict(options or {})
@@ -58,6 +66,11 @@ class QuantFunction(QuantLayer):
         if activation_spec is not None:
             self.input_quantizer = create_quantizer(activation_spec, "activation", (), device)
         self.calibrating = False
+
+    @property
+    def kind(self) -> type[nn.Module]:
+        """The float layer that computes the same."""
+        return FLOAT_KINDS[self.function]
 
     def calibrate_weight(self) -> None:
         """Nothing to look at here: the weight is seen when `calibrating` is set and the function runs."""

@@ -1,25 +1,17 @@
 """Swapping float layers for their quantized twins, and handing each the BatchNorm that follows it."""
 
-import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
-import torch
-import torch.nn.functional as F
 from torch import fx, nn
+from torch.nn.utils import parametrize
 
-from qat.layers import QuantConv2d, QuantLayer, QuantLinear
-from qat.preparation.tracing import submodule_of
+from qat.layers import QuantLayer, QuantLinear
+from qat.preparation.constants import attribute, constant_nodes
+from qat.preparation.kinds import float_kind, make_twin
+from qat.preparation.nodes import dimensions, submodule_of
 from qat.quantizer import Quantizer
-from qat.spec import QuantRecipe, QuantSpec
-
-TWINS: dict[type[nn.Module], type[QuantLayer]] = {nn.Conv2d: QuantConv2d, nn.Linear: QuantLinear}
-
-WEIGHT_FUNCTIONS = {
-    F.linear, F.bilinear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
-    F.embedding, torch.matmul, torch.bmm, torch.einsum, operator.matmul,
-}  # fmt: skip
+from qat.recipe import TYPE_PREFIX, QuantRecipe
 
 _LINEAR_FAMILY = (
     nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RNNBase,
@@ -27,10 +19,10 @@ _LINEAR_FAMILY = (
 
 
 def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: QuantRecipe) -> dict[str, str]:
-    """Replace every layer that has a quantized twin, in place.
+    """Replace every layer that has a quantized twin and is called, in place.
 
     Args:
-        graph_module: the traced model; it holds only what its graph calls.
+        graph_module: the traced model.
         root: the model that was traced; its layers that the graph does not call are reported too.
         recipe: the grids, and which layers to skip.
 
@@ -38,53 +30,80 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: QuantReci
         The layers that stay in float, name to reason.
 
     Raises:
-        ValueError: if a pattern of the recipe names no layer.
+        ValueError: if a twin cannot be made with the recipe's grid.
     """
     called = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
-    layers = dict(swappable_layers(root))
-    _check_patterns(recipe, list(layers))
     left: dict[str, str] = {}
-    for name, layer in layers.items():
-        layer_recipe = recipe.for_layer(name)
-        if layer_recipe.skipped_by is not None:
-            left[name] = f"skipped by the recipe's pattern {layer_recipe.skipped_by!r}"
-        elif type(layer) not in TWINS:
-            left[name] = f"{type(layer).__name__} has no quantized twin"
-        elif layer._forward_hooks or layer._forward_pre_hooks or "weight" not in layer._parameters:
-            left[name] = "it carries hooks or a reparametrised weight, which the twin would lose"
-        elif name not in called:
-            left[name] = "forward never calls it: unused in this mode, or its weight is read by a function"
-        else:
-            graph_module.set_submodule(name, _twin(name, layer, layer_recipe.weight))
+    composite = ""
+    for name, layer in swappable_layers(root):
+        if composite and name.startswith(composite):
+            continue  # a part of what was replaced as a whole
+        reason = refusal(name, layer, recipe)
+        if reason is None and name not in called:
+            reason = "forward never calls it: unused, or its weight is read by a function"
+        if reason is None:
+            composite = f"{name}."
+            graph_module.set_submodule(name, make_twin(name, layer, recipe.for_layer(name, float_kind(layer))))
+        elif type(layer) is not nn.MultiheadAttention:  # which is taken apart
+            left[name] = reason
     return left
 
 
-def _twin(name: str, layer: nn.Module, weight_spec: QuantSpec) -> QuantLayer:
-    try:
-        return TWINS[type(layer)].from_float(layer, weight_spec)
-    except ValueError as error:  # a group size that does not divide, NaN in the weight
-        raise ValueError(f"prepare: {name} (weight): {error}") from error
+def refusal(name: str, layer: nn.Module, recipe: QuantRecipe) -> str | None:
+    """Why a layer stays in float; None if it has a twin."""
+    kind = float_kind(layer)
+    skipped_by = recipe.for_layer(name, kind).skipped_by
+    if skipped_by is not None:
+        return f"skipped by the recipe's pattern {skipped_by!r}"
+    if kind is None:
+        return f"{parametrize.type_before_parametrizations(layer).__name__} has no quantized twin"
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return "it carries forward hooks, which the twin would lose"
+    if layer._backward_hooks or layer._backward_pre_hooks:
+        return "it carries backward hooks, which the twin would lose"
+    return None
 
 
 def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:
     """Add to `left` whatever else has parameters and computes in float: weights read by functions, norms, slopes."""
+    constant = constant_nodes(graph_module.graph)
+    quantized = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
     for node in graph_module.graph.nodes:
-        if node.op == "call_function" and node.target in WEIGHT_FUNCTIONS:
-            for source in node.all_input_nodes:
-                owner = str(source.target).rpartition(".")[0]
-                if source.op == "get_attr" and owner not in left:
-                    function = getattr(node.target, "__name__", str(node.target))
-                    left[str(source.target)] = f"{function} reads it as a plain tensor"
+        if node.op != "get_attr":
+            continue
+        owner = str(node.target).rpartition(".")[0]
+        plain = isinstance(attribute(graph_module, str(node.target)), nn.Parameter)
+        readers = [user for user in _readers(node, constant) if user.op != "call_module"] if plain else []
+        if readers and owner not in left and owner not in quantized:
+            function = getattr(readers[0].target, "__name__", str(readers[0].target))
+            left[str(node.target)] = f"{function} reads it as a plain tensor"
     handed = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
     for name, module in graph_module.named_modules():
-        owns = any(True for _ in module.parameters(recurse=False))
+        owns = type(module) is not nn.Module and any(True for _ in module.parameters(recurse=False))
         inside = any(name == outer or name.startswith(f"{outer}.") for outer in left)
         if owns and name and not inside and name not in handed and not isinstance(module, (QuantLayer, Quantizer)):
             left[name] = f"{type(module).__name__} computes in float"
 
 
+def _readers(node: fx.Node, constant: set[fx.Node]) -> Iterator[fx.Node]:
+    """What reads a parameter, or something that is computed from parameters alone."""
+    for user in node.users:
+        if user in constant:
+            yield from _readers(user, constant)
+        else:
+            yield user
+
+
+NORMS: dict[int, tuple[str, ...]] = {
+    1: ("BatchNorm1d", "SyncBatchNorm"),
+    2: ("BatchNorm2d", "SyncBatchNorm", "FrozenBatchNorm2d"),
+    3: ("BatchNorm3d", "SyncBatchNorm"),
+}
+"""Spatial axes of a layer to the norms that fold into it."""
+
+
 def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:
-    """Hand every quantized convolution the BatchNorm that alone reads its output, in place.
+    """Hand every quantized layer the BatchNorm that alone reads its output, in place.
 
     Returns:
         The BatchNorms that stay in float, name to reason.
@@ -92,11 +111,12 @@ def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:
     left: dict[str, str] = {}
     for node in list(graph_module.graph.nodes):
         norm = submodule_of(graph_module, node)
-        if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
+        frozen = type(norm).__name__ == "FrozenBatchNorm2d"
+        if not (isinstance(norm, nn.modules.batchnorm._BatchNorm) or frozen):
             continue
         producer = node.args[0]
         layer = submodule_of(graph_module, producer) if isinstance(producer, fx.Node) else None
-        if not isinstance(layer, QuantConv2d) or type(norm) is not nn.BatchNorm2d:
+        if not isinstance(layer, QuantLayer) or not _folds(layer, norm, producer):  # type: ignore[arg-type]
             left[str(node.target)] = "no quantized convolution directly before it"
         elif len(producer.users) > 1:
             left[str(node.target)] = f"the output of {producer.target} is read by others too"
@@ -111,21 +131,37 @@ def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:
     return left
 
 
+def _folds(layer: QuantLayer, norm: nn.Module | None, producer: fx.Node) -> bool:
+    """Whether the norm acts along the layer's output channels."""
+    if isinstance(layer, QuantLinear):
+        # On more axes BatchNorm1d normalises axis 1, and the channels of a linear layer are the last.
+        return type(norm) is nn.BatchNorm1d and dimensions(producer) == 2
+    spatial = isinstance(layer, nn.modules.conv._ConvNd)
+    return spatial and type(norm).__name__ in NORMS[layer.weight.dim() - 2]
+
+
 def swappable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers whose work is a matrix product or a table look-up; the parts of a composite one are not listed."""
-    inside_composite: set[str] = set()
+    """Layers whose work is a matrix product or a table look-up."""
     for name, module in model.named_modules():
-        if any(name.startswith(f"{outer}.") for outer in inside_composite):
-            continue
-        if isinstance(module, nn.MultiheadAttention):
-            inside_composite.add(name)
         if isinstance(module, _LINEAR_FAMILY):
             yield name, module
 
 
-def _check_patterns(recipe: QuantRecipe, names: list[str]) -> None:
+def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str]) -> None:
+    """Refuse a recipe that speaks of layers that are not there.
+
+    Args:
+        recipe: its overrides are looked at.
+        layers: layer name to the name of its float class.
+
+    Raises:
+        ValueError: naming the pattern and the nearest layers, or classes.
+    """
     for pattern in recipe.overrides:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = get_close_matches(pattern, names, n=3)
-            hint = f"did you mean {', '.join(near)}?" if near else f"layers are called {', '.join(names[:3])} ..."
-            raise ValueError(f"prepare: the recipe's pattern {pattern!r} names no layer of the model; {hint}")
+        if any(recipe.matches(pattern, name, getattr(nn, kind, None)) for name, kind in layers.items()):
+            continue
+        by_type = pattern.startswith(TYPE_PREFIX)
+        names = sorted({TYPE_PREFIX + kind for kind in layers.values()}) if by_type else list(layers)
+        near = get_close_matches(pattern, names, n=3)
+        hint = f"did you mean {', '.join(near)}?" if near else f"layers are called {', '.join(names[:3])} ..."
+        raise ValueError(f"prepare: the recipe's pattern {pattern!r} names no layer of the model; {hint}")

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from qat.preparation.tracing import is_call
+from qat.preparation.nodes import FACTS, is_call
 
 PASSING_MODULES = (
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
@@ -16,27 +16,36 @@ PASSING_MODULES = (
 PASSING_FUNCTIONS = {
     F.max_pool1d, F.max_pool2d, F.max_pool3d, F.adaptive_max_pool2d, F.dropout, torch.flatten, torch.reshape,
     torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, torch.chunk, torch.split, operator.getitem,
-    torch.channel_shuffle, torch.pixel_shuffle,
+    torch.channel_shuffle, torch.pixel_shuffle, torch.roll, torch.unflatten, torch.swapaxes, torch.movedim,
+    torch.select, torch.narrow, torch.clone, torch.repeat_interleave,
 }  # fmt: skip
 PASSING_METHODS = {
     "flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze", "contiguous", "chunk", "split",
-    "expand", "clone", "t",
+    "expand", "clone", "t", "unflatten", "swapaxes", "roll", "repeat", "select", "narrow", "movedim",
+    "repeat_interleave",
 }  # fmt: skip
 
 SPLITTING_FUNCTIONS = {torch.chunk, torch.split}
 SPLITTING_METHODS = {"chunk", "split"}
 
-COMPUTING_MODULES = (
-    nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
-    nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.SiLU, nn.GELU, nn.LeakyReLU, nn.Tanh, nn.ELU, nn.Mish, nn.PReLU,
-)  # fmt: skip
-COMPUTING_FUNCTIONS = {
+PRODUCT_FUNCTIONS = {operator.matmul, torch.matmul, torch.bmm, torch.mm, torch.einsum}
+PRODUCT_METHODS = {"matmul", "bmm", "mm", "__matmul__"}
+
+JOINING_FUNCTIONS = {
     operator.add, operator.iadd, torch.add, operator.mul, operator.imul, torch.mul, operator.sub, operator.isub,
-    torch.sub, operator.matmul, torch.matmul, torch.bmm, torch.cat, torch.concat, torch.stack, torch.mean,
-    F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
-    F.hardswish, F.hardsigmoid, F.silu, F.gelu, F.leaky_relu, F.sigmoid, torch.sigmoid, torch.tanh, F.interpolate,
+    torch.sub, torch.cat, torch.concat, torch.stack,
 }  # fmt: skip
-COMPUTING_METHODS = {"add", "add_", "mul", "mul_", "sub", "sub_", "mean", "matmul", "bmm", "sigmoid", "tanh"}
+JOINING_METHODS = {"add", "add_", "mul", "mul_", "sub", "sub_"}
+
+AVERAGING_MODULES = (
+    nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+    nn.Upsample,
+)  # fmt: skip
+AVERAGING_FUNCTIONS = {
+    torch.mean, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d,
+    F.adaptive_avg_pool3d, F.interpolate,
+}  # fmt: skip
+AVERAGING_METHODS = {"mean"}
 
 RELU_MODULES = (nn.ReLU, nn.ReLU6, nn.Hardtanh)
 RELU_FUNCTIONS = {F.relu, F.relu_, torch.relu, F.relu6, F.hardtanh, torch.clamp}
@@ -52,11 +61,18 @@ def passes_grid(node: fx.Node, graph_module: fx.GraphModule) -> bool:
     """Whether the output's values all stand on the grid of the first input: reshaping, selecting, max pooling."""
     if node.target is F.pad:
         return _pads_with_zero(node)
-    if node.target is operator.getitem and isinstance(node.args[1], int):
-        # One of several results: on one grid only behind a split; another module's tuple holds different tensors.
-        source = node.args[0]
-        return isinstance(source, fx.Node) and is_call(source, (), SPLITTING_FUNCTIONS, SPLITTING_METHODS, graph_module)
+    if node.target is operator.getitem:
+        source, index = node.args
+        several = not isinstance(source, fx.Node) or source.meta.get(FACTS, ()) is None
+        if several or isinstance(index, (int, str)):
+            # One of several results: on one grid only behind a split; else they are different tensors. An index into
+            # a tensor counts too: the q, k and v of one projection get a grid each.
+            return isinstance(source, fx.Node) and _splits(source, graph_module)
     return is_call(node, PASSING_MODULES, PASSING_FUNCTIONS, PASSING_METHODS, graph_module)
+
+
+def _splits(node: fx.Node, graph_module: fx.GraphModule) -> bool:
+    return is_call(node, (), SPLITTING_FUNCTIONS, SPLITTING_METHODS, graph_module)
 
 
 def _pads_with_zero(node: fx.Node) -> bool:
@@ -65,6 +81,24 @@ def _pads_with_zero(node: fx.Node) -> bool:
     return bool(arguments.get("mode", "constant") != "constant" or arguments.get("value") in (None, 0, 0.0))
 
 
-def computes_on_grids(node: fx.Node, graph_module: fx.GraphModule) -> bool:
-    """Whether the operation runs in integers when its operands and its result are quantized."""
-    return is_call(node, COMPUTING_MODULES, COMPUTING_FUNCTIONS, COMPUTING_METHODS, graph_module)
+def is_product(node: fx.Node, graph_module: fx.GraphModule) -> bool:
+    """Whether the operation multiplies matrices: it runs in integers when its operands are quantized."""
+    return is_call(node, (), PRODUCT_FUNCTIONS, PRODUCT_METHODS, graph_module)
+
+
+def is_joining(node: fx.Node, graph_module: fx.GraphModule) -> bool:
+    """Whether the operation joins several tensors: integers if all of them and its result are quantized."""
+    return is_call(node, (), JOINING_FUNCTIONS, JOINING_METHODS, graph_module)
+
+
+def is_averaging(node: fx.Node, graph_module: fx.GraphModule) -> bool:
+    """Whether the operation takes averages of one tensor: integers if that and its result are quantized."""
+    return is_call(node, AVERAGING_MODULES, AVERAGING_FUNCTIONS, AVERAGING_METHODS, graph_module)
+
+
+def changes_in_place(node: fx.Node) -> bool:
+    """Whether a node acts by writing into what it is given, so that its own result need not be read."""
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return name == "setitem" or (name.endswith("_") and not name.endswith("__"))

@@ -1,29 +1,28 @@
 """`prepare`: a quantized copy of a float model."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
-from qat.preparation.fusion import fuse_batch_norms, name_float_rest, swap_layers
-from qat.preparation.placement import place_quantizers
-from qat.preparation.tracing import trace
+from qat.preparation.fusion import check_patterns
+from qat.preparation.graph import bind_inputs, prepare_graph
+from qat.preparation.modes import UntraceableError
+from qat.preparation.parts import prepare_parts
+from qat.preparation.report import LAYERS, noted
 from qat.quantizer import Quantizer
-from qat.spec import QuantRecipe
-
-LEFT_IN_FLOAT = "qat_left_in_float"
-"""Key of GraphModule.meta: layer name to the reason why it stays in float."""
-
-COMPROMISES = "qat_compromises"
-"""Key of GraphModule.meta: quantizer name to the grid that another reader of its tensor had asked for."""
+from qat.recipe import QuantRecipe
 
 
 def prepare(
-    model: nn.Module, recipe: QuantRecipe | None = None, example_inputs: Tensor | tuple[Any, ...] | None = None
-) -> fx.GraphModule:
+    model: nn.Module,
+    recipe: QuantRecipe | None = None,
+    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
+) -> nn.Module:
     """A copy of the model with quantized layers and quantizers; the float model is untouched.
 
     Every tensor that a quantized layer or an integer operation reads gets one quantizer, at its producer. A
@@ -50,25 +49,37 @@ def prepare(
     if any(isinstance(module, (Quantizer, QuantLayer)) for module in model.modules()):
         raise ValueError("prepare: the model holds quantizers already; prepare takes the float model")
     recipe = recipe or QuantRecipe()
-    root = copy.deepcopy(model)
-    graph_module = trace(root)
-    left = swap_layers(graph_module, root, recipe)
-    left |= fuse_batch_norms(graph_module)
-    if not any(isinstance(module, QuantLayer) for module in graph_module.modules()):
+    root = _copy_of(model)
+    examples = None if example_inputs is None else bind_inputs(root, example_inputs)
+    prepared: nn.Module
+    try:
+        prepared = prepare_graph(root, recipe, examples)
+    except UntraceableError as error:
+        # From a fresh copy, for tracing may leave proxies in what a model remembers.
+        prepared = prepare_parts(_copy_of(model), recipe, examples, str(error))
+    layers = noted(prepared, LAYERS)
+    check_patterns(recipe, layers)
+    if not any(isinstance(module, QuantLayer) for module in prepared.modules()):
         raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
-    compromises = place_quantizers(graph_module, recipe)
-    name_float_rest(graph_module, left)
-    graph_module.graph.lint()
-    graph_module.recompile()
-    graph_module.meta[LEFT_IN_FLOAT] = left
-    graph_module.meta[COMPROMISES] = compromises
-    graph_module.train(model.training)
-    if example_inputs is not None:
-        probe(graph_module, example_inputs if isinstance(example_inputs, tuple) else (example_inputs,))
-    return graph_module
+    prepared.train(model.training)
+    if examples is not None:
+        probe(prepared, examples)
+    return prepared
 
 
-def probe(model: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
+def _copy_of(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:
+        if "graph leaves" not in str(error):
+            raise
+        raise ValueError(
+            f"prepare: {type(model).__name__} cannot be copied, for it keeps a tensor of an earlier forward that has a"
+            " gradient history; prepare it before its first forward, or run that under torch.no_grad()"
+        ) from error
+
+
+def probe(model: nn.Module, examples: dict[str, Any]) -> None:
     """Run the model once, in evaluation, and make sure that every quantizer of an activation saw a tensor."""
     silent = {name for name, module in model.named_modules() if isinstance(module, Quantizer)}
     hooks = [
@@ -82,7 +93,7 @@ def probe(model: fx.GraphModule, example_inputs: tuple[Any, ...]) -> None:
         for quantizer in quantizers:
             quantizer._is_calibrated = True  # the probe is no use of the model: no warning
         with evaluating(model), torch.no_grad():
-            model(*example_inputs)
+            model(**examples)
     finally:
         for hook in hooks:
             hook.remove()

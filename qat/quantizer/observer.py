@@ -32,7 +32,8 @@ class RangeObserver:
         if values.numel() > SAMPLES_PER_BATCH:
             chosen = torch.randint(values.numel(), (SAMPLES_PER_BATCH,), generator=self._generator)
             values = values[chosen.to(values.device)]
-        self._samples.append(values.cpu())
+        # A copy: the model may go on to write into the tensor.
+        self._samples.append(values.to("cpu", copy=True))
 
     def values(self, extremes: bool = False) -> Tensor:
         """The sample, or only the extremes of every batch, shape (1, elements); (1, 0) if nothing was seen.

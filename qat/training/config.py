@@ -8,11 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from qat.target_profile import Target
+
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
+Bits = Annotated[int, Field(ge=1, le=16)]
 
 DatasetName = Literal[
     "digits", "imagefolder", "cifar10", "cifar100", "mnist", "fashion_mnist", "imagenet", "npz", "fake"
@@ -127,7 +130,7 @@ class QATStageConfig(StageConfig):
 class SpecConfig(Section):
     """One grid: what `qat.QuantSpec` takes; fields left out keep the target's choice."""
 
-    bits: Annotated[int, Field(ge=1, le=16)] | None = None
+    bits: Bits | None = None
     signed: bool | None = None
     symmetric: bool | None = None
     granularity: Literal["tensor", "channel", "group"] | None = None
@@ -151,23 +154,29 @@ class SpecConfig(Section):
 
 
 class OverrideConfig(Section):
-    """What differs for the layers that a pattern names."""
+    """What differs for the layers that a key names."""
 
     weight: SpecConfig = SpecConfig()
     activation: SpecConfig = SpecConfig()
     skip: bool | None = None
-    """Leave the layer in float; false takes back what an earlier pattern skipped."""
+    """Leave the layer in float; false takes back what an earlier key skipped."""
 
 
 class QuantizationConfig(Section):
     """The grids and the ranges that the fine-tuning starts from."""
 
-    target: Literal["onnxruntime"] = "onnxruntime"
-    """The runtime whose integer kernels the model is made for."""
+    target: Target = "onnxruntime"
+    """The runtime whose integer kernels the model is made for; it chooses what weight and activation leave out, and
+    refuses what it does not run. See docs/targets.md."""
     weight: SpecConfig = SpecConfig()
     activation: SpecConfig = SpecConfig()
+    first_bits: Bits | None = None
+    """Bits of weight and input of the first quantized layer in the order of execution; overrides win over it."""
+    last_bits: Bits | None = None
+    """The same for the last one."""
     overrides: dict[str, OverrideConfig] = Field(default_factory=dict)
-    """Patterns of layer names (`conv1`, `layer1.*`, fnmatch) and what differs there."""
+    """Patterns of layer names (`conv1`, `layer1.*`, fnmatch), or `type:` and the class of the float layer
+    (`type:Linear`), and what differs there; later ones win."""
     calibration_batches: Count = 8
     """Training batches (without augmentation) that the activation ranges are found on."""
 

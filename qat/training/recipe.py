@@ -11,9 +11,11 @@ import qat
 from qat.evaluating import evaluating
 from qat.export.integer import MOST_BITS
 from qat.export.onnx import keeps_to_its_grid
-from qat.preparation.tracing import model_device
+from qat.preparation.nodes import model_device
 from qat.quantizer.registry import quantizer_class
-from qat.spec import QuantRecipe, QuantSpec, default_activation_spec, default_weight_spec
+from qat.recipe import QuantRecipe
+from qat.spec import QuantSpec
+from qat.targets import profile_of
 from qat.training.config import QuantizationConfig, RunConfig, SpecConfig
 from qat.training.errors import UserError
 from qat.training.evaluation import split_output
@@ -26,10 +28,11 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
     Raises:
         UserError: for combinations that the library refuses.
     """
+    profile = profile_of(config.target)
     try:
         return QuantRecipe(
-            weight=_spec("weight", default_weight_spec(), config.weight),
-            activation=_spec("activation", default_activation_spec(), config.activation),
+            weight=_spec("weight", profile.weight, config.weight),
+            activation=_spec("activation", profile.activation, config.activation),
             overrides={
                 pattern: {
                     "weight": _given(override.weight),
@@ -39,6 +42,8 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
                 for pattern, override in config.overrides.items()
             },
             target=config.target,
+            first_bits=config.first_bits,
+            last_bits=config.last_bits,
         )
     except ValueError as error:
         raise UserError(f"quantization: {error}") from error

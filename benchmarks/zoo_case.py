@@ -1,0 +1,259 @@
+"""One model of the zoo in a process of its own: built, prepared, measured, calibrated, trained a step, exported, run.
+
+    python -m benchmarks.zoo_case resnet18 --threads 1 --row row.json
+
+The row is written anew before and after every step, so that whoever stops this process knows which step it was in. A
+step that fails is a row that says why; the steps that need it are left out.
+"""
+
+import argparse
+import importlib.metadata
+import inspect
+import json
+import os
+import platform
+import re
+import resource
+import tempfile
+import time
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import qat
+from benchmarks.zoo_models import Case, build, family_of, names_of
+from benchmarks.zoo_runtime import Part, agreement, parts_of
+from qat.analysis.work import Place, integer_work
+from qat.layers import QuantLayer
+from qat.preparation.fusion import swappable_layers
+from qat.preparation.parts import prepared_parts
+from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.quantizer import Quantizer
+
+LEARNING_RATE = 1e-4
+LONGEST_REASON = 240
+WHOLE_MODEL = "(the model)"
+"""What `prepare` calls a model that it prepares in parts, among the reasons."""
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Row:
+    """What is known of one model, kept in a file from step to step."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        family = family_of(name)
+        self.path = path
+        self.facts: dict[str, Any] = {
+            "name": name,
+            "family": family,
+            "family_size": len(names_of(family)),
+            "steps": {},
+            "versions": {"python": platform.python_version()}
+            | {package: importlib.metadata.version(package) for package in ("torch", "torchvision", "onnxruntime")},
+            "machine": {"threads": torch.get_num_threads(), "cores": os.cpu_count()},
+        }
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[dict[str, Any]]:
+        """A step whose facts go into the dict that it is given; an exception becomes its reason."""
+        facts: dict[str, Any] = {}
+        self.facts["running"] = name
+        self.write()
+        started = time.perf_counter()
+        try:
+            yield facts
+            facts.setdefault("ok", True)
+        except Exception as error:
+            facts |= {"ok": False, "reason": reason(error)}
+        facts["seconds"] = round(time.perf_counter() - started, 2)
+        self.facts["steps"][name] = facts
+        self.facts["peak_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+        del self.facts["running"]
+        self.write()
+
+    def passed(self, *steps: str) -> bool:
+        """Whether all these steps went well."""
+        return all(self.facts["steps"].get(step, {}).get("ok", False) for step in steps)
+
+    def write(self) -> None:
+        """Replace the file."""
+        scratch = self.path.with_suffix(".part")
+        scratch.write_text(json.dumps(self.facts))
+        os.replace(scratch, self.path)
+
+
+def measure(name: str, path: Path) -> dict[str, Any]:
+    """All steps for one model; returns the row."""
+    row = Row(name, path)
+    with row.step("build"):
+        case = build(name)
+        row.facts |= {"parameters": sum(p.numel() for p in case.model.parameters()), "inputs": case.shapes}
+    if not row.passed("build"):
+        return row.facts
+    names = list(inspect.signature(case.model.forward).parameters)[: len(case.inputs)]
+    with row.step("prepare") as facts:
+        model = qat.prepare(case.model, example_inputs=case.inputs)
+        del case.model  # the largest ones do not fit memory twice
+        facts |= counts(model)
+    if not row.passed("prepare"):
+        return row.facts
+    with row.step("work") as facts:
+        facts |= work_facts(model, case.inputs)
+    with row.step("calibrate"):
+        only = case.inputs[0]
+        alone = len(case.inputs) == 1 and isinstance(only, Tensor)
+        qat.calibrate(model, [only if alone else dict(zip(names, case.inputs, strict=True))])
+    if not row.passed("calibrate"):
+        return row.facts
+    with row.step("train") as facts:
+        facts |= train_step(model, case)
+    model.zero_grad(set_to_none=True)
+    model.eval()
+    with tempfile.TemporaryDirectory() as folder:
+        files: list[tuple[Part, Path]] = []
+        with row.step("export") as facts:
+            export(model, case.inputs, Path(folder), files, facts)
+        if files:
+            with row.step("runtime") as facts:
+                facts |= agreement(files)
+    return row.facts
+
+
+def counts(model: nn.Module) -> dict[str, Any]:
+    """How much of a prepared model is quantized, and the reasons for what is not."""
+    modules = list(model.modules())
+    parts = prepared_parts(model)
+    reasons: dict[str, list[str]] = {}
+    for name, why in noted(model, LEFT_IN_FLOAT).items():
+        reasons.setdefault(why, []).append(name)
+    return {
+        "quantized_layers": sum(isinstance(module, QuantLayer) for module in modules),
+        "activation_quantizers": sum(isinstance(m, Quantizer) and m.role == "activation" for m in modules),
+        "outside_graphs": sum(
+            isinstance(module, QuantLayer) and not any(not part or name.startswith(f"{part}.") for part in parts)
+            for name, module in model.named_modules()
+        ),
+        "left_in_float": {why: {"count": len(names), "first": names[0]} for why, names in reasons.items()},
+    }
+
+
+def work_facts(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Any]:
+    """The share of integer work, and the largest places in float with their reasons; first those without one."""
+    work = integer_work(model, inputs)
+    reasons = noted(model, LEFT_IN_FLOAT)
+    layers = {name for name, _ in swappable_layers(model)}
+    named = [(place, reason_for(place, reasons, layers)) for place in work.in_float]
+    named.sort(key=lambda pair: (pair[1] is not None, -pair[0].macs))
+    return {
+        "macs": work.total,
+        "share": work.share,
+        "places": len(work.places),
+        "in_float": [[place.name, place.kind, place.macs, why] for place, why in named[:8]],
+        "unexplained": sum(why is None for _, why in named),
+    }
+
+
+def reason_for(place: Place, reasons: dict[str, str], layers: Collection[str] = ()) -> str | None:
+    """The reason that the model gives for this place or for a module around it.
+
+    A product in Python code that could not be traced has the reason of the whole model; one of the `layers` needs one
+    of its own.
+    """
+    parts = place.name.split(".")
+    around = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    if place.name not in layers:
+        around.append(WHOLE_MODEL)
+    return next((reasons[name] for name in around if name in reasons), None)
+
+
+def train_step(model: nn.Module, case: Case) -> dict[str, Any]:
+    """One step of SGD; which parameters of quantizers have no gradient, or one that is not finite."""
+    model.train()
+    if case.targets is None:
+        output = model(*case.inputs)
+        loss = sum(leaf.square().mean() for leaf in tree_leaves(output) if _is_float(leaf))
+    else:
+        loss = sum(tree_leaves(model(*case.inputs, case.targets)))
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    learned = {
+        f"{path}.{name}": parameter.grad
+        for path, module in model.named_modules()
+        if isinstance(module, Quantizer)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad
+    }
+    missing = [name for name, gradient in learned.items() if gradient is None]
+    broken = [name for name, gradient in learned.items() if gradient is not None and not gradient.isfinite().all()]
+    torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
+    broken += [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+    facts: dict[str, Any] = {
+        "loss": float(loss.detach()),
+        "quantizer_parameters": len(learned),
+        "without_gradient": missing,
+        "not_finite": broken,
+        "ok": not missing and not broken and bool(loss.isfinite()),
+    }
+    if not facts["ok"]:
+        first = next(iter([*broken, *missing]), "the loss")
+        facts["reason"] = (
+            f"{len(missing)} of {len(learned)} quantizer parameters without a gradient,"
+            f" {len(broken)} values not finite; first {first}"
+        )
+    return facts
+
+
+def export(
+    model: nn.Module, inputs: tuple[Any, ...], folder: Path, files: list[tuple[Part, Path]], facts: dict[str, Any]
+) -> None:
+    """Export every part; `files` gets those that went well, the facts name the first that did not."""
+    parts = parts_of(model, inputs)
+    failed: list[str] = []
+    for number, part in enumerate(parts):
+        path = folder / f"{number}.onnx"
+        try:
+            qat.export_onnx(part.module, path, part.inputs)
+            files.append((part, path))
+        except Exception as error:
+            failed.append(f"{part.name}: {reason(error)}" if part.name else reason(error))
+    facts |= {
+        "parts": len(parts),
+        "bytes": sum(path.stat().st_size for _, path in files),
+        "ok": bool(parts) and not failed,
+    }
+    if not facts["ok"]:
+        facts["reason"] = failed[0] if failed else "no part of the model ran"
+
+
+def reason(error: BaseException) -> str:
+    """An exception in one line, without this machine's paths; what lies behind the ONNX exporter's own words."""
+    while type(error).__module__.startswith("torch.onnx") and error.__cause__ is not None:
+        error = error.__cause__
+    text = COLOURS.sub("", str(error)).strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[0]}".replace(str(Path.cwd()), ".")[:LONGEST_REASON]
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--row", type=Path, required=True)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    warnings.simplefilter("ignore")
+    measure(given.name, given.row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Exported parts of a model in ONNX Runtime against torch: the integers of every layer, and the outputs."""
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from qat.evaluating import evaluating
+from qat.export.verification import LayerDifference, compare_layers
+from qat.preparation.parts import prepared_parts
+
+MOST_DIFFERING = 1e-3
+"""Share of a layer's integers that may differ, by one level; a single one always may."""
+
+TIE = 1e-4
+"""Answers that are nearer than this, in standard deviations of the output, count as equally large."""
+
+LARGEST_GAP = 0.5
+"""How far an output may be off, in its standard deviations.
+
+Layers are compared on equal inputs and have to agree; outputs are compared after whole runs, in which one integer that
+differs changes those behind it: 0.1 is what two in ResNet-18 do. Beyond half a deviation it is another answer.
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A traced piece of a model, and what it is called with.
+
+    Attributes:
+        name: its path in the model; "" for the whole model.
+        module: the prepared graph.
+        inputs: its positional arguments, defaults filled in.
+    """
+
+    name: str
+    module: fx.GraphModule
+    inputs: tuple[Any, ...]
+
+
+def parts_of(model: nn.Module, inputs: tuple[Any, ...]) -> list[Part]:
+    """The outermost prepared graphs that run, in the order in which they do, with the arguments of their first call."""
+    if isinstance(model, fx.GraphModule):
+        return [Part("", model, inputs)]
+    found: dict[str, Part] = {}
+    parts = prepared_parts(model)
+    outermost = [name for name in parts if not any(name.startswith(f"{other}.") for other in parts)]
+
+    def note(name: str, module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name not in found:
+            # Copies: a model may go on to write into what it passed.
+            args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
+            bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+            bound.apply_defaults()
+            found[name] = Part(name, module, tuple(bound.arguments.values())[1:])
+
+    handles = [
+        parts[name].register_forward_pre_hook(
+            lambda module, args, kwargs, name=name: note(name, module, args, kwargs), with_kwargs=True
+        )
+        for name in outermost
+    ]
+    try:
+        with evaluating(model), torch.no_grad():
+            model(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(found.values())
+
+
+def agreement(files: list[tuple[Part, Path]]) -> dict[str, Any]:
+    """How ONNX Runtime answers for every part, next to torch.
+
+    Returns:
+        `ok` and, if not, the `reason`; integers compared over all layers, how many differ and by how many levels at
+        most; the layers where more differ than may; the largest gap of an output in its standard deviations; how many
+        of the arg max over axis 1 are equal.
+    """
+    layers: list[LayerDifference] = []
+    gaps: list[float] = []
+    equal = compared = 0
+    for part, path in files:
+        prefix = f"{part.name}." if part.name else ""
+        x = part.inputs[0] if len(part.inputs) == 1 else part.inputs
+        for layer in compare_layers(path, part.module, x):
+            layers.append(LayerDifference(prefix + layer.name, layer.elements, layer.differing, layer.largest))
+        for ours, theirs in outputs(part, path):
+            gaps.append(gap(ours, theirs))
+            if ours.dim() > 1 and ours.shape[1] > 1:
+                same = same_largest(ours, theirs)
+                equal, compared = equal + int(same.sum()), compared + same.numel()
+    off = sorted((layer for layer in layers if beyond(layer)), key=lambda layer: (-layer.largest, -layer.differing))
+    facts: dict[str, Any] = {
+        "layers": len(layers),
+        "integers": sum(layer.elements for layer in layers),
+        "differing": sum(layer.differing for layer in layers),
+        "largest": max((layer.largest for layer in layers), default=0),
+        "beyond": [[layer.name, layer.elements, layer.differing, layer.largest] for layer in off[:5]],
+        "layers_beyond": len(off),
+        "output_gap": max(gaps, default=0.0),
+        "arg_max_equal": equal,
+        "arg_max_compared": compared,
+    }
+    why = _disagreement(facts)
+    return facts | {"ok": why is None} | ({} if why is None else {"reason": why})
+
+
+def beyond(layer: LayerDifference) -> bool:
+    """Whether more of a layer's integers differ than may."""
+    return layer.largest > 1 or layer.differing > max(1, MOST_DIFFERING * layer.elements)
+
+
+def _disagreement(facts: dict[str, Any]) -> str | None:
+    if facts["layers_beyond"]:
+        name, elements, differing, largest = facts["beyond"][0]
+        return (
+            f"{facts['layers_beyond']} of {facts['layers']} layers differ from ONNX Runtime; {name}: {differing} of"
+            f" {elements} integers, by up to {largest}"
+        )
+    if facts["arg_max_equal"] < facts["arg_max_compared"]:
+        return f"arg max equal in {facts['arg_max_equal']} of {facts['arg_max_compared']} places"
+    if not facts["output_gap"] <= LARGEST_GAP:
+        return f"an output is off by {facts['output_gap']:.2g} of its standard deviation"
+    return None
+
+
+def outputs(part: Part, path: Path) -> list[tuple[Tensor, Tensor]]:
+    """Every floating-point output of a part, from torch and from ONNX Runtime.
+
+    Raises:
+        ValueError: if the file has other inputs or outputs than the model.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    given = [leaf for leaf in tree_leaves(part.inputs) if isinstance(leaf, Tensor)]
+    wanted = [entry.name for entry in session.get_inputs()]
+    if len(given) != len(wanted):
+        raise ValueError(f"{part.name or 'the model'}: {len(given)} inputs, and its file has {len(wanted)}")
+    theirs = session.run(None, {name: tensor.numpy() for name, tensor in zip(wanted, given, strict=True)})
+    with evaluating(part.module), torch.no_grad():
+        ours = [leaf for leaf in tree_leaves(part.module(*part.inputs)) if isinstance(leaf, Tensor)]
+    if [list(one.shape) for one in ours] != [list(other.shape) for other in theirs]:
+        raise ValueError(
+            f"{part.name or 'the model'}: outputs {[list(one.shape) for one in ours]}, and its file has"
+            f" {[list(other.shape) for other in theirs]}"
+        )
+    pairs = [(one, torch.from_numpy(other)) for one, other in zip(ours, theirs, strict=True)]
+    return [(one, other) for one, other in pairs if one.is_floating_point() and one.numel()]
+
+
+def gap(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference in standard deviations of our output; infinite where one of the two is not finite."""
+    difference = (ours - theirs).abs().max()
+    if not bool(difference.isfinite()):
+        return float("inf")
+    return float(difference / ours.std(correction=0)) if float(difference) else 0.0
+
+
+def same_largest(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Where both have the same arg max over axis 1, or ours is as large at theirs but for a tie."""
+    chosen = ours.gather(1, theirs.argmax(1, keepdim=True))
+    return ours.amax(1, keepdim=True) - chosen <= TIE * ours.std(correction=0)

@@ -1,0 +1,111 @@
+"""The zoo's results as tables for docs/zoo.md: a line a family, a line a model, and what makes a model green."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.zoo_models import FAMILIES
+
+RESULTS = Path(__file__).resolve().parent / "results" / "zoo.jsonl"
+
+STEPS = ("build", "prepare", "work", "calibrate", "train", "export", "runtime")
+ENOUGH = 0.99
+"""The share of integer work that the families' table asks for."""
+
+
+def kept(results: Path = RESULTS) -> list[dict[str, Any]]:
+    """The rows so far, in alphabetical order."""
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """ "green", or the first thing that is not as it should be: the step, and its reason."""
+    for name in STEPS:
+        step = row["steps"].get(name)
+        if step is None:
+            return f"{name}: not reached"
+        if not step["ok"]:
+            return f"{name}: {step['reason']}"
+        if step.get("unexplained"):
+            place, kind = next((place, kind) for place, kind, _, why in step["in_float"] if why is None)
+            where = f"{place} ({kind})" if place else kind
+            return f"{name}: {step['unexplained']} places compute in float without a reason, such as {where}"
+    return "green"
+
+
+def families_table(results: Path = RESULTS) -> str:
+    """One line a family: how many are measured, green, and do nearly all of their work on integers."""
+    lines = [
+        f"| family | models | measured | green | at least {ENOUGH:.0%} integer work |",
+        "|---|---|---|---|---|",
+    ]
+    rows = kept(results)
+    for family in FAMILIES:
+        own = [row for row in rows if row["family"] == family]
+        if own:
+            green = sum(verdict(row) == "green" for row in own)
+            lines.append(f"| {family} | {own[0]['family_size']} | {len(own)} | {green} | {sum(map(_enough, own))} |")
+    return "\n".join(lines) + "\n" + _conditions(rows)
+
+
+def models_table(results: Path = RESULTS) -> str:
+    """One line a model."""
+    lines = [
+        "| model | parameters | input | quantized layers | integer work | a step | export | ONNX Runtime | verdict |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    rows = kept(results)
+    for family in FAMILIES:
+        lines += [_line(row) for row in rows if row["family"] == family]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: dict[str, Any]) -> str:
+    steps = row["steps"]
+    cells = [
+        row["name"],
+        f"{row['parameters'] / 1e6:.1f} M" if "parameters" in row else "",
+        _inputs(row.get("inputs", [])),
+        str(steps.get("prepare", {}).get("quantized_layers", "")),
+        f"{100 * steps['work']['share']:.2f} %" if "share" in steps.get("work", {}) else "",
+        _passed(steps.get("train")),
+        f"{steps['export']['seconds']:.0f} s" if steps.get("export", {}).get("ok") else _passed(steps.get("export")),
+        _runtime(steps.get("runtime", {})),
+        verdict(row).replace("|", "\\|").replace("<", "&lt;"),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _inputs(shapes: list[list[int]]) -> str:
+    texts = [" x ".join(map(str, shape)) for shape in shapes]
+    return f"{len(texts)} of {texts[0]}" if len(texts) > 1 else "".join(texts)
+
+
+def _passed(step: dict[str, Any] | None) -> str:
+    return "" if step is None else "ok" if step["ok"] else "fails"
+
+
+def _runtime(step: dict[str, Any]) -> str:
+    if "integers" not in step:
+        return _passed(step or None)
+    differing = f"{step['differing']:,} of {step['integers']:,} integers differ"
+    by = f", by up to {step['largest']}" if step["differing"] else ""
+    return f"{differing}{by}; arg max {step['arg_max_equal']:,} of {step['arg_max_compared']:,}"
+
+
+def _enough(row: dict[str, Any]) -> bool:
+    return bool(row["steps"].get("work", {}).get("share", 0.0) >= ENOUGH)
+
+
+def _conditions(rows: list[dict[str, Any]]) -> str:
+    """On what it was measured, in a line."""
+    known = [row for row in rows if "versions" in row]
+    if not known:
+        return ""
+    versions = sorted({", ".join(f"{name} {number}" for name, number in row["versions"].items()) for row in known})
+    threads = sorted({row["machine"]["threads"] for row in known})
+    seconds = sum(row["seconds"] for row in rows)
+    return (
+        f"\n{'; '.join(versions)}; {' or '.join(map(str, threads))} thread{'s' * (threads != [1])} a model,"
+        f" {seconds / 60:.0f} minutes in all, at most {max(row.get('peak_gib', 0.0) for row in known):.1f} GiB.\n"
+    )

@@ -1,0 +1,289 @@
+"""`integer_work`: which share of a prepared model's multiply-accumulates runs on integers, and where the rest is."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from qat.analysis.work_operators import FACTORS, macs_of, moves_values
+from qat.evaluating import evaluating
+from qat.layers import QuantLayer
+from qat.preparation.nodes import scope_of
+from qat.quantizer import Quantizer
+
+
+@dataclass(frozen=True)
+class Place:
+    """Multiply-accumulates of one layer, or of one matrix product between activations.
+
+    Attributes:
+        name: the module; for an operation of a traced graph its scope and node, as `encoder.self_attention.matmul_1`.
+        kind: the layer's type, or the operator.
+        macs: multiply-accumulates for the example inputs.
+        integer: whether both operands are integers on a grid.
+    """
+
+    name: str
+    kind: str
+    macs: int
+    integer: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """The multiply-accumulates of a model, place by place, in the order in which they ran."""
+
+    places: tuple[Place, ...]
+
+    @property
+    def total(self) -> int:
+        """All multiply-accumulates."""
+        return sum(place.macs for place in self.places)
+
+    @property
+    def share(self) -> float:
+        """The share that is done on integers, 0 to 1; 1 if there is no work."""
+        done = sum(place.macs for place in self.places if place.integer)
+        return done / self.total if self.total else 1.0
+
+    @property
+    def in_float(self) -> tuple[Place, ...]:
+        """The places that compute in float."""
+        return tuple(place for place in self.places if not place.integer)
+
+
+def integer_work(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any]) -> Work:
+    """Count the multiply-accumulates of one forward pass, and which of them have two integer operands.
+
+    A quantized layer works on integers if it quantizes its input itself, or is given the grid of an input that lies on
+    one, and if both rules have integers. A product of activations does if both factors lie on grids. To lie on a grid
+    is to come from a quantizer through operations that only move values; this is followed tensor by tensor as the
+    model runs, so it holds for traced graphs, for models that are prepared in parts and for layers that compute
+    attention themselves. A fused scaled_dot_product_attention is float work: its probabilities are on no grid.
+    Look-ups (embeddings) and elementwise operations count nothing.
+
+    Args:
+        model: a prepared model, or any module that holds quantized layers; it runs once, in evaluation mode and without
+            gradients, and need not be calibrated.
+        example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+
+    Source: the formulas of torch.utils.flop_counter, halved; `work_operators.py` adds what it lacks.
+
+    >>> from qat import prepare
+    >>> model = prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)))
+    >>> work = integer_work(model, torch.randn(1, 3, 6, 6))
+    >>> [(place.name, place.macs, place.integer) for place in work.places], work.share
+    ([('0', 1728, True), ('2', 128, True)], 1.0)
+    """
+    named = example_inputs if isinstance(example_inputs, Mapping) else {}
+    inputs = () if named else example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    meter = _Meter()
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="a quantizer .* runs on its default range")
+        stack.enter_context(evaluating(model))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_without_fast_path())
+        stack.enter_context(_watched(model, meter))
+        stack.enter_context(meter)
+        model(*inputs, **named)
+    return Work(tuple(Place(*key[:2], macs, key[2]) for key, macs in meter.macs.items()))
+
+
+@dataclass
+class _Frame:
+    """What is running: its name, its type, and whether it is known to be integer work; None: its operands tell."""
+
+    name: str
+    kind: str
+    integer: bool | None = None
+
+
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator: adds its work to what is running, and follows which tensors lie on a quantizer's grid."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.running: list[_Frame] = []
+        self.macs: dict[tuple[str, str, bool], int] = {}
+        self.on_grid: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operator = func.overloadpacket
+        with self:  # in inference mode composite operators arrive whole
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+        result = func(*args, **kwargs)
+        macs = macs_of(operator, args, kwargs, result)
+        if macs:
+            self._add(operator, args, macs)
+        mutates = func._schema.is_mutable
+        self._follow(args, kwargs, result, not mutates and moves_values(operator, args, kwargs), mutates)
+        return result
+
+    def mark(self, tensor: Tensor) -> None:
+        """Note that a quantizer made this tensor."""
+        self.on_grid.add(_storage(tensor))
+
+    def is_marked(self, tensor: Tensor) -> bool:
+        """Whether a quantizer made the values of this tensor."""
+        return _storage(tensor) in self.on_grid
+
+    def _add(self, operator: Any, args: tuple[Any, ...], macs: int) -> None:
+        frame = self.running[-1]
+        integer = frame.integer
+        if integer is None:
+            factors = [args[position] for position in FACTORS.get(operator, ())]
+            integer = bool(factors) and all(map(self.is_marked, factors))
+        key = (frame.name, frame.kind, integer)
+        self.macs[key] = self.macs.get(key, 0) + macs
+
+    def _follow(self, args: Any, kwargs: Any, result: Any, moves: bool, mutates: bool) -> None:
+        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        carried = moves and self.is_marked(args[0])
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, Tensor):
+                continue
+            memory = _storage(tensor)
+            if memory not in given and carried:
+                self.on_grid.add(memory)
+            elif memory not in given or mutates:
+                # New memory may be where a tensor on a grid was before; written memory is no longer what it was. A
+                # view needs nothing: what it looks at decides.
+                self.on_grid.discard(memory)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Which memory a tensor looks at: views share it; unlike an address it tells meta tensors apart."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Attention and encoder layers in their plain operators: the fused ones hide the layers inside."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def _watched(model: nn.Module, meter: _Meter) -> Iterator[None]:
+    """The model with every module telling the meter when it runs; graphs run node by node."""
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            entering = module.register_forward_pre_hook(_entering(name, meter), with_kwargs=True, prepend=True)
+            leaving = module.register_forward_hook(_leaving(meter), always_call=True)
+            stack.callback(entering.remove)
+            stack.callback(leaving.remove)
+            if isinstance(module, fx.GraphModule):
+                stack.enter_context(_replaced(module, "forward", _node_by_node(module, name, meter)))
+            elif isinstance(module, QuantLayer):
+                stack.enter_context(_replaced(module, "operate", _operating(module, name, meter)))
+        yield
+
+
+@contextmanager
+def _replaced(module: nn.Module, method: str, function: Callable[..., Any]) -> Iterator[None]:
+    """A module with another method for a while."""
+    before = module.__dict__.get(method)
+    setattr(module, method, function)
+    try:
+        yield
+    finally:
+        delattr(module, method)
+        if before is not None:
+            setattr(module, method, before)
+
+
+def _entering(name: str, meter: _Meter) -> Callable[..., None]:
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        integer = None
+        if isinstance(module, QuantLayer):
+            given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            integer = _runs_on_integers(module, given, meter)
+        meter.running.append(_Frame(name, type(module).__name__, integer))
+
+    return enter
+
+
+def _leaving(meter: _Meter) -> Callable[..., None]:
+    def leave(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        meter.running.pop()
+        if isinstance(module, Quantizer) and module.has_integers and isinstance(result, Tensor):
+            meter.mark(result)
+
+    return leave
+
+
+def _operating(layer: QuantLayer, name: str, meter: _Meter) -> Callable[..., Tensor]:
+    """The layer's operation; recurrent layers go to it past forward, at every time step."""
+    operate = layer.operate
+
+    def operating(*args: Any, **kwargs: Any) -> Tensor:
+        if meter.running[-1].name == name:
+            return operate(*args, **kwargs)
+        meter.running.append(_Frame(name, type(layer).__name__, _runs_on_integers(layer, {}, meter)))
+        try:
+            return operate(*args, **kwargs)
+        finally:
+            meter.running.pop()
+
+    return operating
+
+
+def _runs_on_integers(layer: QuantLayer, given: Mapping[str, Any], meter: _Meter) -> bool | None:
+    """Whether a layer, called with these arguments, has integer operands; None if it has no weight of its own."""
+    if not isinstance(getattr(layer, "weight_quantizer", None), Quantizer):
+        return None
+    wanted = layer.grid_arguments
+    grids = [module for module in layer.children() if isinstance(module, Quantizer) and module.role == "activation"]
+    if not grids:
+        grids = [given[name] for name in wanted if given.get(name) is not None]
+        if not all(meter.is_marked(x) for x in list(given.values())[: len(wanted)]):
+            return False  # a grid was handed over, and the input does not lie on any
+    return len(grids) == len(wanted) and all(grid.has_integers for grid in (*grids, layer.weight_quantizer))
+
+
+def _node_by_node(module: fx.GraphModule, path: str, meter: _Meter) -> Callable[..., Any]:
+    """A forward that runs the graph node by node, so that its functions have names."""
+    signature = inspect.signature(type(module).forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(module, *args, **kwargs)
+        bound.apply_defaults()
+        return _NamingInterpreter(module, path, meter).run(*list(bound.arguments.values())[1:])
+
+    return forward
+
+
+class _NamingInterpreter(fx.Interpreter):
+    """Runs a graph; while a function or method of it runs, the meter knows its name."""
+
+    def __init__(self, module: fx.GraphModule, path: str, meter: _Meter) -> None:
+        super().__init__(module)
+        self.extra_traceback = False  # errors stay the model's own
+        self.path = path
+        self.meter = meter
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op not in ("call_function", "call_method"):
+            return super().run_node(n)
+        name = ".".join(part for part in (self.path, scope_of(n), n.name) if part)
+        kind = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target))
+        self.meter.running.append(_Frame(name, kind))
+        try:
+            return super().run_node(n)
+        finally:
+            self.meter.running.pop()

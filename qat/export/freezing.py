@@ -1,0 +1,140 @@
+"""A prepared model's copy whose quantizers and layers are ONNX operators on frozen integers."""
+
+import copy
+from typing import Any
+
+from torch import fx, nn
+
+from qat.export.integer import ActivationGrid, ConstantGrid, FrozenTable, GlobalAveragePool, IntegerLayer
+from qat.export.runtime_grids import averages_all, grid_to_restate, restate_grid, scales_fit
+from qat.layers import QuantBilinear, QuantFunction, QuantLayer
+from qat.layers.embedding import QuantTable
+from qat.preparation.constants import constant_values
+from qat.preparation.modes import evaluation_only
+from qat.preparation.nodes import submodule_of
+from qat.preparation.operations import changes_in_place
+from qat.quantizer import Quantizer
+
+
+def to_integer_modules(model: nn.Module) -> nn.Module:
+    """A copy, on the CPU and in evaluation mode, that computes as the runtime is to compute.
+
+    In a traced model the calls are rewritten, since a layer's integers depend on the grid that its call is handed. In
+    any other module, quantized layers with an input quantizer of their own are replaced where they stand.
+    """
+    frozen = copy.deepcopy(model).cpu().float().eval()
+    for parameter in frozen.parameters():
+        parameter.requires_grad_(False)
+    return _frozen(frozen, "")
+
+
+def expected_quantizers(frozen: nn.Module) -> set[str]:
+    """The names of the quantizers that have to be found in the ONNX graph."""
+    unused: set[str] = set()
+    if isinstance(frozen, fx.GraphModule):
+        called = {str(node.target) for node in frozen.graph.nodes if node.op == "call_module"}
+        unused = {
+            name
+            for name, module in frozen.named_modules()
+            if isinstance(module, ActivationGrid) and not any(name == c or name.startswith(f"{c}.") for c in called)
+        }
+    return {
+        module.quantizer_name
+        for name, module in frozen.named_modules()
+        if isinstance(module, ActivationGrid) and name not in unused
+    }
+
+
+def _frozen(module: nn.Module, path: str) -> nn.Module:
+    """What stands for a module of the copy, named by its path in the model."""
+    if isinstance(module, fx.GraphModule):
+        return _frozen_graph(module, path)
+    if isinstance(module, Quantizer):
+        return ActivationGrid(module, path)
+    if isinstance(module, QuantTable):
+        return _frozen_table(module)
+    if isinstance(module, QuantLayer):
+        return _frozen_layer(module, path, {})
+    inner = module.inner_weights() if hasattr(module, "inner_weights") else {}
+    for key, child in list(module.named_children()):
+        name = f"{path}.{key}" if path else key
+        made = _frozen_layer(child, name, inner) if isinstance(child, QuantFunction) else _frozen(child, name)
+        if made is not child:
+            module._modules[key] = made
+    return module
+
+
+def _frozen_table(table: QuantTable) -> nn.Module:
+    """The embedding with its look-up replaced; how it takes rows together stays its own."""
+    rows = FrozenTable(table.integers())  # type: ignore[call-arg]
+    table.add_module("rows", rows)
+    object.__setattr__(table, "look_up", rows.forward)
+    return table
+
+
+def _frozen_layer(layer: nn.Module, path: str, inner: dict[str, Any]) -> nn.Module:
+    """A layer that quantizes its own input, with that quantizer inside."""
+    assert isinstance(layer, QuantLayer)
+    grid = layer.input_quantizer
+    if grid is None or isinstance(layer, QuantBilinear):
+        raise ValueError(
+            f"export_onnx: {path!r} ({type(layer).__name__}) has no grid for its input; prepare the whole model with"
+            " qat.prepare"
+        )
+    weight, bias = inner.get(path.rpartition(".")[2], (None, None))
+    integers = layer.integers(grid, None, weight, bias)
+    return IntegerLayer(layer, integers, ActivationGrid(grid, f"{path}.input_quantizer"))
+
+
+def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
+    evaluation_only(frozen)
+    values = constant_values(frozen)
+    replacements: dict[str, nn.Module] = {}
+    for number, node in enumerate(list(frozen.graph.nodes)):
+        module = submodule_of(frozen, node)
+        full = f"{path}.{node.target}" if path else str(node.target)
+        if isinstance(module, Quantizer):
+            source = node.args[0]
+            if source in values:
+                _replace_call(frozen, node, f"constant_{number}", ConstantGrid(module, values[source]), ())
+            else:
+                replacements[str(node.target)] = ActivationGrid(module, full)
+        elif isinstance(module, QuantTable):
+            replacements[str(node.target)] = _frozen_table(module)
+        elif isinstance(module, QuantLayer):
+            # One module a call: a shared layer has other integers on another grid.
+            made = IntegerLayer(module, _integers(frozen, node, module, values))
+            _replace_call(frozen, node, f"integer_{number}", made, node.args[: len(module.grid_arguments)])
+        elif averages_all(node, module) and scales_fit(node, frozen):
+            _replace_call(frozen, node, f"global_average_pool_{number}", GlobalAveragePool(), node.args[:1])
+        elif (quantizer := grid_to_restate(node, frozen)) is not None:
+            restate_grid(node, quantizer)
+        elif module is not None:
+            replacements[str(node.target)] = _frozen(module, full)
+    for name, module in replacements.items():
+        frozen.set_submodule(name, module)
+    frozen.graph.eliminate_dead_code(lambda node: node.is_impure() or changes_in_place(node))
+    frozen.recompile()
+    return frozen
+
+
+def _replace_call(frozen: fx.GraphModule, node: fx.Node, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    frozen.add_submodule(name, module)
+    options = {key: value for key, value in node.kwargs.items() if key == "output_size" and node.op == "call_module"}
+    node.op, node.target, node.args, node.kwargs = "call_module", name, args, options
+
+
+def _integers(frozen: fx.GraphModule, node: fx.Node, layer: QuantLayer, values: dict[fx.Node, Any]) -> Any:
+    """The integers of a layer as its call has them: on this grid, with this BatchNorm, and what else it is handed."""
+
+    def handed(key: str) -> Any:
+        source = node.kwargs.get(key)
+        return values[source] if isinstance(source, fx.Node) else source
+
+    if isinstance(layer, QuantBilinear):
+        return layer.integers(handed("grid"), None, None, None, handed("other_grid"))
+    weight, bias = None, handed("bias")
+    if isinstance(layer, QuantFunction):
+        operands = [values[operand] if isinstance(operand, fx.Node) else operand for operand in node.args[1:]]
+        weight, bias = operands[0], operands[1] if len(operands) > 1 else None
+    return layer.integers(handed("grid"), handed("norm"), weight, bias)

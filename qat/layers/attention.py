@@ -1,0 +1,259 @@
+"""QuantMultiheadAttention: attention whose projections and products run on integer grids."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrize
+
+from qat.layers.attention_core import OPERANDS, PROBABILITIES, PROJECTIONS, additive_mask, multihead_attention
+from qat.layers.base import default_input_spec
+from qat.layers.function import QuantFunction
+from qat.layers.linear import QuantLinear
+from qat.layers.sharing import share_parameters
+from qat.quantizer import create_quantizer
+from qat.spec import QuantSpec
+
+
+def operand_spec(spec: QuantSpec) -> QuantSpec:
+    """The grid of q, k and v beside inputs of this grid: signed, without a zero point.
+
+    The rule stays, unless it has no such grid (lsq_plus, pact, dorefa): then it is "lsq".
+
+    Raises:
+        ValueError: for one bit, which no signed grid but that of "binary" has.
+
+    >>> str(operand_spec(QuantSpec(bits=4, signed=False, symmetric=False)))
+    'int4 symmetric per tensor'
+    """
+    signed = replace(spec, signed=True, symmetric=True)
+    return _first_possible("q, k and v", signed, replace(signed, rule="lsq", options={}))
+
+
+def probability_spec(spec: QuantSpec) -> QuantSpec:
+    """The grid of probabilities beside inputs of this grid: unsigned from 0, so that masked ones stay exactly 0.
+
+    The rule stays: one with signed grids only (binary, the floats) gets such a one, whose 0 is exact too, and one
+    without any grid from 0 (lsq_plus) becomes "lsq".
+
+    >>> str(probability_spec(QuantSpec(bits=4)))
+    'uint4 symmetric per tensor'
+    """
+    signed = replace(spec, signed=True, symmetric=True, narrow_range=False)
+    unsigned = replace(signed, signed=False)
+    return _first_possible("the probabilities", unsigned, signed, replace(unsigned, rule="lsq", options={}))
+
+
+def _first_possible(tensor: str, *specs: QuantSpec) -> QuantSpec:
+    """The first spec that its rule can have."""
+    for spec in specs:
+        try:
+            create_quantizer(spec, "activation", (), "meta")
+            return spec
+        except ValueError as error:
+            reason = error
+    raise ValueError(f"QuantMultiheadAttention: no grid for {tensor}: {reason}") from reason
+
+
+class QuantMultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` with quantized inputs, weights, q, k, v and probabilities.
+
+    With Q for a quantizer of learned scale, per head: q, k, v = Q(W) Q(x) + bias of query, key, value;
+    p = Q(softmax(Q(q) Q(k)^T / sqrt(head_dim) + mask));  output = Q(W_out) Q(concat(p Q(v))) + b_out.
+    Keys and values are quantized with bias_k, bias_v and the zeros of add_zero_attn among them. In evaluation the
+    projections are computed on integers, their biases rounded to int32. The weights stay under torch's names; beside
+    them stand `query_projection`, `key_projection`, `value_projection` (`QuantFunction`s on in_proj_weight's thirds or
+    on q/k/v_proj_weight), `out_proj` (a `QuantLinear`) and the four quantizers of `attend`.
+
+    Args:
+        embed_dim ... dtype: as of `torch.nn.MultiheadAttention`, in the same order.
+        weight_spec: grid of the weights; default: 8 bits, symmetric, per output channel.
+        activation_spec: grid of the inputs and of out_proj's input; q, k, v and the probabilities get those of
+            `operand_spec` and `probability_spec`. "default": 8 bits unsigned with a zero point; None: weights only.
+            Before the first use call `qat.calibrate(layer, batches)`.
+
+    Shapes: as torch's; see `forward`.
+
+    >>> layer = QuantMultiheadAttention(8, 2, batch_first=True, activation_spec=None)
+    >>> x = torch.randn(3, 5, 8)
+    >>> output, weights = layer(x, x, x)
+    >>> output.shape, weights.shape
+    (torch.Size([3, 5, 8]), torch.Size([3, 5, 5]))
+    """
+
+    float_type = nn.MultiheadAttention
+    out_proj: QuantLinear  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: QuantSpec | Literal["default"] | None = "default",
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        # torch's transformer layers read this before they leave out self_attn.forward for one fused float operation.
+        self._qkv_same_embed_dim = False
+        self.add_quantizers(self.out_proj, weight_spec, default_input_spec(activation_spec))
+
+    def add_quantizers(self, out_proj: nn.Linear, weight_spec: QuantSpec | None, spec: QuantSpec | None) -> None:
+        """Create projections and quantizers, with the parameters of this out_proj; called once the weights exist."""
+        device = out_proj.weight.device
+        for name, (weight, _) in self.inner_weights().items():
+            projection = QuantFunction(F.linear, tuple(weight.shape), None, weight_spec, spec, device)
+            if not weight.is_meta:
+                projection.fit_weight(weight)
+            self.add_module(name, projection)
+        arguments = QuantLinear.constructor_arguments(out_proj)
+        self.out_proj = QuantLinear(**arguments, device="meta", activation_spec=None)
+        share_parameters(out_proj, self.out_proj)
+        self.out_proj.add_quantizers(weight_spec, spec)
+        specs: dict[str, QuantSpec] = {}
+        if spec is not None:
+            specs = {**dict.fromkeys(OPERANDS, operand_spec(spec)), PROBABILITIES: probability_spec(spec)}
+        for name in (*OPERANDS, PROBABILITIES):
+            quantizer = create_quantizer(specs[name], "activation", (), device) if name in specs else None
+            self.register_module(name, quantizer)
+
+    def inner_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Name of every inner `QuantFunction` to the weight and bias that forward calls it with."""
+        weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
+        biases: Any = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return dict(zip(PROJECTIONS, zip(weights, biases, strict=True), strict=True))
+
+    @classmethod
+    def from_float(
+        cls,
+        layer: nn.Module,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: QuantSpec | Literal["default"] | None = "default",
+    ) -> "QuantMultiheadAttention":
+        """The quantized twin of a float layer; it takes over the layer's parameters, it does not copy them.
+
+        Args:
+            layer: the float layer; it may be parametrised.
+            weight_spec: grid of the weights; default 8 bits per channel.
+            activation_spec: grid of the activations, as of the constructor; None for weights only.
+
+        Raises:
+            TypeError: if the layer, or its out_proj, is of another type.
+        """
+        if parametrize.type_before_parametrizations(layer) is not nn.MultiheadAttention:
+            raise TypeError(f"{cls.__name__}.from_float: expected MultiheadAttention, got {type(layer).__name__}")
+        out_proj: Any = layer.out_proj
+        kinds: tuple[type, ...] = (nn.Linear, NonDynamicallyQuantizableLinear)
+        if parametrize.type_before_parametrizations(out_proj) not in kinds:
+            raise TypeError(f"{cls.__name__}.from_float: out_proj must be a Linear, got {type(out_proj).__name__}")
+        assert isinstance(layer, nn.MultiheadAttention)
+        twin = cls(**_constructor_arguments(layer), weight_spec=weight_spec, activation_spec=None)
+        share_parameters(layer, twin)
+        twin.add_quantizers(out_proj, weight_spec, default_input_spec(activation_spec))
+        return twin.train(layer.training)
+
+    def to_float(self) -> nn.MultiheadAttention:
+        """The float layer again: the same parameters, without the quantizers."""
+        layer = nn.MultiheadAttention(**_constructor_arguments(self))
+        share_parameters(self, layer)
+        share_parameters(self.out_proj, layer.out_proj)
+        return layer.train(self.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend, with the arguments and results of `torch.nn.MultiheadAttention`.
+
+        Args:
+            query, key, value: (L, N, embed_dim), (S, N, kdim), (S, N, vdim); N first with batch_first, or without N.
+            key_padding_mask: (N, S), without N (S,); True, or -inf, for keys to leave out.
+            need_weights: whether to return the probabilities. As in torch, a row that is masked entirely gives NaN
+                with them and zeros without.
+            attn_mask: (L, S) or (N * num_heads, L, S), bool (True: leave out) or float (added to the scores).
+            average_attn_weights: whether the probabilities are the mean over the heads.
+            is_causal: a hint that attn_mask is the causal mask; the mask is what counts.
+
+        Returns:
+            The output, laid out as query is, and the probabilities as quantized: (N, L, S), or (N, num_heads, L, S)
+            not averaged, without N for one sequence; None without need_weights.
+
+        Raises:
+            TypeError: for a mask of integers.
+            ValueError: for the wrong shapes, nested tensors, or is_causal without attn_mask.
+        """
+        self._check(query, key, value, is_causal and attn_mask is None)
+        batched = query.dim() == 3
+        padding = key_padding_mask if key_padding_mask is None or batched else key_padding_mask.unsqueeze(0)
+        mask = additive_mask(attn_mask, padding, self.num_heads, query.dtype)
+        if not batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        weights = self.inner_weights()
+
+        def project(name: str, x: Tensor) -> Tensor:
+            y: Tensor = self.out_proj(x) if name == "out_proj" else getattr(self, name)(x, *weights[name])
+            return y
+
+        output, probabilities = multihead_attention(
+            self, query, key, value, mask, project, self._quantize, safe=not need_weights
+        )
+        if average_attn_weights:
+            probabilities = probabilities.mean(1)
+        if not batched:
+            output, probabilities = output.squeeze(0), probabilities.squeeze(0)
+        elif not self.batch_first:
+            output = output.transpose(0, 1)
+        return output, probabilities if need_weights else None
+
+    def _quantize(self, name: str, x: Tensor) -> Tensor:
+        quantizer = getattr(self, name)
+        quantized: Tensor = x if quantizer is None else quantizer(x)
+        return quantized
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, lacks_mask: bool) -> None:
+        where = type(self).__name__
+        for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            if x.is_nested:
+                raise ValueError(
+                    f"{where}: {name} is a nested tensor; pad it (nn.TransformerEncoder: enable_nested_tensor=False)"
+                )
+            if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != width:
+                axes = "2 or 3" if name == "query" else str(query.dim())
+                raise ValueError(f"{where}: {name} must have {axes} axes, the last of {width}, got {tuple(x.shape)}")
+        if lacks_mask:
+            raise ValueError(f"{where}: is_causal=True is only a hint and needs the causal mask as attn_mask")
+
+
+def _constructor_arguments(layer: nn.MultiheadAttention) -> dict[str, Any]:
+    """Arguments that make a layer like this one, without memory."""
+    names = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
+    return {name: getattr(layer, name) for name in names} | {
+        "bias": layer.in_proj_bias is not None,
+        "add_bias_kv": layer.bias_k is not None,
+        "device": "meta",
+        "dtype": layer.out_proj.weight.dtype,
+    }

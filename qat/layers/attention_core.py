@@ -1,0 +1,143 @@
+"""The arithmetic of attention, with the places where projections and quantizers belong."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Quantize = Callable[[str, Tensor], Tensor]
+"""(name of the quantizer, tensor) to the tensor on its grid; a function that returns the tensor leaves it in float."""
+
+PROJECTIONS = ("query_projection", "key_projection", "value_projection")
+OPERANDS = ("query_quantizer", "key_quantizer", "value_quantizer")
+PROBABILITIES = "probability_quantizer"
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    quantize: Quantize,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    training: bool = False,
+    safe: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """softmax(query key^T * scale + mask) value, both products of quantized operands.
+
+    Scaling, mask and softmax are float; masked probabilities are exactly 0, before and after quantization. Dropout
+    acts behind the quantizer, whose range is then the same in training and evaluation. torch.fx can trace it.
+
+    Args:
+        query, key, value: (..., L, E), (..., S, E) and (..., S, V).
+        mask: added to the scores, broadcastable to (..., L, S); -inf for "not this one".
+        quantize: called with "query_quantizer", "key_quantizer", "value_quantizer" and "probability_quantizer".
+        scale: default 1/sqrt(E), which needs E as a number.
+        dropout: share of probabilities set to 0 in training.
+        training: whether dropout acts.
+        safe: what a row that is masked entirely becomes: zeros as of `F.scaled_dot_product_attention`, or NaN.
+
+    Returns:
+        The output (..., L, V) and the probabilities (..., L, S) that it was computed with.
+    """
+    query, key, value = (quantize(name, x) for name, x in zip(OPERANDS, (query, key, value), strict=True))
+    scores = torch.matmul(query, key.transpose(-2, -1)) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is None:
+        probabilities = torch.softmax(scores, -1)
+    elif safe:
+        # Zeros go in and come out, since a NaN on the way would reach the gradient in spite of the second `where`.
+        empty = (mask == -math.inf).all(-1, keepdim=True)
+        probabilities = torch.softmax(torch.where(empty, 0.0, scores + mask), -1)
+        probabilities = torch.where(empty, 0.0, probabilities)
+    else:
+        probabilities = torch.softmax(scores + mask, -1)
+    probabilities = quantize(PROBABILITIES, probabilities)
+    probabilities = F.dropout(probabilities, dropout, training and dropout > 0)
+    return torch.matmul(probabilities, value), probabilities
+
+
+def multihead_attention(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    project: Callable[[str, Tensor], Tensor],
+    quantize: Quantize,
+    safe: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """What `nn.MultiheadAttention` computes, batch first, with the products and quantizers handed in.
+
+    torch.fx can trace it (for sizes that are proxies too), torch.export and torch.compile run it.
+
+    Args:
+        module: whose sizes, dropout, bias_k, bias_v and add_zero_attn count; its projections are `project`'s matter.
+        query, key, value: (N, L, embed_dim), (N, S, kdim), (N, S, vdim).
+        mask: from `additive_mask`, or None.
+        project: called with "query_projection", "key_projection", "value_projection" and "out_proj".
+        quantize: as of `attend`.
+        safe: as of `attend`.
+
+    Returns:
+        The output (N, L, embed_dim), and the probabilities (N, num_heads, L, S), S + 1 for each of bias_k and
+        add_zero_attn.
+    """
+    samples, heads = query.shape[0], module.num_heads
+    queries, keys, values = (project(name, x) for name, x in zip(PROJECTIONS, (query, key, value), strict=True))
+    if module.bias_k is not None and module.bias_v is not None:
+        keys = torch.cat([keys, module.bias_k.expand(samples, -1, -1)], 1)
+        values = torch.cat([values, module.bias_v.expand(samples, -1, -1)], 1)
+        mask = None if mask is None else F.pad(mask, (0, 1))
+    if module.add_zero_attn:
+        keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
+        mask = None if mask is None else F.pad(mask, (0, 1))
+    # (N, heads, length, head_dim)
+    queries, keys, values = (
+        torch.unflatten(x, -1, (heads, module.head_dim)).transpose(1, 2) for x in (queries, keys, values)
+    )
+    scale = module.head_dim**-0.5
+    attended, probabilities = attend(
+        queries, keys, values, mask, quantize, scale, module.dropout, module.training, safe
+    )
+    return project("out_proj", attended.transpose(1, 2).flatten(2)), probabilities
+
+
+def additive_mask(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, num_heads: int, dtype: torch.dtype
+) -> Tensor | None:
+    """Both masks of `nn.MultiheadAttention` as one that is added to the scores; None without a mask.
+
+    Args:
+        attn_mask: (L, S) or (N * num_heads, L, S); bool with True for "not this one", or float, to be added.
+        key_padding_mask: (N, S), bool or float likewise.
+        num_heads: of the module.
+        dtype: of the scores.
+
+    Returns:
+        Shape (N or 1, num_heads or 1, L or 1, S).
+
+    Raises:
+        TypeError: for a mask of integers.
+
+    >>> additive_mask(None, torch.tensor([[False, True]]), 4, torch.float32)
+    tensor([[[[0., -inf]]]])
+    """
+    total = None
+    if attn_mask is not None:
+        mask = _to_add(attn_mask, "attn_mask", dtype)
+        total = mask[None, None] if mask.dim() == 2 else torch.unflatten(mask, 0, (-1, num_heads))
+    if key_padding_mask is not None:
+        mask = _to_add(key_padding_mask, "key_padding_mask", dtype)[:, None, None]
+        total = mask if total is None else total + mask
+    return total
+
+
+def _to_add(mask: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
+    if not mask.is_floating_point():
+        raise TypeError(f"QuantMultiheadAttention: {name} must be bool or floating point, got {mask.dtype}")
+    return mask.to(dtype)

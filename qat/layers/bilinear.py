@@ -1,0 +1,145 @@
+"""QuantBilinear: a product of two inputs and a weight on integer grids."""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qat.functional import round_ste
+from qat.layers.base import QuantLayer, default_input_spec
+from qat.layers.folding import IntegerWeight, fold_weight
+from qat.quantizer import Quantizer, create_quantizer
+from qat.spec import QuantSpec
+
+
+class QuantBilinear(QuantLayer, nn.Bilinear):
+    """`torch.nn.Bilinear` with quantized weight and inputs.
+
+    y[o] = sum over i, j of quantize(x1)[i] * quantize(weight)[o, i, j] * quantize(x2)[j] + bias[o], all three
+    quantizers with a learned scale. In evaluation the same is computed on integers, the bias rounded to int32 at
+    scale_x1 * scale_x2 * scale_weight. One product of three 8-bit integers takes up to 23 bits, so an integer kernel
+    needs more than 32 bits to add 256 or more of them; here the sum is exact up to 2^53.
+
+    Args:
+        in1_features ... dtype: as of `torch.nn.Bilinear`, in the same order.
+        weight_spec: grid of the weight; default: 8 bits, symmetric, per output.
+        activation_spec: grid of both inputs, each with its own range; "default": 8 bits unsigned with a zero point;
+            None: the inputs are quantized elsewhere. Before the first use call
+            `qat.calibrate(layer, [{"x1": ..., "x2": ...}])`.
+
+    Shapes: inputs (..., in1_features) and (..., in2_features), output (..., out_features).
+
+    >>> layer = QuantBilinear(4, 5, 3, activation_spec=None)
+    >>> layer(torch.randn(2, 4), torch.randn(2, 5)).shape
+    torch.Size([2, 3])
+    """
+
+    float_type = nn.Bilinear
+    grid_arguments = ("grid", "other_grid")
+
+    other_quantizer: Quantizer | None
+
+    def __init__(
+        self,
+        in1_features: int,
+        in2_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: QuantSpec | Literal["default"] | None = "default",
+    ) -> None:
+        nn.Bilinear.__init__(self, in1_features, in2_features, out_features, bias, device, dtype)
+        self.add_quantizers(weight_spec, default_input_spec(activation_spec))
+
+    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
+        """One quantizer for the weight and one for each input."""
+        super().add_quantizers(weight_spec, activation_spec)
+        self.other_quantizer = None
+        if activation_spec is not None:
+            self.other_quantizer = create_quantizer(activation_spec, "activation", (), self.weight.device)
+
+    @staticmethod
+    def constructor_arguments(layer: Any) -> dict[str, Any]:
+        """Arguments that make a bilinear layer like this one."""
+        return {
+            "in1_features": layer.in1_features,
+            "in2_features": layer.in2_features,
+            "out_features": layer.out_features,
+            "bias": layer.bias is not None,
+            "dtype": layer.weight.dtype,
+        }
+
+    def forward(  # type: ignore[override]
+        self, x1: Tensor, x2: Tensor, grid: Quantizer | None = None, other_grid: Quantizer | None = None
+    ) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            x1, x2: the inputs, in the shapes of torch's layer.
+            grid: the quantizer on whose grid x1 lies already; a layer with quantizers of its own needs none.
+            other_grid: that of x2.
+        """
+        if self.input_quantizer is not None:
+            grid, x1 = self.input_quantizer, self.input_quantizer(x1)
+        if self.other_quantizer is not None:
+            other_grid, x2 = self.other_quantizer, self.other_quantizer(x2)
+        weight = self.weight
+        if grid is None or other_grid is None or self.training or not self._is_deployed_on(grid, other_grid):
+            return self.operate(x1, self.quantized(weight), self.bias, x2)
+        return self._sum_of_integers(x1, x2, self.integers(grid, None, weight, self.bias, other_grid), grid, other_grid)
+
+    def operate(  # type: ignore[override]
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor
+    ) -> Tensor:
+        """torch's own bilinear form of x and other."""
+        return F.bilinear(x, other, weight, bias)
+
+    def per_channel(self, values: Tensor, weight: Tensor) -> Tensor:
+        """Outputs lie on the last axis."""
+        return values
+
+    def integers(
+        self,
+        grid: Quantizer,
+        norm: nn.Module | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        other_grid: Quantizer | None = None,
+    ) -> IntegerWeight:
+        """The integers that stand for this layer on inputs of these grids; see `QuantLayer.integers`.
+
+        Args:
+            grid: the first input's quantizer.
+            norm, weight, bias: as of `QuantLayer.integers`.
+            other_grid: the second input's quantizer; it has to be given.
+
+        Raises:
+            ValueError: without other_grid.
+        """
+        if other_grid is None:
+            raise ValueError("QuantBilinear.integers: other_grid must be the quantizer of the second input, got None")
+        if weight is None:
+            weight, bias = self.weight, self.bias if bias is None else bias
+        scale, zero_point = self.weight_quantizer.grid(weight)
+        codes = self.weight_quantizer.codes(weight) - zero_point
+        return fold_weight(codes, scale, bias, grid.grid()[0].float() * other_grid.grid()[0].float(), norm)
+
+    def _is_deployed_on(self, *grids: Quantizer) -> bool:
+        return all(grid.observer is None and self._runs_on_integers(grid) for grid in grids)
+
+    def _sum_of_integers(
+        self, x1: Tensor, x2: Tensor, integers: IntegerWeight, grid: Quantizer, other_grid: Quantizer
+    ) -> Tensor:
+        """y = (operate(x1_codes, codes, x2_codes) + bias_codes) * accumulator_scale, the codes without zero points.
+
+        In float64: products of three 8-bit integers leave float32's 24 bits after two of them.
+        """
+        with torch.autocast(x1.device.type, enabled=False):
+            first = round_ste(x1.double() / grid.grid()[0])
+            second = round_ste(x2.double() / other_grid.grid()[0])
+            total = self.operate(first, integers.codes.double(), None, second) + integers.bias_codes
+            return (total * integers.accumulator_scale).to(x1.dtype)

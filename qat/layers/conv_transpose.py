@@ -1,0 +1,209 @@
+"""QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d: transposed convolutions on integer grids."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qat.layers.base import QuantLayer, default_input_spec
+from qat.quantizer import Quantizer
+from qat.spec import QuantSpec
+
+FUNCTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+"""The function for each number of spatial axes."""
+
+
+def channels_first(weight: Tensor, groups: int = 1) -> Tensor:
+    """A transposed convolution's weight with its output channels on axis 0, as that of a plain convolution.
+
+    Args:
+        weight: (in, out / groups, k...), torch's layout: the groups lie one after the other along the inputs.
+        groups: of the convolution; divides in.
+
+    Shapes: result (out, in / groups, k...).
+
+    >>> channels_first(torch.zeros(6, 4, 3), groups=2).shape
+    torch.Size([8, 3, 3])
+    """
+    return _swapped(weight, groups)
+
+
+def torch_layout(rows: Tensor, groups: int = 1) -> Tensor:
+    """The inverse of `channels_first`.
+
+    Args:
+        rows: (out, in / groups, k...).
+        groups: of the convolution; divides out.
+
+    Shapes: result (in, out / groups, k...).
+
+    >>> weight = torch.randn(6, 4, 3)
+    >>> torch.equal(torch_layout(channels_first(weight, 2), 2), weight)
+    True
+    """
+    return _swapped(rows, groups)
+
+
+def _swapped(weight: Tensor, groups: int) -> Tensor:
+    """Axes 0 and 1 exchanged within each group; (g*a, b, k...) becomes (g*b, a, k...), and back."""
+    return weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
+
+
+class QuantTransposedConvolution(QuantLayer):
+    """What the three transposed convolutions share; the other base is torch's layer, whose constructor this one calls.
+
+    y = conv_transpose(quantize(x), quantize(weight)) + bias, both quantizers with a learned scale. In evaluation the
+    same is computed as the deployed integers do it, the bias rounded to int32 at scale_x * scale_weight. "channel"
+    means output channel here too, although torch keeps the input channels on the weight's axis 0.
+    """
+
+    groups: int
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: int | tuple[int, ...] = 0,
+        output_padding: int | tuple[int, ...] = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: int | tuple[int, ...] = 1,
+        padding_mode: Literal["zeros"] = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: QuantSpec | Literal["default"] | None = "default",
+    ) -> None:
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
+            padding_mode, device, dtype,
+        )  # fmt: skip
+        self.add_quantizers(weight_spec, default_input_spec(activation_spec))
+
+    @staticmethod
+    def constructor_arguments(layer: Any) -> dict[str, Any]:
+        """Arguments that make a transposed convolution like this one."""
+        names = (
+            "in_channels",
+            "out_channels",
+            "kernel_size",
+            "stride",
+            "padding",
+            "output_padding",
+            "groups",
+            "dilation",
+            "padding_mode",
+        )
+        return {name: getattr(layer, name) for name in names} | {
+            "bias": layer.bias is not None,
+            "dtype": layer.weight.dtype,
+        }
+
+    def forward(
+        self,
+        x: Tensor,
+        grid: Quantizer | None = None,
+        norm: nn.Module | None = None,
+        bias: Tensor | None = None,
+        output_size: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Apply the layer, and the BatchNorm behind it.
+
+        Args:
+            x, grid, norm, bias: as of `QuantLayer.forward`.
+            output_size: the spatial shape to make, where the stride allows several; overrides output_padding.
+
+        Raises:
+            TypeError: if grid is no quantizer: torch's layer takes output_size in its place.
+        """
+        if grid is not None and not isinstance(grid, Quantizer):
+            raise TypeError(
+                f"{type(self).__name__}: grid must be a Quantizer, got {grid!r}; pass an output size as output_size="
+            )
+        own = self.bias if bias is None else bias
+        return self.compute(x, self.weight, own, grid, norm, output_size=output_size)
+
+    def operate(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None
+    ) -> Tensor:
+        """torch's own transposed convolution."""
+        axes = weight.dim() - 2
+        layer: Any = self
+        stride, padding, dilation = layer.stride, layer.padding, layer.dilation
+        size = None if output_size is None else list(output_size)
+        rest = layer._output_padding(x, size, stride, padding, layer.kernel_size, axes, dilation)
+        return FUNCTIONS[axes](x, weight, bias, stride, padding, rest, self.groups, dilation)
+
+    def channels_first(self, weight: Tensor) -> Tensor:
+        """(in, out / groups, k...) to (out, in / groups, k...)."""
+        return channels_first(weight, self.groups)
+
+    def torch_layout(self, weight: Tensor) -> Tensor:
+        """(out, in / groups, k...) to (in, out / groups, k...)."""
+        return torch_layout(weight, self.groups)
+
+
+class QuantConvTranspose1d(QuantTransposedConvolution, nn.ConvTranspose1d):  # type: ignore[misc]
+    """`torch.nn.ConvTranspose1d` with quantized weight and input; see `QuantTransposedConvolution`.
+
+    Args:
+        in_channels ... dtype: as of `torch.nn.ConvTranspose1d`, in the same order.
+        weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
+        activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
+            quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
+
+    Shapes: input (N, in_channels, L), output (N, out_channels, L'), N absent in both or in neither.
+
+    >>> layer = QuantConvTranspose1d(3, 8, 4, stride=2, padding=1, activation_spec=None)
+    >>> layer(torch.randn(2, 3, 10)).shape
+    torch.Size([2, 8, 20])
+    >>> layer.weight_quantizer.scale.shape
+    torch.Size([8, 1, 1])
+    """
+
+    float_type = nn.ConvTranspose1d
+
+
+class QuantConvTranspose2d(QuantTransposedConvolution, nn.ConvTranspose2d):  # type: ignore[misc]
+    """`torch.nn.ConvTranspose2d` with quantized weight and input; see `QuantTransposedConvolution`.
+
+    Args:
+        in_channels ... dtype: as of `torch.nn.ConvTranspose2d`, in the same order.
+        weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
+        activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
+            quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
+
+    Shapes: input (N, in_channels, H, W), output (N, out_channels, H', W'), N absent in both or in neither.
+
+    >>> layer = QuantConvTranspose2d(3, 8, 3, stride=2, activation_spec=None)
+    >>> layer(torch.randn(2, 3, 6, 6), output_size=(14, 13)).shape
+    torch.Size([2, 8, 14, 13])
+    """
+
+    float_type = nn.ConvTranspose2d
+
+
+class QuantConvTranspose3d(QuantTransposedConvolution, nn.ConvTranspose3d):  # type: ignore[misc]
+    """`torch.nn.ConvTranspose3d` with quantized weight and input; see `QuantTransposedConvolution`.
+
+    Args:
+        in_channels ... dtype: as of `torch.nn.ConvTranspose3d`, in the same order.
+        weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
+        activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
+            quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
+
+    Shapes: input (N, in_channels, D, H, W), output (N, out_channels, D', H', W'), N absent in both or in neither.
+
+    >>> layer = QuantConvTranspose3d(4, 6, 2, stride=2, groups=2, activation_spec=None)
+    >>> layer(torch.randn(1, 4, 2, 3, 3)).shape
+    torch.Size([1, 6, 4, 6, 6])
+    >>> layer.weight_quantizer.scale.shape
+    torch.Size([6, 1, 1, 1, 1])
+    """
+
+    float_type = nn.ConvTranspose3d

@@ -1,0 +1,282 @@
+"""QuantEmbedding and QuantEmbeddingBag: tables of vectors kept as integers."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qat.functional import lsq_plus_quantize, lsq_quantize
+from qat.layers.base import QuantLayer
+from qat.quantizer import LSQQuantizer
+from qat.quantizer.granularity import to_groups
+from qat.spec import QuantSpec
+
+
+@dataclass(frozen=True)
+class IntegerTable:
+    """What a deployed table stores: weight = (codes - zero_point) * scale.
+
+    Attributes:
+        codes: (num_embeddings, embedding_dim), integers (as floats).
+        scale: > 0; () per tensor, (num_embeddings, 1) per row, (num_embeddings, groups, 1) per group of columns.
+        zero_point: integers (as floats) in the shape of scale; 0 on a symmetric grid.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor
+
+
+class QuantTable(QuantLayer):
+    """What both lookups share: the quantized table, and how its rows are read.
+
+    Indices have no grid, and one row is read as it is stored, so training and evaluation compute the same: the values
+    that an integer table with its scales stands for. With the rule "lsq", one scale for the table or for each row and
+    no EWGS, only the rows that are looked up are quantized: values and gradients are those of the whole table at the
+    cost of the batch. Other rules, and a weight_quantizer that a forward hook watches, see the whole table.
+    """
+
+    grid_arguments = ()
+
+    num_embeddings: int
+    padding_idx: int | None
+    max_norm: float | None
+    norm_type: float
+    scale_grad_by_freq: bool
+    sparse: bool
+
+    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
+        """Create the table's quantizer.
+
+        Raises:
+            ValueError: with an activation_spec, or a sparse gradient that the rule cannot have.
+        """
+        name = self.float_type.__name__
+        if activation_spec is not None:
+            raise ValueError(
+                f"Quant{name}: activation_spec must be None, since indices are exact; got {activation_spec!r}"
+            )
+        super().add_quantizers(weight_spec, None)
+        if self.sparse and not self._is_row_by_row():
+            spec = self.weight_quantizer.spec
+            raise ValueError(
+                f"Quant{name}: sparse=True needs a weight_spec of rule 'lsq', granularity 'tensor' or 'channel' and"
+                f" ewgs 'none', got {spec.rule!r}, {spec.granularity!r} and {spec.ewgs!r}"
+            )
+
+    def calibrate_weight(self) -> None:
+        """Set the range from the rows as lookups see them, within max_norm."""
+        self.fit_weight(self.bounded_table())
+
+    @torch.no_grad()
+    def integers(self) -> IntegerTable:  # type: ignore[override]
+        """The integers that stand for this table: what export writes.
+
+        Raises:
+            ValueError: if the rule has no integers.
+        """
+        quantizer = self.weight_quantizer
+        if not quantizer.exportable:
+            raise ValueError(f"{type(self).__name__}.integers: its weight {quantizer.refusal()}")
+        table = self.bounded_table()
+        scale, zero_point = quantizer.grid(to_groups(table, quantizer.spec))
+        return IntegerTable(quantizer.codes(table), scale.detach(), zero_point.detach())
+
+    @torch.no_grad()
+    def bounded_table(self) -> Tensor:
+        """The float table with every row within max_norm; a copy if there is a max_norm."""
+        weight = self.weight.detach()
+        if self.max_norm is None:
+            return weight
+        everything = torch.arange(self.num_embeddings, device=weight.device)
+        return torch.embedding_renorm_(weight.clone(), everything, self.max_norm, self.norm_type)
+
+    def look_up(self, indices: Tensor) -> Tensor:
+        """The quantized rows at these indices; a max_norm shortens the float rows in place first, as torch's does.
+
+        Shapes: indices any, result (*indices.shape, embedding_dim).
+        """
+        weight = self.weight
+        if self.max_norm is not None:
+            with torch.no_grad():
+                torch.embedding_renorm_(weight.detach(), indices.contiguous(), self.max_norm, self.norm_type)
+        if self._is_read_by_row():
+            return self._quantized_rows(indices, weight)
+        if self.max_norm is not None:
+            # Autograd may keep the table, and the next lookup of the same step may shorten rows in it.
+            weight = weight.clone()
+        return F.embedding(indices, self.quantized(weight), self.padding_idx, None, 2.0, self.scale_grad_by_freq)
+
+    def _quantized_rows(self, indices: Tensor, weight: Tensor) -> Tensor:
+        """What `look_up` returns, without a look at other rows.
+
+        The scales go through the same lookup as the rows, so padding and frequencies act on their gradients too.
+        """
+        quantizer = self.weight_quantizer
+        if quantizer.training:
+            quantizer.repair()
+        options = (self.padding_idx, None, 2.0, self.scale_grad_by_freq)
+        scale, zero_point = (part.expand(self.num_embeddings, 1) for part in quantizer.grid())
+        x = F.embedding(indices, weight, *options, self.sparse)
+        step = F.embedding(indices, scale, *options)
+        factor = quantizer.gradient_factor(weight)
+        if quantizer.zero_point is None:
+            return lsq_quantize(x, step, *quantizer.bounds(), factor)
+        return lsq_plus_quantize(x, step, F.embedding(indices, zero_point), *quantizer.bounds(), factor)
+
+    def _is_row_by_row(self) -> bool:
+        """Whether a quantized row depends on nothing but the row and its scale, and its gradient on nothing else."""
+        quantizer = self.weight_quantizer
+        plain = quantizer.spec.granularity != "group" and quantizer.spec.ewgs == "none"
+        return type(quantizer) is LSQQuantizer and plain
+
+    def _is_read_by_row(self) -> bool:
+        """Whether the rows will do: nothing watches the quantizer's own call, and it has nothing to say."""
+        quantizer = self.weight_quantizer
+        watched = bool(quantizer._forward_hooks or quantizer._forward_pre_hooks) and not self.sparse
+        return self._is_row_by_row() and quantizer.is_calibrated and quantizer.observer is None and not watched
+
+
+class QuantEmbedding(QuantTable, nn.Embedding):
+    """`torch.nn.Embedding` with a quantized table; see `QuantTable`.
+
+    Args:
+        num_embeddings ... dtype: as of `torch.nn.Embedding`, in the same order.
+        weight_spec: grid of the table; default: 8 bits, symmetric, per row.
+        activation_spec: None; the result lies on a grid of its own for each row, so what needs the vectors on one
+            grid quantizes them again.
+
+    Shapes: input (*) of int32 or int64, output (*, embedding_dim).
+
+    Raises:
+        ValueError: with an activation_spec; or sparse=True with a rule other than "lsq", groups, or EWGS.
+
+    >>> layer = QuantEmbedding(10, 4, padding_idx=0)
+    >>> layer(torch.tensor([[1, 2, 0], [3, 3, 9]])).shape
+    torch.Size([2, 3, 4])
+    >>> layer.integers().codes.abs().max()
+    tensor(127.)
+    """
+
+    float_type = nn.Embedding
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: None = None,
+    ) -> None:
+        nn.Embedding.__init__(
+            self, num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight,
+            _freeze, device, dtype,
+        )  # fmt: skip
+        self.add_quantizers(weight_spec, activation_spec)
+
+    @staticmethod
+    def constructor_arguments(layer: Any) -> dict[str, Any]:
+        """Arguments that make a table like this one."""
+        names = (
+            "num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse",
+        )  # fmt: skip
+        return {name: getattr(layer, name) for name in names} | {"dtype": layer.weight.dtype}
+
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
+        """The quantized rows at these indices."""
+        return self.look_up(input)
+
+
+class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
+    """`torch.nn.EmbeddingBag` with a quantized table; see `QuantTable`. Sums, means and maxima are taken in float.
+
+    Args:
+        num_embeddings ... dtype: as of `torch.nn.EmbeddingBag`, in the same order.
+        weight_spec: grid of the table; default: 8 bits, symmetric, per row.
+        activation_spec: None; indices have no grid.
+
+    Shapes: input (B, N), or (N,) with offsets; output (B, embedding_dim).
+
+    Raises:
+        ValueError: with an activation_spec; sparse=True with a rule other than "lsq", groups, or EWGS; or sparse=True
+            or scale_grad_by_freq=True with mode "max".
+
+    >>> layer = QuantEmbeddingBag(10, 4, mode="sum")
+    >>> layer(torch.tensor([1, 2, 4, 5]), offsets=torch.tensor([0, 3])).shape
+    torch.Size([2, 4])
+    """
+
+    float_type = nn.EmbeddingBag
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: Literal["sum", "mean", "max"] = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: None = None,
+    ) -> None:
+        for name, wanted in (("sparse", sparse), ("scale_grad_by_freq", scale_grad_by_freq)):
+            if wanted and mode == "max":
+                raise ValueError(f"QuantEmbeddingBag: {name}=True needs mode 'sum' or 'mean', got 'max'")
+        nn.EmbeddingBag.__init__(
+            self, num_embeddings, embedding_dim, max_norm, norm_type, scale_grad_by_freq, mode, sparse, _weight,
+            include_last_offset, padding_idx, device, dtype,
+        )  # fmt: skip
+        self.add_quantizers(weight_spec, activation_spec)
+
+    @staticmethod
+    def constructor_arguments(layer: Any) -> dict[str, Any]:
+        """Arguments that make a table like this one."""
+        names = (
+            "num_embeddings", "embedding_dim", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse",
+            "include_last_offset", "padding_idx",
+        )  # fmt: skip
+        return {name: getattr(layer, name) for name in names} | {"dtype": layer.weight.dtype}
+
+    def forward(  # type: ignore[override]
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """The bags' sums, means or maxima of quantized rows; arguments as of torch's layer.
+
+        The rows are looked up one by one and then taken together by their position. So every rule gets torch's
+        frequencies and sparse gradients; torch 2.11's own embedding_bag scales by wrong frequencies.
+        """
+        ends = self.include_last_offset
+        if input.is_nested:
+            jagged: Any = input
+            offsets, ends, input = jagged.offsets(), True, jagged.values()
+            per_sample_weights = None if per_sample_weights is None else per_sample_weights.values()
+        flat = input.reshape(-1)
+        positions = torch.arange(flat.numel(), dtype=input.dtype, device=input.device)
+        padding = None
+        if self.padding_idx is not None:
+            # embedding_bag knows what to leave out by its index, so one row stands for every padding.
+            padding = flat.numel()
+            positions = torch.where(flat == self.padding_idx, padding, positions)
+            flat = torch.cat([flat, flat.new_full((1,), self.padding_idx)])
+        rows, positions = self.look_up(flat), positions.reshape(input.shape)
+        return F.embedding_bag(
+            positions, rows, offsets, None, 2.0, False, self.mode, False, per_sample_weights, ends, padding
+        )

@@ -1,0 +1,214 @@
+"""What QuantLSTM, QuantGRU and QuantRNN share: the products on integer grids, and the way through the layers."""
+
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.rnn import PackedSequence
+
+from qat.layers.base import default_input_spec
+from qat.layers.function import QuantFunction
+from qat.layers.recurrent_cells import Cell, State, StepProduct, run_steps
+from qat.layers.sharing import share_parameters
+from qat.spec import QuantSpec
+
+
+class QuantRecurrent(nn.RNNBase):
+    """Base of the three: the products, one for each weight matrix, and the way through layers and directions.
+
+    The weights stay parameters of this layer, under torch's names. Beside `weight_ih_l0` stands `product_ih_l0`, a
+    `QuantFunction` that holds the weight's quantizer and that of the tensor that it is multiplied with: the layer's
+    input (all steps at once), the hidden state (one grid for all steps), before a projection the unprojected one.
+    Biases, gates and cell state are float, and so are outputs: the next step, or layer, quantizes what it reads.
+    """
+
+    float_type: ClassVar[type[nn.RNNBase]]
+    """The layer of torch that this one replaces."""
+
+    parts: ClassVar[int] = 1
+    """How many tensors the state has: 2 of an LSTM."""
+
+    def cell(self) -> Cell:
+        """The arithmetic of one step."""
+        raise TypeError(f"{type(self).__name__}: a recurrent layer must implement cell()")
+
+    def add_products(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
+        """Create the products; called by constructors once the weights exist."""
+        for name, (weight, _) in self.inner_weights().items():
+            kind = QuantFunction if name.startswith("product_ih") else StepProduct
+            product = kind(F.linear, tuple(weight.shape), None, weight_spec, activation_spec, weight.device)
+            setattr(self, name, product)
+            if not weight.is_meta:
+                product.fit_weight(weight)
+
+    def inner_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Name of every inner `QuantFunction` to the weight and bias that forward calls it with."""
+        found: dict[str, tuple[Tensor, Tensor | None]] = {}
+        for names in self._all_weights:
+            for name in names:
+                if name.startswith("weight"):
+                    bias = name.replace("weight", "bias")
+                    found[name.replace("weight", "product")] = getattr(self, name), getattr(self, bias, None)
+        return found
+
+    def reset_parameters(self) -> None:
+        """Draw weights and biases anew, as torch does; the quantizers' parameters are none of them."""
+        bound = self.hidden_size**-0.5
+        for name in self._flat_weights_names:
+            nn.init.uniform_(getattr(self, name), -bound, bound)
+
+    @classmethod
+    def from_float(
+        cls,
+        layer: nn.Module,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: QuantSpec | Literal["default"] | None = "default",
+    ) -> "QuantRecurrent":
+        """The quantized twin of a float layer; it takes over the layer's parameters, it does not copy them.
+
+        Args:
+            layer: the float layer; it may be parametrised (weight norm).
+            weight_spec: grid of the weights; default 8 bits per channel.
+            activation_spec: grid of inputs and hidden states; None for weights only.
+
+        Raises:
+            TypeError: if the layer is of another type.
+        """
+        if parametrize.type_before_parametrizations(layer) is not cls.float_type:
+            raise TypeError(
+                f"{cls.__name__}.from_float: expected {cls.float_type.__name__}, got {type(layer).__name__}"
+            )
+        assert isinstance(layer, nn.RNNBase)
+        make: Any = cls
+        twin: QuantRecurrent = make(
+            **_constructor_arguments(layer), device="meta", weight_spec=weight_spec, activation_spec=None
+        )
+        _take_over(layer, twin)
+        twin.add_products(weight_spec, default_input_spec(activation_spec))
+        return twin.train(layer.training)
+
+    def to_float(self) -> nn.RNNBase:
+        """The float layer again: the same parameters, without the quantizers."""
+        layer = self.float_type(**_constructor_arguments(self), device="meta")
+        _take_over(self, layer)
+        return layer.train(self.training)
+
+    def forward(
+        self, input: Tensor | PackedSequence, hx: Tensor | tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Any, Any]:
+        """Run the sequence through all layers.
+
+        Args:
+            input: (L, N, input_size), (N, L, input_size) with batch_first, (L, input_size), or a PackedSequence.
+            hx: the first state, shape (layers * directions, N, H), without N for one sequence; of an LSTM the pair
+                (h_0, c_0). None: zeros.
+
+        Returns:
+            The outputs of the last layer, as the input is laid out, and the last state, as hx is.
+
+        Raises:
+            TypeError: if an LSTM's hx is no pair.
+            ValueError: for the wrong shapes, or an empty sequence.
+        """
+        if isinstance(input, PackedSequence):
+            sizes = [int(size) for size in input.batch_sizes]
+            state = self.first_state(input.data, hx, sizes[0], True)
+            if input.sorted_indices is not None:
+                state = tuple(part.index_select(1, input.sorted_indices) for part in state)
+            output, state = self.run_layers(input.data, state, sizes)
+            if input.unsorted_indices is not None:
+                state = tuple(part.index_select(1, input.unsorted_indices) for part in state)
+            packed = PackedSequence(output, input.batch_sizes, input.sorted_indices, input.unsorted_indices)
+            return packed, state if self.parts == 2 else state[0]
+        self.check_sequence(input)
+        batched = input.dim() == 3
+        swaps = batched and self.batch_first
+        x = input.transpose(0, 1) if swaps else input if batched else input.unsqueeze(1)
+        output, state = self.run_layers(x, self.first_state(x, hx, x.shape[1], batched), None)
+        if not batched:
+            output, state = output.squeeze(1), tuple(part.squeeze(1) for part in state)
+        return output.transpose(0, 1) if swaps else output, state if self.parts == 2 else state[0]
+
+    def check_sequence(self, x: Tensor) -> None:
+        """Refuse an input of the wrong shape, or without a step."""
+        wanted = "(N, L, {0}) or (L, {0})" if self.batch_first else "(L, N, {0}) or (L, {0})"
+        if x.dim() not in (2, 3) or x.shape[-1] != self.input_size:
+            raise ValueError(
+                f"{type(self).__name__}: input must have shape {wanted.format(self.input_size)}, got {tuple(x.shape)}"
+            )
+        if x.shape[1 if x.dim() == 3 and self.batch_first else 0] == 0:
+            raise ValueError(
+                f"{type(self).__name__}: the sequence must have at least one step, got shape {tuple(x.shape)}"
+            )
+
+    def first_state(self, x: Tensor, hx: Any, samples: int, batched: bool) -> State:
+        """The given state as (layers * directions, N, H) tensors, or zeros."""
+        rows = self.num_layers * (2 if self.bidirectional else 1)
+        widths = (self.proj_size or self.hidden_size, self.hidden_size)[: self.parts]
+        if hx is None:
+            return tuple(torch.zeros(rows, samples, width, dtype=x.dtype, device=x.device) for width in widths)
+        if self.parts == 2 and not (isinstance(hx, (tuple, list)) and len(hx) == 2):
+            raise TypeError(f"{type(self).__name__}: hx must be a pair (h_0, c_0), got {type(hx).__name__}")
+        given: State = tuple(hx) if self.parts == 2 else (hx,)
+        for part, width, name in zip(given, widths, ("h_0", "c_0"), strict=False):
+            wanted = (rows, samples, width) if batched else (rows, width)
+            if tuple(part.shape) != wanted:
+                raise ValueError(f"{type(self).__name__}: {name} must have shape {wanted}, got {tuple(part.shape)}")
+        return given if batched else tuple(part.unsqueeze(1) for part in given)
+
+    def run_layers(self, x: Tensor, state: State, sizes: list[int] | None) -> tuple[Tensor, State]:
+        """All layers, dropout between them: x (L, N, ...), or (sum of sizes, ...) packed, and state as of forward."""
+        ends: list[State] = []
+        for layer in range(self.num_layers):
+            outputs = []
+            for suffix in (f"l{layer}", f"l{layer}_reverse")[: 2 if self.bidirectional else 1]:
+                output, end = self.run_direction(suffix, x, tuple(part[len(ends)] for part in state), sizes)
+                outputs.append(output)
+                ends.append(end)
+            x = torch.cat(outputs, -1) if self.bidirectional else outputs[0]
+            if self.dropout > 0 and layer < self.num_layers - 1:
+                x = F.dropout(x, self.dropout, self.training)
+        return x, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
+
+    def run_direction(self, suffix: str, x: Tensor, state: State, sizes: list[int] | None) -> tuple[Tensor, State]:
+        """One layer in one direction: the input's product for all steps at once, the hidden state's step by step."""
+        # Samples first: quantizers take the first axis for the batch.
+        first = x.transpose(0, 1) if sizes is None else x
+        from_input = self.get_submodule(f"product_ih_{suffix}")(first, *self._operands("ih", suffix))
+        hidden_product, cell = self._bound("hh", suffix), self.cell()
+        projection = self._bound("hr", suffix) if self.proj_size else None
+
+        def step(from_input: Tensor, state: State) -> State:
+            new = cell(from_input, hidden_product(state[0]), state)
+            return new if projection is None else (projection(new[0]), *new[1:])
+
+        steps = from_input.unbind(1) if sizes is None else from_input.split(sizes)
+        outputs, end = run_steps(steps, state, step, suffix.endswith("reverse"), sizes is not None)
+        return torch.stack(outputs) if sizes is None else torch.cat(outputs), end
+
+    def _operands(self, kind: str, suffix: str) -> tuple[Tensor, Tensor | None]:
+        return getattr(self, f"weight_{kind}_{suffix}"), getattr(self, f"bias_{kind}_{suffix}", None)
+
+    def _bound(self, kind: str, suffix: str) -> Any:
+        product, operands = self.get_submodule(f"product_{kind}_{suffix}"), self._operands(kind, suffix)
+        return product.bind(*operands) if isinstance(product, StepProduct) else lambda x: product(x, *operands)
+
+
+def _constructor_arguments(layer: nn.RNNBase) -> dict[str, Any]:
+    """Arguments that make a layer like this one, but for its dropout: one layer's would warn once more."""
+    names = ["input_size", "hidden_size", "num_layers", "bias", "batch_first", "bidirectional"]
+    if isinstance(layer, nn.LSTM):
+        names.append("proj_size")
+    if isinstance(layer, nn.RNN):
+        names.append("nonlinearity")
+    return {name: getattr(layer, name) for name in names} | {"dtype": layer.weight_ih_l0.dtype}
+
+
+def _take_over(source: nn.RNNBase, target: nn.RNNBase) -> None:
+    """Share the parameters, and let torch's own list of them follow."""
+    share_parameters(source, target)
+    target.dropout = source.dropout
+    for name, parameter in target._parameters.items():
+        setattr(target, name, parameter)

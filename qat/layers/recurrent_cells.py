@@ -1,0 +1,101 @@
+"""One time step of LSTM, GRU and RNN, the loop over the steps, and the product that every step repeats."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from qat.layers.function import QuantFunction
+
+State = tuple[Tensor, ...]
+"""What a cell carries from step to step: (hidden,), and (hidden, cell) of an LSTM; each (N, H)."""
+
+Cell = Callable[[Tensor, Tensor, State], State]
+"""A step: (product of the input, product of the hidden state, state before) to the state after."""
+
+
+class StepProduct(QuantFunction):
+    """A `QuantFunction` that is called at every time step with the same weight, which it quantizes once for all.
+
+    A module put in its place (an exporter's frozen integers) needs no `bind`: it is called at every step instead.
+    """
+
+    def bind(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """This product with this weight and bias, as a function of the input alone.
+
+        Decides between the two ways of computing as `QuantLayer.compute` does; valid for one forward pass.
+        """
+        if self.calibrating:
+            self.fit_weight(weight)
+        grid = self.input_quantizer
+        if grid is not None and not self.training and grid.observer is None and self._runs_on_integers(grid):
+            integers = self.integers(grid, None, weight, bias)
+            return lambda x: self._integer_forward(grid(x), integers, grid)
+        quantized = self.quantized(weight)
+        return lambda x: self.operate(x if grid is None else grid(x), quantized, bias)
+
+
+def lstm_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
+    """c' = sigmoid(f) c + sigmoid(i) tanh(g);  h' = sigmoid(o) tanh(c'), the gates i, f, g, o in torch's order.
+
+    Args:
+        from_input: W_ih x + b_ih, shape (N, 4 H).
+        from_hidden: W_hh h + b_hh, shape (N, 4 H).
+        state: (h, c); of h nothing is read.
+    """
+    ingate, forget, candidate, outgate = (from_input + from_hidden).chunk(4, -1)
+    cell = torch.sigmoid(forget) * state[1] + torch.sigmoid(ingate) * torch.tanh(candidate)
+    return torch.sigmoid(outgate) * torch.tanh(cell), cell
+
+
+def gru_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
+    """h' = (1 - z) n + z h with r, z = sigmoid(sums), n = tanh(from_input_n + r from_hidden_n).
+
+    Args:
+        from_input: W_ih x + b_ih, shape (N, 3 H), the gates r, z, n in torch's order.
+        from_hidden: W_hh h + b_hh, shape (N, 3 H).
+        state: (h,), as it left the last step, in float.
+    """
+    reset_input, update_input, new_input = from_input.chunk(3, -1)
+    reset_hidden, update_hidden, new_hidden = from_hidden.chunk(3, -1)
+    update = torch.sigmoid(update_input + update_hidden)
+    new = torch.tanh(new_input + torch.sigmoid(reset_input + reset_hidden) * new_hidden)
+    return ((1 - update) * new + update * state[0],)
+
+
+def tanh_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
+    """h' = tanh(from_input + from_hidden), shapes (N, H)."""
+    return (torch.tanh(from_input + from_hidden),)
+
+
+def relu_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
+    """h' = relu(from_input + from_hidden), shapes (N, H)."""
+    return (torch.relu(from_input + from_hidden),)
+
+
+def run_steps(
+    steps: Sequence[Tensor], state: State, step: Callable[[Tensor, State], State], reverse: bool, packed: bool
+) -> tuple[list[Tensor], State]:
+    """Carry the state over the time steps.
+
+    Args:
+        steps: the input's product at every step, (N, gates) each; of a packed sequence (N_t, gates), N_t falling.
+        state: before the first step, (N, ...) each.
+        step: one step.
+        reverse: whether to go from the last step to the first.
+        packed: whether the steps have different N_t. Sequences that have ended keep their state; in reverse, those
+            that have not begun yet keep the one given.
+
+    Returns:
+        The hidden states in the order of the steps, and the state at the end.
+    """
+    outputs = []
+    for from_input in reversed(steps) if reverse else steps:
+        if packed:
+            running = from_input.shape[0]
+            new = step(from_input, tuple(part[:running] for part in state))
+            state = tuple(torch.cat([part, rest[running:]]) for part, rest in zip(new, state, strict=True))
+        else:
+            new = state = step(from_input, state)
+        outputs.append(new[0])
+    return outputs[::-1] if reverse else outputs, state

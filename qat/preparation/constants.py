@@ -1,0 +1,44 @@
+"""What a graph computes from parameters alone: weights in slices, biases with a part set to zero."""
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+
+def constant_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Parameters, buffers, and what is computed from nothing else, in-place changes of such results included."""
+    constant: set[fx.Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        computed = node.op in ("call_function", "call_method") and bool(inputs) and constant.issuperset(inputs)
+        if node.op == "get_attr" or computed:
+            constant.add(node)
+    return constant
+
+
+@torch.no_grad()
+def constant_values(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
+    """The values that `constant_nodes` have now."""
+    constant = constant_nodes(graph_module.graph)
+    values: dict[fx.Node, Any] = {}
+    for node in graph_module.graph.nodes:
+        if node not in constant:
+            continue
+        if node.op == "get_attr":
+            values[node] = attribute(graph_module, str(node.target))
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: values[argument])
+        if node.op == "call_method":
+            values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            values[node] = node.target(*args, **kwargs)
+    return values
+
+
+def attribute(module: nn.Module, path: str) -> Any:
+    """What lies at `layer1.0.weight` of a module."""
+    found: Any = module
+    for step in path.split("."):
+        found = getattr(found, step)
+    return found

@@ -1,0 +1,258 @@
+"""Proxies that know what they hold for the example inputs, so that decisions on sizes can be traced.
+
+`if H % window: x = F.pad(x, ...)` has no answer for a plain torch.fx proxy. One that carries the value that the
+example inputs gave has: the trace takes that way, and a node in the graph refuses inputs of another size later,
+instead of computing something else than the float model.
+"""
+
+import inspect
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch.fx.node import has_side_effect
+from torch.fx.proxy import Attribute, TraceError
+from torch.utils import _pytree as pytree
+
+from qat.preparation.constants import attribute
+from qat.preparation.nodes import FACTS
+
+
+@has_side_effect
+def expect_same(value: Any, expected: Any, where: str) -> None:
+    """Refuse inputs for which the float model would have taken another way than the one that was traced.
+
+    Raises:
+        ValueError: if value is not what it was for the example inputs.
+    """
+    if value != expected:
+        raise ValueError(
+            f"{where}: a size that decides the way through the model is {value!r}, and it was {expected!r} for the"
+            " example_inputs of prepare; prepare the model again with inputs of this size"
+        )
+
+
+@has_side_effect
+def expect_default(value: Any, default: Any, name: str) -> None:
+    """Refuse an argument of forward that the model was not prepared for.
+
+    Raises:
+        ValueError: if value is not the default.
+    """
+    if value is not default and (isinstance(value, torch.Tensor) or value != default):
+        raise ValueError(
+            f"the model was prepared for its argument {name!r} being {default!r}; to use another, prepare it with"
+            " example_inputs that contain one"
+        )
+
+
+class _Known:
+    """Conversions to Python values that a plain proxy refuses; each is traced as it was for the example inputs."""
+
+    hint: Any
+    node: fx.Node
+    tracer: Any
+
+    def __len__(self) -> int:
+        return int(self.tracer.settle(self.tracer.create_proxy("call_function", len, (self,), {})))
+
+    def __index__(self) -> int:
+        return int(self.tracer.settle(self))
+
+    def __int__(self) -> int:
+        return int(self.tracer.settle(self))
+
+    def __float__(self) -> float:
+        return float(self.tracer.settle(self))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(self.hint, name):
+            raise AttributeError(f"{type(self.hint).__name__!r} object has no attribute {name!r}")
+        return HintAttribute(self, name)
+
+
+class HintProxy(_Known, fx.Proxy):  # type: ignore[misc]
+    """A proxy with the value that its node had for the example inputs."""
+
+    def __init__(self, node: fx.Node, tracer: Any, hint: Any) -> None:
+        self.hint = hint
+        super().__init__(node, tracer)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """What `isinstance` asks for: models tell a tensor from a list of tensors by it."""
+        return type(self.hint)
+
+
+class HintAttribute(_Known, Attribute):  # type: ignore[misc]
+    """`x.shape` and `x.view`: a node only when it is used as a value."""
+
+    @property
+    def hint(self) -> Any:
+        """The attribute's value for the example inputs."""
+        return getattr(self.root.hint, self.attr)  # it exists: __getattr__ of the root asked
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A method call; the views of a mapping are taken apart at once, since a graph cannot index them."""
+        if isinstance(self.root.hint, Mapping) and self.attr in ("keys", "values", "items") and not args:
+            keys = list(self.root.hint)
+            return {
+                "keys": keys,
+                "values": [self.root[key] for key in keys] if self.attr == "values" else [],
+                "items": [(key, self.root[key]) for key in keys] if self.attr == "items" else [],
+            }[self.attr]
+        return super().__call__(*args, **kwargs)
+
+
+@contextmanager
+def factories_take_sizes() -> Iterator[None]:
+    """A context in which `torch.zeros(n, m)` takes proxies for sizes, which torch only allows as `torch.zeros((n, m))`."""
+
+    def with_tuple(factory: Any) -> Any:
+        def make(*size: Any, **options: Any) -> Any:
+            several = len(size) > 1 and any(isinstance(length, fx.Proxy) for length in size)
+            return factory(size, **options) if several else factory(*size, **options)
+
+        return make
+
+    with ExitStack() as patches:
+        for name in ("zeros", "ones", "empty", "rand", "randn"):
+            patches.enter_context(mock.patch.object(torch, name, with_tuple(getattr(torch, name))))
+        yield
+
+
+class HintTracer(fx.Tracer):
+    """fx.Tracer that runs every node on the example inputs as it goes, if it is given some.
+
+    Attributes:
+        examples: argument name to value; None traces without.
+    """
+
+    def __init__(self, examples: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.proxy_buffer_attributes = True
+        self.examples = examples
+        self._values: dict[fx.Node, Any] = {}
+        self._settled: set[fx.Node] = set()
+        self._running = False
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """A proxy for a node, with a hint where there are example inputs."""
+        if self.examples is None:
+            return super().proxy(node)
+        value = self._value_of(node)
+        node.meta[FACTS] = (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
+        return HintProxy(node, self, value)
+
+    def create_arg(self, a: Any) -> Any:
+        """A proxy is its node, whatever class it says that it is."""
+        return a.node if isinstance(a, fx.Proxy) else super().create_arg(a)
+
+    def create_proxy(
+        self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any, **named: Any
+    ) -> Any:
+        """A node; from an in-place method on, the tensor that was changed is the result of the method."""
+        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
+        changed = args[0] if args else None
+        in_place = kind == "call_method" and target.endswith("_") and not target.endswith("__")
+        if in_place and isinstance(changed, fx.Proxy) and not isinstance(changed, Attribute):
+            changed.node = proxy.node
+        return proxy
+
+    def settle(self, proxy: Any) -> Any:
+        """The proxy's value for the example inputs, which the graph from now on insists on.
+
+        Raises:
+            TraceError: if it is a tensor's value, which no size decides.
+        """
+        value = proxy.hint
+        if isinstance(value, torch.Tensor):
+            raise TraceError("the way through the model depends on the values of a tensor")
+        if proxy.node not in self._settled:
+            self._settled.add(proxy.node)
+            where = next(reversed(self.module_stack.values()))[0] if self.module_stack else "the model"
+            self.create_proxy("call_function", expect_same, (proxy, value, where or "the model"), {})
+        return value
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """Placeholders; an argument that has a default, and no example, is its default and nothing else."""
+        function, args = super().create_args_for_root(root_fn, is_module, concrete_args)
+        parameters = list(inspect.signature(root_fn).parameters.values())[int(is_module) :]
+        known = self.examples or {}
+        for position, parameter in enumerate(parameters, start=int(is_module)):
+            plain = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if plain and parameter.default is not parameter.empty and parameter.name not in known:
+                argument = (args[position], parameter.default, parameter.name)
+                self.create_proxy("call_function", expect_default, argument, {})
+                args[position] = parameter.default
+        return function, args
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Decide as the example inputs do."""
+        return super().to_bool(obj) if self.examples is None else bool(self.settle(obj))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Take a list, a tuple or a tensor apart into as many as there were."""
+        if self.examples is None:
+            return super().iter(obj)
+        return iter([obj[number] for number in range(len(obj))])  # type: ignore[arg-type]
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        """The keys of a mapping, for `**obj`."""
+        hint = getattr(obj, "hint", None)
+        return list(hint) if isinstance(hint, Mapping) else super().keys(obj)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """Parameters and buffers become nodes, except while a module runs on the example inputs."""
+        return attr_val if self._running else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def answer(self, graph: fx.Graph) -> Any:
+        """What the traced graph answered to the example inputs."""
+        end = next(node for node in graph.nodes if node.op == "output")
+        return fx.node.map_arg(end.args[0], self._known)
+
+    def _value_of(self, node: fx.Node) -> Any:
+        assert self.examples is not None
+        if node.op == "output":
+            return None
+        if node.op == "placeholder":
+            value = self.examples.get(str(node.target).lstrip("*"), node.args[0] if node.args else None)
+            value = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, value)
+        else:
+            self._running = True
+            try:
+                with torch.no_grad():
+                    value = self._run(node)
+            finally:
+                self._running = False
+        self._values[node] = value
+        return value
+
+    def _known(self, node: fx.Node) -> Any:
+        if node not in self._values:  # a constant, which becomes a node without becoming a proxy
+            assert node.op == "get_attr"
+            self._values[node] = attribute(self.root, str(node.target))
+        return self._values[node]
+
+    def _run(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return attribute(self.root, str(node.target))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._known)
+        if node.op == "call_function":
+            return None if node.target in (expect_same, expect_default) else node.target(*args, **kwargs)  # type: ignore[operator]
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        module = self.root.get_submodule(str(node.target))
+        flags = [(part, part.training) for part in module.modules()]
+        try:
+            return module.eval()(*args, **kwargs)
+        finally:
+            for part, flag in flags:
+                part.training = flag

@@ -1,0 +1,77 @@
+"""Questions about the nodes of a traced graph, and names for what is added to it."""
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+FACTS = "qat_facts"
+"""Key of node.meta: (dtype, shape) of the tensor that the node held for the example inputs, or None if no tensor."""
+
+
+def scope_of(node: fx.Node) -> str:
+    """Path of the module whose forward created this node, "" at the top."""
+    stack = node.meta.get("nn_module_stack")
+    return str(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def submodule_of(graph_module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    """The module that a call_module node calls, else None."""
+    return graph_module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def is_call(node: fx.Node, modules: tuple[type[nn.Module], ...], functions: set[Any], methods: set[str],
+            graph_module: fx.GraphModule) -> bool:  # fmt: skip
+    """Whether a node applies one of these modules (exact types), functions or tensor methods."""
+    if node.op == "call_module":
+        return type(submodule_of(graph_module, node)) in modules
+    if node.op == "call_function":
+        return node.target in functions
+    return node.op == "call_method" and node.target in methods
+
+
+def tensor_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that hold floating-point tensors, as far as the graph tells: not sizes and what is computed from them.
+
+    Where the graph was traced with example inputs, that is known; else indices and masks count as tensors too.
+    """
+    held: set[fx.Node] = set()
+    plain_results = {"size", "dim", "numel", "item"}
+    for node in graph.nodes:
+        if FACTS in node.meta:
+            facts = node.meta[FACTS]
+            if facts is not None and facts[0].is_floating_point:
+                held.add(node)
+        elif node.op in ("placeholder", "get_attr", "call_module"):
+            held.add(node)
+        elif node.op == "call_method":
+            if node.target not in plain_results and any(argument in held for argument in node.all_input_nodes):
+                held.add(node)
+        elif node.op == "call_function":
+            asks_shape = node.target is getattr and node.args[1] in ("shape", "ndim", "dtype", "device")
+            if not asks_shape and any(argument in held for argument in node.all_input_nodes):
+                held.add(node)
+    return held
+
+
+def dimensions(node: fx.Node) -> int | None:
+    """How many axes the node's tensor had for the example inputs; None if that is not known."""
+    facts = node.meta.get(FACTS)
+    return None if facts is None else len(facts[1])
+
+
+def free_name(graph_module: nn.Module, wanted: str) -> str:
+    """`wanted`, or wanted_1, wanted_2 ... if the model has something of that name."""
+    taken = {name for name, _ in graph_module.named_modules()} | set(graph_module.state_dict())
+    candidate, number = wanted, 0
+    while candidate in taken or ("." not in candidate and hasattr(graph_module, candidate)):
+        number += 1
+        candidate = f"{wanted}_{number}"
+    return candidate
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Where the model's first parameter or buffer lives; the CPU if it has none."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")

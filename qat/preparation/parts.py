@@ -1,0 +1,167 @@
+"""Models that torch.fx cannot trace as a whole: their largest traceable submodules, and the rest layer by layer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from qat.evaluating import evaluating
+from qat.layers import QuantLayer
+from qat.preparation.fusion import refusal, swappable_layers
+from qat.preparation.graph import bind_arguments, prepare_graph
+from qat.preparation.kinds import float_kind, make_twin
+from qat.preparation.modes import UntraceableError
+from qat.preparation.report import LAYERS, LEFT_IN_FLOAT
+from qat.quantizer import create_quantizer
+from qat.recipe import LayerRecipe, QuantRecipe
+
+Calls = Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class ScopedRecipe:
+    """A recipe as one submodule sees it: its layers' names are those in the whole model."""
+
+    recipe: QuantRecipe
+    prefix: str
+
+    @property
+    def activation(self) -> Any:
+        """Grid of activations."""
+        return self.recipe.activation
+
+    @property
+    def target(self) -> Any:
+        """The runtime."""
+        return self.recipe.target
+
+    def for_layer(self, name: str, *rest: Any, **named: Any) -> LayerRecipe:
+        """The grids of a layer of the submodule."""
+        return self.recipe.for_layer(f"{self.prefix}.{name}", *rest, **named)
+
+
+def prepare_parts(root: nn.Module, recipe: QuantRecipe, examples: dict[str, Any] | None, reason: str) -> nn.Module:
+    """Quantize the largest submodules that can be traced, and other layers one by one, in place.
+
+    Args:
+        root: a copy of the float model.
+        recipe: the grids.
+        examples: arguments of forward by name; the submodules' own inputs are recorded from a run with them.
+        reason: why the model cannot be traced as a whole.
+
+    Raises:
+        ValueError: if a grid of the recipe does not fit.
+    """
+    calls = None if examples is None else record_calls(root, examples)
+    left = {"(the model)": f"prepared in parts, since {reason}"}
+    done: dict[int, nn.Module] = {}
+    layers = {name: type(layer).__name__ for name, layer in swappable_layers(root)}
+    _visit(root, "", ScopedRecipe(recipe, ""), calls, left, done)
+    setattr(root, LEFT_IN_FLOAT, left)
+    setattr(root, LAYERS, layers)
+    return root
+
+
+def prepared_parts(model: nn.Module) -> dict[str, fx.GraphModule]:
+    """The traced parts of a prepared model, name to graph module; a model traced as a whole is its own part, named "".
+
+    >>> import qat
+    >>> list(prepared_parts(qat.prepare(nn.Sequential(nn.Linear(4, 2)))))
+    ['']
+    """
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, fx.GraphModule) and any(isinstance(part, QuantLayer) for part in module.modules())
+    }
+
+
+def record_calls(model: nn.Module, examples: dict[str, Any]) -> Calls:
+    """Arguments of the first call of every submodule in a run, in evaluation, on the example inputs."""
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def note(name: str, args: Any, kwargs: Any) -> None:
+        if name not in calls:
+            calls[name] = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
+
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True)
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        with evaluating(model), torch.no_grad():
+            model(**examples)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _visit(
+    module: nn.Module,
+    path: str,
+    scope: ScopedRecipe,
+    calls: Calls | None,
+    left: dict[str, str],
+    done: dict[int, nn.Module],
+) -> None:
+    # torch's fast path for these computes with the weights as they are, past the layers that hold them.
+    if isinstance(module, nn.TransformerEncoderLayer):
+        module.activation_relu_or_gelu = 0
+    if isinstance(module, nn.TransformerEncoder):
+        module.enable_nested_tensor = module.use_nested_tensor = False
+    for key, child in list(module.named_children()):
+        name = f"{path}.{key}" if path else key
+        if not any(True for _ in swappable_layers(child)):
+            continue
+        if id(child) not in done:
+            made = _part(child, name, scope, calls, left)
+            if made is None:
+                _visit(child, name, scope, calls, left, done)
+            done[id(child)] = child if made is None else made
+        setattr(module, key, done[id(child)])
+
+
+def _part(
+    child: nn.Module, name: str, scope: ScopedRecipe, calls: Calls | None, left: dict[str, str]
+) -> nn.Module | None:
+    """What takes the submodule's place; None if its own submodules are to be looked at."""
+    is_layer = any(layer is child for _, layer in swappable_layers(child))
+    if calls is not None and name not in calls:
+        if is_layer:
+            left[name] = "forward never calls it for the example inputs"
+        return child if is_layer else None
+    if is_layer:
+        return _layer(child, name, scope.recipe, left)
+    if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        return None
+    try:
+        examples = None if calls is None else bind_arguments(child, *calls[name])
+        part = prepare_graph(child, ScopedRecipe(scope.recipe, name), examples)
+    except (UntraceableError, TypeError):
+        return None
+    for key, value in vars(child).items():  # what the rest of the model may ask it for: `backbone.out_channels`
+        if not key.startswith("_") and not hasattr(part, key):
+            setattr(part, key, value)
+    return part.train(child.training)
+
+
+def _layer(layer: nn.Module, name: str, recipe: QuantRecipe, left: dict[str, str]) -> nn.Module:
+    """The layer's twin with a quantizer of its own for its input, or the layer itself with the reason in `left`."""
+    reason = refusal(name, layer, recipe)
+    if reason is not None:
+        left[name] = reason
+        return layer
+    chosen = recipe.for_layer(name, float_kind(layer))
+    twin = make_twin(name, layer, chosen)
+    if isinstance(twin, QuantLayer) and twin.grid_arguments:
+        try:
+            device = next(twin.parameters()).device
+            twin.input_quantizer = create_quantizer(chosen.activation, "activation", (), device)
+        except ValueError as error:
+            raise ValueError(f"prepare: {name} (activation): {error}") from error
+    return twin

@@ -1,0 +1,208 @@
+"""The choice of grids for a whole model: `QuantRecipe`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal
+
+from qat.spec import QuantSpec
+from qat.target_profile import Target, TargetProfile
+from qat.targets import PROFILES, profile_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Position = Literal["first", "last"]
+
+TYPE_PREFIX = "type:"
+"""What an override's key begins with if it names classes of layers."""
+
+
+@dataclass(frozen=True)
+class LayerRecipe:
+    """What a recipe says about one layer: the grid of its weight, the grid of its input, or that it stays float."""
+
+    weight: QuantSpec
+    activation: QuantSpec
+    skipped_by: str | None = None
+
+
+@dataclass(frozen=True)
+class QuantRecipe:
+    """Which grid every tensor of a model gets.
+
+    Args:
+        weight: grid of weights; None takes the target's.
+        activation: grid of activations; None takes the target's.
+        overrides: which layers, mapped to what differs there: {"weight": {...}, "activation": {...}, "skip": True}.
+            A key is a pattern of layer names (shell style: `conv1`, `layer1.*`, `*.downsample.0`), or `type:` and a
+            pattern of class names of float layers (`type:Linear`, `type:Conv?d`), or such a class (`nn.Linear`).
+            "activation" is the grid of the layer's input. Later keys win, whatever their kind. A key that fits no
+            layer is an error when the model is prepared. Another rule starts from its own options, another
+            granularity than "group" has no group_size.
+        target: the runtime that the grids are made for: "onnxruntime", "tensorrt", "openvino", "qnnpack" or
+            "integer_only"; see docs/targets.md.
+        first_bits: bits of weight and input of the first quantized layer in the order of execution, 1 to 16; None
+            leaves it like the others. Overrides win over it.
+        last_bits: the same for the last one.
+
+    Raises:
+        TypeError: for a weight or activation that is no QuantSpec, or a key that is neither text nor a class.
+        ValueError: for an unknown target or override key, or a grid that the target does not run.
+
+    >>> first_and_last = {"activation": {"bits": 8}, "weight": {"bits": 8}}
+    >>> recipe = QuantRecipe(weight=QuantSpec(bits=4, granularity="channel"), overrides={"conv1": first_and_last})
+    >>> recipe.for_layer("conv1").weight.bits, recipe.for_layer("layer1.0.conv1").weight.bits
+    (8, 4)
+    >>> str(QuantRecipe(target="tensorrt").activation)
+    'int8 symmetric per tensor'
+    """
+
+    # None goes in and a spec comes out: __post_init__ asks the target.
+    weight: QuantSpec = None  # type: ignore[assignment]
+    activation: QuantSpec = None  # type: ignore[assignment]
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    target: Target = "onnxruntime"
+    first_bits: int | None = None
+    last_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.target not in tuple(PROFILES):  # a tuple: what the user gives may be unhashable
+            raise ValueError(f"QuantRecipe: target must be one of {', '.join(PROFILES)}, got {self.target!r}")
+        for tensor in ("weight", "activation"):
+            if getattr(self, tensor) is None:
+                object.__setattr__(self, tensor, getattr(self.profile, tensor))
+            elif not isinstance(getattr(self, tensor), QuantSpec):
+                raise TypeError(f"QuantRecipe: {tensor} must be a QuantSpec or None, got {getattr(self, tensor)!r}")
+        object.__setattr__(self, "overrides", _with_text_keys(self.overrides))
+        for pattern in self.overrides:
+            _check_override(pattern, self.overrides[pattern])
+        everywhere = LayerRecipe(self.weight, self.activation)
+        self._check_target(everywhere, "QuantRecipe")
+        for name in ("first_bits", "last_bits"):
+            bits = getattr(self, name)
+            if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 16):
+                raise ValueError(f"QuantRecipe: {name} must be a whole number from 1 to 16 or None, got {bits!r}")
+            self._check_target(_with_bits(everywhere, bits), f"QuantRecipe: {name}")
+        for pattern in self.overrides:
+            self._check_target(self._apply(everywhere, pattern), f"QuantRecipe: overrides[{pattern!r}]")
+
+    @property
+    def profile(self) -> TargetProfile:
+        """What the target computes in integers, and on which grids."""
+        return profile_of(self.target)
+
+    def for_layer(
+        self, name: str, kind: "type[nn.Module] | None" = None, position: Position | None = None
+    ) -> LayerRecipe:
+        """The grids of a layer: the recipe's own, then first_bits or last_bits, then every override that fits.
+
+        Args:
+            name: of the layer in its model.
+            kind: class of the float layer, without its parametrisations; None: overrides by type do not count.
+            position: "first" or "last" if the layer is that in the order of execution.
+
+        >>> from torch import nn
+        >>> recipe = QuantRecipe(last_bits=6, overrides={nn.Linear: {"weight": {"init": "mse"}}})
+        >>> layer = recipe.for_layer("fc", nn.Linear, "last")
+        >>> layer.weight.bits, layer.activation.bits, layer.weight.init
+        (6, 6, 'mse')
+        """
+        layer = LayerRecipe(self.weight, self.activation)
+        if position is not None:
+            layer = _with_bits(layer, self.first_bits if position == "first" else self.last_bits)
+        for pattern in self.overrides:
+            if self.matches(pattern, name, kind):
+                layer = self._apply(layer, pattern)
+        return layer
+
+    @staticmethod
+    def matches(pattern: str, name: str, kind: "type[nn.Module] | None" = None) -> bool:
+        """Whether a key of `overrides` fits a layer; one that names a module fits all layers in it.
+
+        Args:
+            pattern: the key.
+            name: of the layer in its model.
+            kind: class of the float layer; None fits no `type:` key.
+
+        >>> QuantRecipe.matches("layer1", "layer1.0.conv1"), QuantRecipe.matches("type:Linear", "fc")
+        (True, False)
+        """
+        if pattern.startswith(TYPE_PREFIX):
+            return kind is not None and fnmatchcase(kind.__name__, pattern.removeprefix(TYPE_PREFIX))
+        steps = name.split(".")
+        return any(fnmatchcase(".".join(steps[:depth]), pattern) for depth in range(1, len(steps) + 1))
+
+    def _apply(self, layer: LayerRecipe, pattern: str) -> LayerRecipe:
+        change = self.overrides[pattern]
+        grids = {}
+        for key in ("weight", "activation"):
+            try:
+                grids[key] = _changed(getattr(layer, key), change.get(key, {}))
+            except ValueError as error:
+                raise ValueError(f"QuantRecipe: overrides[{pattern!r}][{key!r}]: {error}") from error
+        return LayerRecipe(
+            **grids,
+            skipped_by=layer.skipped_by if "skip" not in change else pattern if change["skip"] else None,
+        )
+
+    def _check_target(self, layer: LayerRecipe, where: str) -> None:
+        """Refuse what the target does not run, and what this library cannot fold."""
+        refusal = self.profile.refusal("activation", layer.activation)
+        if refusal is None and not layer.weight.symmetric:
+            rule = " and rule='lsq'" if layer.weight.rule == "lsq_plus" else ""
+            refusal = f"an affine weight has no exact BatchNorm folding; use symmetric=True{rule}"
+        refusal = refusal or self.profile.refusal("weight", layer.weight)
+        if refusal is not None:
+            raise ValueError(f"{where}: {refusal}")
+
+
+def _with_bits(layer: LayerRecipe, bits: int | None) -> LayerRecipe:
+    """The layer with weight and input of this width; None changes nothing."""
+    if bits is None:
+        return layer
+    return replace(layer, weight=replace(layer.weight, bits=bits), activation=replace(layer.activation, bits=bits))
+
+
+def _changed(spec: QuantSpec, change: Mapping[str, Any]) -> QuantSpec:
+    """The spec with some fields changed; options of another rule, and a group size without groups, do not stay."""
+    dropped: dict[str, Any] = {}
+    if change.get("rule", spec.rule) != spec.rule:
+        dropped["options"] = {}
+    if change.get("ewgs", "fixed") != "fixed":
+        dropped["ewgs_delta"] = None
+    if change.get("granularity", "group") != "group":
+        dropped["group_size"] = None
+    return replace(spec, **{**dropped, **change})
+
+
+def _with_text_keys(overrides: Mapping[Any, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The overrides with classes as keys written out: nn.Linear becomes "type:Linear"."""
+    if not isinstance(overrides, Mapping):
+        raise TypeError(f"QuantRecipe: overrides must be a mapping, got {overrides!r}")
+    found: dict[str, Mapping[str, Any]] = {}
+    for key, change in overrides.items():
+        pattern = f"{TYPE_PREFIX}{key.__name__}" if isinstance(key, type) else key
+        if not isinstance(pattern, str):
+            raise TypeError(f"QuantRecipe: overrides: a key is a pattern of names or a class of layers, got {key!r}")
+        if pattern == TYPE_PREFIX:
+            raise ValueError(f"QuantRecipe: overrides[{pattern!r}]: the class is missing; write 'type:Linear'")
+        if pattern in found:
+            raise ValueError(f"QuantRecipe: overrides: a class and {pattern!r} say the same; keep one of them")
+        found[pattern] = change
+    return found
+
+
+def _check_override(pattern: str, change: Mapping[str, Any]) -> None:
+    known = {spec_field.name for spec_field in fields(QuantSpec)}
+    where = f"QuantRecipe: overrides[{pattern!r}]"
+    if not isinstance(change, Mapping):
+        raise ValueError(f"{where}: must be a mapping, got {change!r}")
+    for key, value in change.items():
+        if key in ("weight", "activation") and not isinstance(value, Mapping):
+            raise ValueError(f"{where}[{key!r}]: must be a mapping, got {value!r}")
+        if key not in ("weight", "activation", "skip"):
+            raise ValueError(f"{where}: unknown key {key!r}; valid: weight, activation, skip")
+        unknown = sorted(set(value) - known) if key != "skip" else []
+        if unknown:
+            raise ValueError(f"{where}[{key!r}]: unknown key {unknown[0]!r}; valid: {', '.join(sorted(known))}")

@@ -1,0 +1,119 @@
+"""What tests of `prepare` share: a small residual net, names of quantizers, and the comparison with the float model."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+import qat
+from qat.quantizer import Quantizer
+
+
+class Block(nn.Module):
+    """A residual block that reuses one ReLU, as torchvision's do."""
+
+    def __init__(self, channels: int = 4) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        return self.relu(self.bn2(self.conv2(y)) + x)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.pool = nn.MaxPool2d(2)
+        self.block = Block()
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(self.pool(F.relu(self.stem(x))))
+        return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
+
+
+class Plain(nn.Module):
+    """A model whose forward is a function of itself and its inputs, for what fits no ready module."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self._forward = forward
+
+    def forward(self, x: Any) -> Any:
+        return self._forward(self, x)
+
+
+def activation_quantizers(model: nn.Module) -> list[str]:
+    return [n for n, m in model.named_modules() if isinstance(m, Quantizer) and m.role == "activation"]
+
+
+def calls(model: nn.Module) -> list[str]:
+    """What a prepared model calls, in order."""
+    assert isinstance(model, fx.GraphModule)
+    return [str(node.target) for node in model.graph.nodes if node.op == "call_module"]
+
+
+class Blind:
+    """An observer that sees nothing: a quantizer that has one passes its tensor as it is."""
+
+    def update(self, x: Tensor) -> None:
+        pass
+
+
+def without_quantizers(model: nn.Module) -> nn.Module:
+    """A copy of a prepared model in which every quantizer is the identity: it has to compute what the float model does."""
+    passing = copy.deepcopy(model)
+    for module in passing.modules():
+        if isinstance(module, Quantizer):
+            module.observer = Blind()  # type: ignore[assignment]
+    return passing
+
+
+def assert_computes_as(
+    net: nn.Module, model: nn.Module, *args: Any, modes: tuple[bool, ...] = (False, True), **kwargs: Any
+) -> None:
+    """The prepared model without its quantizers gives the float model's outputs, gradients and running statistics."""
+    for training in modes:
+        # Dropouts draw in the same order, so the same seed makes the same masks.
+        expected, passing = copy.deepcopy(net).train(training), without_quantizers(model).train(training)
+        wanted, found = (_run(module, args, kwargs) for module in (expected, passing))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        state = passing.state_dict()
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        gradients = {name: p.grad for name, p in passing.named_parameters(remove_duplicate=False)}
+        for name, parameter in expected.named_parameters(remove_duplicate=False):
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def _run(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    result = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if tensors:
+        sum((tensor * torch.linspace(-1, 1, tensor.numel()).view_as(tensor)).sum() for tensor in tensors).backward()
+    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
+
+
+def assert_close_to_float(net: nn.Module, model: nn.Module, x: Any, error: float = 0.05) -> None:
+    """Calibrated on this input, the prepared model is as near as 8 bits are: RMS error over the RMS of the output."""
+    inputs = dict(x) if isinstance(x, Mapping) else {}
+    qat.calibrate(model, [x])
+    with torch.no_grad():
+        wanted, found = (
+            copy.deepcopy(module).eval()(**inputs) if inputs else copy.deepcopy(module).eval()(x)
+            for module in (net, model)
+        )
+    assert float((found - wanted).square().mean().sqrt()) <= error * float(wanted.square().mean().sqrt())

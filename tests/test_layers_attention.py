@@ -1,0 +1,589 @@
+"""QuantMultiheadAttention: torch's results on fine grids, a NumPy reference on coarse ones, masks and the plumbing."""
+
+import copy
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+import qat
+from qat.layers import QuantLinear
+from qat.layers.attention import QuantMultiheadAttention, operand_spec, probability_spec
+from qat.layers.attention_core import additive_mask, attend, multihead_attention
+from qat.quantizer import Quantizer
+from qat.spec import QuantSpec
+
+FINE_WEIGHT = QuantSpec(bits=16, granularity="channel", narrow_range=True)
+FINE = QuantSpec(bits=16, signed=False, symmetric=False, init="minmax")
+MODULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "batch first": {"batch_first": True},
+    "without bias": {"bias": False, "num_heads": 1},
+    "bias_kv": {"add_bias_kv": True},
+    "zero attention": {"add_zero_attn": True, "batch_first": True},
+    "bias_kv and zero attention": {"add_bias_kv": True, "add_zero_attn": True},
+    "other widths": {"kdim": 5, "vdim": 7},
+    "other widths without bias": {"kdim": 5, "bias": False, "add_bias_kv": True, "batch_first": True},
+}
+N, L, S = 3, 4, 6
+EARLIER = torch.ones(L, S, dtype=torch.bool).triu(1)
+SHORTER = torch.arange(S)[None] >= torch.tensor([6, 2, 4])[:, None]
+CALLS: dict[str, dict[str, Any]] = {
+    "no mask": {},
+    "weights per head": {"average_attn_weights": False},
+    "no weights": {"need_weights": False},
+    "padding": {"key_padding_mask": SHORTER},
+    "padding in float": {"key_padding_mask": torch.where(SHORTER, -torch.inf, 0.5)},
+    "mask": {"attn_mask": EARLIER},
+    "causal": {"attn_mask": EARLIER, "is_causal": True, "need_weights": False},
+    "mask in float": {"attn_mask": torch.linspace(-2, 2, L * S).reshape(L, S)},
+    "both masks": {"attn_mask": EARLIER, "key_padding_mask": SHORTER, "average_attn_weights": False},
+    "both masks, no weights": {"attn_mask": EARLIER, "key_padding_mask": SHORTER, "need_weights": False},
+}
+modules = pytest.mark.parametrize("module", MODULES)
+calls = pytest.mark.parametrize("call", CALLS)
+
+
+def arguments_of(module: str) -> dict[str, Any]:
+    return {"embed_dim": 8, "num_heads": 2, **MODULES[module]}
+
+
+def activations(model: nn.Module) -> list[Quantizer]:
+    return [part for part in model.modules() if isinstance(part, Quantizer) and part.role == "activation"]
+
+
+def float_layer(module: str, **changes: Any) -> nn.MultiheadAttention:
+    """A float layer with biases that are not 0."""
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(**{**arguments_of(module), **changes})
+    with torch.no_grad():
+        for bias in (layer.in_proj_bias, layer.out_proj.bias):
+            if bias is not None:
+                bias.normal_()
+    return layer
+
+
+def fine_twin(layer: nn.MultiheadAttention) -> QuantMultiheadAttention:
+    """Its twin on grids of 16 bits that reach to 6, for probabilities to 1."""
+    twin = QuantMultiheadAttention.from_float(layer, FINE_WEIGHT, FINE)
+    for quantizer in activations(twin):
+        reach = 6.0 if not quantizer.spec.symmetric or quantizer.spec.signed else 1.0
+        quantizer.set_range(torch.tensor(-reach), torch.tensor(reach))
+    return twin
+
+
+def inputs_for(layer: nn.MultiheadAttention, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of N samples, as the layer wants them laid out."""
+    shapes = ((L, layer.embed_dim), (S, layer.kdim), (S, layer.vdim))
+    tensors = [torch.randn(N, *shape, dtype=dtype) for shape in shapes]
+    query, key, value = tensors if layer.batch_first else (x.transpose(0, 1) for x in tensors)
+    return query, key, value
+
+
+def assert_same(got: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor | None]) -> None:
+    torch.testing.assert_close(got[0], expected[0], rtol=0, atol=2e-3, equal_nan=True)
+    assert (got[1] is None) == (expected[1] is None)
+    if got[1] is not None:
+        torch.testing.assert_close(got[1], expected[1], rtol=0, atol=1e-3, equal_nan=True)
+
+
+@modules
+@calls
+def test_fine_grids_give_what_torch_gives(module: str, call: str) -> None:
+    layer = float_layer(module)
+    twin = fine_twin(layer)
+    inputs = inputs_for(layer)
+    options = dict(CALLS[call])
+    if layer.bias_k is not None or layer.add_zero_attn:
+        options.pop("is_causal", None)  # torch then masks the added keys too, which attn_mask alone does not
+    for mode in (True, False):
+        assert_same(twin.train(mode)(*inputs, **CALLS[call]), layer.train(mode)(*inputs, **options))
+
+
+@modules
+def test_masks_of_each_head_and_inputs_without_a_batch(module: str) -> None:
+    layer = float_layer(module)
+    twin = fine_twin(layer)
+    generator = torch.Generator().manual_seed(1)
+    each = torch.rand(N * layer.num_heads, L, S, generator=generator) < 0.4
+    each[..., 0] = False
+    inputs = inputs_for(layer)
+    assert_same(twin(*inputs, attn_mask=each), layer(*inputs, attn_mask=each))
+    alone = [x[0] if layer.batch_first else x[:, 0] for x in inputs]
+    for options in ({}, {"key_padding_mask": SHORTER[1]}, {"attn_mask": EARLIER}, {"average_attn_weights": False}):
+        assert_same(twin(*alone, **options), layer(*alone, **options))
+    options = {"attn_mask": each[: layer.num_heads], "need_weights": False}
+    assert_same(twin(*alone, **options), layer(*alone, **options))
+
+
+@modules
+@pytest.mark.parametrize("call", ["no mask", "both masks, no weights"])
+def test_fine_grids_give_the_gradients_that_torch_gives(module: str, call: str) -> None:
+    layer = float_layer(module)
+    twin = fine_twin(layer)
+    inputs = inputs_for(layer)
+    gradients = []
+    for one in (layer, twin):
+        layer.zero_grad()
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        one(*leaves, **CALLS[call])[0].square().sum().backward()
+        gradients.append([x.grad for x in (*leaves, *layer.parameters())])
+    for theirs, ours in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.01, atol=0.01 * float(theirs.abs().max()))
+
+
+# --- the same grids in NumPy, float64 ---
+
+Array = NDArray[np.float64]
+
+
+def codes(quantizer: Any, x: Array) -> tuple[Array, Array]:
+    """Integers without the zero point, and their step."""
+    step, zero = (value.detach().double().numpy() for value in quantizer.grid())
+    return np.clip(np.rint(x / step) + zero, quantizer.spec.qmin, quantizer.spec.qmax) - zero, step
+
+
+def product(layer: Any, x: Array, weight: Tensor, bias: Tensor | None, integers: bool) -> Array:
+    """x W^T + b on the layer's grids: in float, or int64 sums with the bias rounded to their unit."""
+    x_codes, step = codes(layer.input_quantizer, x)
+    w_codes, w_step = codes(layer.weight_quantizer, weight.detach().numpy())
+    offset = np.zeros(len(w_codes)) if bias is None else bias.detach().numpy()
+    if not integers:
+        return (x_codes * step) @ (w_codes * w_step).T + offset
+    unit = step * w_step.reshape(-1)
+    return (x_codes.astype(np.int64) @ w_codes.astype(np.int64).T + np.rint(offset / unit).astype(np.int64)) * unit
+
+
+def grid_product(one: tuple[Array, Array], other: tuple[Array, Array]) -> Array:
+    """The matrix product of two quantized tensors: int64 sums times both steps."""
+    return (one[0].astype(np.int64) @ other[0].astype(np.int64)) * (one[1] * other[1])
+
+
+def reference(twin: Any, inputs: list[Array], mask: Array, integers: bool) -> tuple[Array, Array]:
+    """Output and probabilities for batch-first inputs and a mask (N, 1, L, S) of booleans."""
+    heads = []
+    for name, x, extra in zip(("query", "key", "value"), inputs, (None, twin.bias_k, twin.bias_v), strict=True):
+        projection = f"{name}_projection"
+        x = product(twin.get_submodule(projection), x, *twin.inner_weights()[projection], integers)
+        if extra is not None:
+            x = np.concatenate([x, np.broadcast_to(extra.detach().numpy(), (len(x), 1, x.shape[-1]))], 1)
+        if twin.add_zero_attn and name != "query":
+            x = np.concatenate([x, np.zeros_like(x[:, :1])], 1)
+        x = x.reshape(*x.shape[:2], twin.num_heads, -1).transpose(0, 2, 1, 3)
+        heads.append(codes(getattr(twin, f"{name}_quantizer"), x))
+    query, (key, key_step), value = heads
+    scores = grid_product(query, (key.swapaxes(-2, -1), key_step)) / np.sqrt(query[0].shape[-1])
+    columns = scores.shape[-1] - mask.shape[-1]
+    mask = np.concatenate([mask, np.zeros((*mask.shape[:-1], columns), dtype=bool)], -1)
+    powers = np.where(mask, 0.0, np.exp(scores - scores.max(-1, keepdims=True)))
+    probabilities = codes(twin.probability_quantizer, powers / powers.sum(-1, keepdims=True))
+    mixed = grid_product(probabilities, value).transpose(0, 2, 1, 3)
+    mixed = mixed.reshape(*mixed.shape[:2], -1)
+    return (
+        product(twin.out_proj, mixed, twin.out_proj.weight, twin.out_proj.bias, integers),
+        probabilities[0] * probabilities[1],
+    )
+
+
+@modules
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_coarse_grids_give_what_numpy_gives(module: str, bits: int, mode: str) -> None:
+    """In evaluation the reference computes in int64; the layer's bias and unit are float32."""
+    torch.manual_seed(1)
+    weight = QuantSpec(bits=bits, granularity="channel", narrow_range=True)
+    spec = QuantSpec(bits=bits, signed=False, symmetric=False)
+    arguments = {**arguments_of(module), "batch_first": True, "dtype": torch.float64}
+    twin = QuantMultiheadAttention(**arguments, weight_spec=weight, activation_spec=spec)
+    inputs = inputs_for(twin, torch.float64)
+    qat.calibrate(twin, [dict(zip(("query", "key", "value"), inputs, strict=True))])
+    twin.train(mode == "train")
+    mask = SHORTER[:, None, None] | EARLIER
+    expected = reference(twin, [x.numpy() for x in inputs], mask.numpy(), mode == "eval")
+    got = twin(*inputs, key_padding_mask=SHORTER, attn_mask=EARLIER, average_attn_weights=False)
+    tolerance = 1e-9 if mode == "train" else 3e-6
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(ours.detach().numpy(), theirs, rtol=0, atol=tolerance)
+
+
+def test_operands_lie_on_their_grids() -> None:
+    """What the two matrix products multiply: q, k, v on signed grids without a zero point, probabilities from 0."""
+    twin = QuantMultiheadAttention(8, 2, batch_first=True, add_zero_attn=True)
+    x = torch.randn(N, L, 8)
+    qat.calibrate(twin, [{"query": x, "key": x, "value": x}])
+    seen: dict[str, Tensor] = {}
+    for name in ("query_quantizer", "key_quantizer", "value_quantizer", "probability_quantizer"):
+        twin.get_submodule(name).register_forward_hook(
+            lambda _, __, output, name=name: seen.__setitem__(name, output.detach())
+        )
+    twin.eval()(x, x, x)
+    for name, tensor in seen.items():
+        quantizer: Any = twin.get_submodule(name)
+        assert quantizer.spec.signed == (name != "probability_quantizer") and quantizer.zero_point is None
+        integers = tensor / quantizer.grid()[0]
+        torch.testing.assert_close(integers, integers.round(), rtol=0, atol=1e-3)
+        assert tensor.shape == (
+            N,
+            2,
+            L + (name in ("key_quantizer", "value_quantizer")),
+            4 if "prob" not in name else 5,
+        )
+
+
+# --- masks ---
+
+
+@calls
+def test_masked_probabilities_are_exactly_zero(call: str) -> None:
+    twin = QuantMultiheadAttention(8, 2)
+    inputs = inputs_for(twin)
+    qat.calibrate(twin, [dict(zip(("query", "key", "value"), inputs, strict=True))])
+    options = {**CALLS[call], "need_weights": True, "average_attn_weights": False}
+    weights = twin(*inputs, **options)[1]
+    mask = additive_mask(options.get("attn_mask"), options.get("key_padding_mask"), 2, torch.float32)
+    masked = torch.zeros_like(weights) if mask is None else mask.expand_as(weights)
+    assert bool((weights[masked == -torch.inf] == 0).all())
+    assert bool(((weights == 0) & (masked != -torch.inf)).float().mean() < 0.2), "and the others are not"
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_rows_masked_entirely_are_what_torch_makes_of_them(need_weights: bool) -> None:
+    """NaN with the weights, zeros in front of out_proj without."""
+    layer = float_layer("plain")
+    twin = fine_twin(layer)
+    inputs = inputs_for(layer)
+    mask = EARLIER.clone()
+    mask[1] = True
+    options = {"attn_mask": mask, "need_weights": need_weights}
+    for mode in (True, False):
+        got = twin.train(mode)(*inputs, **options)
+        assert bool(got[0][1].isnan().all()) == need_weights and not bool(got[0][0].isnan().any())
+        assert_same(got, layer.train(mode)(*inputs, **options))
+
+
+def test_rows_masked_entirely_keep_gradients_finite() -> None:
+    twin = QuantMultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(N, L, 8)
+    qat.calibrate(twin, [{"query": x, "key": x, "value": x}])
+    x.requires_grad_()
+    padding = torch.zeros(N, L, dtype=torch.bool)
+    padding[1] = True
+    twin.train()(x, x, x, key_padding_mask=padding, need_weights=False)[0].square().sum().backward()
+    gradients = [x.grad, *(parameter.grad for parameter in twin.parameters())]
+    assert all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+def test_attend_is_scaled_dot_product_attention_without_quantizers() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(N, 2, L, 8), torch.randn(N, 2, S, 8), torch.randn(N, 2, S, 5)
+    mask = torch.where(EARLIER, -torch.inf, 0.0)
+    mask[2] = -torch.inf
+    for scale in (None, 0.3):
+        got = attend(query, key, value, mask, lambda _, x: x, scale)[0]
+        torch.testing.assert_close(got, F.scaled_dot_product_attention(query, key, value, mask, scale=scale))
+
+
+# --- training ---
+
+
+@modules
+def test_everything_learns(module: str) -> None:
+    layer = float_layer(module)
+    twin = QuantMultiheadAttention.from_float(layer)
+    inputs = inputs_for(layer)
+    qat.calibrate(twin, [dict(zip(("query", "key", "value"), inputs, strict=True))])
+    twin.train()(*inputs)[0].square().sum().backward()
+    for name, parameter in twin.named_parameters():
+        assert parameter.grad is not None and bool(torch.isfinite(parameter.grad).all()), name
+        assert bool((parameter.grad != 0).any()), f"{name} does not learn"
+    for name, parameter in layer.named_parameters():
+        assert parameter is twin.get_parameter(name), name
+
+
+def test_dropout_is_torchs() -> None:
+    """The same random numbers drop the same probabilities, in training only."""
+    layer = float_layer("plain", dropout=0.5)
+    twin = fine_twin(layer)
+    inputs = inputs_for(layer)
+    torch.manual_seed(7)
+    expected = layer(*inputs)
+    torch.manual_seed(7)
+    got = twin(*inputs)
+    assert_same(got, expected)
+    assert not torch.allclose(twin(*inputs)[0], got[0], atol=1e-2), "another draw, another result"
+    assert_same(twin.eval()(*inputs), layer.eval()(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("spec", "operand", "probability"),
+    [
+        (QuantSpec(signed=False, symmetric=False), QuantSpec(), QuantSpec(signed=False)),
+        (
+            QuantSpec(bits=4, narrow_range=True, rule="minmax"),
+            QuantSpec(bits=4, narrow_range=True, rule="minmax"),
+            QuantSpec(bits=4, signed=False, rule="minmax"),
+        ),
+        (QuantSpec(signed=False, symmetric=False, rule="lsq_plus"), QuantSpec(), QuantSpec(signed=False)),
+        (QuantSpec(signed=False, rule="pact"), QuantSpec(), QuantSpec(signed=False, rule="pact")),
+        (QuantSpec(rule="fp8_e4m3"), QuantSpec(rule="fp8_e4m3"), QuantSpec(rule="fp8_e4m3")),
+    ],
+)
+def test_grids_of_the_products(spec: QuantSpec, operand: QuantSpec, probability: QuantSpec) -> None:
+    assert operand_spec(spec) == operand and probability_spec(spec) == probability
+    twin = QuantMultiheadAttention(8, 2, activation_spec=spec)
+    used = {name: part.spec for name, part in twin.named_modules() if isinstance(part, Quantizer)}
+    assert used["key_quantizer"] == operand and used["probability_quantizer"] == probability
+    assert used["value_projection.input_quantizer"] == used["out_proj.input_quantizer"] == spec
+
+
+def test_weights_alone_are_quantized_without_an_activation_spec() -> None:
+    layer = float_layer("plain")
+    twin = QuantMultiheadAttention.from_float(layer, activation_spec=None)
+    assert not activations(twin)
+    rounded = copy.deepcopy(layer)
+    projections: Any = [twin.get_submodule(name) for name in twin.inner_weights()]
+    with torch.no_grad():
+        parts = zip(projections, layer.in_proj_weight.chunk(3), strict=True)
+        rounded.in_proj_weight.copy_(torch.cat([part.weight_quantizer(weight) for part, weight in parts]))
+        rounded.out_proj.weight.copy_(twin.out_proj.weight_quantizer(layer.out_proj.weight))
+    inputs = inputs_for(layer)
+    for mode in (True, False):
+        torch.testing.assert_close(twin.train(mode)(*inputs)[0], rounded(*inputs)[0], rtol=0, atol=1e-5)
+
+
+# --- plumbing ---
+
+
+@modules
+def test_construction_state_and_way_back(module: str) -> None:
+    torch.manual_seed(3)
+    layer = nn.MultiheadAttention(**arguments_of(module))
+    torch.manual_seed(3)
+    twin = QuantMultiheadAttention(**arguments_of(module))
+    own = {name: value for name, value in twin.state_dict().items() if name in layer.state_dict()}
+    assert list(own) == list(layer.state_dict())
+    assert all(torch.equal(own[name], value) for name, value in layer.state_dict().items()), "the same first weights"
+    assert all("quantizer" in name for name in set(twin.state_dict()) - set(own))
+    random = torch.get_rng_state()
+    from_float = QuantMultiheadAttention.from_float(layer.eval())
+    back = from_float.to_float()
+    assert torch.equal(torch.get_rng_state(), random), "from_float draws random numbers"
+    assert type(back) is nn.MultiheadAttention and not back.training and not from_float.training
+    assert all(one is other for one, other in zip(back.parameters(), layer.parameters(), strict=True))
+    inputs = inputs_for(layer)
+    assert torch.equal(back(*inputs)[0], layer(*inputs)[0])
+
+
+def test_copies_and_dtypes() -> None:
+    torch.manual_seed(0)
+    twin = QuantMultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(N, L, 8)
+    qat.calibrate(twin, [{"query": x, "key": x, "value": x}])
+    expected = twin.eval()(x, x, x)[0]
+    fresh = QuantMultiheadAttention(8, 2, batch_first=True).eval()
+    fresh.load_state_dict(twin.state_dict(), strict=True)
+    for again in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin)), fresh):
+        assert torch.equal(again(x, x, x)[0], expected)
+        again.in_proj_weight.data.zero_()
+        assert not torch.equal(again(x, x, x)[0], expected), "its own weights count"
+    assert torch.equal(twin(x, x, x)[0], expected)
+    for dtype in (torch.float64, torch.bfloat16):
+        other = copy.deepcopy(twin).to(dtype)
+        for mode in (True, False):
+            output, weights = other.train(mode)(*[x.to(dtype)] * 3, attn_mask=EARLIER[:, :L])
+            assert output.dtype == weights.dtype == dtype and bool(output.isfinite().all())
+        atol = 0.1 if dtype == torch.bfloat16 else 0.02
+        torch.testing.assert_close(other(*[x.to(dtype)] * 3)[0].float(), expected, rtol=0, atol=atol)
+
+
+def test_a_parametrised_weight_stays_parametrised() -> None:
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    layer = float_layer("batch first")
+    parametrize.register_parametrization(layer, "in_proj_weight", Doubled())
+    twin = fine_twin(layer)
+    inputs = inputs_for(layer)
+    qat.calibrate(twin, [dict(zip(("query", "key", "value"), inputs, strict=True))])
+    assert_same(twin(*inputs), layer(*inputs))
+    twin(*inputs)[0].sum().backward()
+    originals: Any = layer.parametrizations
+    assert originals.in_proj_weight.original.grad is not None
+    assert_same(twin.to_float()(*inputs), layer(*inputs))
+
+
+@modules
+def test_inner_weights_are_what_forward_passes(module: str) -> None:
+    layer = float_layer(module)
+    twin = fine_twin(layer)
+    passed: dict[str, Any] = {}
+    for name in twin.inner_weights():
+        twin.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: passed.update({name: args[1:]}))
+    twin(*inputs_for(layer))
+    assert list(passed) == ["query_projection", "key_projection", "value_projection"]
+    for name, operands in twin.inner_weights().items():
+        for one, other in zip(operands, passed[name], strict=True):
+            assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+
+
+def test_torchs_encoder_layer_takes_no_way_around_it() -> None:
+    """In evaluation without gradients torch computes a whole layer in one float operation, if it believes it may."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    layer.self_attn = QuantMultiheadAttention.from_float(layer.self_attn, activation_spec=QuantSpec(bits=2))
+    x = torch.randn(N, L, 8)
+    qat.calibrate(layer, [x])
+    with torch.no_grad():
+        trained, evaluated = layer.train()(x), layer.eval()(x)
+        layer.self_attn = layer.self_attn.to_float().eval()
+        plain = layer(x)
+    torch.testing.assert_close(evaluated, trained, rtol=0, atol=1e-3)
+    assert not torch.allclose(evaluated, plain, atol=0.05)
+
+
+class FloatAttention(nn.Module):
+    """The arithmetic on a float layer's own weights, with counted places for quantizers, for torch.fx."""
+
+    def __init__(self, layer: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.layer = layer
+        self.places = nn.ModuleDict(
+            {f"{name}_quantizer": nn.Identity() for name in ("query", "key", "value", "probability")}
+        )
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        layer = self.layer
+        thirds = {f"{name}_projection": number for number, name in enumerate(("query", "key", "value"))}
+
+        def project(name: str, x: Tensor) -> Tensor:
+            if name == "out_proj":
+                return F.linear(x, layer.out_proj.weight, layer.out_proj.bias)
+            rows = slice(8 * thirds[name], 8 * thirds[name] + 8)
+            return F.linear(x, layer.in_proj_weight[rows], layer.in_proj_bias[rows])
+
+        return multihead_attention(
+            layer, query, key, value, mask, project, lambda name, x: self.places[name](x), safe=False
+        )[0]
+
+
+def test_fx_traces_the_arithmetic_for_all_sizes() -> None:
+    layer = float_layer("bias_kv and zero attention", batch_first=True)
+    traced = fx.symbolic_trace(FloatAttention(layer))
+    placed = [node.target for node in traced.graph.nodes if node.op == "call_module"]
+    assert placed == [f"places.{name}_quantizer" for name in ("query", "key", "value", "probability")]
+    for samples, steps in ((1, 3), (4, 7)):
+        x = torch.randn(samples, steps, 8)
+        mask = torch.ones(steps, steps, dtype=torch.bool).triu(1)
+        added = additive_mask(mask, None, 2, torch.float32)
+        torch.testing.assert_close(traced(x, x, x, added), layer(x, x, x, attn_mask=mask)[0])
+
+
+@pytest.mark.parametrize("module", ["batch first", "bias_kv and zero attention", "other widths"])
+def test_export_runs(module: str) -> None:
+    layer = float_layer(module)
+    twin = fine_twin(layer).eval()
+    inputs = inputs_for(layer)
+    axis = {0 if layer.batch_first else 1: torch.export.Dim("batch")}
+    options = {"key_padding_mask": SHORTER}
+    shapes = {"query": axis, "key": axis, "value": axis, "key_padding_mask": {0: axis[next(iter(axis))]}}
+    program = torch.export.export(twin, inputs, options, dynamic_shapes=shapes)
+    batch = 0 if layer.batch_first else 1
+    inputs = tuple(torch.cat([x, 0.5 * x], batch) for x in inputs)
+    options = {"key_padding_mask": SHORTER.repeat(2, 1)}
+    for got, expected in zip(program.module()(*inputs, **options), twin(*inputs, **options), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_compile_takes_the_whole_graph(training: bool) -> None:
+    layer = float_layer("batch first")
+    twin = fine_twin(layer).train(training)
+    inputs = inputs_for(layer)
+    compiled = torch.compile(twin, fullgraph=True, backend="eager")
+    for got, expected in zip(compiled(*inputs, attn_mask=EARLIER), twin(*inputs, attn_mask=EARLIER), strict=True):
+        torch.testing.assert_close(got, expected)
+    torch.compiler.reset()
+
+
+def nested_call() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
+    inner: Any = encoder.layers[0]
+    inner.self_attn = QuantMultiheadAttention.from_float(inner.self_attn)
+    with torch.no_grad():
+        encoder(torch.randn(2, 4, 8), src_key_padding_mask=torch.tensor([[False] * 4, [False, False, True, True]]))
+
+
+def replaced_out_proj() -> nn.MultiheadAttention:
+    layer = nn.MultiheadAttention(8, 2)
+    layer.out_proj = QuantLinear(8, 8)  # type: ignore[assignment]
+    return layer
+
+
+X = torch.zeros(L, N, 8)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (
+            lambda: QuantMultiheadAttention.from_float(nn.Linear(2, 2)),
+            TypeError,
+            "QuantMultiheadAttention.from_float: expected MultiheadAttention, got Linear",
+        ),
+        (
+            lambda: QuantMultiheadAttention.from_float(replaced_out_proj()),
+            TypeError,
+            "QuantMultiheadAttention.from_float: out_proj must be a Linear, got QuantLinear",
+        ),
+        (
+            lambda: QuantMultiheadAttention(8, 2)(X, X, X, is_causal=True),
+            ValueError,
+            "QuantMultiheadAttention: is_causal=True is only a hint and needs the causal mask as attn_mask",
+        ),
+        (
+            lambda: QuantMultiheadAttention(8, 2)(X, X, X, attn_mask=torch.zeros(L, L, dtype=torch.int64)),
+            TypeError,
+            "QuantMultiheadAttention: attn_mask must be bool or floating point, got torch.int64",
+        ),
+        (
+            lambda: QuantMultiheadAttention(8, 2, kdim=5)(X, X, X),
+            ValueError,
+            "QuantMultiheadAttention: key must have 3 axes, the last of 5, got (4, 3, 8)",
+        ),
+        (
+            lambda: QuantMultiheadAttention(8, 2)(X[None], X, X),
+            ValueError,
+            "QuantMultiheadAttention: query must have 2 or 3 axes, the last of 8, got (1, 4, 3, 8)",
+        ),
+        (
+            lambda: QuantMultiheadAttention(8, 2, activation_spec=QuantSpec(bits=1, signed=False)),
+            ValueError,
+            "QuantMultiheadAttention: no grid for q, k and v: rule 'lsq': a signed grid needs at least 2 bits, got"
+            " bits=1; use the rule 'binary' for one bit, or signed=False",
+        ),
+        (
+            nested_call,
+            ValueError,
+            "QuantMultiheadAttention: query is a nested tensor; pad it"
+            " (nn.TransformerEncoder: enable_nested_tensor=False)",
+        ),
+        (
+            lambda: QuantMultiheadAttention(8, 2, activation_spec=replace(FINE, granularity="channel")),
+            ValueError,
+            "activation_spec: granularity 'channel' is for weights; use granularity='tensor'",
+        ),
+    ],
+)
+def test_mistakes_are_named(call: Any, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == sentence

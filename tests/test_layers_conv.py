@@ -1,0 +1,345 @@
+"""Convolutions and transposed convolutions of one, two and three axes, against torch's layers and NumPy's integers."""
+
+import copy
+import itertools
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import qat
+from qat.layers import (
+    QuantConv1d,
+    QuantConv2d,
+    QuantConv3d,
+    QuantConvTranspose1d,
+    QuantConvTranspose2d,
+    QuantConvTranspose3d,
+    QuantLayer,
+)
+from qat.layers.conv_transpose import channels_first, torch_layout
+from qat.quantizer import Quantizer, create_quantizer
+from qat.spec import QuantSpec
+
+PLAIN: dict[int, Any] = {1: QuantConv1d, 2: QuantConv2d, 3: QuantConv3d}
+TRANSPOSED: dict[int, Any] = {1: QuantConvTranspose1d, 2: QuantConvTranspose2d, 3: QuantConvTranspose3d}
+NORMS: dict[int, Any] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+SHAPES = {1: (13,), 2: (9, 7), 3: (6, 5, 7)}
+QUANTIZER_KEYS = {f"weight_quantizer.{name}" for name in ("scale", "smallest_scale", "calibrated")}
+
+GEOMETRIES: list[tuple[bool, dict[str, Any]]] = [
+    (False, {"kernel_size": 3, "padding": 1}),
+    (False, {"kernel_size": 3, "stride": 2, "padding": 2, "dilation": 2}),
+    (False, {"kernel_size": 2, "groups": 4, "bias": False}),
+    (False, {"kernel_size": 3, "padding": 2, "padding_mode": "replicate", "groups": 2}),
+    (False, {"kernel_size": 3, "padding": 1, "padding_mode": "reflect"}),
+    (False, {"kernel_size": 2, "padding": 1, "padding_mode": "circular"}),
+    (True, {"kernel_size": 3}),
+    (True, {"kernel_size": 3, "stride": 2, "padding": 1, "output_padding": 1}),
+    (True, {"kernel_size": 2, "stride": 3, "groups": 4, "bias": False}),
+    (True, {"kernel_size": 3, "stride": 2, "padding": 2, "dilation": 2, "groups": 2, "output_padding": 1}),
+]
+CASES = [(axes, *geometry) for axes in (1, 2, 3) for geometry in GEOMETRIES]
+
+
+def twin(axes: int, transposed: bool) -> Any:
+    return (TRANSPOSED if transposed else PLAIN)[axes]
+
+
+def example(axes: int, transposed: bool, options: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    """A layer from 8 to 12 channels and an input for it."""
+    torch.manual_seed(axes)
+    return twin(axes, transposed)(8, 12, **options, activation_spec=None), torch.randn(2, 8, *SHAPES[axes])
+
+
+def grid_for(x: torch.Tensor) -> Quantizer:
+    """A calibrated 8-bit unsigned affine quantizer for x."""
+    quantizer = create_quantizer(QuantSpec(signed=False, symmetric=False))
+    quantizer.set_range(x.min().clamp(max=0), x.max().clamp(min=0))
+    return quantizer
+
+
+def trained_norm(axes: int, channels: int) -> Any:
+    """A BatchNorm with gammas of both signs, one of them exactly zero."""
+    norm = NORMS[axes](channels).eval()
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(channels))
+        norm.weight[0], norm.weight[1] = 0.0, -0.7
+        norm.bias.copy_(torch.randn(channels))
+        norm.running_mean.copy_(torch.randn(channels))
+        norm.running_var.copy_(torch.rand(channels) + 0.1)
+    return norm
+
+
+def output_channel(weight_shape: tuple[int, ...], index: tuple[int, ...], groups: int, transposed: bool) -> int:
+    """The output channel that one element of torch's weight contributes to."""
+    if not transposed:
+        return index[0]
+    return index[0] // (weight_shape[0] // groups) * weight_shape[1] + index[1]
+
+
+def reference_codes(weight: np.ndarray, scales: np.ndarray, groups: int, transposed: bool) -> np.ndarray:
+    """Integers of the weight in torch's layout, element by element."""
+    codes = np.empty(weight.shape, np.int64)
+    for index in np.ndindex(*weight.shape):
+        scale = scales[output_channel(weight.shape, index, groups, transposed)]
+        codes[index] = np.clip(np.round(weight[index] / scale), -127, 127)
+    return codes
+
+
+def offsets(layer: Any, counts: list[int]) -> list[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """Every tap of the kernel, with the places of the wider tensor that it touches, `counts` along each axis."""
+    taps = []
+    for tap in itertools.product(*[range(size) for size in layer.kernel_size]):
+        starts = [d * t for d, t in zip(layer.dilation, tap, strict=True)]
+        spans = zip(starts, layer.stride, counts, strict=True)
+        taps.append((tap, tuple(slice(start, start + step * (n - 1) + 1, step) for start, step, n in spans)))
+    return taps
+
+
+def reference_conv(layer: Any, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """A convolution on int64, tap by tap and group by group."""
+    mode = {"zeros": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}[layer.padding_mode]
+    padded = np.pad(x, [(0, 0), (0, 0), *[(p, p) for p in layer.padding]], mode=mode)  # type: ignore[call-overload]
+    reach = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+    counts = [(n - r - 1) // s + 1 for n, r, s in zip(padded.shape[2:], reach, layer.stride, strict=True)]
+    groups = zip(np.split(padded, layer.groups, axis=1), np.split(weight, layer.groups, axis=0), strict=True)
+    parts = []
+    for part, rows in groups:
+        total = np.zeros((x.shape[0], rows.shape[0], *counts), np.int64)
+        for tap, places in offsets(layer, counts):
+            total += np.einsum("nc...,oc->no...", part[(..., *places)], rows[(..., *tap)])
+        parts.append(total)
+    return np.concatenate(parts, axis=1)
+
+
+def reference_conv_transpose(layer: Any, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """A transposed convolution on int64: every input is added to the places that it reaches."""
+    geometry = zip(x.shape[2:], layer.stride, layer.dilation, layer.kernel_size, layer.output_padding, strict=True)
+    sizes = [(n - 1) * s + d * (k - 1) + 1 + rest for n, s, d, k, rest in geometry]
+    parts = []
+    for part, rows in zip(np.split(x, layer.groups, axis=1), np.split(weight, layer.groups, axis=0), strict=True):
+        total = np.zeros((x.shape[0], rows.shape[1], *sizes), np.int64)
+        for tap, places in offsets(layer, list(x.shape[2:])):
+            total[(..., *places)] += np.einsum("nc...,co->no...", part, rows[(..., *tap)])
+        parts.append(total)
+    crop = tuple(slice(p, size - p) for p, size in zip(layer.padding, sizes, strict=True))
+    return np.concatenate(parts, axis=1)[(..., *crop)]
+
+
+@pytest.mark.parametrize(("axes", "transposed", "options"), CASES)
+def test_training_is_torchs_layer_on_quantized_operands(axes: int, transposed: bool, options: dict[str, Any]) -> None:
+    layer, raw = example(axes, transposed, options)
+    x = grid_for(raw)(raw).detach()
+    scales = layer.weight_quantizer.scale.detach().flatten().numpy()
+    codes = reference_codes(layer.weight.detach().numpy(), scales, layer.groups, transposed)
+    plain = layer.float_type(8, 12, **options)
+    with torch.no_grad():
+        for index in np.ndindex(*codes.shape):
+            scale = scales[output_channel(codes.shape, index, layer.groups, transposed)]
+            plain.weight[index] = float(codes[index] * scale)
+        if plain.bias is not None:
+            plain.bias.copy_(layer.bias)
+    torch.testing.assert_close(layer(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(("axes", "transposed", "options"), CASES)
+def test_evaluation_is_integer_arithmetic(
+    axes: int, transposed: bool, options: dict[str, Any], with_norm: bool
+) -> None:
+    layer, raw = example(axes, transposed, options)
+    layer.eval()
+    norm = trained_norm(axes, 12) if with_norm else None
+    grid = grid_for(raw)
+    x = grid(raw).detach()
+    scale_x = grid.scale.item()
+    scales = layer.weight_quantizer.scale.detach().flatten().numpy()
+    codes = reference_codes(layer.weight.detach().numpy(), scales, layer.groups, transposed)
+    reference = reference_conv_transpose if transposed else reference_conv
+    x_codes = (x.double() / scale_x).round().numpy().astype(np.int64)
+    total = reference(layer, x_codes, codes)
+    gain, shift = np.ones(12), np.zeros(12)
+    if layer.bias is not None:
+        shift = layer.bias.detach().double().numpy()
+    if norm is not None:
+        gain = (norm.weight.detach().double() / torch.sqrt(norm.running_var.double() + norm.eps)).numpy()
+        shift = (shift - norm.running_mean.double().numpy()) * gain + norm.bias.detach().double().numpy()
+    column = (12, *[1] * axes)
+    unit = np.abs(gain) * scales.astype(np.float64) * scale_x
+    exact = total * (np.sign(gain) * unit).reshape(column) + shift.reshape(column)
+    got = layer(x, grid, norm).detach().double().numpy()
+    # The bias is rounded to a multiple of the unit, float32 holds the rest.
+    assert bool((np.abs(got - exact) <= (0.5001 * unit).reshape(column) + 3e-7 * np.abs(exact) + 1e-6).all())
+    rounded = layer.integers(grid, norm).bias_codes.detach().double().numpy()
+    alive = unit > 0
+    assert bool((rounded == np.round(rounded)).all())
+    deployed = (total * np.sign(gain).reshape(column) + rounded.reshape(column)) * unit.reshape(column)
+    np.testing.assert_allclose(got[:, alive], deployed[:, alive], rtol=5e-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_torch_layout_is_the_inverse_of_channels_first(axes: int, groups: int) -> None:
+    weight = torch.randn(12, 18 // groups, *range(2, 2 + axes))
+    rows = channels_first(weight, groups)
+    assert rows.shape == (18, 12 // groups, *range(2, 2 + axes))
+    assert torch.equal(torch_layout(rows, groups), weight)
+    for index in np.ndindex(12, 18 // groups):
+        group, within = divmod(index[0], 12 // groups)
+        assert torch.equal(rows[group * (18 // groups) + index[1], within], weight[index])
+
+
+@pytest.mark.parametrize(("axes", "transposed", "options"), CASES)
+def test_from_float_and_back(axes: int, transposed: bool, options: dict[str, Any]) -> None:
+    cls = twin(axes, transposed)
+    plain = cls.float_type(8, 12, **options).eval()
+    state = torch.get_rng_state()
+    layer = cls.from_float(plain)
+    back = layer.to_float()
+    assert torch.equal(torch.get_rng_state(), state), "from_float or to_float draws random numbers"
+    assert type(back) is cls.float_type and back.weight is plain.weight and back.bias is plain.bias
+    assert back.extra_repr() == plain.extra_repr() == layer.extra_repr()
+    assert not layer.training and not back.training
+    x = torch.randn(2, 8, *SHAPES[axes])
+    assert torch.equal(back(x), plain(x))
+    torch.testing.assert_close(layer(x), plain(x), rtol=0.05, atol=0.05)
+    assert set(layer.state_dict()) == set(plain.state_dict()) | QUANTIZER_KEYS
+
+
+@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_parametrised_layers(axes: int, transposed: bool, wrap: Any) -> None:
+    torch.manual_seed(axes)
+    cls = twin(axes, transposed)
+    plain = wrap(cls.float_type(4, 6, 3)).eval()
+    layer = cls.from_float(plain)
+    x = torch.randn(2, 4, *SHAPES[axes])
+    torch.testing.assert_close(layer(x), plain(x), rtol=0.05, atol=0.05)
+    assert set(layer.state_dict()) == set(plain.state_dict()) | QUANTIZER_KEYS
+    for shown in (layer, copy.deepcopy(layer)):
+        shown.zero_grad()
+        shown(x).square().sum().backward()
+        grads = {name: parameter.grad for name, parameter in shown.named_parameters()}
+        assert all(grad is not None and bool(grad.isfinite().all()) for grad in grads.values())
+        for name, grad in grads.items():
+            assert grad is not None and bool((grad != 0).any()), f"{name} does not learn"
+    originals = dict(plain.named_parameters())
+    assert all(parameter is originals[name] for name, parameter in layer.to_float().named_parameters())
+    assert torch.equal(layer.to_float()(x), plain(x))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_layers_of_their_own_calibrate_train_save_and_copy(axes: int, transposed: bool) -> None:
+    torch.manual_seed(0)
+    layer = twin(axes, transposed)(4, 6, 3, stride=2, groups=2, padding=1)
+    x = torch.randn(2, 4, *SHAPES[axes])
+    qat.calibrate(layer, [x, 0.5 * x])
+    layer(x).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
+        assert bool((parameter.grad != 0).any()), f"{name} does not learn"
+    layer.eval()
+    expected = layer(x)
+    assert torch.equal(copy.deepcopy(layer)(x), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), expected)
+    fresh = twin(axes, transposed)(4, 6, 3, stride=2, groups=2, padding=1).eval()
+    fresh.load_state_dict(layer.state_dict())
+    assert torch.equal(fresh(x), expected)
+    state = {name: value for name, value in layer.state_dict().items() if "_quantizer." not in name}
+    plain = layer.float_type(4, 6, 3, stride=2, groups=2, padding=1)
+    plain.load_state_dict(state, strict=True)
+    assert torch.equal(plain.weight, layer.weight)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_unbatched_inputs(axes: int, transposed: bool, training: bool) -> None:
+    layer, raw = example(axes, transposed, {"kernel_size": 3, "padding": 1})
+    layer.train(training)
+    grid = grid_for(raw)
+    x = grid(raw)
+    torch.testing.assert_close(layer(x[1], grid), layer(x, grid)[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_output_size_is_a_keyword(axes: int) -> None:
+    layer, raw = example(axes, True, {"kernel_size": 3, "stride": 2})
+    grid = grid_for(raw)
+    x = grid(raw).detach()
+    size = tuple(2 * n + 2 for n in SHAPES[axes])
+    for mode in (layer.train(), layer.eval()):
+        assert mode(x, grid, output_size=size).shape == (2, 12, *size)
+        smaller = mode(x, grid)
+        inner = tuple(slice(0, n) for n in smaller.shape[2:])
+        assert torch.equal(mode(x, grid, output_size=torch.Size((2, 12, *size)))[(..., *inner)], smaller)
+    plain = layer.float_type(8, 12, 3, stride=2)
+    with torch.no_grad():
+        plain.weight.copy_(layer.quantized(layer.weight))
+        plain.bias.copy_(layer.bias)
+    torch.testing.assert_close(layer.train()(x, output_size=size), plain(x, output_size=size), rtol=1e-5, atol=1e-5)
+
+
+def test_an_output_size_in_the_grids_place_is_refused() -> None:
+    layer = QuantConvTranspose1d(2, 2, 3, activation_spec=None)
+    sentence = r"^QuantConvTranspose1d: grid must be a Quantizer, got \[8\]; pass an output size as output_size=$"
+    with pytest.raises(TypeError, match=sentence):
+        layer(torch.zeros(1, 2, 6), [8])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_other_dtypes(axes: int, transposed: bool, dtype: torch.dtype) -> None:
+    layer = twin(axes, transposed)(4, 6, 3, activation_spec=None, dtype=dtype)
+    raw = torch.randn(1, 4, *SHAPES[axes], dtype=dtype)
+    grid = grid_for(raw.float())
+    x = grid(raw)
+    trained, deployed = layer.train()(x, grid), layer.eval()(x, grid)
+    assert trained.dtype == deployed.dtype == dtype
+    tolerance = 0.05 if dtype is torch.bfloat16 else 1e-3
+    torch.testing.assert_close(deployed, trained, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_meta_device(axes: int, transposed: bool) -> None:
+    layer = twin(axes, transposed)(4, 6, 3, device="meta")
+    assert all(tensor.is_meta for tensor in layer.state_dict().values())
+    assert layer.weight_quantizer.scale.shape == (6, *[1] * (axes + 1))
+
+
+@pytest.mark.parametrize(("axes", "transposed"), [(1, False), (2, True), (3, True)])
+def test_a_scale_per_group_of_inputs(axes: int, transposed: bool) -> None:
+    """The input axis is that of channels_first, so groups of inputs never mix output channels."""
+    spec = QuantSpec(bits=4, granularity="group", group_size=2)
+    layer = twin(axes, transposed)(8, 6, 3, groups=2, activation_spec=None, weight_spec=spec)
+    assert layer.weight_quantizer.scale.shape == (6, 2, *[1] * (axes + 1))
+    x = torch.randn(1, 8, *SHAPES[axes])
+    quantized = layer.quantized(layer.weight).detach()
+    assert not torch.equal(quantized, layer.weight)
+    torch.testing.assert_close(quantized, layer.weight, rtol=0, atol=layer.weight_quantizer.scale.max().item() * 0.501)
+    assert layer.eval()(x).shape == layer.to_float()(x).shape
+
+
+@pytest.mark.parametrize("layer", [twin(axes, transposed) for axes in (1, 2, 3) for transposed in (False, True)])
+def test_from_float_refuses_another_type(layer: type[QuantLayer]) -> None:
+    sentence = f"^{layer.__name__}\\.from_float: expected {layer.float_type.__name__}, got Linear$"
+    with pytest.raises(TypeError, match=sentence):
+        layer.from_float(nn.Linear(1, 1))
+
+
+def test_a_transposed_convolution_pads_with_zeros_only() -> None:
+    with pytest.raises(ValueError, match=r'^Only "zeros" padding mode is supported for QuantConvTranspose2d$'):
+        QuantConvTranspose2d(1, 1, 1, padding_mode="reflect")
+
+
+def test_one_input_one_grid() -> None:
+    assert all(cls.grid_arguments == ("grid",) for cls in (*PLAIN.values(), *TRANSPOSED.values()))

@@ -1,0 +1,397 @@
+"""QuantEmbedding and QuantEmbeddingBag: a table of integers, read row by row."""
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from qat.layers import QuantEmbedding, QuantEmbeddingBag
+from qat.quantizer import create_quantizer
+from qat.spec import QuantSpec
+
+QUANTIZER_KEYS = {f"weight_quantizer.{name}" for name in ("scale", "smallest_scale", "calibrated")}
+SPECS = {
+    "row": None,
+    "tensor": QuantSpec(bits=4),
+    "affine": QuantSpec(bits=4, symmetric=False, granularity="channel"),
+    "affine tensor": QuantSpec(bits=4, symmetric=False),
+}
+WHOLE_TABLE = {
+    "ewgs": QuantSpec(bits=4, granularity="channel", ewgs="fixed"),
+    "group": QuantSpec(bits=4, granularity="group", group_size=2),
+    "minmax": QuantSpec(granularity="channel", rule="minmax"),
+    "dorefa": QuantSpec(bits=4, rule="dorefa"),
+    "lsq_plus": QuantSpec(bits=4, rule="lsq_plus", symmetric=False, init="percentile", percentile=90),
+    "apot": QuantSpec(bits=4, rule="apot"),
+    "ternary": QuantSpec(bits=2, rule="ternary", granularity="channel"),
+}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"padding_idx": 0},
+    {"padding_idx": -3},
+    {"scale_grad_by_freq": True},
+    {"max_norm": 1.5},
+    {"max_norm": 2.0, "norm_type": 1.0, "padding_idx": 1, "scale_grad_by_freq": True},
+]
+INDICES = torch.tensor([[1, 2, 0, 7], [7, 7, 9, 0], [3, 1, 7, 7]])
+
+
+def whole_table(layer: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The quantized table of a copy of the layer's parameters, through a quantizer of its own, and those parameters."""
+    quantizer = create_quantizer(layer.weight_quantizer.spec, "weight", layer.weight_quantizer.shape)
+    quantizer.load_state_dict(layer.weight_quantizer.state_dict())
+    weight = layer.weight.detach().clone().requires_grad_()
+    return quantizer(weight), {"weight": weight, **dict(quantizer.named_parameters(prefix="weight_quantizer"))}
+
+
+def check_gradients(layer: nn.Module, expected: dict[str, Tensor]) -> None:
+    """The layer's gradients are finite, not all zero, and equal to those of the other parameters."""
+    found = dict(layer.named_parameters())
+    assert set(found) == set(expected)
+    for name, parameter in found.items():
+        assert parameter.grad is not None, name
+        grad = parameter.grad.to_dense()
+        assert bool(grad.isfinite().all()) and bool((grad != 0).any()), name
+        torch.testing.assert_close(
+            grad, expected[name].grad, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def renormed(weight: Tensor, indices: Tensor, options: dict[str, Any]) -> np.ndarray:
+    """The float table after a lookup: every row that is looked up and too long is shortened."""
+    table = weight.detach().numpy().astype(np.float64)
+    limit, power = options.get("max_norm"), options.get("norm_type", 2.0)
+    for row in np.unique(indices.numpy()) if limit is not None else ():
+        norm = (np.abs(table[row]) ** power).sum() ** (1 / power)
+        if norm > limit:
+            table[row] *= limit / (norm + 1e-7)
+    return table
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("spec", [*SPECS, *WHOLE_TABLE])
+def test_embedding_is_torchs_on_a_quantized_table(spec: str, options: dict[str, Any], training: bool) -> None:
+    torch.manual_seed(0)
+    layer = QuantEmbedding(11, 6, **options, weight_spec={**SPECS, **WHOLE_TABLE}[spec]).train(training)
+    before = layer.weight.detach().clone()
+    probe = torch.randn(3, 4, 6)
+    y = layer(INDICES)
+    np.testing.assert_allclose(layer.weight.detach().numpy(), renormed(before, INDICES, options), rtol=1e-5, atol=1e-7)
+    table, parameters = whole_table(layer)
+    expected = F.embedding(INDICES, table, layer.padding_idx, None, 2.0, layer.scale_grad_by_freq)
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+    (y * probe).sum().backward()
+    (expected * probe).sum().backward()
+    check_gradients(layer, parameters)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("spec", [*SPECS, "minmax"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_embedding_bag_is_torchs_on_a_quantized_table(
+    spec: str, options: dict[str, Any], mode: Any, flat: bool
+) -> None:
+    if mode == "max" and "scale_grad_by_freq" in options:
+        options = {name: value for name, value in options.items() if name != "scale_grad_by_freq"}
+    torch.manual_seed(0)
+    weight_spec = {**SPECS, **WHOLE_TABLE}[spec]
+    layer = QuantEmbeddingBag(11, 6, **options, mode=mode, include_last_offset=flat, weight_spec=weight_spec)
+    indices = INDICES.reshape(-1).int() if flat else INDICES
+    # the second bag is empty
+    starts = torch.tensor([0, 3, 3, 11, 12], dtype=torch.int32) if flat else None
+    weights = torch.randn(indices.shape) if mode == "sum" else None
+    y = layer(indices, starts, weights)
+    table, parameters = whole_table(layer)
+    expected = F.embedding_bag(
+        indices, table, starts, mode=mode, per_sample_weights=weights, include_last_offset=flat,
+        padding_idx=layer.padding_idx,
+    )  # fmt: skip
+    if layer.scale_grad_by_freq:  # embedding_bag of torch 2.11 would count wrongly
+        counts = indices.long().reshape(-1).bincount(minlength=11).clamp(min=1)
+        table.register_hook(lambda grad: grad / counts[:, None])
+    assert y.shape == ((4, 6) if flat else (3, 6))
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+    probe = torch.randn(y.shape)
+    (y * probe).sum().backward()
+    (expected * probe).sum().backward()
+    check_gradients(layer, parameters)
+
+
+def test_weights_of_a_bag_get_gradients() -> None:
+    layer = QuantEmbeddingBag(11, 6, mode="sum", padding_idx=7)
+    weights = torch.rand(INDICES.shape, requires_grad=True)
+    layer(INDICES, None, weights).sum().backward()
+    integers = layer.integers()
+    sums = (integers.codes * integers.scale).sum(1)
+    expected = torch.where(INDICES == 7, 0, sums[INDICES])
+    torch.testing.assert_close(weights.grad, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_as_a_nested_tensor(mode: Any) -> None:
+    layer = QuantEmbeddingBag(11, 6, mode=mode, padding_idx=2)
+    bags = [torch.tensor([1, 2, 5]), torch.tensor([3])]
+    weights = [torch.rand(3), torch.rand(1)] if mode == "sum" else None
+    nested = [
+        None if part is None else torch.nested.nested_tensor(part, layout=torch.jagged) for part in (bags, weights)
+    ]
+    expected = layer(
+        torch.cat(bags), torch.tensor([0, 3]), None if weights is None else torch.cat(weights)
+    )  # fmt: skip
+    assert torch.equal(layer(nested[0], per_sample_weights=nested[1]), expected)
+
+
+def test_a_bag_of_paddings_only_and_no_bags() -> None:
+    layer = QuantEmbeddingBag(11, 6, padding_idx=7)
+    assert torch.equal(layer(torch.tensor([[7, 7]])), torch.zeros(1, 6))
+    empty = torch.empty(0, dtype=torch.long)
+    assert layer(empty, torch.tensor([0, 0])).shape == (2, 6)
+    assert QuantEmbedding(11, 6)(empty).shape == (0, 6)
+    assert QuantEmbedding(11, 6)(torch.tensor(3)).shape == (6,)
+
+
+@pytest.mark.parametrize("cls", [QuantEmbedding, QuantEmbeddingBag])
+@pytest.mark.parametrize("spec", [name for name in {**SPECS, **WHOLE_TABLE} if name != "apot"])
+def test_integers_stand_for_the_table(spec: str, cls: Any) -> None:
+    torch.manual_seed(0)
+    layer = cls(11, 6, weight_spec={**SPECS, **WHOLE_TABLE}[spec])
+    integers = layer.integers()
+    low, high = layer.weight_quantizer.bounds()
+    codes = integers.codes.numpy().astype(np.int64)
+    assert bool((codes == integers.codes.numpy()).all()) and codes.min() >= low and codes.max() <= high
+    if spec == "group":
+        values = codes * np.repeat(integers.scale.double().numpy()[:, :, 0], 2, axis=1)
+    else:
+        values = (codes - integers.zero_point.double().numpy()) * integers.scale.double().numpy()
+    rows = layer(torch.arange(11)[:, None]).reshape(11, 6)
+    np.testing.assert_allclose(rows.detach().numpy(), values, rtol=1e-6, atol=1e-7)
+
+
+def test_codes_of_the_default_are_rounded_quotients_of_each_row() -> None:
+    layer = QuantEmbedding(5, 8)
+    weight = layer.weight.detach().numpy().astype(np.float64)
+    integers = layer.integers()
+    assert integers.scale.shape == (5, 1) and bool((integers.zero_point == 0).all())
+    np.testing.assert_allclose(integers.scale[:, 0].numpy(), np.abs(weight).max(1) / 127, rtol=1e-6)
+    assert np.abs(integers.codes.numpy() - weight / integers.scale.double().numpy()).max() <= 0.5 + 1e-4
+
+
+def test_integers_hold_rows_within_max_norm_that_no_lookup_has_shortened_yet() -> None:
+    torch.manual_seed(0)
+    layer = QuantEmbedding(11, 6, max_norm=0.5).eval()
+    before = layer.weight.detach().clone()
+    integers = layer.integers()
+    assert torch.equal(layer.weight, before), "integers() changes the table"
+    assert bool((integers.codes.abs().amax(1) == 127).all()), "the range is that of the shortened rows"
+    torch.testing.assert_close(layer(torch.arange(11)), integers.codes * integers.scale, rtol=1e-6, atol=1e-7)
+    assert layer.weight.norm(dim=1).max().item() < 0.5001
+
+
+def test_two_lookups_with_max_norm_in_one_step() -> None:
+    for spec in (None, QuantSpec(rule="minmax")):
+        layer = QuantEmbedding(11, 6, max_norm=0.5, weight_spec=spec)
+        (layer(INDICES).sum() + layer(INDICES + 1).square().sum()).backward()
+        assert layer.weight.grad is not None and bool(layer.weight.grad.isfinite().all())
+
+
+def test_rows_that_are_not_looked_up_stay_untouched() -> None:
+    layer = QuantEmbedding(11, 6, padding_idx=0)
+    with torch.no_grad():
+        layer.weight[5] = float("nan")  # nothing may look at this row
+    layer(INDICES).square().sum().backward()
+    seen = torch.zeros(11, dtype=torch.bool)
+    seen[INDICES.reshape(-1)] = True
+    seen[0] = False
+    scale = layer.weight_quantizer.scale
+    assert layer.weight.grad is not None and scale.grad is not None
+    assert torch.equal((layer.weight.grad != 0).any(1), seen)
+    assert torch.equal((scale.grad != 0)[:, 0], seen)
+
+
+def test_a_broken_scale_is_repaired_in_training() -> None:
+    layer = QuantEmbedding(11, 6)
+    before = layer(INDICES)
+    with torch.no_grad():
+        layer.weight_quantizer.scale[7] = float("nan")
+    torch.testing.assert_close(layer(INDICES), before, rtol=1e-6, atol=1e-6)
+    assert bool(layer.weight_quantizer.scale.isfinite().all())
+
+
+@pytest.mark.parametrize("cls", [QuantEmbedding, QuantEmbeddingBag])
+def test_sparse_gradients(cls: Any) -> None:
+    torch.manual_seed(0)
+    layer = cls(11, 6, sparse=True)
+    dense = cls(11, 6)
+    dense.load_state_dict(layer.state_dict())
+    probe = torch.randn(dense(INDICES).shape)
+    for either in (layer, dense):
+        (either(INDICES) * probe).sum().backward()
+    assert layer.weight.grad.is_sparse and not layer.weight_quantizer.scale.grad.is_sparse
+    check_gradients(layer, dict(dense.named_parameters()))
+    torch.optim.SparseAdam([layer.weight], lr=0.1).step()
+    assert not torch.equal(layer.weight, dense.weight)
+
+
+def test_a_hook_on_the_quantizer_sees_the_whole_table_and_changes_nothing() -> None:
+    layer = QuantEmbedding(11, 6)
+    plain = layer(INDICES)
+    seen: list[Tensor] = []
+    layer.weight_quantizer.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    assert torch.equal(layer(INDICES), plain)
+    assert len(seen) == 1 and seen[0].shape == (11, 6)
+
+
+@pytest.mark.parametrize(
+    ("plain", "twin"),
+    [
+        (nn.Embedding(11, 6, padding_idx=2, max_norm=1.0, norm_type=1.0, scale_grad_by_freq=True), QuantEmbedding),
+        (nn.Embedding(11, 6, sparse=True).eval(), QuantEmbedding),
+        (nn.Embedding.from_pretrained(torch.randn(11, 6)), QuantEmbedding),
+        (nn.EmbeddingBag(11, 6, mode="max", padding_idx=2, max_norm=1.0, norm_type=1.0), QuantEmbeddingBag),
+        (nn.EmbeddingBag(11, 6, mode="sum", sparse=True, include_last_offset=True).double(), QuantEmbeddingBag),
+    ],
+)
+def test_from_float_and_back(plain: Any, twin: Any) -> None:
+    state = torch.get_rng_state()
+    layer = twin.from_float(plain)
+    back = layer.to_float()
+    assert torch.equal(torch.get_rng_state(), state), "from_float or to_float draws random numbers"
+    assert layer.weight is plain.weight and back.weight is plain.weight and type(back) is type(plain)
+    assert back.extra_repr() == plain.extra_repr() == layer.extra_repr()
+    assert back.training == layer.training == plain.training
+    assert set(layer.state_dict()) == set(plain.state_dict()) | QUANTIZER_KEYS
+    x = torch.tensor([[1, 2, 9]])
+    torch.testing.assert_close(layer(x), plain(x), rtol=0.05, atol=0.05)
+    assert layer(x).dtype == plain.weight.dtype
+
+
+def test_from_pretrained_makes_a_quantized_table() -> None:
+    values = torch.randn(4, 3)
+    layer = QuantEmbedding.from_pretrained(values, padding_idx=1)
+    assert isinstance(layer, QuantEmbedding) and not layer.weight.requires_grad and layer.padding_idx == 1
+    torch.testing.assert_close(layer(torch.arange(4)), values, rtol=0.01, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda layer: parametrizations.weight_norm(layer, dim=0), parametrizations.spectral_norm]
+)
+@pytest.mark.parametrize("cls", [QuantEmbedding, QuantEmbeddingBag])
+def test_parametrised_tables(cls: Any, wrap: Any) -> None:
+    torch.manual_seed(0)
+    plain = wrap(cls.float_type(11, 6)).eval()
+    layer = cls.from_float(plain)
+    torch.testing.assert_close(layer(INDICES), plain(INDICES), rtol=0.05, atol=0.05)
+    assert set(layer.state_dict()) == set(plain.state_dict()) | QUANTIZER_KEYS
+    for shown in (layer, copy.deepcopy(layer)):
+        shown.zero_grad()
+        shown(INDICES).square().sum().backward()
+        for name, parameter in shown.named_parameters():
+            assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
+            assert bool((parameter.grad != 0).any()), f"{name} does not learn"
+    assert torch.equal(layer.to_float()(INDICES), plain(INDICES))
+
+
+@pytest.mark.parametrize("cls", [QuantEmbedding, QuantEmbeddingBag])
+def test_copies_files_and_the_float_state(cls: Any) -> None:
+    layer = cls(11, 6, padding_idx=2)
+    expected = layer(INDICES)
+    assert torch.equal(copy.deepcopy(layer)(INDICES), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(INDICES), expected)
+    fresh = cls(11, 6, padding_idx=2)
+    fresh.load_state_dict(layer.state_dict())
+    assert torch.equal(fresh(INDICES), expected)
+    plain = cls.float_type(11, 6, padding_idx=2)
+    state = {name: value for name, value in layer.state_dict().items() if "_quantizer." not in name}
+    plain.load_state_dict(state, strict=True)
+    assert torch.equal(plain.weight, layer.weight)
+
+
+@pytest.mark.parametrize("cls", [QuantEmbedding, QuantEmbeddingBag])
+def test_meta_and_bfloat16(cls: Any) -> None:
+    layer = cls(11, 6, device="meta", padding_idx=0)
+    assert all(tensor.is_meta for tensor in layer.state_dict().values())
+    half = cls(11, 6, dtype=torch.bfloat16)
+    y = half(INDICES)
+    assert y.dtype == torch.bfloat16
+    integers = half.integers()
+    table = (integers.codes * integers.scale).bfloat16()
+    expected = table[INDICES] if cls is QuantEmbedding else table[INDICES].float().mean(1).bfloat16()
+    torch.testing.assert_close(y, expected, rtol=0.01, atol=0.01)
+    y.sum().backward()
+    assert half.weight.grad.dtype == torch.bfloat16 and bool(half.weight.grad.isfinite().all())
+
+
+def test_a_table_that_saw_no_values_warns_like_any_quantizer() -> None:
+    layer = QuantEmbedding(11, 6, device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        layer.weight.zero_()
+    with pytest.warns(UserWarning, match=r"runs on its default range"):
+        layer(INDICES)
+    layer.calibrate_weight()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(INDICES)
+
+
+def test_the_whole_forward_compiles() -> None:
+    """No part of the choice between rows and table breaks the graph."""
+    torch._dynamo.reset()
+    for layer in (QuantEmbedding(11, 6, padding_idx=0), QuantEmbeddingBag(11, 6, padding_idx=0)):
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(INDICES), layer(INDICES))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda: QuantEmbedding(3, 2, activation_spec=QuantSpec()),  # type: ignore[arg-type]
+            r"QuantEmbedding: activation_spec must be None, since indices are exact; got QuantSpec\(.*\)",
+        ),
+        (
+            lambda: QuantEmbeddingBag.from_float(nn.EmbeddingBag(3, 2), None, QuantSpec()),
+            r"QuantEmbeddingBag: activation_spec must be None, since indices are exact; got QuantSpec\(.*\)",
+        ),
+        (
+            lambda: QuantEmbedding(3, 2, sparse=True, weight_spec=QuantSpec(rule="dorefa")),
+            r"QuantEmbedding: sparse=True needs a weight_spec of rule 'lsq', granularity 'tensor' or 'channel' and"
+            r" ewgs 'none', got 'dorefa', 'tensor' and 'none'",
+        ),
+        (
+            lambda: QuantEmbeddingBag(3, 2, sparse=True, mode="max"),
+            r"QuantEmbeddingBag: sparse=True needs mode 'sum' or 'mean', got 'max'",
+        ),
+        (
+            lambda: QuantEmbeddingBag(3, 2, scale_grad_by_freq=True, mode="max"),
+            r"QuantEmbeddingBag: scale_grad_by_freq=True needs mode 'sum' or 'mean', got 'max'",
+        ),
+        (
+            lambda: QuantEmbedding(3, 2, weight_spec=QuantSpec(bits=4, rule="apot")).integers(),
+            r"QuantEmbedding\.integers: its weight uses the rule 'apot', whose values lie on no integer grid",
+        ),
+    ],
+)
+def test_what_is_refused(make: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        make()
+
+
+def test_from_float_refuses_another_type() -> None:
+    with pytest.raises(TypeError, match=r"^QuantEmbedding\.from_float: expected Embedding, got EmbeddingBag$"):
+        QuantEmbedding.from_float(nn.EmbeddingBag(3, 2))
+    with pytest.raises(TypeError, match=r"^QuantEmbeddingBag\.from_float: expected EmbeddingBag, got Embedding$"):
+        QuantEmbeddingBag.from_float(nn.Embedding(3, 2))
+
+
+def test_indices_have_no_grid() -> None:
+    assert QuantEmbedding.grid_arguments == QuantEmbeddingBag.grid_arguments == ()
+    assert QuantEmbedding(3, 2).input_quantizer is None

@@ -1,0 +1,473 @@
+"""QuantLSTM, QuantGRU, QuantRNN: torch's results on fine grids, a NumPy reference on coarse ones, and the plumbing."""
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+import qat
+from qat.layers.recurrent import QuantGRU, QuantLSTM, QuantRNN
+from qat.layers.recurrent_base import QuantRecurrent
+from qat.layers.recurrent_cells import StepProduct
+from qat.quantizer import Quantizer
+from qat.spec import QuantSpec
+
+FINE_WEIGHT = QuantSpec(bits=16, granularity="channel", narrow_range=True)
+FINE = QuantSpec(bits=16, signed=False, symmetric=False, init="minmax")
+TWINS: dict[Any, type[QuantRecurrent]] = {nn.LSTM: QuantLSTM, nn.GRU: QuantGRU, nn.RNN: QuantRNN}
+VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "lstm": (nn.LSTM, {}),
+    "lstm without bias": (nn.LSTM, {"bias": False}),
+    "lstm projected": (nn.LSTM, {"proj_size": 3, "num_layers": 2, "bidirectional": True}),
+    "lstm stacked": (nn.LSTM, {"num_layers": 3, "batch_first": True}),
+    "gru": (nn.GRU, {}),
+    "gru without bias": (nn.GRU, {"bias": False, "batch_first": True}),
+    "gru both ways": (nn.GRU, {"num_layers": 2, "bidirectional": True}),
+    "rnn": (nn.RNN, {"batch_first": True}),
+    "rnn relu": (nn.RNN, {"nonlinearity": "relu", "num_layers": 2, "bidirectional": True, "bias": False}),
+}
+variants = pytest.mark.parametrize("variant", VARIANTS)
+kinds = pytest.mark.parametrize("kind", TWINS, ids=lambda kind: kind.__name__)
+
+
+def activations(model: nn.Module) -> list[Quantizer]:
+    return [module for module in model.modules() if isinstance(module, Quantizer) and module.role == "activation"]
+
+
+def flat(result: Any) -> list[Tensor]:
+    """The tensors of (output, h) or (output, (h, c)), outputs packed or not."""
+    output, state = result
+    return [getattr(output, "data", output), *(state if isinstance(state, tuple) else (state,))]
+
+
+def fine_pair(variant: str, **changes: Any) -> tuple[nn.Module, QuantRecurrent]:
+    """A float layer, and its twin on grids of 16 bits that reach from -5 to 5."""
+    kind, arguments = VARIANTS[variant]
+    torch.manual_seed(0)
+    layer = kind(4, 6, **{**arguments, **changes})
+    twin = TWINS[kind].from_float(layer, FINE_WEIGHT, FINE)
+    for quantizer in activations(twin):
+        quantizer.set_range(torch.tensor(-5.0), torch.tensor(5.0))
+    return layer, twin
+
+
+def state_for(layer: Any, samples: int | None) -> Any:
+    """A random first state of this layer."""
+    rows = layer.num_layers * (2 if layer.bidirectional else 1)
+    middle = () if samples is None else (samples,)
+    hidden = torch.rand(rows, *middle, layer.proj_size or layer.hidden_size) - 0.5
+    return (hidden, torch.randn(rows, *middle, layer.hidden_size)) if isinstance(layer, nn.LSTM) else hidden
+
+
+@variants
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")  # torch's own
+def test_fine_grids_give_what_torch_gives(variant: str, mode: str) -> None:
+    layer, twin = fine_pair(variant)
+    layer.train(mode == "train")
+    twin.train(mode == "train")
+    inputs: list[tuple[Any, int | None]] = [
+        (torch.randn(5, 3, 4), 5 if VARIANTS[variant][1].get("batch_first") else 3),
+        (torch.randn(3, 4), None),
+        (pack_sequence([torch.randn(n, 4) for n in (2, 5, 1)], enforce_sorted=False), 3),
+        (pack_sequence([torch.randn(n, 4) for n in (4, 4, 1)]), 3),
+    ]
+    for x, samples in inputs:
+        for hx in (None, state_for(layer, samples)):
+            expected, got = layer(x, hx), twin(x, hx)
+            assert type(got[0]) is type(expected[0]) and type(got[1]) is type(expected[1])
+            for ours, theirs in zip(flat(got), flat(expected), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
+            if isinstance(x, PackedSequence):
+                assert torch.equal(got[0].batch_sizes, x.batch_sizes)
+                assert got[0].sorted_indices is x.sorted_indices and got[0].unsorted_indices is x.unsorted_indices
+
+
+@variants
+def test_fine_grids_give_the_gradients_that_torch_gives(variant: str) -> None:
+    layer, twin = fine_pair(variant)
+    x = torch.randn(4, 3, 4)
+    gradients = []
+    for module in (layer, twin):
+        layer.zero_grad()
+        inputs = x.clone().requires_grad_()
+        sum(part.square().sum() for part in flat(module(inputs))).backward()
+        gradients.append([inputs.grad, *(parameter.grad for parameter in layer.parameters())])
+    for theirs, ours in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.01, atol=0.01 * float(theirs.abs().max()))
+
+
+# --- the same grids in NumPy, float64 ---
+
+Array = NDArray[np.float64]
+
+
+def sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+def grid_of(quantizer: Quantizer) -> tuple[Array, Array, int, int]:
+    scale, zero_point = (value.detach().double().numpy() for value in quantizer.grid())
+    return scale, zero_point, quantizer.spec.qmin, quantizer.spec.qmax
+
+
+def product(twin: Any, kind: str, suffix: str, x: Array, integers: bool) -> Array:
+    """x W^T + b on the layer's grids: in float, or int64 sums with the bias rounded to their unit."""
+    layer = getattr(twin, f"product_{kind}_{suffix}")
+    step, zero, qmin, qmax = grid_of(layer.input_quantizer)
+    x_codes = np.clip(np.rint(x / step) + zero, qmin, qmax) - zero
+    w_step, _, qmin, qmax = grid_of(layer.weight_quantizer)
+    w_codes = np.clip(np.rint(getattr(twin, f"weight_{kind}_{suffix}").detach().numpy() / w_step), qmin, qmax)
+    parameter = getattr(twin, f"bias_{kind}_{suffix}", None)
+    bias = np.zeros(len(w_codes)) if parameter is None else parameter.detach().numpy()
+    if not integers:
+        return (x_codes * step) @ (w_codes * w_step).T + bias
+    unit = step * w_step.reshape(-1)
+    total = x_codes.astype(np.int64) @ w_codes.astype(np.int64).T + np.rint(bias / unit).astype(np.int64)
+    return total * unit
+
+
+def step_reference(twin: Any, suffix: str, x: Array, h: Array, c: Array, integers: bool) -> tuple[Array, Array]:
+    from_input = product(twin, "ih", suffix, x, integers)
+    from_hidden = product(twin, "hh", suffix, h, integers)
+    if isinstance(twin, nn.GRU):
+        (xr, xz, xn), (hr, hz, hn) = (np.split(part, 3, -1) for part in (from_input, from_hidden))
+        z = sigmoid(xz + hz)
+        return z * h + (1 - z) * np.tanh(xn + sigmoid(xr + hr) * hn), c
+    total = from_input + from_hidden
+    if isinstance(twin, nn.RNN):
+        return np.maximum(total, 0) if twin.nonlinearity == "relu" else np.tanh(total), c
+    i, f, g, o = np.split(total, 4, -1)
+    c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+    h = sigmoid(o) * np.tanh(c)
+    return product(twin, "hr", suffix, h, integers) if twin.proj_size else h, c
+
+
+def reference(twin: Any, x: Array, integers: bool) -> Array:
+    """The outputs for x of shape (L, N, inputs), from zeros."""
+    for number in range(twin.num_layers):
+        directions = []
+        for suffix in [f"l{number}", f"l{number}_reverse"][: 2 if twin.bidirectional else 1]:
+            h, c = np.zeros((x.shape[1], twin.proj_size or twin.hidden_size)), np.zeros((x.shape[1], twin.hidden_size))
+            outputs = {}
+            for t in range(len(x))[:: -1 if "reverse" in suffix else 1]:
+                h, c = step_reference(twin, suffix, x[t], h, c, integers)
+                outputs[t] = h
+            directions.append(np.stack([outputs[t] for t in range(len(x))]))
+        x = np.concatenate(directions, -1)
+    return x
+
+
+@variants
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_coarse_grids_give_what_numpy_gives(variant: str, bits: int, mode: str) -> None:
+    """In evaluation the reference computes in int64; the layer's bias and unit are float32."""
+    kind, arguments = VARIANTS[variant]
+    torch.manual_seed(1)
+    weight = QuantSpec(bits=bits, granularity="channel", narrow_range=True)
+    spec = QuantSpec(bits=bits, signed=False, symmetric=False)
+    twin = TWINS[kind](
+        5, 7, **{**arguments, "batch_first": False}, dtype=torch.float64, weight_spec=weight, activation_spec=spec
+    )
+    x = torch.randn(6, 3, 5, dtype=torch.float64)
+    qat.calibrate(twin, [x])
+    twin.train(mode == "train")
+    expected = reference(twin, x.numpy(), mode == "eval")
+    np.testing.assert_allclose(twin(x)[0].detach().numpy(), expected, rtol=0, atol=1e-9 if mode == "train" else 2e-6)
+
+
+def test_weights_alone_are_quantized_without_an_activation_spec() -> None:
+    torch.manual_seed(0)
+    layer = nn.LSTM(4, 6, 2, bidirectional=True)
+    twin = QuantLSTM.from_float(layer, activation_spec=None)
+    assert not activations(twin)
+    rounded = copy.deepcopy(layer)
+    with torch.no_grad():
+        for name, (weight, _) in twin.inner_weights().items():
+            target = rounded.get_parameter(name.replace("product", "weight"))
+            target.copy_(getattr(twin, name).weight_quantizer(weight))
+    x = torch.randn(5, 2, 4)
+    for mode in (True, False):
+        torch.testing.assert_close(twin.train(mode)(x)[0], rounded(x)[0], rtol=0, atol=1e-6)
+
+
+# --- training ---
+
+
+@variants
+def test_everything_learns(variant: str) -> None:
+    kind, arguments = VARIANTS[variant]
+    torch.manual_seed(2)
+    layer = kind(4, 6, **arguments)
+    twin = TWINS[kind].from_float(layer)
+    batches = [torch.randn(4, 3, 4) for _ in range(2)]
+    qat.calibrate(twin, batches)
+    sum(part.square().sum() for part in flat(twin.train()(batches[0]))).backward()
+    for name, parameter in twin.named_parameters():
+        assert parameter.grad is not None and bool(torch.isfinite(parameter.grad).all()), name
+        assert bool((parameter.grad != 0).any()), f"{name} does not learn"
+    for name, parameter in layer.named_parameters():
+        assert parameter is twin.get_parameter(name), name
+
+
+@kinds
+def test_dropout_is_torchs(kind: Any) -> None:
+    """The same random numbers zero the same outputs, between layers, in training only."""
+    name = kind.__name__.lower()
+    layer, twin = fine_pair(name, num_layers=3, dropout=0.4)
+    x = torch.randn(5, 3, 4)
+    torch.manual_seed(7)
+    expected = layer(x)[0]
+    torch.manual_seed(7)
+    got = twin(x)[0]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
+    assert not torch.allclose(twin(x)[0], got, atol=1e-2), "another draw, another result"
+    torch.testing.assert_close(twin.eval()(x)[0], layer.eval()(x)[0], rtol=0, atol=1e-3)
+
+
+@kinds
+def test_one_layer_with_dropout_warns_no_second_time(kind: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = kind(4, 6, dropout=0.5)
+    twin = TWINS[kind].from_float(layer)
+    assert twin.dropout == 0.5 and twin.to_float().dropout == 0.5
+
+
+@kinds
+def test_a_weight_is_quantized_once_for_all_steps(kind: Any) -> None:
+    twin = TWINS[kind](4, 6)
+    x = torch.randn(9, 2, 4)
+    qat.calibrate(twin, [x])
+    calls = {"weight": 0, "hidden": 0}
+    hidden: Any = twin.get_submodule("product_hh_l0")
+
+    def count(key: str) -> Any:
+        def hook(*_: Any) -> None:
+            calls[key] += 1
+
+        return hook
+
+    hidden.weight_quantizer.register_forward_hook(count("weight"))
+    hidden.input_quantizer.register_forward_hook(count("hidden"))
+    twin.train()(x)
+    assert calls == {"weight": 1, "hidden": 9}
+
+
+def test_calibration_sees_inputs_and_hidden_states() -> None:
+    torch.manual_seed(0)
+    twin = QuantLSTM(4, 6, 2, bidirectional=True, activation_spec=FINE)
+    x = 3 * torch.randn(5, 8, 4)
+    qat.calibrate(nn.Sequential(twin), [x])
+    assert all(quantizer.is_calibrated for quantizer in activations(twin))
+    by_name: Any = dict(twin.named_modules())
+    step = by_name["product_ih_l0"].input_quantizer.scale.item()
+    assert step == pytest.approx(float(x.max() - x.min()) / 65535, rel=1e-3)
+    for suffix in ("l0", "l0_reverse", "l1", "l1_reverse"):
+        step = by_name[f"product_hh_{suffix}"].input_quantizer.scale.item()
+        assert 0.1 / 65535 < step < 2 / 65535, "hidden states stay within -1 and 1"
+
+
+def test_calibration_takes_packed_sequences_as_keywords() -> None:
+    twin = QuantGRU(4, 6, bidirectional=True)
+    packed = pack_sequence([torch.randn(n, 4) for n in (2, 5, 1)], enforce_sorted=False)
+    qat.calibrate(twin, [{"input": packed}])
+    assert all(quantizer.is_calibrated for quantizer in activations(twin))
+    assert twin(packed)[0].data.shape == (8, 12)
+
+
+def test_calibration_sees_weights_that_changed() -> None:
+    twin = QuantGRU(4, 6)
+    before = {name: twin.get_submodule(name).weight_quantizer.scale.clone() for name in twin.inner_weights()}
+    with torch.no_grad():
+        for weight, _ in twin.inner_weights().values():
+            weight.mul_(2)
+    qat.calibrate(twin, [torch.randn(5, 2, 4)])
+    for name, scale in before.items():
+        torch.testing.assert_close(twin.get_submodule(name).weight_quantizer.scale, 2 * scale)
+
+
+# --- plumbing ---
+
+
+@variants
+def test_construction_state_and_way_back(variant: str) -> None:
+    kind, arguments = VARIANTS[variant]
+    torch.manual_seed(3)
+    layer = kind(4, 6, **arguments)
+    torch.manual_seed(3)
+    twin = TWINS[kind](4, 6, **arguments)
+    own = {name: value for name, value in twin.state_dict().items() if "product" not in name}
+    assert list(own) == list(layer.state_dict())
+    assert all(torch.equal(own[name], value) for name, value in layer.state_dict().items()), "the same first weights"
+    random = torch.get_rng_state()
+    from_float = TWINS[kind].from_float(layer.eval())
+    back: Any = from_float.to_float()
+    assert torch.equal(torch.get_rng_state(), random), "from_float draws random numbers"
+    assert type(back) is kind and not back.training and not from_float.training
+    assert all(one is other for one, other in zip(back.parameters(), layer.parameters(), strict=True))
+    x = torch.randn(3, 2, 4)
+    assert torch.equal(back(x)[0], layer(x)[0])
+
+
+@kinds
+def test_copies_and_dtypes(kind: Any) -> None:
+    torch.manual_seed(0)
+    twin = TWINS[kind](4, 6, 2, bidirectional=True)
+    x = torch.randn(5, 2, 4)
+    qat.calibrate(twin, [x])
+    expected = twin.eval()(x)[0]
+    fresh = TWINS[kind](4, 6, 2, bidirectional=True).eval()
+    fresh.load_state_dict(twin.state_dict(), strict=True)
+    for again in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin)), fresh):
+        assert torch.equal(again(x)[0], expected)
+        again.get_parameter("weight_hh_l0").data.zero_()
+        assert not torch.equal(again(x)[0], expected), "its own weights count"
+    assert torch.equal(twin(x)[0], expected)
+    for dtype in (torch.float64, torch.bfloat16):
+        other = copy.deepcopy(twin).to(dtype)
+        for mode in (True, False):
+            output, state = other.train(mode)(x.to(dtype))
+            assert output.dtype == dtype and flat((output, state))[-1].dtype == dtype
+            torch.testing.assert_close(output.float(), expected, rtol=0, atol=0.1 if dtype == torch.bfloat16 else 0.02)
+
+
+def test_reset_parameters_draws_as_torch_and_leaves_the_quantizers() -> None:
+    layer, twin = nn.GRU(4, 6), QuantGRU(4, 6)
+    grids = {name: value.clone() for name, value in twin.state_dict().items() if "product" in name}
+    for module in (layer, twin):
+        torch.manual_seed(5)
+        module.reset_parameters()
+    state = twin.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in layer.state_dict().items())
+    assert all(torch.equal(state[name], value) for name, value in grids.items())
+
+
+def test_a_parametrised_weight_stays_parametrised() -> None:
+    torch.manual_seed(0)
+    layer = weight_norm(nn.LSTM(4, 6), "weight_hh_l0")
+    twin: Any = QuantLSTM.from_float(layer, FINE_WEIGHT, FINE)
+    x = torch.randn(5, 2, 4)
+    qat.calibrate(twin, [x])
+    torch.testing.assert_close(twin(x)[0], layer(x)[0], rtol=0, atol=1e-3)
+    twin(x)[0].sum().backward()
+    originals: Any = layer.parametrizations
+    for parameter in originals.weight_hh_l0.parameters():
+        assert parameter.grad is not None and bool((parameter.grad != 0).any())
+    torch.testing.assert_close(twin.to_float()(x)[0], layer(x)[0])
+    assert torch.equal(copy.deepcopy(twin)(x)[0], twin(x)[0])
+
+
+@variants
+def test_inner_weights_names_what_forward_multiplies(variant: str) -> None:
+    kind, arguments = VARIANTS[variant]
+    twin = TWINS[kind](4, 6, **arguments)
+    inner = twin.inner_weights()
+    shapes = {name: tuple(weight.shape) for name, (weight, _) in inner.items()}
+    parameters = {name: tuple(value.shape) for name, value in kind(4, 6, **arguments).named_parameters()}
+    assert shapes == {key.replace("weight", "product"): shape for key, shape in parameters.items() if "weight" in key}
+    for name, (_, bias) in inner.items():
+        assert (bias is None) == (name.replace("product", "bias") not in parameters)
+        assert isinstance(twin.get_submodule(name), StepProduct) == ("ih" not in name)
+
+
+def test_a_module_in_place_of_a_product_is_called_at_every_step() -> None:
+    """What an exporter does: it freezes the integers in modules that know nothing but forward."""
+
+    class Frozen(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            self.calls += 1
+            return nn.functional.linear(x, weight, bias)
+
+    torch.manual_seed(0)
+    layer = nn.LSTM(4, 6, proj_size=2)
+    twin = QuantLSTM.from_float(layer, activation_spec=None)
+    for name in twin.inner_weights():
+        twin.set_submodule(name, Frozen())
+    x = torch.randn(5, 2, 4)
+    torch.testing.assert_close(twin(x)[0], layer(x)[0])
+    assert [twin.get_submodule(name).calls for name in twin.inner_weights()] == [1, 5, 5]
+
+
+@pytest.mark.parametrize("variant", ["lstm projected", "gru", "rnn"])
+def test_export_runs(variant: str) -> None:
+    _, twin = fine_pair(variant, num_layers=1)
+    x = torch.randn(2, 2, 4)
+    program = torch.export.export(twin.eval(), (x,))
+    for got, expected in zip(flat(program.module()(x)), flat(twin(x)), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_export_with_a_free_batch() -> None:
+    _, twin = fine_pair("lstm")
+    free = ({1: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(twin.eval(), (torch.randn(3, 2, 4),), dynamic_shapes=free)
+    x = torch.randn(3, 7, 4)
+    torch.testing.assert_close(program.module()(x)[0], twin(x)[0])
+
+
+@pytest.mark.parametrize(("kind", "training"), [(nn.LSTM, True), (nn.GRU, False), (nn.RNN, True)])
+def test_compile_takes_the_whole_graph(kind: Any, training: bool) -> None:
+    """Dynamo leaves every subclass of torch's recurrent layers out, unless it is told not to."""
+    twin = TWINS[kind](4, 6)
+    x = torch.randn(2, 2, 4)
+    qat.calibrate(twin, [x])
+    twin.train(training)
+    config: Any = torch._dynamo.config
+    with config.patch(allow_rnn=True):
+        compiled = torch.compile(twin, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x)[0], twin(x)[0])
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda: QuantLSTM.from_float(nn.GRU(4, 6)), TypeError, "QuantLSTM.from_float: expected LSTM, got GRU"),
+        (
+            lambda: QuantGRU(4, 6)(torch.zeros(2, 3, 5)),
+            ValueError,
+            "QuantGRU: input must have shape (L, N, 4) or (L, 4), got (2, 3, 5)",
+        ),
+        (
+            lambda: QuantGRU(4, 6, batch_first=True)(torch.zeros(4)),
+            ValueError,
+            "QuantGRU: input must have shape (N, L, 4) or (L, 4), got (4,)",
+        ),
+        (
+            lambda: QuantRNN(4, 6, batch_first=True)(torch.zeros(2, 0, 4)),
+            ValueError,
+            "QuantRNN: the sequence must have at least one step, got shape (2, 0, 4)",
+        ),
+        (
+            lambda: QuantRNN(4, 6)(torch.zeros(2, 3, 4), torch.zeros(1, 6)),
+            ValueError,
+            "QuantRNN: h_0 must have shape (1, 3, 6), got (1, 6)",
+        ),
+        (
+            lambda: QuantLSTM(4, 6)(torch.zeros(2, 4), (torch.zeros(1, 6), torch.zeros(1, 5))),
+            ValueError,
+            "QuantLSTM: c_0 must have shape (1, 6), got (1, 5)",
+        ),
+        (
+            lambda: QuantLSTM(4, 6)(torch.zeros(2, 3, 4), torch.zeros(1, 3, 6)),
+            TypeError,
+            "QuantLSTM: hx must be a pair (h_0, c_0), got Tensor",
+        ),
+    ],
+)
+def test_mistakes_are_named(call: Any, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == sentence

@@ -1,0 +1,305 @@
+"""Recipes: the target's defaults, overrides by name and type, first and last layer, the sentence for every mistake."""
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+from torch import nn
+
+from qat.recipe import LayerRecipe, QuantRecipe
+from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
+from qat.targets import PROFILES
+
+VALID_KEYS = (
+    "bits, ewgs, ewgs_delta, grad_scale, granularity, group_size, init, narrow_range, options, percentile, rule,"
+    " signed, symmetric"
+)
+
+
+def test_the_default_recipe_is_that_of_onnx_runtime():
+    recipe = QuantRecipe()
+    assert (recipe.weight, recipe.activation) == (default_weight_spec(), default_activation_spec())
+    assert (recipe.target, recipe.overrides, recipe.first_bits, recipe.last_bits) == ("onnxruntime", {}, None, None)
+    with pytest.raises(FrozenInstanceError):
+        recipe.target = "tensorrt"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("target", PROFILES)
+def test_what_is_left_out_is_the_targets_choice(target):
+    profile = PROFILES[target]
+    recipe = QuantRecipe(target=target)
+    assert (recipe.weight, recipe.activation, recipe.profile) == (profile.weight, profile.activation, profile)
+    four_bits = replace(profile.weight, bits=4)
+    recipe = QuantRecipe(four_bits, None, target=target)
+    assert (recipe.weight, recipe.activation) == (four_bits, profile.activation)
+    assert recipe.for_layer("any") == LayerRecipe(four_bits, profile.activation)
+
+
+def test_the_names_of_the_arguments_are_promised():
+    spec = QuantSpec(granularity="channel")
+    grids = {"weight": {"bits": 4}}
+    by_name = QuantRecipe(weight=spec, activation=QuantSpec(), overrides={"fc": grids}, target="tensorrt")
+    assert by_name == QuantRecipe(spec, QuantSpec(), {"fc": grids}, "tensorrt")
+
+
+def test_later_overrides_win_key_by_key():
+    recipe = QuantRecipe(
+        overrides={
+            "layer?.*": {"weight": {"bits": 4, "init": "mse"}},
+            "*.conv1": {"weight": {"bits": 3}, "activation": {"bits": 5}},
+            "layer1.0.conv1": {"activation": {"init": "percentile"}},
+        }
+    )
+    layer = recipe.for_layer("layer1.0.conv1")
+    assert (layer.weight.bits, layer.weight.init, layer.weight.granularity) == (3, "mse", "channel")
+    assert (layer.activation.bits, layer.activation.init, layer.activation.signed) == (5, "percentile", False)
+    other = recipe.for_layer("layer1.0.conv2")
+    assert (other.weight.bits, other.activation) == (4, recipe.activation)
+    assert recipe.for_layer("fc").weight == recipe.weight and recipe.for_layer("fc").skipped_by is None
+
+
+def test_patterns_are_shell_style_and_know_upper_case():
+    recipe = QuantRecipe(overrides={"*.downsample.[0-1]": {"skip": True}, "Head": {"skip": True}})
+    skipped = [name for name in ("layer2.0.downsample.0", "layer2.0.downsample.2", "head", "Head", "downsample.0")
+               if recipe.for_layer(name).skipped_by]  # fmt: skip
+    assert skipped == ["layer2.0.downsample.0", "Head"]
+
+
+def test_a_skip_names_the_pattern_that_asked_for_it():
+    recipe = QuantRecipe(
+        overrides={
+            "conv*": {"skip": True},
+            "conv1": {"weight": {"bits": 4}},
+            "conv2": {"skip": False},
+            "conv3": {"skip": True},
+        }
+    )
+    names = {name: recipe.for_layer(name).skipped_by for name in ("conv0", "conv1", "conv2", "conv3", "fc")}
+    assert names == {"conv0": "conv*", "conv1": "conv*", "conv2": None, "conv3": "conv3", "fc": None}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (
+            {"target": "trt"},
+            "QuantRecipe: target must be one of onnxruntime, tensorrt, openvino, qnnpack, integer_only, got 'trt'",
+        ),
+        (
+            {"target": ["qnnpack"]},
+            "QuantRecipe: target must be one of onnxruntime, tensorrt, openvino, qnnpack, integer_only,"
+            " got ['qnnpack']",
+        ),
+        ({"first_bits": 0}, "QuantRecipe: first_bits must be a whole number from 1 to 16 or None, got 0"),
+        ({"last_bits": 17}, "QuantRecipe: last_bits must be a whole number from 1 to 16 or None, got 17"),
+        ({"last_bits": True}, "QuantRecipe: last_bits must be a whole number from 1 to 16 or None, got True"),
+        ({"first_bits": 8.0}, "QuantRecipe: first_bits must be a whole number from 1 to 16 or None, got 8.0"),
+        ({"overrides": {"type:": {}}}, "QuantRecipe: overrides['type:']: the class is missing; write 'type:Linear'"),
+        (
+            {"overrides": {"type:Linear": {}, nn.Linear: {"skip": True}}},
+            "QuantRecipe: overrides: a class and 'type:Linear' say the same; keep one of them",
+        ),
+        (
+            {"overrides": {nn.Linear: {"bits": 4}}},
+            "QuantRecipe: overrides['type:Linear']: unknown key 'bits'; valid: weight, activation, skip",
+        ),
+        (
+            {"overrides": {"fc": {"weigth": {}}}},
+            "QuantRecipe: overrides['fc']: unknown key 'weigth'; valid: weight, activation, skip",
+        ),
+        (
+            {"overrides": {"fc": {"weight": {"bit": 4}}}},
+            f"QuantRecipe: overrides['fc']['weight']: unknown key 'bit'; valid: {VALID_KEYS}",
+        ),
+        (
+            {"activation": QuantSpec(granularity="channel")},
+            "QuantRecipe: activation granularity 'channel' has no integer kernel in onnxruntime; use 'tensor'",
+        ),
+        (
+            {"weight": QuantSpec(symmetric=False)},
+            "QuantRecipe: an affine weight has no exact BatchNorm folding; use symmetric=True",
+        ),
+        (
+            {"overrides": {"fc": {"weight": {"symmetric": False}}}},
+            "QuantRecipe: overrides['fc']: an affine weight has no exact BatchNorm folding; use symmetric=True",
+        ),
+        (
+            {"overrides": {"fc": {"activation": {"granularity": "channel"}}}},
+            "QuantRecipe: overrides['fc']: activation granularity 'channel' has no integer kernel in onnxruntime;"
+            " use 'tensor'",
+        ),
+    ],
+)
+def test_a_wrong_recipe_is_refused(wrong, sentence):
+    with pytest.raises(ValueError) as refusal:
+        QuantRecipe(**wrong)
+    assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"weight": {"bits": 33}},
+            "QuantRecipe: overrides['fc']['weight']: QuantSpec: bits must be a whole number from 1 to 16, got 33",
+        ),
+        (None, "QuantRecipe: overrides['fc']: must be a mapping, got None"),
+        ({"weight": None}, "QuantRecipe: overrides['fc']['weight']: must be a mapping, got None"),
+        ({"weight": "int8"}, "QuantRecipe: overrides['fc']['weight']: must be a mapping, got 'int8'"),
+    ],
+)
+def test_a_wrong_value_in_an_override_says_where(change, sentence):
+    with pytest.raises(ValueError) as refusal:
+        QuantRecipe(overrides={"fc": change})
+    assert str(refusal.value) == sentence
+
+
+def test_an_override_with_another_rule_or_granularity_drops_what_belonged_to_the_old_one():
+    grouped = QuantSpec(bits=4, granularity="group", group_size=8, rule="dsq", options={"alpha": 0.3})
+    recipe = QuantRecipe(
+        weight=grouped,
+        overrides={
+            "rule": {"weight": {"rule": "lsq"}},
+            "same": {"weight": {"rule": "dsq", "bits": 8}},
+            "coarse": {"weight": {"granularity": "channel"}},
+            "both": {"weight": {"granularity": "tensor", "rule": "dsq", "options": {"alpha": 0.5}}},
+        },
+    )
+    assert recipe.for_layer("rule").weight == replace(grouped, rule="lsq", options={})
+    assert recipe.for_layer("same").weight == replace(grouped, bits=8)
+    assert recipe.for_layer("coarse").weight == replace(grouped, granularity="channel", group_size=None)
+    assert recipe.for_layer("both").weight == QuantSpec(bits=4, rule="dsq", options={"alpha": 0.5})
+
+
+def test_first_and_last_layer_have_bits_of_their_own():
+    recipe = QuantRecipe(
+        weight=QuantSpec(bits=4, granularity="channel", init="mse"),
+        activation=QuantSpec(bits=3, signed=False, symmetric=False, init="percentile"),
+        first_bits=8,
+        last_bits=6,
+    )
+    found = {position: recipe.for_layer("any", nn.Conv2d, position) for position in (None, "first", "last")}
+    bits = {position: (layer.weight.bits, layer.activation.bits) for position, layer in found.items()}
+    assert bits == {None: (4, 3), "first": (8, 8), "last": (6, 6)}
+    assert found["first"].weight == replace(recipe.weight, bits=8)
+    assert found["last"].activation == replace(recipe.activation, bits=6)
+    assert QuantRecipe(recipe.weight, first_bits=8).for_layer("fc", position="last").weight.bits == 4
+
+
+def test_overrides_win_over_first_and_last_bits():
+    recipe = QuantRecipe(first_bits=6, last_bits=6, overrides={"stem": {"weight": {"bits": 4}}, "head": {"skip": True}})
+    first, last = recipe.for_layer("stem", position="first"), recipe.for_layer("head", position="last")
+    assert (first.weight.bits, first.activation.bits, first.skipped_by) == (4, 6, None)
+    assert (last.weight.bits, last.skipped_by) == (6, "head")
+
+
+def test_overrides_by_type_and_by_name_win_in_the_order_in_which_they_are_given():
+    changes = {"type:Linear": {"weight": {"bits": 4}}, "head": {"weight": {"bits": 6}}}
+    by_name_last = QuantRecipe(overrides=changes)
+    by_type_last = QuantRecipe(overrides=dict(reversed(changes.items())))
+    assert by_name_last.for_layer("head", nn.Linear).weight.bits == 6
+    assert by_type_last.for_layer("head", nn.Linear).weight.bits == 4
+    for recipe in (by_name_last, by_type_last):
+        assert recipe.for_layer("mlp.0", nn.Linear).weight.bits == 4
+        assert recipe.for_layer("head", nn.Conv2d).weight.bits == 6
+        assert recipe.for_layer("mlp.0", nn.Conv2d).weight.bits == 8
+        assert recipe.for_layer("mlp.0").weight.bits == 8  # without a kind only names count
+
+
+def test_a_class_as_a_key_is_written_out_and_keeps_its_place():
+    overrides = {"a": {"skip": True}, nn.Conv2d: {"skip": False}, "b": {"skip": True}}
+    recipe = QuantRecipe(overrides=overrides)
+    assert list(recipe.overrides) == ["a", "type:Conv2d", "b"]
+    assert list(overrides) == ["a", nn.Conv2d, "b"]  # the user's own mapping stays as it is
+    skipped = [recipe.for_layer(name, nn.Conv2d).skipped_by for name in ("a", "b")]
+    assert skipped == [None, "b"]
+    assert QuantRecipe(overrides={nn.Conv2d: {"skip": True}}).for_layer("c", nn.Conv2d).skipped_by == "type:Conv2d"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "kind", "fits"),
+    [
+        ("layer1.*", "layer1.0.conv1", None, True),
+        ("layer1.*", "layer1.0.conv1", nn.Conv2d, True),
+        ("layer1", "layer1.0", nn.Conv2d, False),
+        ("type:Conv2d", "layer1.0", nn.Conv2d, True),
+        ("type:Conv2d", "layer1.0", nn.Conv1d, False),
+        ("type:Conv?d", "layer1.0", nn.Conv1d, True),
+        ("type:conv2d", "layer1.0", nn.Conv2d, False),
+        ("type:Conv2d", "layer1.0", None, False),
+        ("type:Conv2d", "type:Conv2d", None, False),
+        ("*", "Conv2d", None, True),
+        ("Conv2d", "layer1.0", nn.Conv2d, False),
+    ],
+)
+def test_what_a_key_fits(pattern, name, kind, fits):
+    assert QuantRecipe.matches(pattern, name, kind) is fits
+    layer = QuantRecipe(overrides={pattern: {"skip": True}}).for_layer(name, kind)
+    assert layer.skipped_by == (pattern if fits else None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (
+            {"target": "tensorrt", "activation": default_activation_spec()},
+            "QuantRecipe: an unsigned activation does not run on tensorrt: its INT8 is signed; use signed=True",
+        ),
+        (
+            {"target": "tensorrt", "activation": QuantSpec(symmetric=False)},
+            "QuantRecipe: an affine activation does not run on tensorrt: its zero points must all be 0;"
+            " use symmetric=True",
+        ),
+        (
+            {"target": "openvino", "weight": QuantSpec(granularity="group", group_size=8)},
+            "QuantRecipe: weight granularity 'group' has no integer kernel in openvino; use 'tensor' or 'channel'",
+        ),
+        (
+            {"target": "qnnpack", "weight": QuantSpec(granularity="channel")},
+            "QuantRecipe: a weight down to -128 does not run on qnnpack: XNNPACK's kernels take -127 to 127;"
+            " use narrow_range=True",
+        ),
+        (
+            {"target": "qnnpack", "weight": QuantSpec(signed=False)},
+            "QuantRecipe: an unsigned weight does not run on qnnpack: its weights are qint8; use signed=True",
+        ),
+        (
+            {"target": "integer_only", "first_bits": 12},
+            "QuantRecipe: first_bits: an activation of 12 bits does not run on integer_only: activations are int8;"
+            " use at most 8 bits",
+        ),
+        (
+            {"target": "integer_only", "overrides": {"type:Linear": {"weight": {"bits": 16}}}},
+            "QuantRecipe: overrides['type:Linear']: a weight of 16 bits does not run on integer_only:"
+            " weights are int8; use at most 8 bits",
+        ),
+        (
+            {"target": "tensorrt", "weight": QuantSpec(symmetric=False, rule="lsq_plus")},
+            "QuantRecipe: an affine weight has no exact BatchNorm folding; use symmetric=True and rule='lsq'",
+        ),
+    ],
+)
+def test_a_grid_that_the_target_does_not_run_is_refused(wrong, sentence):
+    with pytest.raises(ValueError) as refusal:
+        QuantRecipe(**wrong)
+    assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"weight": 8}, "QuantRecipe: weight must be a QuantSpec or None, got 8"),
+        ({"activation": "int8"}, "QuantRecipe: activation must be a QuantSpec or None, got 'int8'"),
+        ({"overrides": ["fc"]}, "QuantRecipe: overrides must be a mapping, got ['fc']"),
+        ({"overrides": {3: {}}}, "QuantRecipe: overrides: a key is a pattern of names or a class of layers, got 3"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused(wrong, sentence):
+    with pytest.raises(TypeError) as refusal:
+        QuantRecipe(**wrong)
+    assert str(refusal.value) == sentence
+
+
+def test_onnx_runtime_keeps_wide_and_grouped_grids_for_training():
+    wide = QuantSpec(bits=16, granularity="group", group_size=4)
+    recipe = QuantRecipe(weight=wide, activation=QuantSpec(bits=16), first_bits=12)
+    assert recipe.for_layer("conv", position="first").weight.bits == 12 and recipe.for_layer("conv").weight == wide

@@ -1,0 +1,267 @@
+"""The zoo benchmark: whatever happens to a model is a row that says so, and the verdict names it."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qat
+from benchmarks import zoo_case
+from benchmarks.zoo import Bounds, Child, chosen, keep
+from benchmarks.zoo_models import FAMILIES, Case, build, family_of, names_of
+from benchmarks.zoo_runtime import Part, agreement, beyond, gap, parts_of, same_largest
+from benchmarks.zoo_table import families_table, kept, models_table, verdict
+from qat.analysis.work import Place
+from qat.export.verification import LayerDifference
+
+BOUNDS = Bounds(seconds=60, gib=8, threads=1)
+
+
+class Small(nn.Module):
+    """A convolution with BatchNorm, and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.norm(self.conv(x)).relu().mean((2, 3)))
+
+
+def case_of(model: nn.Module) -> Case:
+    torch.manual_seed(0)
+    return Case(model.eval(), (torch.randn(2, 3, 8, 8),))
+
+
+def test_all_names_of_torchvision_are_in_one_family() -> None:
+    names = [name for family in FAMILIES for name in names_of(family)]
+    assert len(names) == len(set(names)) >= 109
+    assert [family_of(name) for name in ("vit_h_14", "fcn_resnet50", "ssd300_vgg16", "s3d", "raft_small")] == list(
+        FAMILIES
+    )
+    assert chosen(["swin_?", "raft*"]) == ["swin_b", "swin_s", "swin_t", "raft_large", "raft_small"]
+    with pytest.raises(ValueError, match=r"^--only resnet19: no model of torchvision is called so$"):
+        chosen(["resnet19"])
+
+
+@pytest.mark.parametrize("name", ["efficientnet_b0", "shufflenet_v2_x0_5", "lraspp_mobilenet_v3_large", "raft_small"])
+def test_outputs_of_the_float_models_are_alive(name: str) -> None:
+    case = build(name)
+    assert not any(module.training for module in case.model.modules())
+    with torch.no_grad():
+        output = case.model(*case.inputs)
+    answer = output["out"] if isinstance(output, dict) else output[-1] if isinstance(output, list) else output
+    assert answer.std() > 0.05
+    assert torch.equal(build(name).inputs[0], case.inputs[0]), "the seed decides"
+
+
+def test_a_green_row_has_every_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo_case, "build", lambda name: case_of(Small()))
+    row = zoo_case.measure("resnet18", tmp_path / "row.json")
+    assert json.loads((tmp_path / "row.json").read_text()) == row
+    assert verdict(row) == "green", verdict(row)
+    steps = row["steps"]
+    assert list(steps) == ["build", "prepare", "work", "calibrate", "train", "export", "runtime"]
+    assert row["parameters"] == sum(p.numel() for p in Small().parameters()) and row["inputs"] == [[2, 3, 8, 8]]
+    assert steps["prepare"]["quantized_layers"] == 2 and steps["prepare"]["left_in_float"] == {}
+    assert steps["prepare"]["outside_graphs"] == 0
+    assert steps["work"]["macs"] == 2 * (8 * 36 * 27 + 8 * 5) and steps["work"]["share"] == 1.0
+    assert steps["train"]["quantizer_parameters"] >= 5 and steps["train"]["without_gradient"] == []
+    assert steps["export"]["parts"] == 1 and steps["export"]["bytes"] > 0
+    assert steps["runtime"]["integers"] >= 2 * 3 * 64 and steps["runtime"]["arg_max_compared"] == 2
+
+
+class Unquantizable(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def test_a_failing_step_is_a_row_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo_case, "build", lambda name: case_of(Unquantizable()))
+    row = zoo_case.measure("resnet18", tmp_path / "row.json")
+    assert verdict(row) == "prepare: ValueError: prepare: Unquantizable has no layer to quantize"
+    assert list(row["steps"]) == ["build", "prepare"]
+
+
+def test_a_quantizer_without_a_gradient_is_named() -> None:
+    model = qat.prepare(case_of(Small()).model)
+    x = torch.randn(2, 3, 8, 8)
+    qat.calibrate(model, [x])
+    model.conv_quantizer = Detached(model.conv_quantizer)
+    facts = zoo_case.train_step(model, Case(model, (x,)))
+    assert not facts["ok"] and facts["not_finite"] == []
+    assert "conv.weight_quantizer.scale" in facts["without_gradient"]
+    assert "fc.weight_quantizer.scale" not in facts["without_gradient"]
+
+
+class Detached(nn.Module):
+    """Cuts the way back."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).detach()
+
+
+def test_values_that_are_not_finite_are_named() -> None:
+    model = qat.prepare(case_of(Small()).model)
+    x = torch.randn(2, 3, 8, 8)
+    qat.calibrate(model, [x])
+    facts = zoo_case.train_step(model, Case(model, (x.fill_(float("nan")),)))
+    assert not facts["ok"] and "fc.weight_quantizer.scale" in facts["not_finite"]
+    assert facts["reason"].startswith("0 of ") and " values not finite; first " in facts["reason"]
+
+
+def test_a_reason_is_one_line_without_colours_and_paths() -> None:
+    error = RuntimeError(f"\n\x1b[96mno such file\x1b[0m: {Path.cwd()}/model.onnx\nand more")
+    assert zoo_case.reason(error) == "RuntimeError: no such file: ./model.onnx"
+    assert zoo_case.reason(ValueError()) == "ValueError: "
+    assert len(zoo_case.reason(ValueError("x" * 1000))) == zoo_case.LONGEST_REASON
+
+
+def test_a_reason_covers_the_modules_inside() -> None:
+    place = Place("encoder.attention.matmul_1", "matmul", 8, False)
+    assert zoo_case.reason_for(place, {"encoder.attention": "because"}) == "because"
+    assert zoo_case.reason_for(place, {"encoder.att": "because", "matmul_1": "no"}) is None
+
+
+def test_a_layer_needs_a_reason_of_its_own_and_code_that_cannot_be_traced_has_the_model_s() -> None:
+    reasons = {"(the model)": "cannot be traced"}
+    assert zoo_case.reason_for(Place("", "RAFT", 8, False), reasons, {"head"}) == "cannot be traced"
+    assert zoo_case.reason_for(Place("head", "Linear", 8, False), reasons, {"head"}) is None
+
+
+WRITES = "import json, sys; json.dump({'steps': {'build': {'ok': True}}, 'running': 'train'}, open(sys.argv[-1], 'w'))"
+
+
+@pytest.mark.parametrize(
+    ("code", "bounds", "expected"),
+    [
+        (f"{WRITES}; import time; time.sleep(60)", Bounds(3, 8, 1), "train: took more than 3 s"),
+        (f"{WRITES}; held = b'x' * 2**29; import time; time.sleep(60)", Bounds(60, 0.3, 1),
+         "train: took more than 0.3 GiB"),
+        (f"{WRITES}; import os; os.abort()", BOUNDS, "train: ended by signal 6"),
+        (f"{WRITES}; raise SystemExit('no way')", BOUNDS, "train: ended with status 1: no way"),
+        ("raise SystemExit(3)", BOUNDS, "build: ended with status 3: nothing said"),
+    ],
+    ids=["time", "memory", "signal", "status", "before the first row"],
+)  # fmt: skip
+def test_a_process_that_ends_early_is_a_row(tmp_path: Path, code: str, bounds: Bounds, expected: str) -> None:
+    child = Child("resnet18", bounds, tmp_path, [sys.executable, "-c", code])
+    while child.running():
+        time.sleep(0.02)
+    row = child.row()
+    reached = {"build": {"ok": True}} if "train" in expected else {}
+    failed = {expected.partition(":")[0]: {"ok": False, "reason": expected.partition(": ")[2]}}
+    assert row["steps"] == reached | failed and "running" not in row
+    assert (row["name"], row["family"], row["family_size"]) == ("resnet18", "classification", 80)
+    assert child.process.poll() is not None, "it is still there"
+
+
+def test_rows_are_kept_once_and_in_order(tmp_path: Path) -> None:
+    results = tmp_path / "results" / "zoo.jsonl"
+    for name, number in (("vgg11", 1), ("alexnet", 2), ("vgg11", 3)):
+        keep({"name": name, "number": number}, results)
+    assert kept(results) == [{"name": "alexnet", "number": 2}, {"name": "vgg11", "number": 3}]
+    assert kept(tmp_path / "nothing.jsonl") == []
+
+
+def row_of(name: str, **steps: Any) -> dict[str, Any]:
+    passed: dict[str, Any] = {step: {"ok": True} for step in ("build", "prepare", "calibrate", "train")}
+    work = {"ok": True, "share": 1.0, "unexplained": 0, "in_float": []}
+    runtime = {
+        "ok": True, "integers": 1000, "differing": 2, "largest": 1, "arg_max_equal": 2, "arg_max_compared": 2,
+    }  # fmt: skip
+    passed |= {"work": work, "export": {"ok": True, "seconds": 2.4}, "runtime": runtime}
+    return {"name": name, "family": family_of(name), "family_size": 80, "seconds": 60.0, "steps": passed | steps}
+
+
+def test_the_verdict_is_the_first_thing_that_is_wrong() -> None:
+    assert verdict(row_of("alexnet")) == "green"
+    failed = {"ok": False, "reason": "ValueError: no"}
+    assert verdict(row_of("alexnet", runtime=failed, train=failed)) == "train: ValueError: no"
+    unexplained = {"ok": True, "share": 0.9, "unexplained": 2, "in_float": [["head", "Linear", 9, None]]}
+    assert verdict(row_of("alexnet", work=unexplained, train=failed)) == (
+        "work: 2 places compute in float without a reason, such as head (Linear)"
+    )
+    listed = {"ok": True, "share": 0.9, "unexplained": 0, "in_float": [["head", "Linear", 9, "skipped"]]}
+    assert verdict(row_of("alexnet", work=listed)) == "green"
+    short = row_of("alexnet")
+    del short["steps"]["runtime"]
+    assert verdict(short) == "runtime: not reached"
+
+
+def test_the_tables_count_and_name(tmp_path: Path) -> None:
+    results = tmp_path / "zoo.jsonl"
+    keep(row_of("alexnet") | {"parameters": 61_100_840, "inputs": [[2, 3, 64, 64]]}, results)
+    half = {"ok": True, "share": 0.5, "unexplained": 0, "in_float": []}
+    keep(row_of("vgg11", work=half, export={"ok": False, "reason": "ValueError: a | b"}), results)
+    assert families_table(results).splitlines()[2:] == ["| classification | 80 | 2 | 1 | 1 |"]
+    assert models_table(results).splitlines()[2:] == [
+        "| alexnet | 61.1 M | 2 x 3 x 64 x 64 |  | 100.00 % | ok | 2 s |"
+        " 2 of 1,000 integers differ, by up to 1; arg max 2 of 2 | green |",
+        "| vgg11 |  |  |  | 50.00 % | ok | fails |"
+        " 2 of 1,000 integers differ, by up to 1; arg max 2 of 2 | export: ValueError: a \\| b |",
+    ]
+
+
+def test_limits_of_agreement() -> None:
+    assert not beyond(LayerDifference("a", 10_000, 10, 1)) and beyond(LayerDifference("a", 10_000, 11, 1))
+    assert not beyond(LayerDifference("a", 50, 1, 1)) and beyond(LayerDifference("a", 50, 1, 2))
+    ours = torch.tensor([[1.0, 3.0], [5.0, 5.0]])
+    assert gap(ours, ours) == 0.0 and gap(ours, ours * float("nan")) == float("inf")
+    assert gap(ours, ours + torch.tensor([[0.0, 0.5], [0.0, 0.0]])) == pytest.approx(
+        0.5 / ours.std(correction=0).item()
+    )
+    assert same_largest(ours, torch.tensor([[2.0, 1.0], [4.0, 6.0]])).tolist() == [[False], [True]]
+
+
+class InParts(nn.Module):
+    """Two prepared parts with Python between; the second runs twice, and a third never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        x = torch.randn(2, 3, 8, 8)
+        self.backbone, self.head, self.spare = (qat.prepare(module.eval()) for module in (Small(), linear(), linear()))
+        for module, batch in ((self.backbone, x), (self.head, x[:, 0, 0, :5]), (self.spare, x[:, 0, 0, :5])):
+            qat.calibrate(module, [batch])
+
+    def forward(self, images: list[Tensor]) -> list[Tensor]:
+        features = self.backbone(x=torch.stack(images))
+        first = self.head(features)
+        features.zero_()  # what was passed before must not change with it
+        return [first, self.head(features)]
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4)).eval()
+
+
+def test_parts_are_found_and_compared(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = InParts()
+    parts = parts_of(model, ([torch.randn(3, 8, 8), torch.randn(3, 8, 8)],))
+    assert [(part.name, [tuple(x.shape) for x in part.inputs]) for part in parts] == [
+        ("backbone", [(2, 3, 8, 8)]),
+        ("head", [(2, 5)]),
+    ]
+    assert bool(parts[1].inputs[0].any())
+    files: list[tuple[Part, Path]] = []
+    facts: dict[str, Any] = {}
+    zoo_case.export(model, ([torch.randn(3, 8, 8), torch.randn(3, 8, 8)],), tmp_path, files, facts)
+    assert facts["ok"] and facts["parts"] == len(files) == 2
+    same = agreement(files)
+    assert same["ok"] and same["integers"] >= 2 * 3 * 64 + 10 and same["arg_max_compared"] == 4
+    with torch.no_grad():
+        model.head.get_submodule("0").weight.neg_()
+    other = agreement(files)
+    assert not other["ok"] and other["layers_beyond"] == 0
