@@ -81,7 +81,7 @@ def run(config: RunConfig) -> int:
     data = load_data(config.data, config.seed, device, config.channels_last)
     model = build_model(config.model, len(data.classes))
     check_forward(model, config, data.image_shape, len(data.classes))
-    prepare_model(model, config)  # what is wrong with the recipe shows before hours of float training
+    prepare_model(model, config, data.image_shape)  # what is wrong with the recipe shows before hours of float training
     folder = open_run_folder(config)
     resumed = _read_checkpoint(folder, config)
     results: dict[str, Any] = resumed["results"] if resumed else {}
@@ -144,9 +144,9 @@ class Stages:
             load_weights(model, str(self.float_weights), self.config.model.name)
         self._train("float_finetune", model, self.config.qat)
 
-    def quantized(self, model: nn.Module) -> fx.GraphModule:
+    def quantized(self, model: nn.Module) -> nn.Module:
         """Prepare, say what stays float, and write the table of layers."""
-        prepared = prepare_model(model, self.config).to(self.device)
+        prepared = prepare_model(model, self.config, self.data.image_shape).to(self.device)
         table = qat.summary(prepared)
         if not self._at_or_behind("qat"):  # else it holds what is learned so far
             (self.folder.path / LAYERS).write_text(table + "\n")
@@ -154,7 +154,7 @@ class Stages:
         self.log.say("\n".join([f"prepared: {lines[-1]}", *(line for line in lines if "stays float:" in line)]))
         return prepared
 
-    def calibrate(self, model: fx.GraphModule) -> None:
+    def calibrate(self, model: nn.Module) -> None:
         """Set the activation ranges on training images, and measure what that alone gives."""
         if self._at_or_behind("qat"):
             return
@@ -169,12 +169,12 @@ class Stages:
         self.log.scalar("qat/val_top1", found.top1, self.steps)
         self.log.scalar("qat/val_loss", found.loss, self.steps)
 
-    def qat(self, model: fx.GraphModule) -> None:
+    def qat(self, model: nn.Module) -> None:
         """Fine-tune with quantization; the table of layers then says what was learned, bit-widths too."""
         self._train("qat", model, self.config.qat)
         (self.folder.path / LAYERS).write_text(qat.summary(model) + "\n")
 
-    def export(self, model: fx.GraphModule) -> bool:
+    def export(self, model: nn.Module) -> bool:
         """Write model.onnx, run it over the whole validation split, compare every layer's integers."""
         path = self.folder.path / MODEL
         channels, height, width = self.data.image_shape
@@ -187,6 +187,7 @@ class Stages:
                 " resume=auto tries again, export.onnx=false goes without"
             ) from error
         verification = qat.verify_onnx(path, model, self.data.val)
+        assert isinstance(model, fx.GraphModule)  # prepare_model sees to it
         layers = compare_layers(path, model, next(iter(self.data.val))[0])
         operators = dict(optimized_operators(path))
         found = self.results["onnx"] = onnx_results(verification, layers, operators, path.stat().st_size)

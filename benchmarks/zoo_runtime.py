@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qat.evaluating import evaluating
-from qat.export.verification import LayerDifference, compare_layers
+from qat.export.verification import LayerDifference, follow
 from qat.preparation.parts import prepared_parts
 
 MOST_DIFFERING = 1e-3
@@ -20,11 +20,10 @@ MOST_DIFFERING = 1e-3
 TIE = 1e-4
 """Answers that are nearer than this, in standard deviations of the output, count as equally large."""
 
-LARGEST_GAP = 0.5
-"""How far an output may be off, in its standard deviations.
+LARGEST_GAP = 1e-3
+"""How far an output may be off, in its standard deviations, when torch computes it from ONNX Runtime's last integers.
 
-Layers are compared on equal inputs and have to agree; outputs are compared after whole runs, in which one integer that
-differs changes those behind it: 0.1 is what two in ResNet-18 do. Beyond half a deviation it is another answer.
+In whole runs one integer that differs by a rounding changes those behind it; those gaps are reported, not judged.
 """
 
 
@@ -79,19 +78,24 @@ def agreement(files: list[tuple[Part, Path]]) -> dict[str, Any]:
 
     Returns:
         `ok` and, if not, the `reason`; integers compared over all layers, how many differ and by how many levels at
-        most; the layers where more differ than may; the largest gap of an output in its standard deviations; how many
-        of the arg max over axis 1 are equal.
+        most; the layers where more differ than may; the largest gap of an output in its standard deviations, from the
+        same last integers and after whole runs; of the latter, how many of the arg max over axis 1 are equal.
     """
     layers: list[LayerDifference] = []
     gaps: list[float] = []
+    whole_gaps: list[float] = []
     equal = compared = 0
     for part, path in files:
         prefix = f"{part.name}." if part.name else ""
         x = part.inputs[0] if len(part.inputs) == 1 else part.inputs
-        for layer in compare_layers(path, part.module, x):
+        differences, followed = follow(path, part.module, x)
+        for layer in differences:
             layers.append(LayerDifference(prefix + layer.name, layer.elements, layer.differing, layer.largest))
+        for ours, theirs in followed:
+            if ours.numel():
+                gaps.append(gap(ours, theirs))
         for ours, theirs in outputs(part, path):
-            gaps.append(gap(ours, theirs))
+            whole_gaps.append(gap(ours, theirs))
             if ours.dim() > 1 and ours.shape[1] > 1:
                 same = same_largest(ours, theirs)
                 equal, compared = equal + int(same.sum()), compared + same.numel()
@@ -104,6 +108,7 @@ def agreement(files: list[tuple[Part, Path]]) -> dict[str, Any]:
         "beyond": [[layer.name, layer.elements, layer.differing, layer.largest] for layer in off[:5]],
         "layers_beyond": len(off),
         "output_gap": max(gaps, default=0.0),
+        "whole_run_gap": max(whole_gaps, default=0.0),
         "arg_max_equal": equal,
         "arg_max_compared": compared,
     }
@@ -123,10 +128,8 @@ def _disagreement(facts: dict[str, Any]) -> str | None:
             f"{facts['layers_beyond']} of {facts['layers']} layers differ from ONNX Runtime; {name}: {differing} of"
             f" {elements} integers, by up to {largest}"
         )
-    if facts["arg_max_equal"] < facts["arg_max_compared"]:
-        return f"arg max equal in {facts['arg_max_equal']} of {facts['arg_max_compared']} places"
     if not facts["output_gap"] <= LARGEST_GAP:
-        return f"an output is off by {facts['output_gap']:.2g} of its standard deviation"
+        return f"an output is off by {facts['output_gap']:.2g} of its standard deviation from the same integers"
     return None
 
 

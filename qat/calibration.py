@@ -51,9 +51,10 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
             quantizer.observer = None
         for function in functions:
             function.calibrating = False
-    for module in model.modules():
-        if isinstance(module, QuantLayer):
-            module.calibrate_weight()
+    with evaluating(model):
+        for module in model.modules():
+            if isinstance(module, QuantLayer):
+                module.calibrate_weight()
     for name, quantizer in quantizers.items():
         extremes = quantizer.spec.init == "minmax" and not quantizer.needs_sample
         seen = _gather(observers[name].values(extremes))

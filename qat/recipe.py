@@ -206,3 +206,41 @@ def _check_override(pattern: str, change: Mapping[str, Any]) -> None:
         unknown = sorted(set(value) - known) if key != "skip" else []
         if unknown:
             raise ValueError(f"{where}[{key!r}]: unknown key {unknown[0]!r}; valid: {', '.join(sorted(known))}")
+
+
+@dataclass(frozen=True)
+class ScopedRecipe:
+    """A recipe as one graph sees it, whose layers have other names in the whole model, and an order.
+
+    Args:
+        recipe: the recipe.
+        prefix: path of the graph in the model; "" for the model itself.
+        first: the first quantized layer of the graph, as it runs; "" if that is not known.
+        last: the last one.
+    """
+
+    recipe: "AnyRecipe"
+    prefix: str = ""
+    first: str = ""
+    last: str = ""
+
+    @property
+    def activation(self) -> QuantSpec:
+        """Grid of activations."""
+        return self.recipe.activation
+
+    @property
+    def profile(self) -> TargetProfile:
+        """What the runtime computes in integers."""
+        return self.recipe.profile
+
+    def for_layer(
+        self, name: str, kind: "type[nn.Module] | None" = None, position: Position | None = None
+    ) -> LayerRecipe:
+        """The grids of a layer of the graph."""
+        if name and name in (self.first, self.last):
+            position = "first" if name == self.first else "last"
+        return self.recipe.for_layer(f"{self.prefix}.{name}" if self.prefix else name, kind, position)
+
+
+AnyRecipe = QuantRecipe | ScopedRecipe

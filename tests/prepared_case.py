@@ -42,14 +42,27 @@ class Net(nn.Module):
         return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
 
 
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Normal values, always the same ones."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 class Plain(nn.Module):
-    """A model whose forward is a function of itself and its inputs, for what fits no ready module."""
+    """A model whose forward is a function of itself and its inputs, for what fits no ready module.
+
+    It holds copies of its parts, with parameters of its own that are always the same.
+    """
 
     def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
-        for name, part in parts.items():
+        for name, part in copy.deepcopy(parts).items():
             setattr(self, name, part)
         self._forward = forward
+        with torch.no_grad():
+            for seed, parameter in enumerate(self.parameters()):
+                values = draw(*parameter.shape, seed=seed)
+                inputs = parameter.numel() // max(parameter.shape[0], 1) if parameter.dim() else 1
+                parameter.copy_(values / inputs**0.5 if parameter.dim() > 1 else 0.5 + 0.3 * values)
 
     def forward(self, x: Any) -> Any:
         return self._forward(self, x)

@@ -220,7 +220,7 @@ def test_a_class_as_a_key_is_written_out_and_keeps_its_place():
     [
         ("layer1.*", "layer1.0.conv1", None, True),
         ("layer1.*", "layer1.0.conv1", nn.Conv2d, True),
-        ("layer1", "layer1.0", nn.Conv2d, False),
+        ("layer1", "layer1.0", nn.Conv2d, True),
         ("type:Conv2d", "layer1.0", nn.Conv2d, True),
         ("type:Conv2d", "layer1.0", nn.Conv1d, False),
         ("type:Conv?d", "layer1.0", nn.Conv1d, True),

@@ -140,13 +140,13 @@ def test_a_model_prepared_for_a_target_has_only_grids_that_it_runs(profile) -> N
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 4)
     )
     model = qat.prepare(net, qat.QuantRecipe(target=profile.name))
-    qat.calibrate(model, [torch.randn(4, 3, 8, 8)])
+    x = torch.randn(16, 3, 8, 8)
+    qat.calibrate(model, [x])
     quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
     assert {quantizer.role for quantizer in quantizers} == set(TENSORS)
     for quantizer in quantizers:
         assert profile.refusal(quantizer.role, quantizer.spec) is None
         assert quantizer.spec == getattr(profile, quantizer.role)
-    x = torch.randn(16, 3, 8, 8)
     with torch.no_grad():
         error = (model.eval()(x) - net.eval()(x)).abs().max() / net(x).std()
     assert 0 < error < 0.1

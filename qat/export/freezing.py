@@ -10,6 +10,7 @@ from qat.export.runtime_grids import averages_all, grid_to_restate, restate_grid
 from qat.layers import QuantBilinear, QuantFunction, QuantLayer
 from qat.layers.embedding import QuantTable
 from qat.preparation.constants import constant_values
+from qat.preparation.kinds import COMPOSITE_TWINS
 from qat.preparation.modes import evaluation_only
 from qat.preparation.nodes import submodule_of
 from qat.preparation.operations import changes_in_place
@@ -55,7 +56,8 @@ def _frozen(module: nn.Module, path: str) -> nn.Module:
         return _frozen_table(module)
     if isinstance(module, QuantLayer):
         return _frozen_layer(module, path, {})
-    inner = module.inner_weights() if hasattr(module, "inner_weights") else {}
+    composite: Any = module
+    inner = composite.inner_weights() if isinstance(module, COMPOSITE_TWINS) else {}
     for key, child in list(module.named_children()):
         name = f"{path}.{key}" if path else key
         made = _frozen_layer(child, name, inner) if isinstance(child, QuantFunction) else _frozen(child, name)
@@ -66,7 +68,7 @@ def _frozen(module: nn.Module, path: str) -> nn.Module:
 
 def _frozen_table(table: QuantTable) -> nn.Module:
     """The embedding with its look-up replaced; how it takes rows together stays its own."""
-    rows = FrozenTable(table.integers())  # type: ignore[call-arg]
+    rows = FrozenTable(table.integers())
     table.add_module("rows", rows)
     object.__setattr__(table, "look_up", rows.forward)
     return table
@@ -133,7 +135,8 @@ def _integers(frozen: fx.GraphModule, node: fx.Node, layer: QuantLayer, values: 
 
     if isinstance(layer, QuantBilinear):
         return layer.integers(handed("grid"), None, None, None, handed("other_grid"))
-    weight, bias = None, handed("bias")
+    weight: Any = None
+    bias: Any = handed("bias")
     if isinstance(layer, QuantFunction):
         operands = [values[operand] if isinstance(operand, fx.Node) else operand for operand in node.args[1:]]
         weight, bias = operands[0], operands[1] if len(operands) > 1 else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
@@ -116,7 +116,7 @@ def _check_exportable(model: nn.Module) -> None:
         raise TypeError(
             f"export_onnx: expected a model from qat.prepare, got {type(model).__name__} without quantizers"
         )
-    if LEFT_IN_FLOAT in vars(model):
+    if LEFT_IN_FLOAT in vars(model) and not isinstance(model, fx.GraphModule):
         raise ValueError(
             f"export_onnx: {type(model).__name__} was prepared in parts, for its forward has no one graph; export each"
             " part, see qat.preparation.parts.prepared_parts(model)"

@@ -1,9 +1,10 @@
 """`verify_onnx`: run an exported file in ONNX Runtime and hold it against the torch model, layer by layer if asked."""
 
+import copy
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
+from qat.export.runtime import answers, call, open_session, output_tensors
+from qat.preparation.constants import constant_nodes
+from qat.preparation.modes import evaluation_only
 from qat.preparation.nodes import model_device, submodule_of
+from qat.preparation.operations import changes_in_place
 from qat.quantizer import Quantizer
 
-Batches = Iterable[Tensor | Sequence[Tensor]]
+Batches = Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -25,8 +31,9 @@ class Verification:
 
     Attributes:
         samples: how many were compared.
-        agreement: share of equal predictions (arg max), 0 to 1; an answer with NaN or infinity equals none.
-        torch_top1, onnx_top1: percent correct; None if the batches brought no labels.
+        agreement: share of equal predictions (arg max over axis 1, of every output that has one), 0 to 1; an answer
+            with NaN or infinity equals none.
+        torch_top1, onnx_top1: percent correct of the first output; None if the batches brought no labels.
         max_difference: largest absolute difference of an output.
     """
 
@@ -60,46 +67,62 @@ def verify_onnx(path: str | os.PathLike[str], model: torch.nn.Module, batches: B
     Args:
         path: the exported file.
         model: the model that it came from; run in evaluation mode, its flags are restored.
-        batches: tensors, or (images, labels) pairs.
+        batches: tensors, (inputs, labels) pairs, or mappings of keyword arguments.
 
     Raises:
-        ValueError: if there is no batch.
+        ValueError: if there is no batch, or the file has other inputs or outputs than the model.
         FileNotFoundError: if there is no such file.
     """
-    session = _session(Path(path).read_bytes())
-    feed = session.get_inputs()[0].name
+    session = open_session(Path(path).read_bytes())
     device = model_device(model)
-    answers: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    pairs: list[tuple[list[Tensor], list[Tensor], Tensor | None]] = []
     with evaluating(model), torch.no_grad():
         for batch in batches:
-            images, labels = (batch, None) if isinstance(batch, Tensor) else (batch[0], batch[1])
-            expected = model(images.to(device)).float().cpu()
-            got = session.run(None, {feed: images.float().cpu().contiguous().numpy()})[0]
-            answers.append((expected, torch.from_numpy(got), labels))
-    return _judge(answers)
+            inputs: Any = batch
+            labels: Tensor | None = None
+            if not isinstance(batch, (Tensor, Mapping)):
+                inputs, labels = batch[0], batch[1] if len(batch) > 1 else None
+            expected = output_tensors(call(model, inputs, device))
+            pairs.append((expected, [answer.float() for answer in answers(session, inputs)], labels))
+    return _judge(pairs)
 
 
-def _judge(answers: list[tuple[Tensor, Tensor, Tensor | None]]) -> Verification:
-    if not answers:
+def _judge(pairs: list[tuple[list[Tensor], list[Tensor], Tensor | None]]) -> Verification:
+    if not pairs:
         raise ValueError("verify_onnx: batches is empty; at least one batch is needed to compare anything")
-    expected, got = torch.cat([a[0] for a in answers]), torch.cat([a[1] for a in answers])
-    labels = [a[2] for a in answers if a[2] is not None]
-    ours, theirs = expected.argmax(1), got.argmax(1)
+    labels = [labels for _, _, labels in pairs if labels is not None]
+    equal: list[Tensor] = []
+    largest = 0.0
+    for expected, got, _ in pairs:
+        if [tuple(x.shape) for x in expected] != [tuple(x.shape) for x in got]:
+            raise ValueError("verify_onnx: the file's outputs have other shapes than the model's; was it made from it?")
+        for ours, theirs in zip(expected, got, strict=True):
+            largest = max(largest, (ours - theirs).abs().max().item() if ours.numel() else 0.0)
+            equal.append(_same_prediction(ours, theirs).reshape(-1))
 
-    def top1(predictions: Tensor) -> float | None:
-        return 100.0 * (predictions == torch.cat(labels)).double().mean().item() if labels else None
+    def top1(which: int) -> float | None:
+        predictions = torch.cat([pair[which][0].argmax(1) for pair in pairs if pair[2] is not None])  # type: ignore[index]
+        return 100.0 * (predictions == torch.cat(labels)).double().mean().item()
 
     return Verification(
-        samples=len(ours),
-        agreement=((ours == theirs) & expected.isfinite().all(1) & got.isfinite().all(1)).double().mean().item(),
-        torch_top1=top1(ours),
-        onnx_top1=top1(theirs),
-        max_difference=(expected - got).abs().max().item(),
+        samples=sum(len(expected[0]) for expected, _, _ in pairs),
+        agreement=torch.cat(equal).double().mean().item(),
+        torch_top1=top1(0) if labels else None,
+        onnx_top1=top1(1) if labels else None,
+        max_difference=largest,
     )
 
 
+def _same_prediction(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Where both have their largest value along axis 1 in the same place, and no NaN or infinity."""
+    if ours.dim() < 2:
+        ours, theirs = ours.reshape(1, -1), theirs.reshape(1, -1)
+    finite = ours.isfinite().all(1) & theirs.isfinite().all(1)
+    return (ours.argmax(1) == theirs.argmax(1)) & finite
+
+
 def compare_layers(
-    path: str | os.PathLike[str], model: fx.GraphModule, images: Tensor, optimize: bool = True
+    path: str | os.PathLike[str], model: fx.GraphModule, inputs: Any, optimize: bool = True
 ) -> list[LayerDifference]:
     """Compare every quantizer's integers between ONNX Runtime and torch, each layer given the same input integers.
 
@@ -109,19 +132,51 @@ def compare_layers(
     Args:
         path: the exported file.
         model: the prepared model that it came from.
-        images: one batch.
+        inputs: one batch: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         optimize: with ONNX Runtime's default graph optimisation (integer kernels), or with none.
 
     Raises:
         ValueError: if the file's quantizers are not the model's.
     """
-    names = [str(node.target) for node in model.graph.nodes if isinstance(submodule_of(model, node), Quantizer)]
-    integers = _runtime_integers(path, names, images, optimize)
+    return follow(path, model, inputs, optimize)[0]
+
+
+def follow(
+    path: str | os.PathLike[str], model: fx.GraphModule, inputs: Any, optimize: bool = True
+) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
+    """`compare_layers`, and every output as torch computes it from ONNX Runtime's last integers, next to its own.
+
+    Arguments and errors are those of `compare_layers`.
+    """
+    evaluated = copy.copy(model)
+    evaluated.graph = copy.deepcopy(model.graph)
+    evaluation_only(evaluated)
+    evaluated.graph.eliminate_dead_code(lambda node: node.is_impure() or changes_in_place(node))
+    constant = constant_nodes(evaluated.graph)
+    names = _call_names(evaluated, constant)
+    integers, theirs = _runtime_integers(path, list(names.values()), inputs, optimize)
     device = model_device(model)
-    follower = _Follower(model, {name: torch.from_numpy(a).to(device) for name, a in integers.items()})
+    given = {node: torch.from_numpy(integers[name]).to(device) for node, name in names.items()}
+    follower = _Follower(evaluated, names, given)
     with evaluating(model), torch.no_grad():
-        follower.run(images.to(device))
-    return follower.differences
+        placeholders = [node.target for node in evaluated.graph.nodes if node.op == "placeholder"]
+        moved = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
+        if isinstance(moved, Mapping):
+            moved = tuple(moved[str(name)] for name in placeholders if name in moved)
+        answer = follower.run(*(moved if isinstance(moved, tuple) else (moved,)))
+    return follower.differences, list(zip(output_tensors(answer), theirs, strict=True))
+
+
+def _call_names(model: fx.GraphModule, constant: set[fx.Node]) -> dict[fx.Node, str]:
+    """What every call of a quantizer is called in the file: a shared one's calls are numbered."""
+    names: dict[fx.Node, str] = {}
+    seen: dict[str, int] = {}
+    for node in model.graph.nodes:
+        if isinstance(submodule_of(model, node), Quantizer) and node.args[0] not in constant:
+            name = str(node.target)
+            seen[name] = seen.get(name, -1) + 1
+            names[node] = f"{name}.{seen[name]}" if seen[name] else name
+    return names
 
 
 def optimized_operators(path: str | os.PathLike[str]) -> Counter[str]:
@@ -130,7 +185,7 @@ def optimized_operators(path: str | os.PathLike[str]) -> Counter[str]:
 
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder) / "optimized.onnx"
-        _session(Path(path).read_bytes(), optimized=optimized)
+        open_session(Path(path).read_bytes(), optimized=optimized)
         graph = onnx.load(optimized).graph
     return Counter(node.op_type for node in graph.node)
 
@@ -138,27 +193,30 @@ def optimized_operators(path: str | os.PathLike[str]) -> Counter[str]:
 class _Follower(fx.Interpreter):
     """Runs a prepared model, continuing at every quantizer with the integers that the other runtime got there."""
 
-    def __init__(self, model: fx.GraphModule, integers: dict[str, Tensor]) -> None:
+    def __init__(self, model: fx.GraphModule, names: dict[fx.Node, str], integers: dict[fx.Node, Tensor]) -> None:
         super().__init__(model)
+        self.names = names
         self.integers = integers
         self.differences: list[LayerDifference] = []
 
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        quantizer = self.fetch_attr(target)
-        if not isinstance(quantizer, Quantizer):
-            return super().call_module(target, args, kwargs)
-        theirs = self.integers[str(target)].float()
-        gap = (quantizer.codes(args[0]) - theirs).abs()
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's value; a quantizer's from the other runtime's integers."""
+        if n not in self.names:
+            return super().run_node(n)
+        quantizer = self.fetch_attr(str(n.target))
+        (x,), _ = self.fetch_args_kwargs_from_env(n)
+        theirs = self.integers[n].float()
+        gap = (quantizer.codes(x) - theirs).abs()
         self.differences.append(
-            LayerDifference(str(target), gap.numel(), int((gap > 0).sum()), int(gap.max()) if gap.numel() else 0)
+            LayerDifference(self.names[n], gap.numel(), int((gap > 0).sum()), int(gap.max()) if gap.numel() else 0)
         )
         scale, zero_point = quantizer.grid()
         return (theirs - zero_point) * scale
 
 
 def _runtime_integers(
-    path: str | os.PathLike[str], names: list[str], images: Tensor, optimize: bool
-) -> dict[str, np.ndarray[Any, Any]]:
+    path: str | os.PathLike[str], names: list[str], inputs: Any, optimize: bool
+) -> tuple[dict[str, np.ndarray[Any, Any]], list[Tensor]]:
     import onnx
 
     proto = onnx.load(path)
@@ -168,19 +226,9 @@ def _runtime_integers(
         raise ValueError(
             f"compare_layers: {Path(path).name} has no quantizer {missing[0]!r}; was it made from this model?"
         )
-    proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names)
-    session = _session(proto.SerializeToString(), optimize=optimize)
-    results = session.run(names, {session.get_inputs()[0].name: images.float().cpu().contiguous().numpy()})
-    return dict(zip(names, results, strict=True))
-
-
-def _session(model: bytes, optimize: bool = True, optimized: Path | None = None) -> Any:
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.log_severity_level = 3  # its warnings about saved optimised graphs are not the user's concern
-    if not optimize:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if optimized is not None:
-        options.optimized_model_filepath = str(optimized)
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    outputs = [output.name for output in proto.graph.output]
+    proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names if name not in outputs)
+    session = open_session(proto.SerializeToString(), optimize=optimize)
+    results = answers(session, inputs, [*outputs, *names])
+    integers = {name: result.numpy() for name, result in zip(names, results[len(outputs) :], strict=True)}
+    return integers, [result.float() for result in results[: len(outputs)]]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from qat.evaluating import evaluating
 from qat.functional import round_ste
 from qat.layers.folding import IntegerWeight, fold_weight
 from qat.layers.sharing import share_parameters
@@ -74,7 +75,8 @@ class QuantLayer(nn.Module):
             )
         twin = cls(**cls.constructor_arguments(layer), device="meta", weight_spec=weight_spec, activation_spec=None)
         share_parameters(layer, twin)
-        twin.add_quantizers(weight_spec, activation_spec)
+        with evaluating(twin):  # where reading a parametrised weight (spectral norm) changes no state
+            twin.add_quantizers(weight_spec, activation_spec)
         return twin.train(layer.training)
 
     def to_float(self) -> nn.Module:

@@ -5,10 +5,10 @@ another scale, so folding changes no rounding and needs no simulation in trainin
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from qat.functional import round_ste
 
@@ -61,12 +61,12 @@ def fold_weight(
     step = scale.reshape(-1).expand(channels)
     shift = torch.zeros_like(step) if bias is None else bias.float()
     if norm is not None:
-        assert isinstance(norm, _BatchNorm) and norm.running_var is not None and norm.running_mean is not None
-        gain = torch.rsqrt(norm.running_var.float() + norm.eps)
+        statistics: Any = norm  # a BatchNorm, or one that is frozen in buffers and has no `affine`
+        gain = torch.rsqrt(statistics.running_var.float() + statistics.eps)
         offset = torch.zeros_like(gain)
-        if norm.affine:
-            gain, offset = gain * norm.weight.float(), norm.bias.float()
-        shift = (shift - norm.running_mean.float()) * gain + offset
+        if getattr(statistics, "affine", True):
+            gain, offset = gain * statistics.weight.float(), statistics.bias.float()
+        shift = (shift - statistics.running_mean.float()) * gain + offset
         codes = codes * torch.sign(gain).reshape(column)
         step = step * gain.abs()
     dead = (step == 0) | (codes.reshape(channels, -1) == 0).all(1)

@@ -12,7 +12,9 @@ def constant_nodes(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         inputs = node.all_input_nodes
         computed = node.op in ("call_function", "call_method") and bool(inputs) and constant.issuperset(inputs)
-        if node.op == "get_attr" or computed:
+        # A parametrised weight is the result of a module that takes nothing.
+        parametrized = node.op == "call_module" and not inputs and ".parametrizations." in f".{node.target}"
+        if node.op == "get_attr" or computed or parametrized:
             constant.add(node)
     return constant
 
@@ -29,7 +31,9 @@ def constant_values(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
             values[node] = attribute(graph_module, str(node.target))
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: values[argument])
-        if node.op == "call_method":
+        if node.op == "call_module":
+            values[node] = graph_module.get_submodule(str(node.target))()
+        elif node.op == "call_method":
             values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
             values[node] = node.target(*args, **kwargs)

@@ -8,17 +8,19 @@ from torch.nn.utils import parametrize
 
 from qat.layers import QuantLayer, QuantLinear
 from qat.preparation.constants import attribute, constant_nodes
-from qat.preparation.kinds import float_kind, make_twin
+from qat.preparation.kinds import COMPOSITE_TWINS, float_kind, make_twin
 from qat.preparation.nodes import dimensions, submodule_of
+from qat.preparation.operations import FLOAT_PRODUCTS
+from qat.preparation.reads import EXPLAINED
 from qat.quantizer import Quantizer
-from qat.recipe import TYPE_PREFIX, QuantRecipe
+from qat.recipe import TYPE_PREFIX, AnyRecipe, QuantRecipe
 
 _LINEAR_FAMILY = (
     nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RNNBase,
 )  # fmt: skip
 
 
-def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: QuantRecipe) -> dict[str, str]:
+def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe) -> dict[str, str]:
     """Replace every layer that has a quantized twin and is called, in place.
 
     Args:
@@ -36,8 +38,8 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: QuantReci
     left: dict[str, str] = {}
     composite = ""
     for name, layer in swappable_layers(root):
-        if composite and name.startswith(composite):
-            continue  # a part of what was replaced as a whole
+        if (composite and name.startswith(composite)) or not name:
+            continue  # a part of what was replaced as a whole; the model itself, which the graph reads
         reason = refusal(name, layer, recipe)
         if reason is None and name not in called:
             reason = "forward never calls it: unused, or its weight is read by a function"
@@ -49,7 +51,7 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: QuantReci
     return left
 
 
-def refusal(name: str, layer: nn.Module, recipe: QuantRecipe) -> str | None:
+def refusal(name: str, layer: nn.Module, recipe: AnyRecipe) -> str | None:
     """Why a layer stays in float; None if it has a twin."""
     kind = float_kind(layer)
     skipped_by = recipe.for_layer(name, kind).skipped_by
@@ -69,6 +71,8 @@ def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:
     constant = constant_nodes(graph_module.graph)
     quantized = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
     for node in graph_module.graph.nodes:
+        if node.op == "call_function" and node.target in FLOAT_PRODUCTS and EXPLAINED not in node.meta:
+            left.setdefault(node.name, f"{node.target.__name__} of these operands has no quantized twin")
         if node.op != "get_attr":
             continue
         owner = str(node.target).rpartition(".")[0]
@@ -81,7 +85,13 @@ def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:
     for name, module in graph_module.named_modules():
         owns = type(module) is not nn.Module and any(True for _ in module.parameters(recurse=False))
         inside = any(name == outer or name.startswith(f"{outer}.") for outer in left)
-        if owns and name and not inside and name not in handed and not isinstance(module, (QuantLayer, Quantizer)):
+        if (
+            owns
+            and name
+            and not inside
+            and name not in handed
+            and not isinstance(module, (QuantLayer, Quantizer, *COMPOSITE_TWINS))
+        ):
             left[name] = f"{type(module).__name__} computes in float"
 
 
@@ -116,11 +126,11 @@ def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:
             continue
         producer = node.args[0]
         layer = submodule_of(graph_module, producer) if isinstance(producer, fx.Node) else None
-        if not isinstance(layer, QuantLayer) or not _folds(layer, norm, producer):  # type: ignore[arg-type]
+        if not isinstance(layer, QuantLayer) or not _folds(layer, norm, producer):
             left[str(node.target)] = "no quantized convolution directly before it"
         elif len(producer.users) > 1:
             left[str(node.target)] = f"the output of {producer.target} is read by others too"
-        elif norm.running_var is None:
+        elif getattr(norm, "running_var", None) is None:
             left[str(node.target)] = "it keeps no running statistics to fold"
         else:
             with graph_module.graph.inserting_before(producer):

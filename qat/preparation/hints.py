@@ -29,7 +29,9 @@ def expect_same(value: Any, expected: Any, where: str) -> None:
     Raises:
         ValueError: if value is not what it was for the example inputs.
     """
-    if value != expected:
+    if isinstance(value, fx.Proxy):  # unpickling traces the code again
+        value.tracer.create_proxy("call_function", expect_same, (value, expected, where), {})
+    elif value != expected:
         raise ValueError(
             f"{where}: a size that decides the way through the model is {value!r}, and it was {expected!r} for the"
             " example_inputs of prepare; prepare the model again with inputs of this size"
@@ -43,7 +45,9 @@ def expect_default(value: Any, default: Any, name: str) -> None:
     Raises:
         ValueError: if value is not the default.
     """
-    if value is not default and (isinstance(value, torch.Tensor) or value != default):
+    if isinstance(value, fx.Proxy):
+        value.tracer.create_proxy("call_function", expect_default, (value, default, name), {})
+    elif value is not default and (isinstance(value, torch.Tensor) or value != default):
         raise ValueError(
             f"the model was prepared for its argument {name!r} being {default!r}; to use another, prepare it with"
             " example_inputs that contain one"
@@ -75,10 +79,11 @@ class _Known:
     def __getattr__(self, name: str) -> Any:
         if not hasattr(self.hint, name):
             raise AttributeError(f"{type(self.hint).__name__!r} object has no attribute {name!r}")
-        return HintAttribute(self, name)
+        proxy: Any = self
+        return HintAttribute(proxy, name)
 
 
-class HintProxy(_Known, fx.Proxy):  # type: ignore[misc]
+class HintProxy(_Known, fx.Proxy):
     """A proxy with the value that its node had for the example inputs."""
 
     def __init__(self, node: fx.Node, tracer: Any, hint: Any) -> None:
@@ -91,7 +96,7 @@ class HintProxy(_Known, fx.Proxy):  # type: ignore[misc]
         return type(self.hint)
 
 
-class HintAttribute(_Known, Attribute):  # type: ignore[misc]
+class HintAttribute(_Known, Attribute):
     """`x.shape` and `x.view`: a node only when it is used as a value."""
 
     @property
@@ -113,7 +118,7 @@ class HintAttribute(_Known, Attribute):  # type: ignore[misc]
 
 @contextmanager
 def factories_take_sizes() -> Iterator[None]:
-    """A context in which `torch.zeros(n, m)` takes proxies for sizes, which torch only allows as `torch.zeros((n, m))`."""
+    """A context in which `torch.zeros(n, m)` takes proxies as sizes; torch itself takes only `torch.zeros((n, m))`."""
 
     def with_tuple(factory: Any) -> Any:
         def make(*size: Any, **options: Any) -> Any:
@@ -126,6 +131,10 @@ def factories_take_sizes() -> Iterator[None]:
         for name in ("zeros", "ones", "empty", "rand", "randn"):
             patches.enter_context(mock.patch.object(torch, name, with_tuple(getattr(torch, name))))
         yield
+
+
+def _context() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled()
 
 
 class HintTracer(fx.Tracer):
@@ -142,6 +151,7 @@ class HintTracer(fx.Tracer):
         self._values: dict[fx.Node, Any] = {}
         self._settled: set[fx.Node] = set()
         self._running = False
+        self._modes = _context()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """A proxy for a node, with a hint where there are example inputs."""
@@ -159,6 +169,8 @@ class HintTracer(fx.Tracer):
         self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any, **named: Any
     ) -> Any:
         """A node; from an in-place method on, the tensor that was changed is the result of the method."""
+        if self._modes != _context():
+            raise TraceError("a part of it runs under no_grad or autocast, which a graph does not keep")
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
         changed = args[0] if args else None
         in_place = kind == "call_method" and target.endswith("_") and not target.endswith("__")
@@ -202,7 +214,8 @@ class HintTracer(fx.Tracer):
         """Take a list, a tuple or a tensor apart into as many as there were."""
         if self.examples is None:
             return super().iter(obj)
-        return iter([obj[number] for number in range(len(obj))])  # type: ignore[arg-type]
+        items: Any = obj
+        return iter([items[number] for number in range(len(items))])
 
     def keys(self, obj: fx.Proxy) -> Any:
         """The keys of a mapping, for `**obj`."""
@@ -236,9 +249,8 @@ class HintTracer(fx.Tracer):
         return value
 
     def _known(self, node: fx.Node) -> Any:
-        if node not in self._values:  # a constant, which becomes a node without becoming a proxy
-            assert node.op == "get_attr"
-            self._values[node] = attribute(self.root, str(node.target))
+        if node not in self._values:  # a constant, a named tuple: a node that never was a proxy
+            self._value_of(node)
         return self._values[node]
 
     def _run(self, node: fx.Node) -> Any:

@@ -48,6 +48,9 @@ COMPOSITES: dict[type[nn.Module], Any] = {
 """Layers that are several products, and whose twins quantize what they read themselves."""
 
 
+COMPOSITE_TWINS: tuple[type[nn.Module], ...] = tuple(COMPOSITES.values())
+
+
 def float_kind(layer: nn.Module) -> type[nn.Module] | None:
     """The class of torch that a layer computes as, if that has a twin; else None.
 

@@ -5,6 +5,7 @@ them does is added to it, and `ByMode` picks the outputs at every call.
 """
 
 import copy
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +17,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
+from qat.preparation.examples import Examples, call_with
 from qat.preparation.hints import factories_take_sizes
-from qat.preparation.nodes import free_name, scope_of, submodule_of
-from qat.preparation.tracing import QuantTracer, first_line
-
-Examples = dict[str, Any] | None
+from qat.preparation.nodes import FACTS, free_name, scope_of, submodule_of
+from qat.preparation.operations import changes_in_place
+from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.tracing import QuantTracer, first_line, is_foreign
 
 
 class UntraceableError(ValueError):
@@ -35,7 +37,7 @@ class ByMode(nn.Module):
         return training if self.training else evaluation
 
 
-def trace(model: nn.Module, examples: Examples = None) -> tuple[fx.GraphModule, dict[str, str]]:
+def trace(model: nn.Module, examples: Examples | None = None) -> tuple[PreparedGraph, dict[str, str]]:
     """The model as a graph module that shares the model's submodules and acts by train and eval mode as the model does.
 
     Args:
@@ -48,15 +50,18 @@ def trace(model: nn.Module, examples: Examples = None) -> tuple[fx.GraphModule, 
     Raises:
         UntraceableError: if torch.fx cannot trace the model, or if evaluation has a BatchNorm of its own.
     """
-    with evaluating(model), remembering(model):
+    _check_modules(model)
+    with evaluating(model):
         in_evaluation, opaque = _graph_of(model, examples)
         training, _ = _graph_of(model.train(), examples, compare=False)
     twins = _merge(model, training, in_evaluation)
     for node in training.nodes:
         if node.op != "output" and not node.args and "input" in node.kwargs:  # layer(input=x) and such
             node.args, node.kwargs = (node.kwargs["input"],), {k: v for k, v in node.kwargs.items() if k != "input"}
-    graph_module = fx.GraphModule(model, training, type(model).__name__)
+    graph_module = PreparedGraph(model, training, type(model).__name__)
     _keep_state(model, graph_module)
+    for name in [name for name in graph_module._buffers if name.startswith("_tensor_constant")]:
+        graph_module._non_persistent_buffers_set.add(name)  # no state: forward made it
     _dropouts_become_modules(graph_module, twins)
     _outputs_by_mode(graph_module, in_evaluation, twins)
     graph_module.recompile()
@@ -69,6 +74,12 @@ def remembering(model: nn.Module) -> Iterator[None]:
     notes = [(module, {key: copy.copy(value) for key, value in _plain(module).items()}) for module in model.modules()]
     try:
         yield
+        for name, module in model.named_modules():
+            for key, value in (*module._buffers.items(), *module._parameters.items()):
+                if type(value) is not nn.Parameter and issubclass(type(value), fx.Proxy):
+                    raise UntraceableError(
+                        f"forward replaces {f'{name}.{key}'.lstrip('.')}, which a graph does not keep"
+                    )
     finally:
         for module, before in notes:
             for key in _plain(module):
@@ -86,31 +97,65 @@ def _plain(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _graph_of(model: nn.Module, examples: Examples, compare: bool = True) -> tuple[fx.Graph, dict[str, str]]:
+def _check_modules(model: nn.Module) -> None:
+    """Refuse modules whose behaviour a graph would lose.
+
+    Raises:
+        UntraceableError: naming the module.
+    """
+    for name, module in model.named_modules():
+        if type(module).train is not nn.Module.train:
+            raise UntraceableError(f"{name or type(model).__name__} overrides train(), which a graph does not keep")
+        hooked = module._backward_hooks or module._backward_pre_hooks
+        if hooked and any(True for _ in module.children()):
+            raise UntraceableError(
+                f"{name or type(model).__name__} carries backward hooks, which a graph does not keep"
+            )
+
+
+def _graph_of(model: nn.Module, examples: Examples | None, compare: bool = True) -> tuple[fx.Graph, dict[str, str]]:
     tracer = QuantTracer(examples)
     try:
-        with torch.random.fork_rng(devices=[]), factories_take_sizes():
+        with torch.random.fork_rng(devices=[]), factories_take_sizes(), remembering(model):
             torch.manual_seed(0)
             graph = tracer.trace(model)
+        if examples is not None and compare:
+            _check_answer(model, examples, tracer.answer(graph))
     except Exception as error:
         for name in [name for name in vars(model) if name.startswith("_tensor_constant")]:
             delattr(model, name)
         raise UntraceableError(f"torch.fx cannot trace {type(model).__name__}: {first_line(error)}") from error
     graph._tracer_cls = QuantTracer  # what unpickling traces with
-    if examples is not None and compare:
-        _check_answer(model, examples, tracer.answer(graph))
+    for node in graph.nodes:
+        if not is_foreign(node.target):  # torch.fx marks what a wrapped function returned, here an operation of its own
+            node.meta.pop("is_wrapped", None)
+    _merge_selections(graph)
     return graph, tracer.opaque
 
 
-def _check_answer(model: nn.Module, examples: dict[str, Any], traced: Any) -> None:
+def _merge_selections(graph: fx.Graph) -> None:
+    """One node for every item that is taken from a list or a mapping, so that it is quantized once."""
+    taken: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not operator.getitem or node.meta.get(FACTS) is None:
+            continue
+        source, index = node.args
+        if source.meta.get(FACTS, ()) is None and isinstance(index, (int, str)):
+            first = taken.setdefault((source, index), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+
+
+def _check_answer(model: nn.Module, examples: Examples, traced: Any) -> None:
     """Refuse a graph that computes something else: some Python code sees a proxy and says nothing.
 
     Raises:
         UntraceableError: if the graph's answer to the example inputs is not the model's.
     """
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), remembering(model):
         torch.manual_seed(0)
-        expected = model(**copied(examples))
+        expected = call_with(model, examples)
     ours, theirs = (
         [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)] for value in (traced, expected)
     )
@@ -119,14 +164,7 @@ def _check_answer(model: nn.Module, examples: dict[str, Any], traced: Any) -> No
         for a, b in zip(ours, theirs, strict=True)
     )
     if not same:
-        raise UntraceableError(
-            f"the graph that torch.fx makes of {type(model).__name__} answers the example inputs otherwise than it does"
-        )
-
-
-def copied(values: Any) -> Any:
-    """The same values with copies of the tensors, since a model may write into its inputs."""
-    return pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, values)
+        raise UntraceableError("its graph answers the example inputs otherwise than the model itself")
 
 
 def _keep_state(model: nn.Module, graph_module: fx.GraphModule) -> None:
@@ -171,6 +209,7 @@ def _merge(model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> dict[f
         if candidates:
             twins[node] = candidates.pop(0)
             continue
+        _check_side_effects(node, "evaluation", model)
         if node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), _BatchNorm):
             raise UntraceableError(
                 f"{type(model).__name__} applies {node.target} to something else in evaluation than in training, and"
@@ -178,7 +217,26 @@ def _merge(model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> dict[f
             )
         with training.inserting_before(end):
             twins[node] = training.node_copy(node, lambda argument: twins[argument])
+    shared = set(twins.values())
+    for node in training.nodes:
+        if node not in shared and node.op != "output":
+            _check_side_effects(node, "training", model)
     return twins
+
+
+def _check_side_effects(node: fx.Node, mode: str, model: nn.Module) -> None:
+    """Refuse what one mode alone does if it changes the model: in one graph, the other mode would do it too.
+
+    Raises:
+        UntraceableError: if it does.
+    """
+    target = node.args[0] if node.args else None
+    while isinstance(target, fx.Node) and target.op in ("call_method", "call_function") and target.args:
+        target = target.args[0]
+    writes = changes_in_place(node) and isinstance(target, fx.Node) and target.op == "get_attr"
+    normalises = node.target is F.batch_norm
+    if writes or normalises:
+        raise UntraceableError(f"{type(model).__name__} changes its own state ({node.name}) in {mode} only")
 
 
 def _what(node: fx.Node, twins: dict[fx.Node, fx.Node], model: nn.Module) -> Any:

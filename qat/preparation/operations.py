@@ -1,12 +1,15 @@
 """Which operations carry a grid through, which compute on quantized operands: the tables behind the placement."""
 
 import operator
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.preparation.nodes import FACTS, is_call
+from qat.target_profile import Operation
 
 PASSING_MODULES = (
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
@@ -28,24 +31,69 @@ PASSING_METHODS = {
 SPLITTING_FUNCTIONS = {torch.chunk, torch.split}
 SPLITTING_METHODS = {"chunk", "split"}
 
-PRODUCT_FUNCTIONS = {operator.matmul, torch.matmul, torch.bmm, torch.mm, torch.einsum}
-PRODUCT_METHODS = {"matmul", "bmm", "mm", "__matmul__"}
+Calls = tuple[tuple[type[nn.Module], ...], set[Any], set[str]]
+"""Modules, functions and tensor methods that do the same."""
 
-JOINING_FUNCTIONS = {
-    operator.add, operator.iadd, torch.add, operator.mul, operator.imul, torch.mul, operator.sub, operator.isub,
-    torch.sub, torch.cat, torch.concat, torch.stack,
-}  # fmt: skip
-JOINING_METHODS = {"add", "add_", "mul", "mul_", "sub", "sub_"}
+PRODUCTS: Calls = (
+    (),
+    {operator.matmul, torch.matmul, torch.bmm, torch.mm, torch.einsum},
+    {"matmul", "bmm", "mm", "__matmul__"},
+)
 
-AVERAGING_MODULES = (
-    nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
-    nn.Upsample,
-)  # fmt: skip
-AVERAGING_FUNCTIONS = {
-    torch.mean, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d,
-    F.adaptive_avg_pool3d, F.interpolate,
+FLOAT_PRODUCTS = {
+    torch.addmm, torch.addbmm, torch.baddbmm, torch.tensordot, torch.mv, torch.dot, F.bilinear, F.conv1d, F.conv2d,
+    F.conv3d,
+    F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear, F.embedding, F.embedding_bag,
 }  # fmt: skip
-AVERAGING_METHODS = {"mean"}
+"""Products that stay in float as functions; linear ones and convolutions where their weight is no parameter."""
+
+JOINING: dict[Operation, Calls] = {
+    "add": ((), {operator.add, operator.iadd, torch.add}, {"add", "add_"}),
+    "sub": ((), {operator.sub, operator.isub, torch.sub}, {"sub", "sub_"}),
+    "mul": ((), {operator.mul, operator.imul, torch.mul}, {"mul", "mul_"}),
+    "div": ((), {operator.truediv, operator.itruediv, torch.div}, {"div", "div_"}),
+    "maximum": ((), {torch.maximum}, {"maximum"}),
+    "minimum": ((), {torch.minimum}, {"minimum"}),
+    "cat": ((), {torch.cat, torch.concat}, set()),
+    "stack": ((), {torch.stack}, set()),
+}
+"""Operations of several tensors: integers if all of them and the result are quantized."""
+
+AVERAGING: dict[Operation, Calls] = {
+    "avg_pool": (
+        (
+            nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
+            nn.AdaptiveAvgPool3d,
+        ),
+        {
+            F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d,
+            F.adaptive_avg_pool3d,
+        },
+        set(),
+    ),
+    "mean": ((), {torch.mean}, {"mean"}),
+    "interpolate": ((nn.Upsample,), {F.interpolate}, set()),
+}  # fmt: skip
+"""Operations of one tensor that are linear: integers if it and the result are quantized."""
+
+CURVES: dict[Operation, Calls] = {
+    "softmax": ((nn.Softmax,), {F.softmax, torch.softmax}, {"softmax"}),
+    "log_softmax": ((nn.LogSoftmax,), {F.log_softmax, torch.log_softmax}, {"log_softmax"}),
+    "sigmoid": ((nn.Sigmoid,), {F.sigmoid, torch.sigmoid}, {"sigmoid", "sigmoid_"}),
+    "tanh": ((nn.Tanh,), {F.tanh, torch.tanh}, {"tanh", "tanh_"}),
+    "hardsigmoid": ((nn.Hardsigmoid,), {F.hardsigmoid}, set()),
+    "hardswish": ((nn.Hardswish,), {F.hardswish}, set()),
+    "silu": ((nn.SiLU,), {F.silu}, set()),
+    "gelu": ((nn.GELU,), {F.gelu}, set()),
+    "elu": ((nn.ELU,), {F.elu}, set()),
+    "mish": ((nn.Mish,), {F.mish}, set()),
+    "leaky_relu": ((nn.LeakyReLU,), {F.leaky_relu}, set()),
+    "prelu": ((nn.PReLU,), {F.prelu}, set()),
+    "layer_norm": ((nn.LayerNorm,), {F.layer_norm}, set()),
+    "group_norm": ((nn.GroupNorm,), {F.group_norm}, set()),
+    "instance_norm": ((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), {F.instance_norm}, set()),
+}
+"""Operations that are float between integers, unless the target has no float arithmetic at all."""
 
 RELU_MODULES = (nn.ReLU, nn.ReLU6, nn.Hardtanh)
 RELU_FUNCTIONS = {F.relu, F.relu_, torch.relu, F.relu6, F.hardtanh, torch.clamp}
@@ -61,6 +109,8 @@ def passes_grid(node: fx.Node, graph_module: fx.GraphModule) -> bool:
     """Whether the output's values all stand on the grid of the first input: reshaping, selecting, max pooling."""
     if node.target is F.pad:
         return _pads_with_zero(node)
+    if node.target is getattr:
+        return node.args[1] in ("T", "mT")
     if node.target is operator.getitem:
         source, index = node.args
         several = not isinstance(source, fx.Node) or source.meta.get(FACTS, ()) is None
@@ -83,17 +133,12 @@ def _pads_with_zero(node: fx.Node) -> bool:
 
 def is_product(node: fx.Node, graph_module: fx.GraphModule) -> bool:
     """Whether the operation multiplies matrices: it runs in integers when its operands are quantized."""
-    return is_call(node, (), PRODUCT_FUNCTIONS, PRODUCT_METHODS, graph_module)
+    return is_call(node, *PRODUCTS, graph_module)
 
 
-def is_joining(node: fx.Node, graph_module: fx.GraphModule) -> bool:
-    """Whether the operation joins several tensors: integers if all of them and its result are quantized."""
-    return is_call(node, (), JOINING_FUNCTIONS, JOINING_METHODS, graph_module)
-
-
-def is_averaging(node: fx.Node, graph_module: fx.GraphModule) -> bool:
-    """Whether the operation takes averages of one tensor: integers if that and its result are quantized."""
-    return is_call(node, AVERAGING_MODULES, AVERAGING_FUNCTIONS, AVERAGING_METHODS, graph_module)
+def operation_of(node: fx.Node, graph_module: fx.GraphModule, table: Mapping[Operation, Calls]) -> Operation | None:
+    """Which operation of a table a node is; None if it is none of them."""
+    return next((name for name, calls in table.items() if is_call(node, *calls, graph_module)), None)
 
 
 def changes_in_place(node: fx.Node) -> bool:

@@ -1,7 +1,6 @@
 """Models that torch.fx cannot trace as a whole: their largest traceable submodules, and the rest layer by layer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,37 +9,16 @@ from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
+from qat.preparation.examples import bind_arguments, call_with
 from qat.preparation.fusion import refusal, swappable_layers
-from qat.preparation.graph import bind_arguments, prepare_graph
-from qat.preparation.kinds import float_kind, make_twin
+from qat.preparation.graph import prepare_graph
+from qat.preparation.kinds import COMPOSITES, float_kind, make_twin
 from qat.preparation.modes import UntraceableError
 from qat.preparation.report import LAYERS, LEFT_IN_FLOAT
 from qat.quantizer import create_quantizer
-from qat.recipe import LayerRecipe, QuantRecipe
+from qat.recipe import AnyRecipe, QuantRecipe, ScopedRecipe
 
 Calls = Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]
-
-
-@dataclass(frozen=True)
-class ScopedRecipe:
-    """A recipe as one submodule sees it: its layers' names are those in the whole model."""
-
-    recipe: QuantRecipe
-    prefix: str
-
-    @property
-    def activation(self) -> Any:
-        """Grid of activations."""
-        return self.recipe.activation
-
-    @property
-    def target(self) -> Any:
-        """The runtime."""
-        return self.recipe.target
-
-    def for_layer(self, name: str, *rest: Any, **named: Any) -> LayerRecipe:
-        """The grids of a layer of the submodule."""
-        return self.recipe.for_layer(f"{self.prefix}.{name}", *rest, **named)
 
 
 def prepare_parts(root: nn.Module, recipe: QuantRecipe, examples: dict[str, Any] | None, reason: str) -> nn.Module:
@@ -58,6 +36,13 @@ def prepare_parts(root: nn.Module, recipe: QuantRecipe, examples: dict[str, Any]
     calls = None if examples is None else record_calls(root, examples)
     left = {"(the model)": f"prepared in parts, since {reason}"}
     done: dict[int, nn.Module] = {}
+    for name in ("first_bits", "last_bits"):
+        if getattr(recipe, name) is not None:
+            raise ValueError(
+                f"prepare: {name}={getattr(recipe, name)} needs a model with one graph, and {reason}; use overrides"
+            )
+    if float_kind(root) in COMPOSITES:
+        return _layer(root, "", recipe, {})
     layers = {name: type(layer).__name__ for name, layer in swappable_layers(root)}
     _visit(root, "", ScopedRecipe(recipe, ""), calls, left, done)
     setattr(root, LEFT_IN_FLOAT, left)
@@ -94,7 +79,7 @@ def record_calls(model: nn.Module, examples: dict[str, Any]) -> Calls:
     ]
     try:
         with evaluating(model), torch.no_grad():
-            model(**examples)
+            call_with(model, examples)
     finally:
         for hook in hooks:
             hook.remove()
@@ -114,7 +99,9 @@ def _visit(
         module.activation_relu_or_gelu = 0
     if isinstance(module, nn.TransformerEncoder):
         module.enable_nested_tensor = module.use_nested_tensor = False
-    for key, child in list(module.named_children()):
+    for key, child in list(module._modules.items()):
+        if child is None:
+            continue
         name = f"{path}.{key}" if path else key
         if not any(True for _ in swappable_layers(child)):
             continue
@@ -150,7 +137,7 @@ def _part(
     return part.train(child.training)
 
 
-def _layer(layer: nn.Module, name: str, recipe: QuantRecipe, left: dict[str, str]) -> nn.Module:
+def _layer(layer: nn.Module, name: str, recipe: AnyRecipe, left: dict[str, str]) -> nn.Module:
     """The layer's twin with a quantizer of its own for its input, or the layer itself with the reason in `left`."""
     reason = refusal(name, layer, recipe)
     if reason is not None:

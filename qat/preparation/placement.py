@@ -7,7 +7,7 @@ tensors in between, and so is add -> ReLU. So a residual block of convolutions s
 while the residual stream of a transformer, which only norms read, stays in float.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
 
@@ -15,9 +15,18 @@ from qat.layers import QuantFunction, QuantLayer
 from qat.layers.function import CONVOLUTIONS
 from qat.preparation.constants import constant_nodes
 from qat.preparation.nodes import free_name, model_device, scope_of, submodule_of, tensor_nodes
-from qat.preparation.operations import changes_in_place, is_averaging, is_joining, is_product, is_relu, passes_grid
+from qat.preparation.operations import (
+    AVERAGING,
+    CURVES,
+    JOINING,
+    changes_in_place,
+    is_product,
+    is_relu,
+    operation_of,
+    passes_grid,
+)
 from qat.quantizer import Quantizer, create_quantizer
-from qat.recipe import QuantRecipe
+from qat.recipe import AnyRecipe
 from qat.spec import QuantSpec
 
 
@@ -29,9 +38,10 @@ class Placement:
         recipe: which grid a tensor gets.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, recipe: QuantRecipe) -> None:
+    def __init__(self, graph_module: fx.GraphModule, recipe: AnyRecipe) -> None:
         self.graph_module = graph_module
         self.recipe = recipe
+        self.profile = recipe.profile
         self.tensors = tensor_nodes(graph_module.graph)
         self.constants = constant_nodes(graph_module.graph)
         self.nodes = list(graph_module.graph.nodes)
@@ -48,6 +58,8 @@ class Placement:
     def _demand(self, reader: fx.Node, operand: fx.Node) -> list[QuantSpec]:
         """The grid that a reader asks for on one of its operands, as a list of one; empty if it computes in float."""
         module = submodule_of(self.graph_module, reader)
+        if reader in self.constants:
+            return []
         if isinstance(module, QuantLayer):
             inputs = reader.args[: len(module.grid_arguments)]
             kind = module.float_type if not isinstance(module, QuantFunction) else module.kind
@@ -55,17 +67,25 @@ class Placement:
             return [chosen] if operand in inputs else []
         if is_product(reader, self.graph_module):
             return [self.recipe.activation]
+        if self.profile.quantizes_outputs:
+            return [self.recipe.activation] if self._has_no_float(reader) else []
         if operand in self.constants or not self._takes_grids(reader):
             return []
         return [self.recipe.activation] if self._is_wanted(reader) else []
 
+    def _has_no_float(self, reader: fx.Node) -> bool:
+        """On a target without float arithmetic: every operation, and the model's outputs."""
+        known = {**JOINING, **AVERAGING, **CURVES}
+        return reader.op == "output" or operation_of(reader, self.graph_module, known) is not None
+
     def _takes_grids(self, node: fx.Node) -> bool:
         """Whether it runs in integers if its result is read as such: with no parameter or number among its terms."""
-        if is_averaging(node, self.graph_module):
-            return True
+        averages = operation_of(node, self.graph_module, AVERAGING)
+        joins = operation_of(node, self.graph_module, JOINING)
+        if averages or joins in self.profile.float_operations or joins is None:
+            return averages is not None and averages not in self.profile.float_operations
         operands = [operand for operand in node.all_input_nodes if operand in self.tensors]
-        joins = is_joining(node, self.graph_module) and len(operands) > 1
-        return joins and not self.constants.intersection(operands)
+        return len(operands) > 1 and not self.constants.intersection(operands)
 
     def _is_wanted(self, node: fx.Node) -> bool:
         """Whether the result is read as integers, at once or behind a ReLU."""
@@ -88,7 +108,7 @@ class Placement:
         return is_convolution(module) and bool(ends) and not followed
 
 
-def place_quantizers(graph_module: fx.GraphModule, recipe: QuantRecipe) -> dict[str, str]:
+def place_quantizers(graph_module: fx.GraphModule, recipe: AnyRecipe) -> dict[str, str]:
     """Insert activation quantizers and hand every quantized layer the grid of its input.
 
     Args:
@@ -100,23 +120,59 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: QuantRecipe) -> dict[
     """
     placement = Placement(graph_module, recipe)
     compromises: dict[str, str] = {}
-    chosen_specs = {
-        node: placement.demands(node)
+    wanted = {
+        node: specs
         for node in placement.nodes
-        if node in placement.tensors and not passes_grid(node, graph_module)
+        if node in placement.tensors and not passes_grid(node, graph_module) and (specs := placement.demands(node))
     }
-    for node, wanted in chosen_specs.items():
-        if wanted:
-            chosen = max(wanted, key=lambda spec: spec.bits)
-            name = _insert_quantizer(node, chosen, graph_module)
-            others = sorted({str(spec) for spec in wanted if spec != chosen})
-            if others:
-                compromises[name] = f"shared with a reader that asked for {', '.join(others)}"
+    for group in shared_grids(wanted, placement):
+        specs = [spec for node in group for spec in wanted[node]]
+        chosen = max(specs, key=lambda spec: spec.bits)
+        name = _insert_quantizer(group[0], chosen, graph_module)
+        for node in group[1:]:
+            _insert_call(node, name, graph_module)
+        others = sorted({str(spec) for spec in specs if spec != chosen})
+        if others:
+            compromises[name] = f"shared with a reader that asked for {', '.join(others)}"
     for node in list(graph_module.graph.nodes):
         module = submodule_of(graph_module, node)
         if isinstance(module, QuantLayer):
             _hand_grids(node, module, graph_module)
     return compromises
+
+
+def shared_grids(wanted: Mapping[fx.Node, list[QuantSpec]], placement: Placement) -> list[list[fx.Node]]:
+    """The tensors to quantize, in groups of one grid: what the target wants inputs and result of an operation on."""
+    group_of = {node: [node] for node in wanted}
+    table = {**JOINING, **AVERAGING}
+    for node in placement.nodes:
+        if operation_of(node, placement.graph_module, table) not in placement.profile.shared_grids:
+            continue
+        around = [_producer(operand, placement.graph_module) for operand in node.all_input_nodes]
+        tied = [end for end in (*around, _end_of_chain(node, placement.graph_module)) if end in wanted]
+        for other in tied[1:]:
+            first, second = group_of[tied[0]], group_of[other]
+            if first is not second:
+                first.extend(second)
+                for member in second:
+                    group_of[member] = first
+    order = {node: position for position, node in enumerate(placement.nodes)}
+    groups = {id(group): sorted(group, key=order.__getitem__) for group in group_of.values()}
+    return list(groups.values())
+
+
+def _producer(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node:
+    """Where the values of a tensor were made, looking through what only moves them."""
+    while passes_grid(node, graph_module) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _end_of_chain(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node:
+    """The last ReLU behind an operation, or the operation itself: where its quantizer stands."""
+    while len(node.users) == 1 and is_relu(reader := next(iter(node.users)), graph_module):
+        node = reader
+    return node
 
 
 def is_convolution(module: nn.Module | None) -> bool:
@@ -157,6 +213,12 @@ def _insert_quantizer(node: fx.Node, spec: QuantSpec, graph_module: fx.GraphModu
         graph_module.add_submodule(name, create_quantizer(spec, "activation", (), model_device(graph_module)))
     except ValueError as error:
         raise ValueError(f"prepare: {name} (activation): {error}") from error
+    _insert_call(node, name, graph_module)
+    return name
+
+
+def _insert_call(node: fx.Node, name: str, graph_module: fx.GraphModule) -> None:
+    """Call the quantizer behind the last change of the tensor, and let all who read it later read the result."""
     changes = [change for change in changes_of(node, graph_module) if change is not node]
     order = {other: position for position, other in enumerate(graph_module.graph.nodes)}
     last = max([node, *changes], key=order.__getitem__)
@@ -164,7 +226,6 @@ def _insert_quantizer(node: fx.Node, spec: QuantSpec, graph_module: fx.GraphModu
         quantized = graph_module.graph.call_module(name, (node,))
     for user in [user for user in node.users if user is not quantized and order[user] > order[last]]:
         user.replace_input_with(node, quantized)
-    return name
 
 
 def _producer_name(node: fx.Node, graph_module: fx.GraphModule) -> str:

@@ -2,44 +2,76 @@
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
+from qat.preparation.examples import Examples, bind_inputs, call_with
 from qat.preparation.fusion import check_patterns
-from qat.preparation.graph import bind_inputs, prepare_graph
+from qat.preparation.graph import prepare_graph
+from qat.preparation.kinds import COMPOSITES, float_kind
 from qat.preparation.modes import UntraceableError
 from qat.preparation.parts import prepare_parts
 from qat.preparation.report import LAYERS, noted
+from qat.preparation.table import summary
 from qat.quantizer import Quantizer
 from qat.recipe import QuantRecipe
+
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
+
+
+@overload
+def prepare(
+    model: nn.Module,
+    recipe: QuantRecipe | None = None,
+    example_inputs: Inputs | None = None,
+    *,
+    dry_run: Literal[False] = False,
+) -> nn.Module: ...
+
+
+@overload
+def prepare(
+    model: nn.Module, recipe: QuantRecipe | None = None, example_inputs: Inputs | None = None, *, dry_run: Literal[True]
+) -> str: ...
 
 
 def prepare(
     model: nn.Module,
     recipe: QuantRecipe | None = None,
-    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
-) -> nn.Module:
+    example_inputs: Inputs | None = None,
+    *,
+    dry_run: bool = False,
+) -> nn.Module | str:
     """A copy of the model with quantized layers and quantizers; the float model is untouched.
 
-    Every tensor that a quantized layer or an integer operation reads gets one quantizer, at its producer. A
-    BatchNorm directly behind a convolution is handed to it and folds into its scale. Module names and state-dict
-    keys of the float model stay; quantizers add theirs.
+    Every tensor that a quantized layer or a matrix product reads gets one quantizer, at its producer; sums,
+    concatenations and averages compute on grids where their result is read as integers. A BatchNorm directly behind a
+    layer is handed to it and folds into its scale. Weights that functions read (`F.linear(x, self.qkv.weight)`) are
+    quantized where they are read, attention is taken apart into its products. Module names and state-dict keys of the
+    float model stay; quantizers add theirs. `qat.summary` says what stays float, and why.
+
+    Where torch.fx cannot trace the model, its largest traceable submodules are prepared, and other layers one by one;
+    the model is then of its own class, with prepared parts inside.
 
     Args:
-        model: a float model that torch.fx can trace.
+        model: a float model.
         recipe: the grids; default: 8-bit weights per channel, 8-bit unsigned activations with a zero point.
-        example_inputs: a tensor or a tuple of arguments; if given, a probe forward proves that every quantizer runs.
+        example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments. With them, decisions on
+            sizes can be traced (windows, padding to a multiple), the graph is compared with the model, and a run
+            proves that every quantizer runs. Without, a model that decides on sizes is prepared in parts.
+        dry_run: return only the table that `qat.summary` would print.
 
     Returns:
-        The prepared model, in the train or eval mode of the float one. Call `calibrate` next.
+        The prepared model, in the train or eval mode of the float one. Call `calibrate` next. With dry_run, a text.
 
     Raises:
-        ValueError: if the model is prepared already, cannot be traced, has nothing to quantize, if a pattern of the
-            recipe names no layer, or if a quantizer does not run in the probe.
+        ValueError: if the model is prepared already, has nothing to quantize, if a pattern of the recipe names no
+            layer, if the example inputs do not fit, or if a quantizer does not run with them.
 
     >>> float_model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
     >>> model = prepare(float_model, example_inputs=torch.randn(1, 3, 6, 6))
@@ -48,11 +80,16 @@ def prepare(
     """
     if any(isinstance(module, (Quantizer, QuantLayer)) for module in model.modules()):
         raise ValueError("prepare: the model holds quantizers already; prepare takes the float model")
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ValueError(f"prepare: {lazy[0]!r} has no shape yet; run the model once before it is prepared")
     recipe = recipe or QuantRecipe()
     root = _copy_of(model)
     examples = None if example_inputs is None else bind_inputs(root, example_inputs)
     prepared: nn.Module
     try:
+        if float_kind(root) in COMPOSITES:
+            raise UntraceableError(f"{type(root).__name__} is one layer")
         prepared = prepare_graph(root, recipe, examples)
     except UntraceableError as error:
         # From a fresh copy, for tracing may leave proxies in what a model remembers.
@@ -64,7 +101,7 @@ def prepare(
     prepared.train(model.training)
     if examples is not None:
         probe(prepared, examples)
-    return prepared
+    return summary(prepared) if dry_run else prepared
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
@@ -73,13 +110,19 @@ def _copy_of(model: nn.Module) -> nn.Module:
     except RuntimeError as error:
         if "graph leaves" not in str(error):
             raise
+        old = [name for name, module in model.named_modules() if hasattr(module, "weight_g")]
+        if old:
+            raise ValueError(
+                f"prepare: {old[0]!r} cannot be copied, for torch.nn.utils.weight_norm made its weight; use"
+                " torch.nn.utils.parametrizations.weight_norm instead"
+            ) from error
         raise ValueError(
             f"prepare: {type(model).__name__} cannot be copied, for it keeps a tensor of an earlier forward that has a"
             " gradient history; prepare it before its first forward, or run that under torch.no_grad()"
         ) from error
 
 
-def probe(model: nn.Module, examples: dict[str, Any]) -> None:
+def probe(model: nn.Module, examples: Examples) -> None:
     """Run the model once, in evaluation, and make sure that every quantizer of an activation saw a tensor."""
     silent = {name for name, module in model.named_modules() if isinstance(module, Quantizer)}
     hooks = [
@@ -93,7 +136,7 @@ def probe(model: nn.Module, examples: dict[str, Any]) -> None:
         for quantizer in quantizers:
             quantizer._is_calibrated = True  # the probe is no use of the model: no warning
         with evaluating(model), torch.no_grad():
-            model(**examples)
+            call_with(model, examples)
     finally:
         for hook in hooks:
             hook.remove()

@@ -12,7 +12,7 @@ from qat.layers.function import FLOAT_KINDS
 from qat.preparation.attention import LAYER_NAME
 from qat.preparation.constants import constant_nodes, constant_values
 from qat.preparation.nodes import free_name, scope_of
-from qat.recipe import QuantRecipe
+from qat.recipe import AnyRecipe
 
 CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 READING: dict[Any, tuple[str, ...]] = {
@@ -22,6 +22,10 @@ READING: dict[Any, tuple[str, ...]] = {
     F.conv3d: CONVOLUTION_ARGUMENTS,
 }
 """Functions that become quantized layers where they read a weight, and the names of their arguments."""
+
+
+EXPLAINED = "qat_explained"
+"""Key of node.meta: the function stays in float, and the reason is noted under the layer's name."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def find_reads(graph_module: fx.GraphModule, root: nn.Module) -> list[Read]:
     return found
 
 
-def quantize_reads(graph_module: fx.GraphModule, reads: list[Read], recipe: QuantRecipe, left: dict[str, str]) -> None:
+def quantize_reads(graph_module: fx.GraphModule, reads: list[Read], recipe: AnyRecipe, left: dict[str, str]) -> None:
     """Make every function that reads a parameter as its weight a quantized layer, in place.
 
     A weight that is read whole, from a linear layer, makes that layer the quantized one; else a `QuantFunction` takes
@@ -81,8 +85,11 @@ def quantize_reads(graph_module: fx.GraphModule, reads: list[Read], recipe: Quan
         layer_recipe = recipe.for_layer(read.name, read.kind)
         if layer_recipe.skipped_by is not None:
             left[read.name] = f"skipped by the recipe's pattern {layer_recipe.skipped_by!r}"
+            read.node.meta[EXPLAINED] = True
             continue
         left.pop(read.name, None)
+        for owner in _owners(read.given["weight"]):  # its own forward may never run, its weight is quantized here
+            left.pop(owner, None)
         present = _present(graph_module, read.name)
         if isinstance(present, QuantLayer):  # called or read before: one layer, one weight quantizer
             _replace(read, graph_module)
@@ -112,17 +119,27 @@ def _function(read: Read, weight: Tensor, spec: Any) -> QuantFunction:
 
 
 def _replace(read: Read, graph_module: fx.GraphModule) -> None:
-    bias = read.given.get("bias")
+    # Its arguments may be reads that became layers since.
+    given = {**dict(zip(READING[read.node.target], read.node.args, strict=False)), **read.node.kwargs}
+    bias = given.get("bias")
     own = isinstance(bias, fx.Node) and bias.op == "get_attr" and bias.target == f"{read.name}.bias"
     with graph_module.graph.inserting_before(read.node):
         if read.layer is None:
-            call = graph_module.graph.call_module(read.name, (read.given["input"], read.given["weight"], bias))
+            call = graph_module.graph.call_module(read.name, (given["input"], given["weight"], bias))
         else:
-            kwargs = {} if bias is None or own else {"bias": bias}
-            call = graph_module.graph.call_module(read.name, (read.given["input"],), kwargs)
+            kwargs: dict[str, Any] = {} if bias is None or own else {"bias": bias}
+            call = graph_module.graph.call_module(read.name, (given["input"],), kwargs)
     call.meta = dict(read.node.meta)
     read.node.replace_all_uses_with(call)
     graph_module.graph.erase_node(read.node)
+
+
+def _owners(weight: fx.Node) -> set[str]:
+    """The modules whose parameters a weight is made of."""
+    if weight.op == "get_attr":
+        return {str(weight.target).rpartition(".")[0]}
+    made = {str(weight.target).rpartition(".parametrizations.")[0]} if weight.op == "call_module" else set()
+    return made.union(*(_owners(source) for source in weight.all_input_nodes))
 
 
 def _reader(node: fx.Node, given: dict[str, Any], root: nn.Module) -> tuple[str, nn.Linear | None]:
@@ -135,7 +152,7 @@ def _reader(node: fx.Node, given: dict[str, Any], root: nn.Module) -> tuple[str,
         if plain and attribute == "weight" and (bias is not None or layer.bias is None):
             assert isinstance(layer, nn.Linear)
             return owner, layer
-    wanted = node.meta.get(LAYER_NAME) or getattr(node.target, "__name__", "function")
+    wanted = str(node.meta.get(LAYER_NAME) or getattr(node.target, "__name__", "function"))
     scope = scope_of(node)
     return (f"{scope}.{wanted}" if scope else wanted), None
 

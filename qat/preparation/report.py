@@ -1,22 +1,21 @@
 """What preparing a model noted down: the layers that stay in float with the reason, and grids that were compromises."""
 
-from torch import fx, nn
+from torch import nn
 
 LEFT_IN_FLOAT = "qat_left_in_float"
-"""Key of GraphModule.meta, attribute of a model prepared in parts: layer name to the reason why it stays in float."""
+"""Attribute of a prepared model, and of each of its parts: layer name to the reason why it stays in float."""
 
 COMPROMISES = "qat_compromises"
-"""Key of GraphModule.meta: quantizer name to the grid that another reader of its tensor had asked for."""
+"""Attribute: quantizer name to the grid that another reader of its tensor had asked for."""
 
 LAYERS = "qat_layers"
-"""Key of GraphModule.meta: all layers that a recipe could speak of, those in float included, name to float class."""
+"""Attribute: all layers that a recipe could speak of, those in float included, name to float class."""
 
 
 def noted(model: nn.Module, key: str) -> dict[str, str]:
-    """What was noted under a key for the model and for all graph modules in it, by full name."""
-    found: dict[str, str] = dict(vars(model).get(key, {}))
+    """What was noted under a key for the model and for all parts in it, by full name."""
+    found: dict[str, str] = {}
     for prefix, module in model.named_modules():
-        if isinstance(module, fx.GraphModule):
-            notes = module.meta.get(key, {})
-            found |= {f"{prefix}.{name}" if prefix else name: note for name, note in notes.items()}
+        notes = vars(module).get(key, {})
+        found |= {f"{prefix}.{name}" if prefix else name: note for name, note in notes.items()}
     return found

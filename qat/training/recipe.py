@@ -12,6 +12,7 @@ from qat.evaluating import evaluating
 from qat.export.integer import MOST_BITS
 from qat.export.onnx import keeps_to_its_grid
 from qat.preparation.nodes import model_device
+from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer.registry import quantizer_class
 from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec
@@ -49,11 +50,16 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
         raise UserError(f"quantization: {error}") from error
 
 
-def prepare_model(model: nn.Module, config: RunConfig) -> fx.GraphModule:
+def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
     """`qat.prepare` with the config's recipe; called before the float training too, so that mistakes show at once.
 
     Raises:
         UserError: if the model cannot be prepared, or not exported although the config asks for it.
+
+    Args:
+        model: the float model.
+        config: its recipe, and whether to export.
+        image_shape: (channels, height, width) of the data; decisions of the model on sizes are taken as for these.
     """
     recipe = build_recipe(config.quantization)
     rules = {"weight": recipe.weight.rule, "activation": recipe.activation.rule}
@@ -63,12 +69,16 @@ def prepare_model(model: nn.Module, config: RunConfig) -> fx.GraphModule:
         except ValueError as error:
             raise UserError(f"quantization.{tensor}.rule: {error}") from error
     try:
-        prepared = qat.prepare(model, recipe)
+        generator = torch.Generator().manual_seed(0)
+        prepared = qat.prepare(model, recipe, torch.rand(2, *image_shape, generator=generator))
     except ValueError as error:
         raise UserError(f"quantization: {error}") from error
     except Exception as error:  # a model of the user's own: what fx and the placement do not know, they stumble over
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"quantization: {config.model.name} cannot be prepared ({said})") from error
+    if config.export.onnx and not isinstance(prepared, fx.GraphModule):
+        why = noted(prepared, LEFT_IN_FLOAT).get("(the model)", "it has no one graph")
+        raise UserError(f"export.onnx: {config.model.name} cannot be written as one file: {why}; use export.onnx=false")
     _try_rules(prepared, config.export.onnx)
     if config.export.onnx:
         for name, module in prepared.named_modules():
@@ -77,7 +87,7 @@ def prepare_model(model: nn.Module, config: RunConfig) -> fx.GraphModule:
     return prepared
 
 
-def _try_rules(prepared: fx.GraphModule, exports: bool) -> None:
+def _try_rules(prepared: nn.Module, exports: bool) -> None:
     """Run a copy of every quantizer once, so that a rule of the user's own fails before the float training.
 
     Raises:

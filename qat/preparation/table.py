@@ -4,6 +4,7 @@ from torch import fx, nn
 
 from qat.layers import QuantLayer
 from qat.preparation.fusion import swappable_layers
+from qat.preparation.kinds import COMPOSITE_TWINS
 from qat.preparation.nodes import submodule_of
 from qat.preparation.report import COMPROMISES, LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer
@@ -33,7 +34,7 @@ def summary(model: nn.Module) -> str:
     remarks = {**_grids(model), **noted(model, COMPROMISES)}
     reasons = noted(model, LEFT_IN_FLOAT)
     for name, _ in swappable_layers(model):
-        if not isinstance(model.get_submodule(name), QuantLayer):
+        if not isinstance(model.get_submodule(name), (QuantLayer, *COMPOSITE_TWINS)):
             reasons.setdefault(name, "the reason was not kept")
     rows = [_row(name, module, remarks) for name, module in _in_order(model)]
     rows += [_float_row(name, model, reason) for name, reason in reasons.items()]
@@ -61,7 +62,7 @@ def _grids(model: nn.Module) -> dict[str, str]:
         for node in model.graph.nodes:
             if isinstance(submodule_of(model, node), QuantLayer):
                 handed = {key: str(value.target) for key, value in node.kwargs.items()}
-                text = f"input: {handed['grid']}"
+                text = f"input: {handed['grid']}" if "grid" in handed else "input: indices"
                 found[str(node.target)] = f"{text}, folds {handed['norm']}" if "norm" in handed else text
     return found
 

@@ -1,0 +1,69 @@
+"""ONNX Runtime: a session, what it is fed, and what it answers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def open_session(model: bytes, optimize: bool = True, optimized: Path | None = None) -> Any:
+    """A session on the CPU.
+
+    Args:
+        model: the file's content.
+        optimize: with ONNX Runtime's default graph optimisation, or with none.
+        optimized: where to write the optimised graph, if anywhere.
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # its warnings about saved optimised graphs are not the user's concern
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if optimized is not None:
+        options.optimized_model_filepath = str(optimized)
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def answers(session: Any, inputs: Any, names: list[str] | None = None) -> list[Tensor]:
+    """What the session answers.
+
+    Args:
+        session: of ONNX Runtime.
+        inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments, as `export_onnx` was given.
+        names: the outputs to return; None: all of the model's.
+    """
+    results = session.run(names, _feed(session, inputs))
+    return [torch.from_numpy(np.asarray(result)) for result in results]
+
+
+def call(model: torch.nn.Module, inputs: Any, device: torch.device) -> Any:
+    """The model's own answer to inputs of these forms."""
+    moved = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
+    if isinstance(moved, Mapping):
+        return model(**moved)
+    return model(*moved) if isinstance(moved, tuple) else model(moved)
+
+
+def output_tensors(answer: Any) -> list[Tensor]:
+    """The tensors of a model's answer, in the order of the file's outputs."""
+    return [leaf.float().cpu() for leaf in pytree.tree_leaves(answer) if isinstance(leaf, Tensor)]
+
+
+def _feed(session: Any, inputs: Any) -> dict[str, Any]:
+    names = [declared.name for declared in session.get_inputs()]
+    if isinstance(inputs, Mapping) and set(names) <= set(inputs):
+        values = [inputs[name] for name in names]
+    else:
+        values = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    if len(values) != len(names):
+        raise ValueError(f"the file has {len(names)} inputs ({', '.join(names)}), and {len(values)} tensors were given")
+    arrays = (value.detach().cpu() for value in values)
+    return {
+        name: (array.float() if array.is_floating_point() else array).contiguous().numpy()
+        for name, array in zip(names, arrays, strict=True)
+    }

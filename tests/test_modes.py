@@ -1,0 +1,233 @@
+"""Models that act by train and eval mode: auxiliary heads, dropouts, branches and constants by mode, norms."""
+
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from prepared_case import (
+    Plain,
+    activation_quantizers,
+    assert_close_to_float,
+    assert_computes_as,
+    draw,
+    without_quantizers,
+)
+from torch import Tensor, nn
+from torchvision.ops import StochasticDepth, stochastic_depth
+
+import qat
+from qat.preparation.report import LEFT_IN_FLOAT, noted
+
+Outputs = namedtuple("Outputs", "main aux")
+
+
+class WithAuxiliaryHead(nn.Module):
+    """As GoogLeNet: a second classifier that only training runs."""
+
+    def __init__(self, give: Callable[[bool, Tensor, Tensor | None], Any]) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.aux = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Dropout(0.3), nn.Linear(64, 5))
+        self.fc = nn.Linear(4, 5)
+        self.give = give
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        aux = self.aux(x) if self.training else None
+        y = self.fc(F.dropout(x.mean((2, 3)), 0.2, training=self.training))
+        return self.give(self.training, y, aux)
+
+
+GIVES: dict[str, tuple[Callable[[bool, Tensor, Tensor | None], Any], type, type]] = {
+    "named tuple": (lambda training, y, aux: Outputs(y, aux) if training else y, Outputs, Tensor),
+    "tuple": (lambda training, y, aux: (y, aux) if training else y, tuple, Tensor),
+    "dict": (lambda training, y, aux: {"out": y, "aux": aux} if training else {"out": y}, dict, dict),
+    "None in evaluation": (lambda training, y, aux: Outputs(y, aux), Outputs, Outputs),
+}
+
+
+@pytest.mark.parametrize("example_inputs", [draw(2, 3, 8, 8), None])
+@pytest.mark.parametrize("case", GIVES)
+def test_auxiliary_heads_run_in_training_only(case: str, example_inputs: Tensor | None) -> None:
+    give, in_training, in_evaluation = GIVES[case]
+    net, x = WithAuxiliaryHead(give).eval(), draw(4, 3, 8, 8)
+    model = qat.prepare(net, example_inputs=example_inputs)
+    assert_computes_as(net, model, x)
+    passing = without_quantizers(model)
+    assert type(passing.train()(x)) is in_training and isinstance(passing.eval()(x), in_evaluation)
+    result = model.load_state_dict(net.state_dict(), strict=False)
+    assert result.unexpected_keys == [] and all("quantizer" in key for key in result.missing_keys)
+    assert "aux.0_quantizer" in activation_quantizers(model) and noted(model, LEFT_IN_FLOAT) == {}
+
+
+def test_an_auxiliary_head_learns() -> None:
+    torch.manual_seed(0)
+    x = draw(4, 3, 8, 8)
+    model = qat.prepare(WithAuxiliaryHead(GIVES["tuple"][0]), example_inputs=x)
+    qat.calibrate(model, [x])
+    main, aux = model.train()(x)
+    (main.square().sum() + aux.square().sum()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
+    # Both heads read the stem: its gradient is the sum of what each sends back.
+    assert bool(model.get_submodule("aux.0").weight.grad.any()) and bool(model.fc.weight.grad.any())
+
+
+def draw_paths(self: Any, x: Tensor) -> Tensor:
+    """Stochastic depth as timm writes it."""
+    y = self.a(x)
+    if self.training:
+        keep = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(0.7)
+        y = y * keep.div_(0.7)
+    return self.b(x + y)
+
+
+def draw_paths_with_rand(self: Any, x: Tensor) -> Tensor:
+    y = self.a(x)
+    if self.training:
+        y = y * (torch.rand(x.shape[0], 1, device=x.device) < 0.7) / 0.7
+    return self.b(x + y)
+
+
+def attend(self: Any, x: Tensor) -> Tensor:
+    probability = 0.4 if self.training else 0.0
+    return F.scaled_dot_product_attention(self.a(x), self.b(x), x, dropout_p=probability)
+
+
+def linears(*sizes: int) -> dict[str, nn.Module]:
+    return {name: nn.Linear(8, 8) for name in "abc"}
+
+
+BY_MODE: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, nn.Module]]] = {
+    "F.dropout": (lambda self, x: self.b(F.dropout(self.a(x), 0.5, training=self.training)), linears()),
+    "F.dropout by position": (lambda self, x: self.b(F.dropout(self.a(x), 0.5, self.training)), linears()),
+    "F.dropout in place": (lambda self, x: self.b(F.dropout(self.a(x), 0.5, self.training, True)), linears()),
+    "torch.dropout": (lambda self, x: self.b(torch.dropout(self.a(x), 0.5, self.training)), linears()),
+    "nn.Dropout": (lambda self, x: self.b(self.c(self.a(x))), {**linears(), "c": nn.Dropout(0.5)}),
+    "always dropout": (lambda self, x: self.b(F.dropout(self.a(x), 0.5)), linears()),
+    "never dropout": (lambda self, x: self.b(F.dropout(self.a(x), 0.5, training=False)), linears()),
+    "F.alpha_dropout": (lambda self, x: self.b(F.alpha_dropout(self.a(x), 0.2, self.training)), linears()),
+    "rrelu": (lambda self, x: self.b(F.rrelu(self.a(x), training=self.training)), linears()),
+    "StochasticDepth": (lambda self, x: self.b(x + self.c(self.a(x))), {**linears(), "c": StochasticDepth(0.4, "row")}),
+    "stochastic_depth": (lambda self, x: self.b(x + stochastic_depth(self.a(x), 0.4, "row", self.training)), linears()),
+    "paths": (draw_paths, linears()),
+    "paths with torch.rand": (draw_paths_with_rand, linears()),
+    "noise": (lambda self, x: self.a(x + 0.1 * torch.randn_like(x) if self.training else x), linears()),
+    "attention dropout": (attend, linears()),
+    "softmax in evaluation": (lambda self, x: self.a(x) if self.training else self.a(x).softmax(-1), linears()),
+    "a layer in evaluation": (lambda self, x: self.a(x) if self.training else self.b(self.a(x)), linears()),
+    "a layer in training": (lambda self, x: self.b(self.a(x)) if self.training else self.a(x), linears()),
+    "constant": (lambda self, x: self.a(x) * (1.0 if self.training else 5.0), linears()),
+    "constant inside": (lambda self, x: self.b(self.a(x) * (1.0 if self.training else 5.0)), linears()),
+    "slope": (lambda self, x: self.b(F.leaky_relu(self.a(x), 0.3 if self.training else 0.1)), linears()),
+    "inner mode": (lambda self, x: self.b(self.a(x)) * (2 if self.b.training else 3), linears()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BY_MODE)
+def test_what_depends_on_the_mode_is_decided_at_every_call(case: str) -> None:
+    torch.manual_seed(0)
+    forward, parts = BY_MODE[case]
+    net, x = Plain(forward, **parts), draw(6, 8)
+    for start in (net.eval(), net.train()):
+        model = qat.prepare(start, example_inputs=x)
+        assert model.training is start.training
+        assert_computes_as(net, model, x)
+    assert "(the model)" not in noted(model, LEFT_IN_FLOAT)
+    if case != "always dropout":
+        assert_close_to_float(net, model, x)
+
+
+def test_dropouts_draw_anew_in_training_and_rest_in_evaluation() -> None:
+    torch.manual_seed(0)
+    x = torch.rand(4, 64)
+    for start in (True, False):
+        forward = BY_MODE["F.dropout"][0]
+        model = qat.prepare(Plain(forward, a=nn.Linear(64, 64), b=nn.Linear(64, 64)).train(start))
+        qat.calibrate(model, [x])
+        model.eval()
+        assert torch.equal(model(x), model(x))
+        model.train()
+        assert not torch.equal(model(x), model(x))
+
+
+class FrozenNorm(nn.Module):
+    """Keeps its BatchNorm in evaluation whatever the mode, as detection models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def train(self, mode: bool = True) -> "FrozenNorm":
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.norm(self.a(x)))
+
+
+class RunningMean(nn.Module):
+    """Keeps a running mean by hand: in place, or by assigning the buffer."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(8))
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if self.training and self.in_place:
+            self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        elif self.training:
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y - self.mean
+
+
+def norm_by_function(self: Any, x: Tensor) -> Tensor:
+    norm = self.c
+    x = F.batch_norm(self.a(x), norm.running_mean, norm.running_var, norm.weight, norm.bias, self.training)
+    return self.b(x)
+
+
+def norm_of_something_else(self: Any, x: Tensor) -> Tensor:
+    return self.b(self.c(self.a(x) if self.training else x))
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "BatchNorm": lambda: Plain(lambda self, x: self.b(self.c(self.a(x))), **{**linears(), "c": nn.BatchNorm1d(8)}),
+    "frozen by train()": FrozenNorm,
+    "F.batch_norm": lambda: Plain(norm_by_function, **{**linears(), "c": nn.BatchNorm1d(8)}),
+    "of something else": lambda: Plain(norm_of_something_else, **{**linears(), "c": nn.BatchNorm1d(8)}),
+    "in training only": lambda: Plain(
+        lambda self, x: self.b(self.c(self.a(x)) if self.training else self.a(x)), **{**linears(), "c": nn.BatchNorm1d(8)}
+    ),
+    "running mean in place": lambda: RunningMean(True),
+    "running mean assigned": lambda: RunningMean(False),
+}
+
+
+@pytest.mark.parametrize("case", NORMS)
+def test_statistics_move_in_training_only_and_as_the_float_models_do(case: str) -> None:
+    torch.manual_seed(0)
+    net, x = NORMS[case]().eval(), draw(6, 8)
+    model = qat.prepare(net, example_inputs=x)
+    assert_computes_as(net, model, x)  # buffers too
+    qat.calibrate(model, [x])
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.eval()(3 * x)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_one_norm_for_two_tensors_by_mode_needs_parts_and_says_so() -> None:
+    net = Plain(norm_of_something_else, **{**linears(), "c": nn.BatchNorm1d(8)})
+    model = qat.prepare(net, example_inputs=draw(6, 8))
+    assert noted(model, LEFT_IN_FLOAT)["(the model)"] == (
+        "prepared in parts, since Plain applies c to something else in evaluation than in training, and one graph for"
+        " both would update its statistics with both"
+    )

@@ -1,0 +1,168 @@
+"""Parametrised layers (weight norm and such), tied weights, modules that are called twice or have two names."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from prepared_case import Plain, activation_quantizers, assert_close_to_float, assert_computes_as, calls, draw
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+import qat
+from qat.layers import QuantConv2d, QuantLayer, QuantLinear
+from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.quantizer import Quantizer
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).mT
+
+
+def symmetric(layer: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+    return layer
+
+
+def squashed_bias(layer: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(layer, "bias", nn.Tanh())
+    return layer
+
+
+PARAMETRIZED: dict[str, tuple[Callable[[nn.Module], nn.Module], type[nn.Module]]] = {
+    "weight norm": (weight_norm, nn.Linear),
+    "weight norm of a convolution": (weight_norm, nn.Conv2d),
+    "spectral norm": (spectral_norm, nn.Linear),
+    "the user's own": (symmetric, nn.Linear),
+    "of the bias": (squashed_bias, nn.Linear),
+}
+
+
+@pytest.mark.parametrize("case", PARAMETRIZED)
+def test_parametrised_layers_are_quantized_and_keep_their_parametrisation(case: str) -> None:
+    torch.manual_seed(0)
+    parametrise, kind = PARAMETRIZED[case]
+    layer = nn.Conv2d(3, 4, 3) if kind is nn.Conv2d else nn.Linear(8, 8)
+    x = draw(4, 3, 8, 8)
+    net = Plain(lambda self, x: self.layer(x), layer=parametrise(layer)).eval()
+    model = qat.prepare(net, example_inputs=x)
+    twin = model.layer
+    assert isinstance(twin, QuantConv2d if kind is nn.Conv2d else QuantLinear) and parametrize.is_parametrized(twin)
+    modes = (False,) if case == "spectral norm" else (False, True)  # in training it iterates at every call
+    assert_computes_as(net, model, x, modes=modes)
+    assert_close_to_float(net, model, x)
+    state = {name for name in model.state_dict() if "quantizer" not in name}
+    assert state == set(net.state_dict())
+
+
+def test_spectral_norm_iterates_in_training_as_the_float_layers_does() -> None:
+    torch.manual_seed(0)
+    net = Plain(lambda self, x: self.layer(x), layer=spectral_norm(nn.Linear(8, 8)))
+    model = qat.prepare(net, example_inputs=draw(4, 8))
+    qat.calibrate(model, [draw(4, 8)])
+    net.layer.load_state_dict({k: v for k, v in model.layer.state_dict().items() if "quantizer" not in k})
+    for module in (net, model):
+        module.train()(draw(4, 8))
+    key = "layer.parametrizations.weight.0._u"
+    torch.testing.assert_close(model.state_dict()[key], net.state_dict()[key])
+
+
+def test_a_parametrised_weight_that_a_function_reads_is_quantized_there() -> None:
+    torch.manual_seed(0)
+    x = draw(4, 8)
+    net = Plain(lambda self, x: F.linear(x, self.l.weight, self.l.bias), l=weight_norm(nn.Linear(8, 8))).eval()
+    model = qat.prepare(net, example_inputs=x)
+    assert sum(isinstance(module, QuantLayer) for module in model.modules()) == 1
+    assert_computes_as(net, model, x)
+    assert_close_to_float(net, model, x)
+
+
+def test_the_old_weight_norm_is_refused_with_the_new_one_as_advice() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        net = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(8, 8)))
+    with pytest.raises(ValueError) as caught:
+        qat.prepare(net)
+    assert str(caught.value) == (
+        "prepare: '0' cannot be copied, for torch.nn.utils.weight_norm made its weight; use"
+        " torch.nn.utils.parametrizations.weight_norm instead"
+    )
+
+
+def test_tied_weights_stay_tied() -> None:
+    torch.manual_seed(0)
+    net = Plain(
+        lambda self, ids: self.out(self.fc(self.embed(ids))),
+        embed=nn.Embedding(10, 8),
+        fc=nn.Linear(8, 8),
+        out=nn.Linear(8, 10, bias=False),
+    ).eval()
+    net.out.weight = net.embed.weight
+    ids = torch.randint(0, 10, (2, 5))
+    model = qat.prepare(net, example_inputs=ids)
+    assert model.out.weight is model.embed.weight and model.out.weight is not net.out.weight
+    assert_computes_as(net, model, ids)
+    assert_close_to_float(net, model, ids)
+    # Gradients of both uses add up in the one parameter; an optimizer sees it once.
+    floats = [p for name, p in model.named_parameters() if "quantizer" not in name]
+    assert len(floats) == 3
+
+
+def test_a_weight_tied_to_an_embedding_that_a_function_reads() -> None:
+    net = Plain(lambda self, ids: F.linear(self.embed(ids), self.embed.weight), embed=nn.Embedding(10, 8)).eval()
+    ids = torch.randint(0, 10, (2, 5))
+    model = qat.prepare(net, example_inputs=ids)
+    assert_computes_as(net, model, ids)
+    assert_close_to_float(net, model, ids)
+
+
+def test_a_layer_that_is_called_twice_has_one_weight_grid_and_a_grid_for_each_input() -> None:
+    torch.manual_seed(0)
+    net = Plain(lambda self, x: self.fc(F.relu(self.fc(x))), fc=nn.Linear(8, 8)).eval()
+    x = draw(4, 8)
+    model = qat.prepare(net, example_inputs=x)
+    assert_computes_as(net, model, x)
+    grids = [node.kwargs["grid"].target for node in model.graph.nodes if node.target == "fc"]
+    assert grids == ["input_quantizer", "fc_quantizer"]
+    weights = [n for n, m in model.named_modules() if isinstance(m, Quantizer) and m.role == "weight"]
+    assert weights == ["fc.weight_quantizer"]
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["layer", "block"])
+def test_a_module_under_two_names_is_one_module(block: bool) -> None:
+    torch.manual_seed(0)
+    shared: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.ReLU()) if block else nn.Linear(8, 8)
+    net = Plain(lambda self, x: self.a(self.b(x)), a=shared, b=shared).eval()
+    x = draw(4, 8)
+    model = qat.prepare(net, example_inputs=x)
+    assert sum(isinstance(module, QuantLayer) for module in model.modules()) == 1
+    assert len([name for name in calls(model) if name.startswith(("a", "b")) and "quantizer" not in name]) == 2 + 2 * block
+    assert_computes_as(net, model, x)
+    result = model.load_state_dict(net.state_dict(), strict=False)
+    assert result.unexpected_keys == [] and all("quantizer" in key for key in result.missing_keys)
+
+
+class ConstructsOtherwise(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.eye_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+class ComputesOtherwise(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * F.linear(x, self.weight, self.bias)
+
+
+def test_subclasses_are_quantized_as_what_they_compute() -> None:
+    net = nn.Sequential(ConstructsOtherwise(8, 8), ComputesOtherwise(8, 8)).eval()
+    x = draw(4, 8)
+    model = qat.prepare(net, example_inputs=x)
+    assert isinstance(model.get_submodule("0"), QuantLinear)
+    # The second is looked into: the function that reads its weight is quantized.
+    assert sum(isinstance(module, QuantLayer) for module in model.modules()) == 2
+    assert noted(model, LEFT_IN_FLOAT) == {}
+    assert activation_quantizers(model) == ["input_quantizer", "0_quantizer"]
+    assert_computes_as(net, model, x)

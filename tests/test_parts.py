@@ -1,0 +1,192 @@
+"""Models that torch.fx cannot trace as a whole: their largest traceable parts, the rest layer by layer."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from prepared_case import Plain, activation_quantizers, assert_computes_as, draw, without_quantizers
+from torch import Tensor, fx, nn
+
+import qat
+from qat.layers import QuantLayer
+from qat.preparation.parts import prepared_parts, record_calls
+from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.quantizer import Quantizer
+
+CONTROL_FLOW = "the way through the model depends on the values of a tensor"
+
+
+class Detector(nn.Module):
+    """As detection models: images in a list, decisions on values, a body and heads that can be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1))
+        self.body.out_channels = 4
+        self.heads = nn.ModuleDict({"box": nn.Sequential(nn.Flatten(), nn.Linear(256, 8), nn.ReLU(), nn.Linear(8, 4))})
+        self.score = nn.Linear(4, 3)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.hooked = nn.Linear(4, 4)
+        self.hooked.register_forward_hook(lambda module, inputs, output: 2 * output)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, images: list[Tensor], targets: list[int] | None = None) -> dict[str, Tensor]:
+        x = self.body(torch.stack(images))
+        if not bool(x.isfinite().all()):
+            raise RuntimeError("not finite")
+        tokens = x.flatten(2).mT
+        tokens = tokens + self.attention(tokens, tokens, tokens, need_weights=False)[0]
+        pooled = tokens.mean(1) * self.body.out_channels
+        found = {"boxes": self.heads["box"](x), "scores": self.score(self.hooked(pooled))}
+        return {**found, "loss": found["scores"].square().mean()} if self.training and targets is not None else found
+
+
+IMAGES = [draw(3, 8, 8, seed=1), draw(3, 8, 8, seed=2)]
+
+
+def test_the_largest_parts_that_can_be_traced_are() -> None:
+    torch.manual_seed(0)
+    net = Detector().eval()
+    model = qat.prepare(net, example_inputs=(IMAGES,))
+    assert list(prepared_parts(model)) == ["body", "heads.box"]
+    assert all(isinstance(part, fx.GraphModule) for part in prepared_parts(model).values())
+    assert noted(model, LEFT_IN_FLOAT) == {
+        "(the model)": f"prepared in parts, since torch.fx cannot trace Detector: {CONTROL_FLOW}",
+        "hooked": "it carries forward hooks, which the twin would lose",
+        "unused": "forward never calls it for the example inputs",
+    }
+    # Within a part tensors are quantized at their producers; a layer on its own quantizes its input.
+    names = activation_quantizers(model)
+    assert {"body.input_quantizer", "body.0_quantizer", "score.input_quantizer"} <= set(names)
+    assert isinstance(model.get_submodule("attention.out_proj"), QuantLayer)
+    assert not isinstance(model.get_submodule("hooked"), QuantLayer)
+
+
+@pytest.mark.parametrize("example_inputs", [(IMAGES,), None], ids=["example", "no example"])
+def test_a_model_in_parts_computes_as_the_float_model(example_inputs: Any) -> None:
+    torch.manual_seed(0)
+    net = Detector().eval()
+    before = copy.deepcopy(net.state_dict())
+    model = qat.prepare(net, example_inputs=example_inputs)
+    assert type(model) is Detector and model is not net
+    assert_computes_as(net, model, IMAGES)
+    # The rest of the model still decides and branches at every call: training with targets gives a loss.
+    assert set(without_quantizers(model).train()(IMAGES, [1])) == {"boxes", "scores", "loss"}
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert not any(isinstance(module, (Quantizer, QuantLayer, fx.GraphModule)) for module in net.modules())
+
+
+def test_a_model_in_parts_calibrates_trains_copies_and_loads() -> None:
+    torch.manual_seed(0)
+    net = Detector().eval()
+    model = qat.prepare(net, example_inputs=(IMAGES,))
+    result = model.load_state_dict(net.state_dict(), strict=False)
+    assert result.unexpected_keys == [] and all("quantizer" in key for key in result.missing_keys)
+    qat.calibrate(model, [(IMAGES,)])
+    expected = model(IMAGES)
+    reference = net(IMAGES)
+    for name, value in expected.items():
+        error = (value - reference[name]).square().mean().sqrt()
+        assert float(error.detach()) <= 0.05 * float(reference[name].detach().square().mean().sqrt()), name
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(IMAGES)["scores"], expected["scores"]) and twin.body.out_channels == 4
+    fresh = qat.prepare(net, example_inputs=(IMAGES,))
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh.eval()(IMAGES)["boxes"], expected["boxes"])
+    sum(tensor.square().sum() for tensor in model.train()(IMAGES).values()).backward()
+    for name, parameter in model.named_parameters():
+        unused = name.startswith("unused")
+        assert (parameter.grad is None) if unused else bool(parameter.grad.isfinite().all()), name
+
+
+class Counts(nn.Module):
+    """Picklable: looks at a value, and uses one body under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        self.again = self.body
+        self.inner = nn.ModuleList([nn.Linear(8, 8), self.body])
+        self.steps = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.steps + int(x.sum() > 1e9)):
+            x = self.inner[1](self.inner[0](self.again(self.body(x))))
+        return x
+
+
+def test_a_part_under_several_names_stays_one_part() -> None:
+    torch.manual_seed(0)
+    net, x = Counts().eval(), draw(4, 8)
+    model = qat.prepare(net, example_inputs=x)
+    assert model.again is model.body and model.inner[1] is model.body
+    assert sum(isinstance(module, QuantLayer) for module in model.modules()) == 2
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    assert_computes_as(net, model, x)
+    qat.calibrate(model, [x])
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
+def test_names_in_a_recipe_are_those_of_the_whole_model() -> None:
+    overrides = {
+        "body.3": {"skip": True},
+        "heads.box.1": {"weight": {"bits": 4}, "activation": {"bits": 6}},
+        "score": {"weight": {"bits": 3}, "activation": {"bits": 5}},
+    }
+    model = qat.prepare(Detector(), qat.QuantRecipe(overrides=overrides), example_inputs=(IMAGES,))
+    assert noted(model, LEFT_IN_FLOAT)["body.3"] == "skipped by the recipe's pattern 'body.3'"
+    box = model.get_submodule("heads.box")
+    assert box.get_submodule("1").weight_quantizer.spec.bits == 4 and box.input_quantizer.spec.bits == 6
+    assert model.score.weight_quantizer.spec.bits == 3 and model.score.input_quantizer.spec.bits == 5
+    with pytest.raises(ValueError) as caught:
+        qat.prepare(Detector(), qat.QuantRecipe(overrides={"heads.bx.*": {"skip": True}}), example_inputs=(IMAGES,))
+    assert str(caught.value) == (
+        "prepare: the recipe's pattern 'heads.bx.*' names no layer of the model; did you mean heads.box.3, heads.box.1?"
+    )
+
+
+def test_a_grid_that_does_not_fit_names_the_layer_in_the_whole_model() -> None:
+    overrides = {"score": {"weight": {"granularity": "group", "group_size": 3}}}
+    with pytest.raises(ValueError) as caught:
+        qat.prepare(Detector(), qat.QuantRecipe(overrides=overrides), example_inputs=(IMAGES,))
+    assert str(caught.value) == (
+        "prepare: score (weight): group_size=3 does not divide the weight's 4 inputs; use 1, 2, 4"
+    )
+    overrides = {"heads.box.1": {"weight": {"granularity": "group", "group_size": 3}}}
+    with pytest.raises(ValueError, match=r"^prepare: heads\.box\.1 \(weight\): group_size=3 does not divide"):
+        qat.prepare(Detector(), qat.QuantRecipe(overrides=overrides), example_inputs=(IMAGES,))
+
+
+def test_what_the_parts_are_given_is_recorded_from_a_run() -> None:
+    net = Detector().eval()
+    calls = record_calls(net, {"images": IMAGES})
+    assert torch.equal(calls["body"][0][0], torch.stack(IMAGES)) and "unused" not in calls
+    assert calls["score"][0][0].shape == (2, 4)
+    assert net.training is False and not net.body._forward_pre_hooks
+
+
+VALUES: dict[str, Any] = {
+    "if": lambda self, x: self.a(x) if x.sum() > 0 else self.b(x),
+    "float": lambda self, x: self.a(x) * float(x.abs().max()),
+    "loop": lambda self, x: [x := self.a(F.relu(x)) for _ in range(int(x.abs().sum()) % 2 + 1)][-1],
+    "numpy": lambda self, x: self.a(x) * float(x.detach().numpy().max()),
+    "list": lambda self, x: self.a(x) * torch.tensor(x.tolist()).max(),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_control_flow_on_values_is_decided_at_every_call(case: str) -> None:
+    net = Plain(VALUES[case], a=nn.Linear(8, 8), b=nn.Linear(8, 8)).eval()
+    model = qat.prepare(net, example_inputs=draw(4, 8).abs())
+    assert any(isinstance(module, QuantLayer) for module in model.modules())
+    for x in (draw(4, 8).abs(), -draw(4, 8).abs(), draw(4, 8, seed=3)):
+        assert_computes_as(net, model, x)
+
+
+def test_a_model_without_a_part_to_quantize_says_why() -> None:
+    net = Plain(lambda self, x: self.a(x) if x.sum() > 0 else x, a=nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"^prepare: Plain has no layer to quantize"):
+        qat.prepare(net, qat.QuantRecipe(overrides={"a": {"skip": True}}), example_inputs=draw(4, 8))

@@ -1,0 +1,263 @@
+"""What a prepared model keeps: the float model's keys, copies, pickles, dtypes, memory formats; the modules' hooks."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from prepared_case import Net, Plain, assert_computes_as, draw
+from torch import Tensor, nn
+
+import qat
+from qat.layers import QuantLayer
+from qat.preparation.report import LEFT_IN_FLOAT, noted
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.mlp(x)
+
+
+class ByMode(nn.Module):
+    """An auxiliary head, a layer that nobody calls, buffers that are and are not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.fc, self.aux, self.unused = nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(3, 3)
+        self.shift: Tensor
+        self.factor: Tensor
+        self.register_buffer("shift", torch.ones(2))
+        self.register_buffer("factor", torch.full((2,), 2.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        y = F.dropout(F.relu(self.norm(self.conv(x))).mean((2, 3)), 0.1, self.training)
+        return (self.fc(y) + self.shift, self.aux(y)) if self.training else self.fc(y) * self.factor
+
+
+class InParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.body(x))
+        return self.last(y) if y.sum() > -1e9 else y
+
+
+class Tied(nn.Module):
+    """Words in, words out, with one table; weights read in slices; constants made in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 8) / 3)
+        self.embed, self.out = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        y = self.embed(words)
+        y = F.linear(y, self.weight[:8]) + F.linear(y, self.weight[8:])
+        return self.out(y.relu() * torch.arange(1.0, 9.0))
+
+
+class Pads(nn.Module):
+    """Its way depends on a size, so its graph has a guard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.size(-1) % 3:
+            x = F.pad(x, (0, -x.size(-1) % 3))
+        return self.conv(x).mean((2, 3))
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "residual": (Net, draw(2, 3, 8, 8)),
+    "attention": (Attends, draw(2, 5, 8)),
+    "by mode": (ByMode, draw(2, 3, 8, 8)),
+    "in parts": (InParts, draw(4, 8)),
+    "tied": (Tied, torch.arange(10).view(2, 5)),
+    "guarded": (Pads, draw(2, 3, 8, 8)),
+}
+
+
+def ready(case: str) -> tuple[nn.Module, nn.Module, Tensor]:
+    """The float model and its calibrated copy, in evaluation, and an input."""
+    torch.manual_seed(0)
+    make, x = NETS[case]
+    net = make().eval()
+    model = qat.prepare(net, example_inputs=x)
+    qat.calibrate(model, [x])
+    return net, model, x
+
+
+@pytest.mark.parametrize("example", [True, False], ids=["example", "no example"])
+@pytest.mark.parametrize("case", NETS)
+def test_a_float_checkpoint_fits_without_a_key_too_many(case: str, example: bool) -> None:
+    make, x = NETS[case]
+    net = make()
+    if case == "guarded" and not example:
+        net = nn.Sequential(net)  # falls to its layers, which have the same names
+    model = qat.prepare(net, example_inputs=x if example else None)
+    state = {name: value + 1 for name, value in net.state_dict().items()}
+    result = model.load_state_dict(state, strict=False)
+    assert result.unexpected_keys == [] and all("quantizer" in key for key in result.missing_keys)
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    # and back
+    floats = {name: value for name, value in found.items() if "quantizer" not in name}
+    net.load_state_dict(floats)
+    assert {name for name, _ in net.named_parameters(remove_duplicate=False)} <= {
+        name for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+
+
+@pytest.mark.parametrize("case", NETS)
+def test_copies_pickles_and_strict_loading_change_nothing(case: str) -> None:
+    net, model, x = ready(case)
+    expected = model(x)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    fresh = qat.prepare(net, example_inputs=x).eval()
+    fresh.load_state_dict(model.state_dict())
+    for twin in (copy.deepcopy(model), torch.load(buffer, weights_only=False), fresh):
+        assert torch.equal(twin(x), expected)
+        assert list(twin.state_dict()) == list(model.state_dict())
+        assert noted(twin, LEFT_IN_FLOAT) == noted(model, LEFT_IN_FLOAT)
+        for name, found in trained_gradients(twin, x).items():
+            torch.testing.assert_close(found, trained_gradients(model, x)[name], msg=name)
+
+
+def trained_gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    twin = copy.deepcopy(model).train()
+    torch.manual_seed(0)
+    result = twin(x)
+    sum(part.square().sum() for part in (result if isinstance(result, tuple) else (result,))).backward()
+    return {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", NETS)
+def test_a_model_moves_to_another_dtype(case: str, dtype: torch.dtype) -> None:
+    _, model, x = ready(case)
+    expected = model(x).detach()
+    model.to(dtype)
+    found = model(x.to(dtype) if x.is_floating_point() else x)
+    assert found.dtype is dtype
+    # Wider floats change nothing but ties; half ones cost what they have in digits.
+    error = float((found.detach().double() - expected.double()).square().mean().sqrt())
+    assert error < (0.01 if dtype is torch.float64 else 0.05) * float(expected.square().mean().sqrt())
+    gradients = trained_gradients(model, x.to(dtype) if x.is_floating_point() else x)
+    assert gradients and all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("case", NETS)
+def test_a_float64_model_is_prepared_as_it_is(case: str) -> None:
+    torch.manual_seed(0)
+    make, x = NETS[case]
+    net = make().double().eval()
+    wide = x.double() if x.is_floating_point() else x
+    model = qat.prepare(net, example_inputs=wide)
+    assert_computes_as(net, model, wide)
+    qat.calibrate(model, [wide])
+    found, wanted = model(wide).detach(), net(wide).detach()
+    assert found.dtype is torch.float64
+    assert float((found - wanted).square().mean().sqrt()) < 0.05 * float(wanted.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_channels_last_changes_nothing(when: str) -> None:
+    net, model, x = ready("residual")
+    expected = model(x)
+    if when == "before":
+        other = qat.prepare(net.to(memory_format=torch.channels_last), example_inputs=x)
+        other.load_state_dict(model.state_dict())
+    else:
+        other = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    other.eval()
+    assert other.stem.weight.is_contiguous(memory_format=torch.channels_last)
+    found = other(x.contiguous(memory_format=torch.channels_last))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["residual", "attention", "tied", "in parts", "by mode"])
+def test_the_number_of_samples_is_free(case: str) -> None:
+    _, model, x = ready(case)
+    torch.testing.assert_close(model(torch.cat([x, x, x]))[-len(x) :], model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", NETS)
+def test_prepare_twice_is_refused(case: str) -> None:
+    _, model, _ = ready(case)
+    with pytest.raises(ValueError) as caught:
+        qat.prepare(model)
+    assert str(caught.value) == "prepare: the model holds quantizers already; prepare takes the float model"
+
+
+class Calls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.first(x))
+
+
+HOOKS: dict[str, tuple[Callable[[nn.Module], Any], dict[str, str]]] = {
+    "a layer's result": (
+        lambda net: net.first.register_forward_hook(lambda module, inputs, output: 3 * output),
+        {"first": "it carries forward hooks, which the twin would lose"},
+    ),
+    "a layer's input": (
+        lambda net: net.first.register_forward_pre_hook(lambda module, inputs: (3 * inputs[0],)),
+        {"first": "it carries forward hooks, which the twin would lose"},
+    ),
+    "a block's result": (lambda net: net.body.register_forward_hook(lambda module, inputs, output: 3 * output), {}),
+    "a block's input": (lambda net: net.body.register_forward_pre_hook(lambda module, inputs: (3 * inputs[0],)), {}),
+    "a ReLU's result": (lambda net: net.body[1].register_forward_hook(lambda module, inputs, output: 3 * output), {}),
+}
+
+
+@pytest.mark.parametrize("case", HOOKS)
+def test_hooks_act_in_the_prepared_model_too(case: str) -> None:
+    register, left = HOOKS[case]
+    torch.manual_seed(0)
+    net = Calls().eval()
+    register(net)
+    model = qat.prepare(net, example_inputs=draw(4, 8))
+    assert noted(model, LEFT_IN_FLOAT) == left
+    assert any(isinstance(module, QuantLayer) for module in model.modules())
+    assert_computes_as(net, model, draw(4, 8))
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_of_the_model_itself_act_too(kind: str) -> None:
+    torch.manual_seed(0)
+    net = Calls().eval()
+    if kind == "register_forward_hook":
+        net.register_forward_hook(lambda module, inputs, output: 3 * output)
+    else:
+        net.register_forward_pre_hook(lambda module, inputs: (3 * inputs[0],))
+    assert_computes_as(net, qat.prepare(net, example_inputs=draw(4, 8)), draw(4, 8))
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    net = Plain(lambda self, x: self.b(self.a(x)), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    net.a.requires_grad_(False)
+    model = qat.prepare(net, example_inputs=draw(4, 8))
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["a.weight", "a.bias"]

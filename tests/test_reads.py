@@ -1,0 +1,241 @@
+"""Weights that functions read: `F.linear(x, self.qkv.weight)`, in slices, computed, by convolutions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from prepared_case import Plain, activation_quantizers, assert_close_to_float, assert_computes_as, draw
+from torch import Tensor, nn
+
+import qat
+from qat.layers import QuantFunction, QuantLayer, QuantLinear
+from qat.preparation.report import LEFT_IN_FLOAT, noted
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape))  # drawn by Plain
+
+
+def quantized_layers(model: nn.Module) -> dict[str, type[nn.Module]]:
+    return {name: type(module) for name, module in model.named_modules() if isinstance(module, QuantLayer)}
+
+
+def in_two_slices(self: Any, x: Tensor) -> Tensor:
+    return F.linear(x, self.w[:8], self.b[:8]) + F.linear(x, self.w[8:], self.b[8:])
+
+
+def normalised(self: Any, x: Tensor) -> Tensor:
+    return F.linear(x, self.g * self.v / self.v.norm(dim=1, keepdim=True), self.b)
+
+
+def standardised(self: Any, x: Tensor) -> Tensor:
+    weight = self.w - self.w.mean((1, 2, 3), keepdim=True)
+    return F.conv2d(x, weight / self.w.std((1, 2, 3), keepdim=True), padding=1)
+
+
+def low_rank(self: Any, x: Tensor) -> Tensor:
+    return F.linear(x, self.l.weight + self.up @ self.down, self.l.bias)
+
+
+def whole(self: Any, x: Tensor) -> Tensor:
+    return F.linear(x, self.l.weight, self.l.bias)
+
+
+FLAT, IMAGE = draw(6, 8), draw(2, 3, 8, 8)
+
+# Forward, parts, input, and which quantized layers there are then.
+READS: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor, dict[str, type[nn.Module]]]] = {
+    "whole": (whole, {"l": nn.Linear(8, 8)}, FLAT, {"l": QuantLinear}),
+    "whole without bias": (
+        lambda self, x: F.linear(x, self.l.weight),
+        {"l": nn.Linear(8, 8, bias=False)}, FLAT, {"l": QuantLinear},
+    ),
+    "without its bias": (
+        lambda self, x: F.linear(x, self.l.weight), {"l": nn.Linear(8, 8)}, FLAT, {"linear": QuantFunction},
+    ),
+    "another bias": (
+        lambda self, x: F.linear(x, self.l.weight, self.b),
+        {"l": nn.Linear(8, 8), "b": parameter(8)}, FLAT, {"l": QuantLinear},
+    ),
+    "a bias for one without": (
+        lambda self, x: F.linear(x, self.l.weight, self.b),
+        {"l": nn.Linear(8, 8, bias=False), "b": parameter(8)}, FLAT, {"l": QuantLinear},
+    ),
+    "twice": (
+        lambda self, x: F.linear(F.linear(x, self.l.weight, self.l.bias), self.l.weight, self.l.bias),
+        {"l": nn.Linear(8, 8)}, FLAT, {"l": QuantLinear},
+    ),
+    "twice with another bias": (
+        lambda self, x: F.linear(F.linear(x, self.l.weight, self.l.bias), self.l.weight, self.b),
+        {"l": nn.Linear(8, 8), "b": parameter(8)}, FLAT, {"l": QuantLinear},
+    ),
+    "read and called": (
+        lambda self, x: self.l(F.linear(x, self.l.weight, self.l.bias)),
+        {"l": nn.Linear(8, 8)}, FLAT, {"l": QuantLinear},
+    ),
+    "transposed": (
+        lambda self, x: F.linear(x, self.l.weight.t()), {"l": nn.Linear(8, 8)}, FLAT, {"linear": QuantFunction},
+    ),
+    "slices": (
+        in_two_slices, {"w": parameter(16, 8), "b": parameter(16)}, FLAT,
+        {"linear": QuantFunction, "linear_1": QuantFunction},
+    ),
+    "chunks": (
+        lambda self, x: sum(F.linear(x, w) for w in self.w.chunk(2)),
+        {"w": parameter(16, 8)}, FLAT, {"linear": QuantFunction, "linear_1": QuantFunction},
+    ),
+    "a list": (
+        lambda self, x: F.linear(F.linear(x, self.w[0]), self.w[1]),
+        {"w": nn.ParameterList([parameter(8, 8), parameter(4, 8)])}, FLAT,
+        {"linear": QuantFunction, "linear_1": QuantFunction},
+    ),
+    "normalised by hand": (
+        normalised, {"g": parameter(8, 1), "v": parameter(8, 8), "b": parameter(8)}, FLAT, {"linear": QuantFunction},
+    ),
+    "low rank": (
+        low_rank, {"l": nn.Linear(8, 8), "up": parameter(8, 2), "down": parameter(2, 8)}, FLAT,
+        {"linear": QuantFunction},
+    ),
+    "conv2d": (
+        lambda self, x: F.conv2d(x, self.w, self.b, 2, 1),
+        {"w": parameter(4, 3, 3, 3), "b": parameter(4)}, IMAGE, {"conv2d": QuantFunction},
+    ),
+    "conv2d by keyword": (
+        lambda self, x: F.conv2d(x, weight=self.w, bias=self.b, padding="same", dilation=2),
+        {"w": parameter(4, 3, 3, 3), "b": parameter(4)}, IMAGE, {"conv2d": QuantFunction},
+    ),
+    "grouped conv2d": (
+        lambda self, x: F.conv2d(x, self.w, None, 1, 1, 1, 3), {"w": parameter(3, 1, 3, 3)}, IMAGE,
+        {"conv2d": QuantFunction},
+    ),
+    "a layer's conv2d": (
+        lambda self, x: F.conv2d(x, self.l.weight, self.l.bias, padding=1), {"l": nn.Conv2d(3, 4, 3)}, IMAGE,
+        {"conv2d": QuantFunction},
+    ),
+    "standardised conv2d": (standardised, {"w": parameter(4, 3, 3, 3)}, IMAGE, {"conv2d": QuantFunction}),
+    "conv1d": (
+        lambda self, x: F.conv1d(x.flatten(2), self.w), {"w": parameter(4, 3, 5)}, IMAGE, {"conv1d": QuantFunction},
+    ),
+    "conv3d": (
+        lambda self, x: F.conv3d(x[:, :, None], self.w), {"w": parameter(4, 3, 1, 3, 3)}, IMAGE,
+        {"conv3d": QuantFunction},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "example"),
+    # Without an example nobody knows how many chunks there are.
+    [(case, example) for case in READS for example in (True, False) if example or case != "chunks"],
+)
+def test_a_weight_is_quantized_where_it_is_read(case: str, example: bool) -> None:
+    forward, parts, x, layers = READS[case]
+    net = Plain(forward, **parts).eval()
+    model = qat.prepare(net, example_inputs=x if example else None)
+    assert quantized_layers(model) == layers
+    assert noted(model, LEFT_IN_FLOAT) == {}
+    assert_computes_as(net, model, x)
+    assert_close_to_float(net, model, x)
+    result = model.load_state_dict(net.state_dict(), strict=False)
+    assert result.unexpected_keys == [] and all("quantizer" in key for key in result.missing_keys)
+
+
+def test_the_integers_of_a_slice_are_those_of_the_slice() -> None:
+    torch.manual_seed(0)
+    net = Plain(in_two_slices, w=parameter(16, 8), b=parameter(16)).eval()
+    with torch.no_grad():
+        net.w[8:] *= 100
+    model = qat.prepare(net, example_inputs=FLAT)
+    qat.calibrate(model, [FLAT])
+    for layer, rows in ((model.linear, slice(0, 8)), (model.linear_1, slice(8, 16))):
+        weight = net.w.detach()[rows].double()
+        scale = weight.abs().amax(1) / 127  # 8 bits, symmetric, narrow, one a row
+        torch.testing.assert_close(layer.weight_quantizer.grid()[0].detach().flatten().double(), scale, rtol=1e-5, atol=0)
+        expected = (weight / scale[:, None]).round()
+        assert int((layer.weight_quantizer.codes(weight.float()).detach().double() - expected).abs().max()) == 0
+
+
+def test_gradients_reach_the_weight_from_every_place_that_reads_it() -> None:
+    torch.manual_seed(0)
+    forward, parts, x, _ = READS["read and called"]
+    # A range beyond all values clips nothing, and so keeps every gradient.
+    recipe = qat.QuantRecipe(activation=qat.QuantSpec(signed=False, symmetric=False, init="minmax"))
+    model = qat.prepare(Plain(forward, **parts), recipe, example_inputs=x)
+    qat.calibrate(model, [1.5 * x])
+    first = torch.autograd.grad(model.train()(x).sum(), model.l.weight)[0]
+    # dy/dW of y = W(Wx + b) + b, in float64: W^T 1 x^T + 1 (Wx + b)^T, summed over the batch.
+    weight, bias, wide = (tensor.detach().double() for tensor in (model.l.weight, model.l.bias, x))
+    ones = torch.ones(8, dtype=torch.double)
+    expected = torch.outer(weight.T @ ones, wide.sum(0)) + torch.outer(ones, (wide @ weight.T + bias).sum(0))
+    torch.testing.assert_close(first.double(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
+class Mixed(nn.Module):
+    """A convolution with its own kernel, a linear function on a slice, and one on a layer's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.w = (nn.Parameter(draw(*shape) / 10) for shape in ((2, 3, 7, 7), (16, 8)))
+        self.l = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(F.conv2d(x, self.kernel).flatten(1), self.w[:8])
+        return F.linear(F.relu(x), self.l.weight, self.l.bias)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "quantized", "left"),
+    [
+        ("linear", {"conv2d", "l"}, {"linear", "w"}),
+        ("l", {"conv2d", "linear"}, {"l"}),
+        ("type:Conv2d", {"linear", "l"}, {"conv2d", "kernel"}),
+        ("type:Linear", {"conv2d"}, {"linear", "l", "w"}),
+    ],
+)
+def test_patterns_skip_reads_by_name_and_kind(pattern: str, quantized: set[str], left: set[str]) -> None:
+    net, recipe = Mixed().eval(), qat.QuantRecipe(overrides={pattern: {"skip": True}})
+    model = qat.prepare(net, recipe, example_inputs=IMAGE)
+    reasons = noted(model, LEFT_IN_FLOAT)
+    assert set(quantized_layers(model)) == quantized and set(reasons) == left
+    skipped = {name for name, reason in reasons.items() if reason == f"skipped by the recipe's pattern {pattern!r}"}
+    assert skipped == {"conv2d", "linear", "l"} - quantized
+    assert_computes_as(net, model, IMAGE)
+
+
+def test_patterns_choose_the_grids_of_reads() -> None:
+    overrides = {"lin*": {"weight": {"bits": 4}, "activation": {"bits": 6}}, "type:Conv2d": {"weight": {"bits": 5}}}
+    model = qat.prepare(Mixed(), qat.QuantRecipe(overrides=overrides), example_inputs=IMAGE)
+    assert {name: model.get_submodule(name).weight_quantizer.spec.bits for name in quantized_layers(model)} == {
+        "conv2d": 5, "linear": 4, "l": 8,
+    }  # fmt: skip
+    assert {name: model.get_submodule(name).spec.bits for name in activation_quantizers(model)} == {
+        "input_quantizer": 8, "conv2d_quantizer": 6, "linear_quantizer": 8,
+    }  # fmt: skip
+
+
+def test_a_pattern_that_names_no_read_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError) as caught:
+        qat.prepare(Mixed(), qat.QuantRecipe(overrides={"linaer": {"skip": True}}), example_inputs=IMAGE)
+    assert str(caught.value) == (
+        "prepare: the recipe's pattern 'linaer' names no layer of the model; did you mean linear?"
+    )
+
+
+def test_a_grid_that_does_not_fit_a_read_names_it() -> None:
+    recipe = qat.QuantRecipe(overrides={"linear": {"weight": {"granularity": "group", "group_size": 3}}})
+    with pytest.raises(ValueError) as caught:
+        qat.prepare(Mixed(), recipe, example_inputs=IMAGE)
+    assert str(caught.value) == (
+        "prepare: linear (weight): group_size=3 does not divide the weight's 8 inputs; use 1, 2, 4, 8"
+    )
+
+
+def test_functions_without_a_twin_are_named() -> None:
+    net = Plain(
+        lambda self, x: self.c(F.conv_transpose2d(x, self.w)), w=parameter(3, 4, 3, 3), c=nn.Conv2d(4, 4, 3)
+    ).eval()
+    model = qat.prepare(net, example_inputs=IMAGE)
+    assert noted(model, LEFT_IN_FLOAT)["w"] == "conv_transpose2d reads it as a plain tensor"
+    assert_computes_as(net, model, IMAGE)

@@ -1,0 +1,172 @@
+"""nn.MultiheadAttention and F.scaled_dot_product_attention in a prepared graph: the same values, each operand a grid."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from prepared_case import (
+    Plain,
+    activation_quantizers,
+    assert_close_to_float,
+    assert_computes_as,
+    draw,
+    without_quantizers,
+)
+from torch import Tensor, nn
+
+import qat
+from qat.analysis.work import integer_work
+from qat.layers import QuantLayer
+from qat.preparation.report import LEFT_IN_FLOAT, noted
+
+LENGTH = 5
+FORBIDDEN = torch.ones(LENGTH, LENGTH).triu(1).bool()
+MINUS_INFINITY = torch.zeros(LENGTH, LENGTH).masked_fill(FORBIDDEN, -math.inf)
+PADDING = torch.tensor([[False] * LENGTH, [False] * 3 + [True] * 2])
+BATCH, SEQUENCE = draw(2, LENGTH, 8), draw(LENGTH, 8)
+
+
+def attention(**options: Any) -> nn.MultiheadAttention:
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, **options)
+    if module.in_proj_bias is not None:
+        nn.init.normal_(module.in_proj_bias)
+    return module
+
+
+def self_attention(**given: Any) -> Callable[[Any, Tensor], Any]:
+    return lambda self, x: self.a(x, x, x, **given)
+
+
+first, both = {"batch_first": True}, {}
+MULTI_HEAD: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor]] = {
+    "batch first": (self_attention(), first, BATCH),
+    "sequence first": (self_attention(), {}, BATCH),
+    "unbatched": (self_attention(), {}, SEQUENCE),
+    "by keyword": (lambda self, x: self.a(query=x, key=x, value=x), first, BATCH),
+    "without weights": (self_attention(need_weights=False), first, BATCH),
+    "weights of every head": (self_attention(average_attn_weights=False), first, BATCH),
+    "unbatched weights of every head": (self_attention(average_attn_weights=False), {}, SEQUENCE),
+    "cross": (lambda self, x: self.a(x[:, :3], x, x.flip(1)), first, BATCH),
+    "other sizes": (lambda self, x: self.a(x, x[..., :4], x[..., 2:]), {**first, "kdim": 4, "vdim": 6}, BATCH),
+    "without bias": (self_attention(), {**first, "bias": False}, BATCH),
+    "mask of booleans": (self_attention(attn_mask=FORBIDDEN), first, BATCH),
+    "mask of numbers": (self_attention(attn_mask=MINUS_INFINITY), first, BATCH),
+    "mask of every head": (self_attention(attn_mask=FORBIDDEN.expand(4, -1, -1)), first, BATCH),
+    "unbatched mask of every head": (self_attention(attn_mask=FORBIDDEN.expand(2, -1, -1)), {}, SEQUENCE),
+    "causal": (self_attention(attn_mask=MINUS_INFINITY, is_causal=True, need_weights=False), first, BATCH),
+    "padding": (self_attention(key_padding_mask=PADDING), first, BATCH),
+    "padding in numbers": (self_attention(key_padding_mask=draw(2, LENGTH)), first, BATCH),
+    "unbatched padding": (self_attention(key_padding_mask=PADDING[1]), {}, SEQUENCE),
+    "padding and mask": (
+        self_attention(key_padding_mask=PADDING, attn_mask=FORBIDDEN, need_weights=False), first, BATCH,
+    ),
+    "dropout": (self_attention(), {**first, "dropout": 0.3}, BATCH),
+    "called twice": (lambda self, x: self.a(self.a(x, x, x)[0], x, x)[0], first, BATCH),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MULTI_HEAD)
+def test_multi_head_attention_computes_as_torchs(case: str) -> None:
+    forward, options, x = MULTI_HEAD[case]
+    net = Plain(forward, a=attention(**options)).eval()
+    model = qat.prepare(net, example_inputs=x)
+    assert noted(model, LEFT_IN_FLOAT) == {}
+    assert_computes_as(net, model, x)
+    result = model.load_state_dict(net.state_dict(), strict=False)
+    assert result.unexpected_keys == [] and all("quantizer" in key for key in result.missing_keys)
+
+
+@pytest.mark.parametrize("case", ["batch first", "sequence first", "mask of booleans", "dropout", "other sizes"])
+def test_multi_head_attention_without_an_example_computes_as_torchs(case: str) -> None:
+    forward, options, x = MULTI_HEAD[case]
+    net = Plain(forward, a=attention(**options)).eval()
+    assert_computes_as(net, qat.prepare(net), x)
+
+
+def test_every_operand_of_attention_is_on_a_grid() -> None:
+    net = Plain(lambda self, x: self.a(x, x, x, need_weights=False)[0], a=attention(**first)).eval()
+    model = qat.prepare(net, example_inputs=BATCH)
+    layers = [name for name, module in model.named_modules() if isinstance(module, QuantLayer)]
+    assert sorted(layers) == ["a.key_projection", "a.out_proj", "a.query_projection", "a.value_projection"]
+    # The input; q, k and v; the probabilities; what out_proj reads.
+    assert len(activation_quantizers(model)) == 6
+    qat.calibrate(model, [BATCH])
+    work = integer_work(model, BATCH)
+    # 4 projections of 8 x 8 for 10 tokens, and two products of 5 x 5 x 8 for 2 samples.
+    assert work.total == 10 * 4 * 64 + 2 * 2 * 25 * 8 and work.share == 1.0
+    assert_close_to_float(net, model, BATCH)
+
+
+def test_masked_keys_have_no_influence_on_the_quantized_model() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.a(x, x, x, key_padding_mask=PADDING, need_weights=False)[0]
+
+    model = qat.prepare(Plain(forward, a=attention(**first)).eval(), example_inputs=BATCH)
+    qat.calibrate(model, [BATCH])
+    changed = BATCH.clone()
+    changed[1, 3:] = BATCH[1, 3:].flip(-1)
+    assert torch.equal(model(changed)[1, :3], model(BATCH)[1, :3])
+    assert not torch.equal(model(changed)[1, 3:], model(BATCH)[1, 3:])  # as queries they count
+
+
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_attention_with_extra_keys_computes_as_torchs(option: str) -> None:
+    net = Plain(self_attention(), a=attention(batch_first=True, **{option: True})).eval()
+    model = qat.prepare(net, example_inputs=BATCH)
+    assert any(isinstance(module, QuantLayer) for module in model.modules())
+    assert_computes_as(net, model, BATCH)
+
+
+HEADS = draw(2, 4, LENGTH, 6)
+S = F.scaled_dot_product_attention
+
+PRODUCTS: dict[str, tuple[Callable[[Any, Tensor], Any], Tensor]] = {
+    "plain": (lambda self, x: S(self.q(x), self.k(x), self.v(x)), HEADS),
+    "three axes": (lambda self, x: S(self.q(x), self.k(x), self.v(x)), HEADS[0]),
+    "by keyword": (lambda self, x: S(query=self.q(x), key=self.k(x), value=self.v(x)), HEADS),
+    "scale": (lambda self, x: S(self.q(x), self.k(x), self.v(x), scale=0.3), HEADS),
+    "mask of booleans": (lambda self, x: S(self.q(x), self.k(x), self.v(x), attn_mask=~FORBIDDEN), HEADS),
+    "mask of numbers": (lambda self, x: S(self.q(x), self.k(x), self.v(x), MINUS_INFINITY), HEADS),
+    "causal": (lambda self, x: S(self.q(x), self.k(x), self.v(x), is_causal=True), HEADS),
+    "causal, fewer queries": (lambda self, x: S(self.q(x[..., :3, :]), self.k(x), self.v(x), is_causal=True), HEADS),
+    "grouped queries": (lambda self, x: S(self.q(x), self.k(x[:, :2]), self.v(x[:, :2]), enable_gqa=True), HEADS),
+    "dropout": (
+        lambda self, x: S(self.q(x), self.k(x), self.v(x), dropout_p=0.4 if self.training else 0.0), HEADS,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("example", [True, False], ids=["example", "no example"])
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_scaled_dot_product_attention_is_taken_apart(case: str, example: bool) -> None:
+    torch.manual_seed(0)
+    forward, x = PRODUCTS[case]
+    net = Plain(forward, **{name: nn.Linear(6, 6) for name in "qkv"}).eval()
+    model = qat.prepare(net, example_inputs=x if example else None)
+    assert noted(model, LEFT_IN_FLOAT) == {}
+    operands = {"input_quantizer", "k_quantizer", "q_quantizer", "v_quantizer"}
+    assert operands < set(activation_quantizers(model)) and len(activation_quantizers(model)) == 5  # probabilities
+    assert integer_work(model, x).share == 1.0
+    assert_computes_as(net, model, x)
+    assert_close_to_float(net, model, x)
+
+
+def test_attention_takes_other_batches_and_refuses_another_rank() -> None:
+    net = Plain(self_attention(), a=attention(**first)).eval()
+    model = without_quantizers(qat.prepare(net, example_inputs=BATCH))
+    for shape in ((7, LENGTH, 8), (1, LENGTH, 8)):
+        x = draw(*shape)
+        torch.testing.assert_close(model(x), net(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"^a: a size that decides the way through the model is True, and it was False"):
+        model(SEQUENCE)
+
+
+def test_attention_takes_sequences_of_other_lengths() -> None:
+    net = Plain(self_attention(), a=attention(**first)).eval()
+    model = without_quantizers(qat.prepare(net, example_inputs=BATCH))
+    x = draw(2, 9, 8)
+    torch.testing.assert_close(model(x), net(x), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,282 @@
+"""Tracing with example inputs: decisions on sizes, constants made in forward, containers, wrapped functions."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from prepared_case import (
+    Plain,
+    activation_quantizers,
+    assert_close_to_float,
+    assert_computes_as,
+    draw,
+    without_quantizers,
+)
+from torch import Tensor, nn
+
+import qat
+from qat.preparation.report import LEFT_IN_FLOAT, noted
+
+
+def linear(inputs: int = 8, outputs: int = 8) -> nn.Linear:
+    return nn.Linear(inputs, outputs)
+
+
+def pad_to_four(self: Any, x: Tensor) -> Tensor:
+    height, width = x.shape[-2:]
+    below, right = -height % 4, -width % 4
+    if below or right:
+        x = F.pad(x, (0, right, 0, below))
+    return self.conv(x)[..., :height, :width]
+
+
+def step_by_step(self: Any, x: Tensor) -> Tensor:
+    steps = [self.a(x[:, number]) for number in range(x.size(1))]
+    return torch.stack(steps, 1).sum(1)
+
+
+def halve(self: Any, x: Tensor) -> Tensor:
+    while x.size(1) > 8:
+        x = x[:, ::2]
+    return self.a(x)
+
+
+def residual_if_it_fits(self: Any, x: Tensor) -> Tensor:
+    y = self.a(x)
+    return y + x if y.shape == x.shape else y
+
+
+def filled(self: Any, x: Tensor) -> Tensor:
+    room = x.new_zeros(x.shape)
+    room[:, :4] = 10 * self.a(x)[:, :4]
+    room[:, 4:] += 1
+    return self.b(room)
+
+
+def filled_zeros(self: Any, x: Tensor) -> Tensor:
+    room = torch.zeros(x.size(0), 8, dtype=x.dtype, device=x.device)
+    room[:, 2:6] = self.a(x)[:, :4]
+    return self.b(room)
+
+
+def shifted_in_place(self: Any, x: Tensor) -> Tensor:
+    y = self.a(x)
+    y.add_(10)
+    return self.b(y)
+
+
+def shifted_through_a_view(self: Any, x: Tensor) -> Tensor:
+    y = self.a(x)
+    y.view(-1, 2, 4).add_(10)
+    return self.b(y)
+
+
+CASES: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, nn.Module], Tensor]] = {
+    "padding": (pad_to_four, {"conv": nn.Conv2d(3, 4, 3, padding=1)}, draw(2, 3, 7, 9)),
+    "range": (step_by_step, {"a": linear()}, draw(2, 3, 8)),
+    "while": (halve, {"a": linear()}, draw(2, 32)),
+    "shapes": (residual_if_it_fits, {"a": linear()}, draw(3, 8)),
+    "shapes differ": (residual_if_it_fits, {"a": linear(8, 4)}, draw(3, 8)),
+    "len": (lambda self, x: self.a(x) / len(x), {"a": linear()}, draw(3, 8)),
+    "iteration": (lambda self, x: sum(self.a(row) for row in x), {"a": linear()}, draw(3, 2, 8)),
+    "unpacking": (lambda self, x: self.a(x.chunk(2, 1)[0]) * math.sqrt(x.size(1)), {"a": linear()}, draw(3, 16)),
+    "int": (lambda self, x: self.a(x) / int(x.size(-1) ** 0.5), {"a": linear()}, draw(3, 8)),
+    "dimensions": (lambda self, x: self.a(x.flatten(1) if x.dim() > 2 else x), {"a": linear()}, draw(3, 2, 4)),
+    "new_zeros": (lambda self, x: self.a(torch.cat([x, x.new_zeros(x.size(0), 2)], 1)), {"a": linear(10)},
+                  draw(3, 8)),
+    "zeros": (lambda self, x: self.a(torch.cat([x, torch.zeros(x.size(0), 2, dtype=x.dtype)], 1)), {"a": linear(10)},
+              draw(3, 8)),
+    "arange": (lambda self, x: self.a(x + self.e(torch.arange(x.size(1), device=x.device))),
+               {"a": linear(), "e": nn.Embedding(9, 8)}, draw(2, 5, 8)),
+    "bytes": (lambda self, x: self.a(x.float() / 255), {"a": linear()},
+              torch.randint(0, 256, (3, 8), dtype=torch.uint8)),
+    "isinstance": (lambda self, x: self.a(x if isinstance(x, Tensor) else x[0]), {"a": linear()}, draw(3, 8)),
+    "item assignment": (filled, {"a": linear(), "b": linear()}, draw(16, 8)),
+    "item assignment on zeros": (filled_zeros, {"a": linear(), "b": linear()}, draw(16, 8)),
+    "in place": (shifted_in_place, {"a": linear(), "b": linear()}, draw(16, 8)),
+    "in place through a view": (shifted_through_a_view, {"a": linear(), "b": linear()}, draw(16, 8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_forward_decides_on_sizes_is_computed_as_the_float_model_does(case: str) -> None:
+    forward, parts, x = CASES[case]
+    net = Plain(forward, **parts).eval()
+    model = qat.prepare(net, example_inputs=x)
+    assert noted(model, LEFT_IN_FLOAT) == {}  # traced as a whole
+    assert_computes_as(net, model, x)
+    if x.is_floating_point():
+        assert_close_to_float(net, model, x)
+
+
+def test_another_size_that_decides_is_refused_and_one_that_does_not_is_fine() -> None:
+    net = Plain(pad_to_four, conv=nn.Conv2d(3, 4, 3, padding=1)).eval()
+    model = without_quantizers(qat.prepare(net, example_inputs=draw(2, 3, 7, 9)))
+    for shape in ((5, 3, 7, 9), (1, 3, 11, 13)):  # another batch; other sizes with the same padding
+        x = draw(*shape)
+        torch.testing.assert_close(model(x), net(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError) as caught:
+        model(draw(2, 3, 8, 9))
+    assert str(caught.value) == (
+        "the model: a size that decides the way through the model is 0, and it was 1 for the example_inputs of"
+        " prepare; prepare the model again with inputs of this size"
+    )
+
+
+def test_the_refusal_names_the_module_that_decided() -> None:
+    inner = Plain(pad_to_four, conv=nn.Conv2d(3, 4, 3, padding=1))
+    model = qat.prepare(nn.Sequential(nn.Identity(), inner), example_inputs=draw(2, 3, 7, 9))
+    with pytest.raises(ValueError, match=r"^1: a size that decides the way through the model is 0, and it was 1 for"):
+        without_quantizers(model)(draw(2, 3, 8, 9))
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, factor: float = 1.0, mask: Tensor | None = None, *, twice: bool = False) -> Tensor:
+        y = self.fc(x) * factor
+        if mask is not None:
+            y = y.masked_fill(mask, 0.0)
+        return 2 * y if twice else y
+
+
+@pytest.mark.parametrize("example_inputs", [draw(2, 8), None])
+def test_optional_arguments_keep_their_defaults(example_inputs: Tensor | None) -> None:
+    net = Optional().eval()
+    model = qat.prepare(net, example_inputs=example_inputs)
+    x = draw(3, 8)
+    assert_computes_as(net, model, x)
+    passing = without_quantizers(model)
+    for name, shown, value in (("factor", "1.0", 2.0), ("mask", "None", torch.ones(3, 8).bool()), ("twice", "False", True)):
+        with pytest.raises(ValueError) as caught:
+            passing(x, **{name: value})
+        assert str(caught.value) == (
+            f"the model was prepared for its argument {name!r} being {shown}; to use another, prepare it with"
+            " example_inputs that contain one"
+        )
+
+
+def test_optional_arguments_with_an_example_are_arguments() -> None:
+    net, x, mask = Optional().eval(), draw(3, 8), torch.rand(3, 8) > 0.5
+    model = qat.prepare(net, example_inputs={"x": x, "mask": mask})
+    assert_computes_as(net, model, x=x, mask=mask)
+    assert_computes_as(net, model, x=x, mask=~mask)
+    # Neither the mask nor anything that is computed from it alone is quantized.
+    assert activation_quantizers(model) == ["x_quantizer"]
+    in_order = qat.prepare(net, example_inputs=(x, 2.0, mask))
+    assert_computes_as(net, in_order, x, 2.0, mask)
+
+
+class ByName(nn.Module):
+    """Takes a mapping, gives a mapping, and goes over the items of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        done = {name: self.fc(tensor) for name, tensor in batch.items()}
+        return {"all": done, "sum": [batch["a"].sum() + done["b"].mean()], "count": len(batch)}
+
+
+def test_mappings_and_lists_go_in_and_out() -> None:
+    batch = {"a": draw(3, 8), "b": draw(2, 8)}
+    net = ByName().eval()
+    model = qat.prepare(net, example_inputs=(batch,))
+    assert_computes_as(net, model, batch)
+    many = Plain(lambda self, xs: [self.fc(x) for x in xs], fc=nn.Linear(8, 4)).eval()
+    tensors = [draw(3, 8), draw(2, 8)]
+    assert_computes_as(many, qat.prepare(many, example_inputs=(tensors,)), tensors)
+
+
+def test_example_inputs_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError) as caught:
+        qat.prepare(Optional(), example_inputs=(draw(1, 8), 1.0, None, True))
+    assert str(caught.value) == "prepare: example_inputs do not fit Optional.forward: too many positional arguments"
+    with pytest.raises(ValueError) as caught:
+        qat.prepare(Optional(), example_inputs={"y": draw(1, 8)})
+    assert str(caught.value) == "prepare: example_inputs do not fit Optional.forward: missing a required argument: 'x'"
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = x.chunk(2, 1)
+    return first, second
+
+
+def doubled(x: Tensor, times: int) -> Tensor:
+    return x * 2 if int(times) > 0 else x
+
+
+def sorted_if_finite(x: Tensor) -> Tensor:
+    return x.sort(1)[0] if bool(x.isfinite().all()) else x
+
+
+torch.fx.wrap("halves")
+torch.fx.wrap("doubled")
+torch.fx.wrap("sorted_if_finite")
+
+
+def test_wrapped_functions_are_taken_apart() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        first, second = halves(doubled(x, 3))
+        return self.a(first) + self.b(second)
+
+    x = draw(4, 8)
+    net = Plain(forward, a=linear(4), b=linear(4)).eval()
+    model = qat.prepare(net, example_inputs=x)
+    assert_computes_as(net, model, x)
+    # One grid through the split: the function's inside is part of the graph.
+    assert len(activation_quantizers(model)) == 1 and noted(model, LEFT_IN_FLOAT) == {}
+
+
+def test_wrapped_functions_that_look_at_values_stay_whole_and_say_so() -> None:
+    x = draw(4, 8)
+    net = Plain(lambda self, x: self.b(sorted_if_finite(self.a(x))), a=linear(), b=linear()).eval()
+    model = qat.prepare(net, example_inputs=x)
+    assert noted(model, LEFT_IN_FLOAT) == {
+        "sorted_if_finite": "a function that cannot be traced computes in float: the way through the model depends on"
+        " the values of a tensor"
+    }
+    assert_computes_as(net, model, x)
+    assert activation_quantizers(model) == ["input_quantizer", "sorted_if_finite_quantizer"]
+
+
+def test_constants_follow_the_model_to_another_dtype() -> None:
+    net = Plain(lambda self, x: self.a(x * torch.tensor([1.0, 2.0] * 4)) + torch.ones(8), a=linear()).eval()
+    x = draw(3, 8)
+    model = qat.prepare(net, example_inputs=x)
+    assert_computes_as(net, model, x)
+    result = model.load_state_dict(net.state_dict(), strict=False)
+    assert result.unexpected_keys == [] and all("quantizer" in key for key in result.missing_keys)
+
+
+class Remembers(nn.Module):
+    """Keeps what it saw, as models do that share attention maps or count their calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.count = 0
+        self.seen: list[Tensor] = []
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.last = self.fc(x)
+        self.seen.append(self.last)
+        return torch.stack(self.seen).sum(0) if len(self.seen) > 1 else self.last
+
+
+@pytest.mark.parametrize("example_inputs", [draw(2, 8), None])
+def test_the_float_model_remembers_nothing_of_being_traced(example_inputs: Tensor | None) -> None:
+    net = Remembers().eval()
+    model = qat.prepare(net, example_inputs=example_inputs)
+    assert (net.count, net.seen, net.last) == (0, [], None)
+    assert not hasattr(net, "new") and set(vars(net)) == set(vars(Remembers()))
+    x = draw(3, 8)
+    torch.testing.assert_close(without_quantizers(model)(x), net.fc(x), rtol=1e-4, atol=1e-5)
