@@ -30,7 +30,7 @@ from qat.layers import (
     QuantMultiheadAttention,
     QuantRNN,
 )
-from qat.preparation import prepare
+from qat.preparation import float_state_dict, prepare
 from qat.quantizer import Quantizer, penalty, register_quantizer, set_progress
 from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec
@@ -57,6 +57,7 @@ __all__ = [
     "Quantizer",
     "calibrate",
     "export_onnx",
+    "float_state_dict",
     "functional",
     "penalty",
     "prepare",

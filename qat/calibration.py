@@ -24,8 +24,8 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
 
     Args:
         model: a prepared model, or one with quantized layers of your own.
-        batches: tensors; or sequences whose first item is the input (labels are ignored); or mappings of keyword
-            arguments. The tensors in them, in lists and mappings too, are moved to the model's device.
+        batches: tensors; or sequences whose first item is the input, a tuple of several included (labels are ignored);
+            or mappings of keyword arguments. Their tensors, in lists and mappings too, are moved to the model's device.
 
     Raises:
         ValueError: without an activation quantizer or a batch, if a quantizer saw nothing, or saw NaN or infinity.
@@ -72,7 +72,7 @@ def _run(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[st
             if isinstance(batch, Mapping):
                 model(**given)
             else:
-                model(given)
+                model(*given) if isinstance(given, tuple) else model(given)
     if not _on_any_rank(count > 0):
         raise ValueError("calibrate: batches is empty; at least one batch is needed to find the ranges")
 

@@ -116,6 +116,10 @@ class QuantRecipe:
                 layer = self._apply(layer, pattern)
         return layer
 
+    def full_name(self, name: str) -> str:
+        """The name itself; see `ScopedRecipe`."""
+        return name
+
     @staticmethod
     def matches(pattern: str, name: str, kind: "type[nn.Module] | None" = None) -> bool:
         """Whether a key of `overrides` fits a layer; one that names a module fits all layers in it.
@@ -241,6 +245,10 @@ class ScopedRecipe:
         if name and name in (self.first, self.last):
             position = "first" if name == self.first else "last"
         return self.recipe.for_layer(f"{self.prefix}.{name}" if self.prefix else name, kind, position)
+
+    def full_name(self, name: str) -> str:
+        """What something in the graph is called in the whole model, for errors."""
+        return self.recipe.full_name(f"{self.prefix}.{name}" if self.prefix else name)
 
 
 AnyRecipe = QuantRecipe | ScopedRecipe

@@ -86,7 +86,7 @@ class Blind:
 
 
 def without_quantizers(model: nn.Module) -> nn.Module:
-    """A copy of a prepared model in which every quantizer is the identity: it has to compute what the float model does."""
+    """A copy of a prepared model whose quantizers are the identity: it has to compute what the float model does."""
     passing = copy.deepcopy(model)
     for module in passing.modules():
         if isinstance(module, Quantizer):

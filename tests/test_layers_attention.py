@@ -18,9 +18,10 @@ from qat.layers import QuantLinear
 from qat.layers.attention import QuantMultiheadAttention, operand_spec, probability_spec
 from qat.layers.attention_core import additive_mask, attend, multihead_attention
 from qat.quantizer import Quantizer
-from qat.spec import QuantSpec
+from qat.spec import QuantSpec, default_activation_spec
 
 FINE_WEIGHT = QuantSpec(bits=16, granularity="channel", narrow_range=True)
+AFFINE_PLUS = QuantSpec(signed=False, symmetric=False, rule="lsq_plus")
 FINE = QuantSpec(bits=16, signed=False, symmetric=False, init="minmax")
 MODULES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -214,7 +215,7 @@ def test_coarse_grids_give_what_numpy_gives(module: str, bits: int, mode: str) -
 
 
 def test_operands_lie_on_their_grids() -> None:
-    """What the two matrix products multiply: q, k, v on signed grids without a zero point, probabilities from 0."""
+    """What the two matrix products multiply: q, k, v on the inputs' kind of grid, probabilities from 0."""
     twin = QuantMultiheadAttention(8, 2, batch_first=True, add_zero_attn=True)
     x = torch.randn(N, L, 8)
     qat.calibrate(twin, [{"query": x, "key": x, "value": x}])
@@ -226,7 +227,7 @@ def test_operands_lie_on_their_grids() -> None:
     twin.eval()(x, x, x)
     for name, tensor in seen.items():
         quantizer: Any = twin.get_submodule(name)
-        assert quantizer.spec.signed == (name != "probability_quantizer") and quantizer.zero_point is None
+        assert (quantizer.zero_point is None) == (name == "probability_quantizer")
         integers = tensor / quantizer.grid()[0]
         torch.testing.assert_close(integers, integers.round(), rtol=0, atol=1e-3)
         assert tensor.shape == (
@@ -324,13 +325,13 @@ def test_dropout_is_torchs() -> None:
 @pytest.mark.parametrize(
     ("spec", "operand", "probability"),
     [
-        (QuantSpec(signed=False, symmetric=False), QuantSpec(), QuantSpec(signed=False)),
+        (default_activation_spec(), default_activation_spec(), QuantSpec(signed=False, init="mse")),
         (
             QuantSpec(bits=4, narrow_range=True, rule="minmax"),
             QuantSpec(bits=4, narrow_range=True, rule="minmax"),
             QuantSpec(bits=4, signed=False, rule="minmax"),
         ),
-        (QuantSpec(signed=False, symmetric=False, rule="lsq_plus"), QuantSpec(), QuantSpec(signed=False)),
+        (AFFINE_PLUS, AFFINE_PLUS, QuantSpec(signed=False)),
         (QuantSpec(signed=False, rule="pact"), QuantSpec(), QuantSpec(signed=False, rule="pact")),
         (QuantSpec(rule="fp8_e4m3"), QuantSpec(rule="fp8_e4m3"), QuantSpec(rule="fp8_e4m3")),
     ],

@@ -205,7 +205,8 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
     "F.batch_norm": lambda: Plain(norm_by_function, **{**linears(), "c": nn.BatchNorm1d(8)}),
     "of something else": lambda: Plain(norm_of_something_else, **{**linears(), "c": nn.BatchNorm1d(8)}),
     "in training only": lambda: Plain(
-        lambda self, x: self.b(self.c(self.a(x)) if self.training else self.a(x)), **{**linears(), "c": nn.BatchNorm1d(8)}
+        lambda self, x: self.b(self.c(self.a(x)) if self.training else self.a(x)),
+        **{**linears(), "c": nn.BatchNorm1d(8)},
     ),
     "running mean in place": lambda: RunningMean(True),
     "running mean assigned": lambda: RunningMean(False),

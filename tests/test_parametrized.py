@@ -139,7 +139,9 @@ def test_a_module_under_two_names_is_one_module(block: bool) -> None:
     x = draw(4, 8)
     model = qat.prepare(net, example_inputs=x)
     assert sum(isinstance(module, QuantLayer) for module in model.modules()) == 1
-    assert len([name for name in calls(model) if name.startswith(("a", "b")) and "quantizer" not in name]) == 2 + 2 * block
+    assert (
+        len([name for name in calls(model) if name.startswith(("a", "b")) and "quantizer" not in name]) == 2 + 2 * block
+    )
     assert_computes_as(net, model, x)
     result = model.load_state_dict(net.state_dict(), strict=False)
     assert result.unexpected_keys == [] and all("quantizer" in key for key in result.missing_keys)

@@ -168,6 +168,35 @@ def test_what_the_parts_are_given_is_recorded_from_a_run() -> None:
     assert net.training is False and not net.body._forward_pre_hooks
 
 
+class Head(nn.Module):
+    """A head that computes its loss too, as RetinaNet's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+    def compute_loss(self, scores: Tensor) -> Tensor:
+        return scores.square().mean()
+
+
+def test_a_part_whose_methods_others_call_keeps_them() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        scores = self.head(x)
+        return self.head.compute_loss(scores) if self.training and bool(scores.isfinite().all()) else scores.relu()
+
+    class Whole(Plain):
+        def forward(self, x: Tensor) -> Any:
+            return forward(self, x) if bool(x.isfinite().all()) else x
+
+    net, x = Whole(forward, head=Head()).eval(), draw(4, 8)
+    model = qat.prepare(net, example_inputs=x)
+    assert isinstance(model.get_submodule("head.fc"), QuantLayer)
+    assert_computes_as(net, model, x)
+
+
 VALUES: dict[str, Any] = {
     "if": lambda self, x: self.a(x) if x.sum() > 0 else self.b(x),
     "float": lambda self, x: self.a(x) * float(x.abs().max()),

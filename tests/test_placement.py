@@ -149,6 +149,16 @@ def test_every_operand_of_integer_work_has_a_grid_and_nothing_else(case: str) ->
     assert integer_work(model, x).share == 1.0
 
 
+@pytest.mark.parametrize("target", ["tensorrt", "openvino", "qnnpack", "integer_only"])
+def test_every_target_computes_as_the_float_model(target: Any) -> None:
+    for case, (forward, parts, x, _) in PLACES.items():
+        net = Plain(forward, **parts).eval()
+        model = qat.prepare(net, qat.QuantRecipe(target=target), example_inputs=x)
+        assert integer_work(model, x).share == 1.0, case
+        assert_computes_as(net, model, x)
+        assert_close_to_float(net, model, x, error=0.1)
+
+
 def test_indices_and_gathered_values() -> None:
     net = Plain(pick, **layers()).eval()
     model = qat.prepare(net, example_inputs=FLAT)
@@ -254,4 +264,6 @@ def test_products_that_have_no_integer_form_here_are_named() -> None:
     assert_computes_as(net, model, TOKENS)
     in_float = integer_work(model, TOKENS).in_float
     # What integer_work counts as float work has to be found in the reasons, or there is none.
-    assert not in_float or any("baddbmm" in name or "baddbmm" in why for name, why in noted(model, LEFT_IN_FLOAT).items())
+    assert not in_float or any(
+        "baddbmm" in name or "baddbmm" in why for name, why in noted(model, LEFT_IN_FLOAT).items()
+    )

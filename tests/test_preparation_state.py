@@ -261,3 +261,21 @@ def test_frozen_parameters_stay_frozen() -> None:
     net.a.requires_grad_(False)
     model = qat.prepare(net, example_inputs=draw(4, 8))
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["a.weight", "a.bias"]
+
+
+def test_every_module_keeps_its_mode() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Conv2d(4, 4, 3)).train()
+    net[1].eval()  # a frozen BatchNorm
+    model = qat.prepare(net, example_inputs=draw(2, 3, 8, 8))
+    assert [model.get_submodule(str(number)).training for number in range(4)] == [True, False, True, True]
+    assert model.training
+
+
+@pytest.mark.filterwarnings("ignore:a quantizer .* runs on its default range")
+@pytest.mark.parametrize("case", ["residual", "attention", "by mode", "guarded"])
+def test_everything_lives_where_the_model_does(case: str) -> None:
+    make, x = NETS[case]
+    model = qat.prepare(make().eval().to("meta"), example_inputs=x)  # moved to the model's device
+    tensors = [*model.parameters(), *model.buffers()]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert model(x.to("meta")).device.type == "meta"

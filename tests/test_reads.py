@@ -152,7 +152,9 @@ def test_the_integers_of_a_slice_are_those_of_the_slice() -> None:
     for layer, rows in ((model.linear, slice(0, 8)), (model.linear_1, slice(8, 16))):
         weight = net.w.detach()[rows].double()
         scale = weight.abs().amax(1) / 127  # 8 bits, symmetric, narrow, one a row
-        torch.testing.assert_close(layer.weight_quantizer.grid()[0].detach().flatten().double(), scale, rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            layer.weight_quantizer.grid()[0].detach().flatten().double(), scale, rtol=1e-5, atol=0
+        )
         expected = (weight / scale[:, None]).round()
         assert int((layer.weight_quantizer.codes(weight.float()).detach().double() - expected).abs().max()) == 0
 

@@ -1,11 +1,12 @@
 """A transformer encoder for text: torch's nn.TransformerEncoder, prepared, calibrated and trained."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import activation_quantizers, assert_computes_as
+from prepared_case import Plain, activation_quantizers, assert_computes_as, draw
 from torch import Tensor, nn
 
 import qat
@@ -62,10 +63,9 @@ def test_the_prepared_encoder_computes_as_torchs(norm_first: bool, padded: bool)
     assert result.unexpected_keys == [] and all("quantizer" in key for key in result.missing_keys)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_without_an_example_its_layers_are_quantized_one_by_one(dropout: float) -> None:
+def test_without_an_example_its_layers_are_quantized_one_by_one() -> None:
     """torch's encoder asks its input for its sizes; and in evaluation it has a fast path past its own layers."""
-    net = classifier(norm_first=False, padded=False, dropout=dropout).eval()
+    net = classifier(norm_first=False, padded=False).eval()
     model = qat.prepare(net)
     assert_computes_as(net, model, sentences())
     qat.calibrate(model, [sentences()])  # refuses quantizers that saw nothing
@@ -73,6 +73,25 @@ def test_without_an_example_its_layers_are_quantized_one_by_one(dropout: float) 
         found, wanted = model(sentences()), net(sentences())
     assert 1e-5 < float((found - wanted).square().mean().sqrt()) < 0.05 * float(wanted.square().mean().sqrt())
     assert integer_work(model, sentences()).share == 1.0
+
+
+@pytest.mark.parametrize("way", ["nested", "causal"])
+def test_the_ways_that_torchs_encoder_takes_by_itself_are_traced_too(way: str) -> None:
+    """Its fast path packs padded sentences (and gives zeros for the padding); and it looks whether a mask is causal."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2)
+    above = torch.ones(LENGTH, LENGTH).triu(1).bool()
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        given = {"src_key_padding_mask": x[:, :, 0] > 1.0} if way == "nested" else {"mask": above}
+        return self.encoder(x, **given)
+
+    net, x = Plain(forward, encoder=encoder).eval(), draw(4, LENGTH, WIDTH)
+    model = qat.prepare(net, example_inputs=x)
+    assert "(the model)" not in noted(model, LEFT_IN_FLOAT)
+    assert integer_work(model, x).share == 1.0
+    assert_computes_as(net, model, x)
 
 
 def test_all_products_run_on_integers() -> None:

@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention and F.scaled_dot_product_attention in a prepared graph: the same values, each operand a grid."""
+"""nn.MultiheadAttention and F.scaled_dot_product_attention in a prepared graph: torch's values, grids everywhere."""
 
 import math
 from collections.abc import Callable
@@ -161,7 +161,9 @@ def test_attention_takes_other_batches_and_refuses_another_rank() -> None:
     for shape in ((7, LENGTH, 8), (1, LENGTH, 8)):
         x = draw(*shape)
         torch.testing.assert_close(model(x), net(x), rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"^a: a size that decides the way through the model is True, and it was False"):
+    with pytest.raises(
+        ValueError, match=r"^a: a size that decides the way through the model is True, and it was False"
+    ):
         model(SEQUENCE)
 
 
@@ -170,3 +172,11 @@ def test_attention_takes_sequences_of_other_lengths() -> None:
     model = without_quantizers(qat.prepare(net, example_inputs=BATCH))
     x = draw(2, 9, 8)
     torch.testing.assert_close(model(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "openvino", "qnnpack", "integer_only"])
+def test_masks_are_no_tensors_to_quantize_on_any_target(target: Any) -> None:
+    for case in ("mask of booleans", "mask of numbers", "causal"):
+        forward, x = PRODUCTS[case]
+        net = Plain(forward, **{name: nn.Linear(6, 6) for name in "qkv"}).eval()
+        assert_close_to_float(net, qat.prepare(net, qat.QuantRecipe(target=target), example_inputs=x), x)

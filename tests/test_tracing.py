@@ -74,6 +74,12 @@ def shifted_through_a_view(self: Any, x: Tensor) -> Tensor:
     return self.b(y)
 
 
+def cleared_on_a_copy(self: Any, x: Tensor) -> Tensor:
+    y = self.a(x).clone()
+    y[:, 0] = 0
+    return self.b(y)
+
+
 CASES: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, nn.Module], Tensor]] = {
     "padding": (pad_to_four, {"conv": nn.Conv2d(3, 4, 3, padding=1)}, draw(2, 3, 7, 9)),
     "range": (step_by_step, {"a": linear()}, draw(2, 3, 8)),
@@ -96,6 +102,7 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, nn.Module], Tenso
     "isinstance": (lambda self, x: self.a(x if isinstance(x, Tensor) else x[0]), {"a": linear()}, draw(3, 8)),
     "item assignment": (filled, {"a": linear(), "b": linear()}, draw(16, 8)),
     "item assignment on zeros": (filled_zeros, {"a": linear(), "b": linear()}, draw(16, 8)),
+    "item assignment on a copy": (cleared_on_a_copy, {"a": linear(), "b": linear()}, draw(16, 8)),
     "in place": (shifted_in_place, {"a": linear(), "b": linear()}, draw(16, 8)),
     "in place through a view": (shifted_through_a_view, {"a": linear(), "b": linear()}, draw(16, 8)),
 }  # fmt: skip
@@ -152,7 +159,11 @@ def test_optional_arguments_keep_their_defaults(example_inputs: Tensor | None) -
     x = draw(3, 8)
     assert_computes_as(net, model, x)
     passing = without_quantizers(model)
-    for name, shown, value in (("factor", "1.0", 2.0), ("mask", "None", torch.ones(3, 8).bool()), ("twice", "False", True)):
+    for name, shown, value in (
+        ("factor", "1.0", 2.0),
+        ("mask", "None", torch.ones(3, 8).bool()),
+        ("twice", "False", True),
+    ):
         with pytest.raises(ValueError) as caught:
             passing(x, **{name: value})
         assert str(caught.value) == (
@@ -246,13 +257,18 @@ def test_wrapped_functions_that_look_at_values_stay_whole_and_say_so() -> None:
     assert activation_quantizers(model) == ["input_quantizer", "sorted_if_finite_quantizer"]
 
 
-def test_constants_follow_the_model_to_another_dtype() -> None:
-    net = Plain(lambda self, x: self.a(x * torch.tensor([1.0, 2.0] * 4)) + torch.ones(8), a=linear()).eval()
+def test_constants_follow_the_model_and_are_no_state() -> None:
+    net = Plain(lambda self, x: self.a(x * torch.tensor([1.0, 1.1] * 4)) + torch.ones(8), a=linear()).eval()
     x = draw(3, 8)
     model = qat.prepare(net, example_inputs=x)
     assert_computes_as(net, model, x)
     result = model.load_state_dict(net.state_dict(), strict=False)
     assert result.unexpected_keys == [] and all("quantizer" in key for key in result.missing_keys)
+    wide = without_quantizers(model).double()(x.double())
+    assert wide.dtype is torch.float64
+    factors = torch.tensor([1.0, 1.1] * 4).double()  # 1.1 as float32 holds it
+    expected = (x.double() * factors) @ net.a.weight.double().T + net.a.bias.double() + 1
+    torch.testing.assert_close(wide, expected, rtol=1e-12, atol=1e-12)
 
 
 class Remembers(nn.Module):

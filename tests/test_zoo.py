@@ -215,8 +215,9 @@ def test_the_tables_count_and_name(tmp_path: Path) -> None:
 
 
 def test_limits_of_agreement() -> None:
-    assert not beyond(LayerDifference("a", 10_000, 10, 1)) and beyond(LayerDifference("a", 10_000, 11, 1))
+    assert not beyond(LayerDifference("a", 10_000, 20, 1)) and beyond(LayerDifference("a", 10_000, 21, 1))
     assert not beyond(LayerDifference("a", 50, 1, 1)) and beyond(LayerDifference("a", 50, 1, 2))
+    assert beyond(LayerDifference("a", 50, 2, 1)) and beyond(LayerDifference("a", 10**6, 1100, 1))
     ours = torch.tensor([[1.0, 3.0], [5.0, 5.0]])
     assert gap(ours, ours) == 0.0 and gap(ours, ours * float("nan")) == float("inf")
     assert gap(ours, ours + torch.tensor([[0.0, 0.5], [0.0, 0.0]])) == pytest.approx(

@@ -29,8 +29,8 @@ def to_integer_modules(model: nn.Module) -> nn.Module:
     return _frozen(frozen, "")
 
 
-def expected_quantizers(frozen: nn.Module) -> set[str]:
-    """The names of the quantizers that have to be found in the ONNX graph."""
+def expected_quantizers(frozen: nn.Module) -> dict[str, tuple[float, ...]]:
+    """The names of the quantizers that have to be found in the ONNX graph, and their grids."""
     unused: set[str] = set()
     if isinstance(frozen, fx.GraphModule):
         called = {str(node.target) for node in frozen.graph.nodes if node.op == "call_module"}
@@ -40,7 +40,7 @@ def expected_quantizers(frozen: nn.Module) -> set[str]:
             if isinstance(module, ActivationGrid) and not any(name == c or name.startswith(f"{c}.") for c in called)
         }
     return {
-        module.quantizer_name
+        module.quantizer_name: module.numbers()
         for name, module in frozen.named_modules()
         if isinstance(module, ActivationGrid) and name not in unused
     }
@@ -78,14 +78,19 @@ def _frozen_layer(layer: nn.Module, path: str, inner: dict[str, Any]) -> nn.Modu
     """A layer that quantizes its own input, with that quantizer inside."""
     assert isinstance(layer, QuantLayer)
     grid = layer.input_quantizer
-    if grid is None or isinstance(layer, QuantBilinear):
+    if grid is None:
         raise ValueError(
             f"export_onnx: {path!r} ({type(layer).__name__}) has no grid for its input; prepare the whole model with"
             " qat.prepare"
         )
+    grids = [ActivationGrid(grid, f"{path}.input_quantizer")]
+    if isinstance(layer, QuantBilinear):
+        other = layer.other_quantizer
+        assert other is not None
+        grids.append(ActivationGrid(other, f"{path}.other_quantizer"))
+        return IntegerLayer(layer, layer.integers(grid, other_grid=other), grids)
     weight, bias = inner.get(path.rpartition(".")[2], (None, None))
-    integers = layer.integers(grid, None, weight, bias)
-    return IntegerLayer(layer, integers, ActivationGrid(grid, f"{path}.input_quantizer"))
+    return IntegerLayer(layer, layer.integers(grid, None, weight, bias), grids)
 
 
 def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
@@ -110,7 +115,11 @@ def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
         elif averages_all(node, module) and scales_fit(node, frozen):
             _replace_call(frozen, node, f"global_average_pool_{number}", GlobalAveragePool(), node.args[:1])
         elif (quantizer := grid_to_restate(node, frozen)) is not None:
-            restate_grid(node, quantizer)
+            again = f"restated_{number}"
+            grid = frozen.get_submodule(str(quantizer.target))
+            assert isinstance(grid, Quantizer)
+            frozen.add_submodule(again, ActivationGrid(grid, f"{path}.{quantizer.target}.again".lstrip(".")))
+            restate_grid(node, again)
         elif module is not None:
             replacements[str(node.target)] = _frozen(module, full)
     for name, module in replacements.items():

@@ -64,6 +64,10 @@ class ActivationGrid(nn.Module):
         self.register_buffer("low", torch.tensor(low, dtype=self.container))
         self.register_buffer("high", torch.tensor(high, dtype=self.container))
 
+    def numbers(self) -> tuple[float, ...]:
+        """Scale, zero point and bounds: two grids with the same numbers are one."""
+        return tuple(float(number) for number in (self.scale, self.zero_point, self.low, self.high))
+
     def forward(self, x: Tensor) -> Tensor:
         """The operators."""
         name = {QUANTIZER: self.quantizer_name}
@@ -100,10 +104,10 @@ class IntegerLayer(nn.Module):
     Args:
         layer: whose operation it is.
         integers: weight and bias.
-        grid: that of the input, if it is quantized here and not outside.
+        grids: those of the inputs, if they are quantized here and not outside.
     """
 
-    def __init__(self, layer: QuantLayer, integers: IntegerWeight, grid: ActivationGrid | None = None) -> None:
+    def __init__(self, layer: QuantLayer, integers: IntegerWeight, grids: Sequence[ActivationGrid] = ()) -> None:
         super().__init__()
         lowest, highest = integers.codes.min().item(), integers.codes.max().item()
         if not (lowest >= -128 and highest <= 127 and integers.bias_codes.isfinite().all()):
@@ -112,7 +116,7 @@ class IntegerLayer(nn.Module):
                 " (NaN weights? a grid that is unsigned or not narrow_range=True?)"
             )
         self.geometry = layer
-        self.grid = grid
+        self.grids = nn.ModuleList(grids)
         # A transposed convolution has its output channels on axis 1; with groups, one axis does not hold them all.
         self.in_torch_layout = isinstance(layer, TRANSPOSED) and layer.groups == 1
         codes = layer.torch_layout(integers.codes) if self.in_torch_layout else integers.codes
@@ -136,8 +140,10 @@ class IntegerLayer(nn.Module):
             operands: the second input of a bilinear layer; a weight and a bias to read are not looked at again.
             options: what the operation takes besides, as `output_size`.
         """
-        if self.grid is not None:
-            x = self.grid(x)
+        others = operands if len(self.geometry.grid_arguments) > 1 else ()
+        if self.grids:
+            x, *rest = (grid(tensor) for grid, tensor in zip(self.grids, (x, *others), strict=True))
+            others = tuple(rest)
         weight = onnx_operator(
             "DequantizeLinear", (self.weight, self.weight_scale, self.weight_zero_point), torch.float32,
             self.weight.shape, axis=int(self.in_torch_layout),
@@ -145,7 +151,6 @@ class IntegerLayer(nn.Module):
         if not self.in_torch_layout:
             weight = self.geometry.torch_layout(weight)
         bias = onnx_operator("DequantizeLinear", (self.bias, self.bias_scale), torch.float32, self.bias.shape, axis=0)
-        others = operands if len(self.geometry.grid_arguments) > 1 else ()
         result: Tensor = self.geometry.operate(x, weight, bias, *others, **options)
         return result
 

@@ -1,6 +1,7 @@
 """`export_onnx`: a prepared model as an ONNX file with integer initializers."""
 
 import contextlib
+import inspect
 import io
 import logging
 import os
@@ -47,6 +48,8 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
     _check_exportable(model)
     args, kwargs = example_arguments(example_inputs)
     frozen = to_integer_modules(model)
+    order = list(inspect.signature(frozen.forward).parameters)
+    kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
     with _quiet():
         program = torch.onnx.export(
             frozen,
@@ -163,8 +166,11 @@ def keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
     return not bool(off.any())
 
 
-def _name_quantizers(proto: Any, expected: set[str]) -> None:
-    """Give every QuantizeLinear the name of its quantizer, and fail loudly if one is missing."""
+def _name_quantizers(proto: Any, expected: Mapping[str, tuple[float, ...]]) -> None:
+    """Give every QuantizeLinear the name of its quantizer, and fail loudly if one is missing.
+
+    Two quantizers with the same grid on the same tensor become one operator, with the name of one of them.
+    """
     readers: dict[str, list[Any]] = {}
     for node in proto.graph.node:
         for name in node.input:
@@ -183,7 +189,8 @@ def _name_quantizers(proto: Any, expected: set[str]) -> None:
             reader.input[:] = [new if old == last.output[0] else old for old in reader.input]
         last.output[0] = new
         node.name = new
-    missing = sorted(expected - set(seen))
+    present = {expected[name] for name in seen}
+    missing = sorted(name for name, grid in expected.items() if name not in seen and grid not in present)
     if missing:
         raise ValueError(
             f"export_onnx: {len(missing)} of the model's {len(expected)} quantizers are not in the ONNX graph:"
@@ -203,12 +210,14 @@ def _strip_traces(proto: Any) -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the exporter's progress lines and its own deprecation warnings from the user's terminal."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        logger.setLevel(logging.ERROR)
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
         try:
             yield
         finally:
-            logger.setLevel(level)
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

@@ -17,6 +17,9 @@ def open_session(model: bytes, optimize: bool = True, optimized: Path | None = N
         model: the file's content.
         optimize: with ONNX Runtime's default graph optimisation, or with none.
         optimized: where to write the optimised graph, if anywhere.
+
+    Raises:
+        ValueError: if the file is none that ONNX Runtime reads.
     """
     import onnxruntime as ort
 
@@ -26,7 +29,10 @@ def open_session(model: bytes, optimize: bool = True, optimized: Path | None = N
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    try:
+        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its own types, by the dozen
+        raise ValueError(f"ONNX Runtime does not read the file: {str(error).splitlines()[0]}") from error
 
 
 def answers(session: Any, inputs: Any, names: list[str] | None = None) -> list[Tensor]:
@@ -36,8 +42,16 @@ def answers(session: Any, inputs: Any, names: list[str] | None = None) -> list[T
         session: of ONNX Runtime.
         inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments, as `export_onnx` was given.
         names: the outputs to return; None: all of the model's.
+
+    Raises:
+        ValueError: if the file has other inputs, or does not run with these.
     """
-    results = session.run(names, _feed(session, inputs))
+    feed = _feed(session, inputs)
+    try:
+        results = session.run(names, feed)
+    except Exception as error:
+        shapes = ", ".join(f"{name} {tuple(array.shape)}" for name, array in feed.items())
+        raise ValueError(f"ONNX Runtime does not run the file with {shapes}: {str(error).splitlines()[0]}") from error
     return [torch.from_numpy(np.asarray(result)) for result in results]
 
 

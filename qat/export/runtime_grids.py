@@ -3,6 +3,7 @@
 import operator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
@@ -11,12 +12,19 @@ from qat.preparation.operations import SPLITTING_FUNCTIONS, SPLITTING_METHODS, p
 from qat.preparation.placement import grid_of
 from qat.quantizer import Quantizer
 
+NOT_CARRIED = {
+    F.pad, operator.getitem, torch.roll, torch.repeat_interleave, torch.select, torch.narrow,
+    "roll", "expand", "repeat", "repeat_interleave", "select", "narrow",
+}  # fmt: skip
+"""Operations that keep a grid and behind which ONNX Runtime forgets it: it computes in float what reads them next, or
+quantizes it anew in blocks of its own."""
+
 
 def grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
     """The quantizer to state again behind an operation that carries its grid through where ONNX Runtime does not.
 
-    That is Pad and a part of a Split; and with a signed grid max pooling and reshaping too: there ONNX Runtime 1.31
-    writes a zero point of the wrong type itself and refuses its own graph.
+    That is behind the operations of `NOT_CARRIED`; and with a signed grid behind max pooling and reshaping too: there
+    ONNX Runtime 1.31 writes a zero point of the wrong type itself and refuses its own graph.
     """
     source = (
         grid_of(node, model)
@@ -27,14 +35,14 @@ def grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
         return None
     grid = model.get_submodule(str(source.target))
     assert isinstance(grid, Quantizer)
-    return source if node.target in (F.pad, operator.getitem) or grid.spec.signed else None
+    return source if node.target in NOT_CARRIED or grid.spec.signed else None
 
 
-def restate_grid(node: fx.Node, source: fx.Node) -> None:
+def restate_grid(node: fx.Node, grid: str) -> None:
     """Quantize a padded tensor again, on its own grid: it changes nothing, and without it ONNX Runtime, which carries
     grids through max pooling and reshaping but not through Pad, computes the next operation in float."""
     with node.graph.inserting_after(node):
-        again = node.graph.call_module(str(source.target))
+        again = node.graph.call_module(grid)
     node.replace_all_uses_with(again)
     again.args = (node,)
 

@@ -33,7 +33,7 @@ class Verification:
         samples: how many were compared.
         agreement: share of equal predictions (arg max over axis 1, of every output that has one), 0 to 1; an answer
             with NaN or infinity equals none.
-        torch_top1, onnx_top1: percent correct of the first output; None if the batches brought no labels.
+        torch_top1, onnx_top1: percent correct of the first output; None without labels, or without a class axis.
         max_difference: largest absolute difference of an output.
     """
 
@@ -100,6 +100,8 @@ def _judge(pairs: list[tuple[list[Tensor], list[Tensor], Tensor | None]]) -> Ver
             largest = max(largest, (ours - theirs).abs().max().item() if ours.numel() else 0.0)
             equal.append(_same_prediction(ours, theirs).reshape(-1))
 
+    classifies = bool(labels) and pairs[0][0][0].dim() > 1
+
     def top1(which: int) -> float | None:
         predictions = torch.cat([pair[which][0].argmax(1) for pair in pairs if pair[2] is not None])  # type: ignore[index]
         return 100.0 * (predictions == torch.cat(labels)).double().mean().item()
@@ -107,8 +109,8 @@ def _judge(pairs: list[tuple[list[Tensor], list[Tensor], Tensor | None]]) -> Ver
     return Verification(
         samples=sum(len(expected[0]) for expected, _, _ in pairs),
         agreement=torch.cat(equal).double().mean().item(),
-        torch_top1=top1(0) if labels else None,
-        onnx_top1=top1(1) if labels else None,
+        torch_top1=top1(0) if classifies else None,
+        onnx_top1=top1(1) if classifies else None,
         max_difference=largest,
     )
 
@@ -164,7 +166,12 @@ def follow(
         if isinstance(moved, Mapping):
             moved = tuple(moved[str(name)] for name in placeholders if name in moved)
         answer = follower.run(*(moved if isinstance(moved, tuple) else (moved,)))
-    return follower.differences, list(zip(output_tensors(answer), theirs, strict=True))
+    ours = output_tensors(answer)
+    if [tuple(x.shape) for x in ours] != [tuple(x.shape) for x in theirs]:
+        raise ValueError(
+            f"compare_layers: the outputs of {Path(path).name} have other shapes than the model's; was it made from it?"
+        )
+    return follower.differences, list(zip(ours, theirs, strict=True))
 
 
 def _call_names(model: fx.GraphModule, constant: set[fx.Node]) -> dict[fx.Node, str]:

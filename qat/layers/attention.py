@@ -19,16 +19,18 @@ from qat.spec import QuantSpec
 
 
 def operand_spec(spec: QuantSpec) -> QuantSpec:
-    """The grid of q, k and v beside inputs of this grid: signed, without a zero point.
+    """The grid of q, k and v beside inputs of this grid: the same if it has a zero point, else signed.
 
-    The rule stays, unless it has no such grid (lsq_plus, pact, dorefa): then it is "lsq".
+    The rule stays, unless it has no such grid (pact, dorefa): then it is "lsq".
 
     Raises:
         ValueError: for one bit, which no signed grid but that of "binary" has.
 
     >>> str(operand_spec(QuantSpec(bits=4, signed=False, symmetric=False)))
-    'int4 symmetric per tensor'
+    'uint4 affine per tensor'
     """
+    if not spec.symmetric:
+        return _first_possible("q, k and v", spec, replace(spec, rule="lsq", options={}))
     signed = replace(spec, signed=True, symmetric=True)
     return _first_possible("q, k and v", signed, replace(signed, rule="lsq", options={}))
 

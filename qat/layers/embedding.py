@@ -272,10 +272,11 @@ class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
         positions = torch.arange(flat.numel(), dtype=input.dtype, device=input.device)
         padding = None
         if self.padding_idx is not None:
-            # embedding_bag knows what to leave out by its index, so one row stands for every padding.
-            padding = flat.numel()
-            positions = torch.where(flat == self.padding_idx, padding, positions)
-            flat = torch.cat([flat, flat.new_full((1,), self.padding_idx)])
+            # embedding_bag knows what to leave out by its index, so one row stands for every padding: the first, whose
+            # index is the same for every number of rows.
+            padding = 0
+            positions = torch.where(flat == self.padding_idx, padding, positions + 1)
+            flat = torch.cat([flat.new_full((1,), self.padding_idx), flat])
         rows, positions = self.look_up(flat), positions.reshape(input.shape)
         return F.embedding_bag(
             positions, rows, offsets, None, 2.0, False, self.mode, False, per_sample_weights, ends, padding

@@ -184,7 +184,9 @@ class QuantRecurrent(nn.RNNBase):
             new = cell(from_input, hidden_product(state[0]), state)
             return new if projection is None else (projection(new[0]), *new[1:])
 
-        steps = from_input.unbind(1) if sizes is None else from_input.split(sizes)
+        # int(): in torch.export the number of steps is then a fixed one, which it says, and not only taken for one.
+        length = int(from_input.shape[1]) if sizes is None else len(sizes)
+        steps = from_input.unbind(1)[:length] if sizes is None else from_input.split(sizes)
         outputs, end = run_steps(steps, state, step, suffix.endswith("reverse"), sizes is not None)
         return torch.stack(outputs) if sizes is None else torch.cat(outputs), end
 

@@ -45,7 +45,9 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe
             reason = "forward never calls it: unused, or its weight is read by a function"
         if reason is None:
             composite = f"{name}."
-            graph_module.set_submodule(name, make_twin(name, layer, recipe.for_layer(name, float_kind(layer))))
+            graph_module.set_submodule(
+                name, make_twin(recipe.full_name(name), layer, recipe.for_layer(name, float_kind(layer)))
+            )
         elif type(layer) is not nn.MultiheadAttention:  # which is taken apart
             left[name] = reason
     return left
@@ -128,6 +130,8 @@ def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:
         layer = submodule_of(graph_module, producer) if isinstance(producer, fx.Node) else None
         if not isinstance(layer, QuantLayer) or not _folds(layer, norm, producer):
             left[str(node.target)] = "no quantized convolution directly before it"
+        elif "norm" in producer.kwargs:
+            left[str(node.target)] = f"{producer.target} folds another BatchNorm already"
         elif len(producer.users) > 1:
             left[str(node.target)] = f"the output of {producer.target} is read by others too"
         elif getattr(norm, "running_var", None) is None:

@@ -16,10 +16,11 @@ import torch
 from torch import fx
 from torch.fx.node import has_side_effect
 from torch.fx.proxy import Attribute, TraceError
+from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
 from qat.preparation.constants import attribute
-from qat.preparation.nodes import FACTS
+from qat.preparation.nodes import FACTS, Facts
 
 
 @has_side_effect
@@ -117,8 +118,12 @@ class HintAttribute(_Known, Attribute):
 
 
 @contextmanager
-def factories_take_sizes() -> Iterator[None]:
-    """A context in which `torch.zeros(n, m)` takes proxies as sizes; torch itself takes only `torch.zeros((n, m))`."""
+def torch_takes_proxies() -> Iterator[None]:
+    """A context in which torch's Python code does with proxies what it does with tensors and sizes.
+
+    `torch.zeros(n, m)` takes proxies as sizes, as torch itself takes `torch.zeros((n, m))`; transformers take their
+    plain way, not the fast path that no graph shows, and do not look whether a mask's values happen to be causal.
+    """
 
     def with_tuple(factory: Any) -> Any:
         def make(*size: Any, **options: Any) -> Any:
@@ -128,9 +133,15 @@ def factories_take_sizes() -> Iterator[None]:
         return make
 
     with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(transformer, "_detect_is_causal_mask", lambda *_: False))
         for name in ("zeros", "ones", "empty", "rand", "randn"):
             patches.enter_context(mock.patch.object(torch, name, with_tuple(getattr(torch, name))))
-        yield
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _context() -> tuple[bool, bool]:
@@ -158,7 +169,7 @@ class HintTracer(fx.Tracer):
         if self.examples is None:
             return super().proxy(node)
         value = self._value_of(node)
-        node.meta[FACTS] = (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
+        node.meta[FACTS] = Facts.of(value)
         return HintProxy(node, self, value)
 
     def create_arg(self, a: Any) -> Any:

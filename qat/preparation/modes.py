@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
 from qat.preparation.examples import Examples, call_with
-from qat.preparation.hints import factories_take_sizes
+from qat.preparation.hints import torch_takes_proxies
 from qat.preparation.nodes import FACTS, free_name, scope_of, submodule_of
 from qat.preparation.operations import changes_in_place
 from qat.preparation.prepared_graph import PreparedGraph
@@ -60,6 +60,9 @@ def trace(model: nn.Module, examples: Examples | None = None) -> tuple[PreparedG
             node.args, node.kwargs = (node.kwargs["input"],), {k: v for k, v in node.kwargs.items() if k != "input"}
     graph_module = PreparedGraph(model, training, type(model).__name__)
     _keep_state(model, graph_module)
+    for name, module in model.named_modules():  # torch 2.11 makes them all persistent
+        if module._non_persistent_buffers_set:
+            graph_module.get_submodule(name)._non_persistent_buffers_set |= module._non_persistent_buffers_set
     for name in [name for name in graph_module._buffers if name.startswith("_tensor_constant")]:
         graph_module._non_persistent_buffers_set.add(name)  # no state: forward made it
     _dropouts_become_modules(graph_module, twins)
@@ -116,7 +119,7 @@ def _check_modules(model: nn.Module) -> None:
 def _graph_of(model: nn.Module, examples: Examples | None, compare: bool = True) -> tuple[fx.Graph, dict[str, str]]:
     tracer = QuantTracer(examples)
     try:
-        with torch.random.fork_rng(devices=[]), factories_take_sizes(), remembering(model):
+        with torch.random.fork_rng(devices=[]), torch_takes_proxies(), remembering(model):
             torch.manual_seed(0)
             graph = tracer.trace(model)
         if examples is not None and compare:
@@ -153,7 +156,7 @@ def _check_answer(model: nn.Module, examples: Examples, traced: Any) -> None:
     Raises:
         UntraceableError: if the graph's answer to the example inputs is not the model's.
     """
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), remembering(model):
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), remembering(model), torch_takes_proxies():
         torch.manual_seed(0)
         expected = call_with(model, examples)
     ours, theirs = (

@@ -1,12 +1,34 @@
 """Questions about the nodes of a traced graph, and names for what is added to it."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 FACTS = "qat_facts"
-"""Key of node.meta: (dtype, shape) of the tensor that the node held for the example inputs, or None if no tensor."""
+"""Key of node.meta: `Facts` of the tensor that the node held for the example inputs, or None if no tensor."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a node's tensor.
+
+    Attributes:
+        axes: how many it had.
+        quantizable: whether it held finite floating-point numbers; a mask of minus infinity has no range.
+    """
+
+    axes: int
+    quantizable: bool
+
+    @classmethod
+    def of(cls, value: Any) -> "Facts | None":
+        """The facts of a tensor, None for anything else."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        floating = value.is_floating_point()
+        return cls(value.dim(), floating and (value.is_meta or bool(value.isfinite().all())))
 
 
 def scope_of(node: fx.Node) -> str:
@@ -40,7 +62,7 @@ def tensor_nodes(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         if FACTS in node.meta:
             facts = node.meta[FACTS]
-            if facts is not None and facts[0].is_floating_point:
+            if facts is not None and facts.quantizable:
                 held.add(node)
         elif node.op in ("placeholder", "get_attr", "call_module"):
             held.add(node)
@@ -57,7 +79,7 @@ def tensor_nodes(graph: fx.Graph) -> set[fx.Node]:
 def dimensions(node: fx.Node) -> int | None:
     """How many axes the node's tensor had for the example inputs; None if that is not known."""
     facts = node.meta.get(FACTS)
-    return None if facts is None else len(facts[1])
+    return None if facts is None else int(facts.axes)
 
 
 def free_name(graph_module: nn.Module, wanted: str) -> str:

@@ -109,6 +109,8 @@ def passes_grid(node: fx.Node, graph_module: fx.GraphModule) -> bool:
     """Whether the output's values all stand on the grid of the first input: reshaping, selecting, max pooling."""
     if node.target is F.pad:
         return _pads_with_zero(node)
+    if (node.target == "clone" or node.target is torch.clone) and any(changes_in_place(user) for user in node.users):
+        return False  # another tensor from then on
     if node.target is getattr:
         return node.args[1] in ("T", "mT")
     if node.target is operator.getitem:

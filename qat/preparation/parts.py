@@ -14,6 +14,7 @@ from qat.preparation.fusion import refusal, swappable_layers
 from qat.preparation.graph import prepare_graph
 from qat.preparation.kinds import COMPOSITES, float_kind, make_twin
 from qat.preparation.modes import UntraceableError
+from qat.preparation.prepared_graph import keep_attributes, plain_attributes
 from qat.preparation.report import LAYERS, LEFT_IN_FLOAT
 from qat.quantizer import create_quantizer
 from qat.recipe import AnyRecipe, QuantRecipe, ScopedRecipe
@@ -131,9 +132,10 @@ def _part(
         part = prepare_graph(child, ScopedRecipe(scope.recipe, name), examples)
     except (UntraceableError, TypeError):
         return None
-    for key, value in vars(child).items():  # what the rest of the model may ask it for: `backbone.out_channels`
-        if not key.startswith("_") and not hasattr(part, key):
-            setattr(part, key, value)
+    kept = dict(part.named_modules())
+    for path, inner in child.named_modules():  # the rest of the model may ask for it: `backbone.out_channels`
+        if path in kept:
+            keep_attributes(plain_attributes(inner), kept[path])
     return part.train(child.training)
 
 

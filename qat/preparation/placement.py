@@ -128,7 +128,7 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: AnyRecipe) -> dict[st
     for group in shared_grids(wanted, placement):
         specs = [spec for node in group for spec in wanted[node]]
         chosen = max(specs, key=lambda spec: spec.bits)
-        name = _insert_quantizer(group[0], chosen, graph_module)
+        name = _insert_quantizer(group[0], chosen, graph_module, recipe)
         for node in group[1:]:
             _insert_call(node, name, graph_module)
         others = sorted({str(spec) for spec in specs if spec != chosen})
@@ -137,7 +137,7 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: AnyRecipe) -> dict[st
     for node in list(graph_module.graph.nodes):
         module = submodule_of(graph_module, node)
         if isinstance(module, QuantLayer):
-            _hand_grids(node, module, graph_module)
+            _hand_grids(node, module, graph_module, recipe)
     return compromises
 
 
@@ -207,12 +207,12 @@ def grid_of(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node | None:
     return node if isinstance(submodule_of(graph_module, node), Quantizer) else None
 
 
-def _insert_quantizer(node: fx.Node, spec: QuantSpec, graph_module: fx.GraphModule) -> str:
+def _insert_quantizer(node: fx.Node, spec: QuantSpec, graph_module: fx.GraphModule, recipe: AnyRecipe) -> str:
     name = free_name(graph_module, f"{_producer_name(node, graph_module)}_quantizer")
     try:
         graph_module.add_submodule(name, create_quantizer(spec, "activation", (), model_device(graph_module)))
     except ValueError as error:
-        raise ValueError(f"prepare: {name} (activation): {error}") from error
+        raise ValueError(f"prepare: {recipe.full_name(name)} (activation): {error}") from error
     _insert_call(node, name, graph_module)
     return name
 
@@ -245,12 +245,12 @@ def _producer_name(node: fx.Node, graph_module: fx.GraphModule) -> str:
     return f"{scope}.{operation}" if scope else operation
 
 
-def _hand_grids(node: fx.Node, layer: QuantLayer, graph_module: fx.GraphModule) -> None:
+def _hand_grids(node: fx.Node, layer: QuantLayer, graph_module: fx.GraphModule, recipe: AnyRecipe) -> None:
     for keyword, operand in zip(layer.grid_arguments, node.args, strict=False):
         source = grid_of(operand, graph_module) if isinstance(operand, fx.Node) else None
         if source is None:
             raise ValueError(
-                f"prepare: no quantizer reaches the input of {str(node.target)!r};"
+                f"prepare: no quantizer reaches the input of {recipe.full_name(str(node.target))!r};"
                 " leave the layer in float with an override {'skip': True}"
             )
         with graph_module.graph.inserting_before(node):

@@ -13,7 +13,7 @@ from qat.layers import QuantLayer
 from qat.preparation.examples import Examples, bind_inputs, call_with
 from qat.preparation.fusion import check_patterns
 from qat.preparation.graph import prepare_graph
-from qat.preparation.kinds import COMPOSITES, float_kind
+from qat.preparation.kinds import COMPOSITE_TWINS, COMPOSITES, float_kind
 from qat.preparation.modes import UntraceableError
 from qat.preparation.parts import prepare_parts
 from qat.preparation.report import LAYERS, noted
@@ -80,6 +80,16 @@ def prepare(
     """
     if any(isinstance(module, (Quantizer, QuantLayer)) for module in model.modules()):
         raise ValueError("prepare: the model holds quantizers already; prepare takes the float model")
+    inner = {"_orig_mod": "torch.compile", "module": "parallel"} if type(model).__module__.startswith("torch.") else {}
+    for attribute, what in inner.items():
+        if isinstance(getattr(model, attribute, None), nn.Module):
+            raise ValueError(
+                f"prepare: {type(model).__name__} is a {what} wrapper; prepare its .{attribute} and wrap again"
+            )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            "prepare: the model is a torch.jit.ScriptModule, which cannot be changed; prepare it unscripted"
+        )
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ValueError(f"prepare: {lazy[0]!r} has no shape yet; run the model once before it is prepared")
@@ -98,10 +108,23 @@ def prepare(
     check_patterns(recipe, layers)
     if not any(isinstance(module, QuantLayer) for module in prepared.modules()):
         raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
-    prepared.train(model.training)
+    _set_modes(prepared, model)
     if examples is not None:
         probe(prepared, examples)
     return summary(prepared) if dry_run else prepared
+
+
+def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
+    """The float model's train and eval modes, module by module: a BatchNorm that was put to eval() stays so."""
+    prepared.train(model.training)
+    parts = dict(prepared.named_modules())
+    for name, module in model.named_modules():
+        twin = parts.get(name)
+        if twin is None:
+            continue
+        if isinstance(twin, QuantLayer) or isinstance(twin, COMPOSITE_TWINS):  # noqa: SIM101
+            twin.train(module.training)
+        twin.training = module.training
 
 
 def _copy_of(model: nn.Module) -> nn.Module:

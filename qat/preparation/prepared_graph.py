@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 
 class PreparedGraph(fx.GraphModule):
@@ -11,8 +11,21 @@ class PreparedGraph(fx.GraphModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PreparedGraph":
         twin: Any = super().__deepcopy__(memo)
-        for key, value in vars(self).items():
-            if key not in vars(twin) and not key.startswith("_"):
-                setattr(twin, key, copy.deepcopy(value, memo))
+        for name, module in self.named_modules():
+            part = twin.get_submodule(name)
+            keep_attributes(copy.deepcopy(plain_attributes(module), memo), part)
+            part._non_persistent_buffers_set |= module._non_persistent_buffers_set  # which torch 2.11 forgets
         same: PreparedGraph = twin
         return same
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module has besides parameters, buffers, submodules and torch's own notes: sizes, flags, names."""
+    return {key: value for key, value in vars(module).items() if not key.startswith("_") and key != "training"}
+
+
+def keep_attributes(attributes: dict[str, Any], module: nn.Module) -> None:
+    """Give a module those of the attributes that it lacks: what other code may ask it for."""
+    for key, value in attributes.items():
+        if not hasattr(module, key):
+            setattr(module, key, value)

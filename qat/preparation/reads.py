@@ -101,7 +101,7 @@ def quantize_reads(graph_module: fx.GraphModule, reads: list[Read], recipe: AnyR
                 values = values or constant_values(graph_module)
                 twin = _function(read, values[read.given["weight"]], layer_recipe.weight)
         except ValueError as error:
-            raise ValueError(f"prepare: {read.name} (weight): {error}") from error
+            raise ValueError(f"prepare: {recipe.full_name(read.name)} (weight): {error}") from error
         if present is None:
             graph_module.add_submodule(read.name, twin)
         else:

@@ -1,0 +1,26 @@
+"""The float model's part of a prepared model's state."""
+
+from typing import Any
+
+from torch import nn
+
+from qat.quantizer import Quantizer
+
+
+def float_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict without the quantizers: what the float model's `load_state_dict` takes, strictly.
+
+    The way there needs no function: `prepared.load_state_dict(float_model.state_dict(), strict=False)` misses only
+    quantizers and finds nothing unexpected; call `calibrate` afterwards.
+
+    Args:
+        model: a prepared model, or any module that holds quantized layers.
+
+    >>> import qat
+    >>> sorted(float_state_dict(qat.QuantLinear(4, 2)))
+    ['bias', 'weight']
+    """
+    quantizers = [
+        f"{name}." for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Quantizer)
+    ]
+    return {key: value for key, value in model.state_dict().items() if not key.startswith(tuple(quantizers))}

@@ -1,0 +1,338 @@
+"""Export of every kind of layer, prepared and as a quantized layer of one's own: integers in the file, equal answers."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from prepared_case import draw
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+import qat
+from qat.export import compare_layers
+from qat.layers import QuantFunction, QuantLayer
+from qat.quantizer import Quantizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+Inputs = dict[str, Tensor]
+
+
+def layer_class(form: str, name: str) -> Any:
+    """torch's layer, which `prepare` will replace, or the quantized one that somebody writes into their own model."""
+    return getattr(nn, name) if form == "prepared" else getattr(qat.layers, f"Quant{name}")
+
+
+def quantized(net: nn.Module, inputs: Inputs, recipe: qat.QuantRecipe | None = None) -> nn.Module:
+    """Prepared, unless the layers are quantized already; calibrated, in evaluation."""
+    own = any(isinstance(module, Quantizer) for module in net.modules())
+    model = net.eval() if own else qat.prepare(net.eval(), recipe, inputs)
+    qat.calibrate(model, [inputs])
+    return model.eval()
+
+
+def part_of(inputs: Inputs, samples: int) -> Inputs:
+    """A batch of another size, in which every sample is one of these."""
+    return {name: x.repeat(3, *[1] * (x.dim() - 1))[:samples].contiguous() for name, x in inputs.items()}
+
+
+def expected_codes(weight: Tensor, quantizer: Quantizer, layer: QuantLayer | None) -> np.ndarray[Any, Any]:
+    """clip(round(weight / scale)) in float64, in torch's layout."""
+    scale, zero_point = quantizer.grid()
+    assert not zero_point.any()
+    rows = weight.detach() if layer is None else layer.channels_first(weight.detach())
+    codes = np.clip(np.rint(rows.double().numpy() / scale.detach().double().numpy()), *quantizer.bounds())
+    return codes if layer is None else layer.torch_layout(torch.from_numpy(codes)).numpy()
+
+
+def weights_of(model: nn.Module) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Every weight's own integers, by the name of its layer."""
+    for name, module in model.named_modules():
+        inner = module.inner_weights() if hasattr(module, "inner_weights") else {}
+        for key, (weight, _) in inner.items():
+            yield f"{name}.{key}", expected_codes(weight, getattr(module, key).weight_quantizer, None)
+        if isinstance(module, QuantLayer) and not isinstance(module, QuantFunction):
+            yield name, expected_codes(module.weight, module.weight_quantizer, module)
+
+
+def assert_file_is_in_integers(path: Path, model: nn.Module, floats: frozenset[tuple[int, ...]] = frozenset()) -> None:
+    """The weights' own integers are in the file, in torch's layout or with the channels first, and no float weight.
+
+    `floats`: shapes of the float parameters that the file may hold besides.
+    """
+    proto = onnx.load(path)
+    onnx.checker.check_model(proto)
+    arrays = [numpy_helper.to_array(initializer) for initializer in proto.graph.initializer]
+    integers = [array for array in arrays if array.dtype in (np.int8, np.uint8)]
+    for name, codes in weights_of(model):
+        assert any(array.size == codes.size and same_integers(array, codes) for array in integers), name
+    found = {array.shape for array in arrays if array.dtype.kind == "f" and sum(axis > 1 for axis in array.shape) > 1}
+    assert found <= floats
+
+
+def same_integers(array: np.ndarray[Any, Any], codes: np.ndarray[Any, Any]) -> bool:
+    if array.shape == codes.shape:
+        return np.array_equal(array, codes)
+    # A transposed convolution with groups is stored with the channels first.
+    return np.array_equal(np.sort(array, axis=None), np.sort(codes, axis=None))
+
+
+def assert_exports(
+    path: Path,
+    net: nn.Module,
+    inputs: Inputs,
+    recipe: qat.QuantRecipe | None = None,
+    floats: frozenset[tuple[int, ...]] = frozenset(),
+) -> nn.Module:
+    """Export; the same answers for three sizes of the batch, and for a traced model the same integers everywhere."""
+    model = quantized(net, inputs, recipe)
+    qat.export_onnx(model, path, inputs)
+    assert_file_is_in_integers(path, model, floats)
+    for samples in (len(next(iter(inputs.values()))), 1, 7):
+        found = qat.verify_onnx(path, model, [part_of(inputs, samples)])
+        assert found.samples == samples and found.agreement == 1.0 and found.max_difference < 2e-6, samples
+    if isinstance(model, fx.GraphModule):
+        for optimize in (True, False):
+            layers = compare_layers(path, model, inputs, optimize)
+            assert {layer.name for layer in layers} >= own_names(model)
+            assert [layer for layer in layers if layer.differing > layer.elements / 1000 or layer.largest > 1] == []
+    return model
+
+
+def own_names(model: fx.GraphModule) -> set[str]:
+    """The activation quantizers that the graph itself calls, but for those of parameters."""
+    called = {
+        str(node.target)
+        for node in model.graph.nodes
+        if node.op == "call_module" and node.args and node.args[0].op != "get_attr"
+    }
+    found = {name for name, module in model.named_modules() if isinstance(module, Quantizer) and name in called}
+    return {name for name in found if model.get_submodule(name).role == "activation"}
+
+
+class Convolutions(nn.Module):
+    """All six convolutions: without bias, with groups, dilation, other padding, output_padding."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        conv = {axes: layer_class(form, f"Conv{axes}d") for axes in (1, 2, 3)}
+        transposed = {axes: layer_class(form, f"ConvTranspose{axes}d") for axes in (1, 2, 3)}
+        for axes in (1, 2, 3):
+            steps = nn.Sequential(
+                conv[axes](3, 4, 3, padding=1, bias=False, padding_mode="replicate" if axes == 2 else "zeros"),
+                nn.ReLU(),
+                conv[axes](4, 4, 2, groups=2, dilation=2),
+                nn.ReLU(),
+                transposed[axes](4, 3, 3, stride=2, output_padding=1),
+                nn.ReLU(),
+                transposed[axes](3, 6, 2, groups=3, bias=False),
+            )
+            self.add_module(f"axes{axes}", steps)
+
+    def forward(self, signal: Tensor, image: Tensor, volume: Tensor) -> dict[str, Tensor]:
+        return {"signal": self.axes1(signal), "image": self.axes2(image), "volume": self.axes3(volume)}
+
+
+FORMS = pytest.mark.parametrize("form", ["prepared", "own"])
+
+
+@FORMS
+def test_convolutions(form: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inputs = {"signal": draw(3, 3, 7), "image": draw(3, 3, 5, 6), "volume": draw(3, 3, 4, 4, 4)}
+    model = assert_exports(tmp_path / "model.onnx", Convolutions(form), inputs)
+    assert sum(isinstance(module, QuantLayer) for module in model.modules()) == 12
+
+
+class LinearAndLookups(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        linear, bag = layer_class(form, "Linear"), layer_class(form, "EmbeddingBag")
+        self.embed = layer_class(form, "Embedding")(11, 6, padding_idx=0)
+        self.sums, self.means = bag(11, 6, mode="sum"), bag(11, 6)
+        self.largest = bag(11, 6, mode="max", include_last_offset=True)
+        self.up, self.down = linear(6, 8), linear(8, 4, bias=False)
+
+    def forward(self, words: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        rows = self.down(torch.relu(self.up(self.embed(words))))
+        return rows.sum(1), self.up(self.sums(words, per_sample_weights=weights) + self.means(words)), self.largest(words)
+
+
+@FORMS
+def test_linear_and_lookups(form: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inputs = {"words": torch.randint(0, 11, (3, 5)), "weights": draw(3, 5).abs()}
+    assert_exports(tmp_path / "model.onnx", LinearAndLookups(form), inputs)
+
+
+class PaddedBags(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        bag = layer_class(form, "EmbeddingBag")
+        self.bags = nn.ModuleList([bag(11, 6, mode=mode, padding_idx=2) for mode in ("sum", "mean", "max")])
+        self.head = layer_class(form, "Linear")(6, 4)
+        with torch.no_grad():
+            for table in self.bags:
+                table.weight[2] = 1.0  # a padding row that would be seen in a sum
+
+    def forward(self, words: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.head(table(words)) for table in self.bags)
+
+
+@FORMS
+def test_the_padding_of_a_bag_is_left_out_whatever_the_size_of_the_batch(form: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    words = torch.randint(0, 11, (3, 4))
+    words[:, 1], words[1, 3] = 2, 2
+    assert_exports(tmp_path / "model.onnx", PaddedBags(form), {"words": words})
+
+
+def test_the_exporter_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its parts have loggers of their own, whose lines reach the terminal of a user who has set up no logging."""
+    inputs = {"words": torch.randint(0, 11, (3, 4))}
+    model = quantized(PaddedBags("own"), inputs)
+    root = logging.getLogger()
+    handlers = root.handlers[:]
+    root.handlers.clear()  # pytest's own, which keep Python from its last resort, the terminal
+    try:
+        qat.export_onnx(model, tmp_path / "model.onnx", inputs)
+    finally:
+        root.handlers[:] = handlers
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("", "")
+
+
+class Pair(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.pair = layer_class(form, "Bilinear")(4, 5, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.pair(x, y)
+
+
+@FORMS
+def test_bilinear(form: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    assert_exports(tmp_path / "model.onnx", Pair(form), {"x": draw(3, 4), "y": draw(3, 5, seed=1)})
+
+
+class Recurrent(nn.Module):
+    def __init__(self, form: str, bidirectional: bool, batch_first: bool, layers: int) -> None:
+        super().__init__()
+        options = {"num_layers": layers, "batch_first": batch_first, "bidirectional": bidirectional}
+        for name in ("LSTM", "GRU", "RNN"):
+            self.add_module(name.lower(), layer_class(form, name)(5, 4, **options))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        output, (h, c) = self.lstm(x)
+        gru, last = self.gru(x)
+        return {"lstm": output, "h": h[-1], "c": c[-1], "gru": gru, "last": last[-1], "rnn": self.rnn(x)[0]}
+
+
+@FORMS
+def test_recurrent_layers(form: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    assert_exports(tmp_path / "model.onnx", Recurrent(form, False, True, 2), {"x": draw(3, 3, 5)})
+
+
+@FORMS
+def test_bidirectional_recurrent_layers(form: str, tmp_path: Path) -> None:
+    """Both directions read one tensor, on two grids that are equal after calibration."""
+    torch.manual_seed(0)
+    assert_exports(tmp_path / "model.onnx", Recurrent(form, True, True, 1), {"x": draw(3, 2, 5)})
+
+
+def test_a_file_does_not_claim_a_free_number_of_steps(tmp_path: Path) -> None:
+    """The steps are written out one by one, and with the time first they are the first axis."""
+    torch.manual_seed(0)
+    x = draw(3, 4, 5)
+    model = quantized(Recurrent("own", False, False, 1), {"x": x})
+    with pytest.warns(UserWarning, match=r"^export_onnx: the first axis of the input 'x' is fixed at 3,"):
+        qat.export_onnx(model, tmp_path / "model.onnx", {"x": x})
+    assert qat.verify_onnx(tmp_path / "model.onnx", model, [{"x": x}]).max_difference < 2e-6
+    with pytest.raises(Exception, match="(?i)dimension|shape|input"):  # refused, not answered for other steps
+        qat.verify_onnx(tmp_path / "model.onnx", model, [{"x": torch.cat([x, x])}])
+
+
+class Attention(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        attention = layer_class(form, "MultiheadAttention")
+        self.inner = attention(8, 2, batch_first=True)
+        self.outer = attention(8, 2, batch_first=True, kdim=5, vdim=6, bias=False)
+
+    def forward(self, x: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.inner(x, 2 * x, 3 * x, need_weights=False)[0]
+        y, weights = self.outer(x, key, value, key_padding_mask=padding)
+        return x + y, weights
+
+
+@FORMS
+def test_attention_with_a_mask(form: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    padding = torch.tensor([[False, False, True], [False, True, True], [False, False, False]])
+    inputs = {"x": draw(3, 4, 8), "key": draw(3, 3, 5, seed=1), "value": draw(3, 3, 6, seed=2), "padding": padding}
+    assert_exports(tmp_path / "model.onnx", Attention(form), inputs)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.attend = layer_class(form, "MultiheadAttention")(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x, x, x, need_weights=False)[0]
+
+
+@FORMS
+def test_attention_of_a_tensor_to_itself(form: str, tmp_path: Path) -> None:
+    """Query, key and value are one tensor: one's own layer has three grids for it, equal after calibration."""
+    torch.manual_seed(0)
+    assert_exports(tmp_path / "model.onnx", SelfAttention(form), {"x": draw(3, 4, 8)})
+
+
+def test_batch_norms_fold_into_transposed_convolutions_with_groups(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential()
+    net.up, net.norm1, net.relu = nn.ConvTranspose2d(4, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU()
+    net.grouped, net.norm2 = nn.ConvTranspose2d(4, 6, 2, groups=2, bias=False), nn.BatchNorm2d(6)
+    with torch.no_grad():
+        for norm in (net.norm1, net.norm2):
+            norm.weight.copy_(torch.linspace(-1.5, 1, norm.num_features))
+            norm.weight[2] = 0
+            norm.bias.normal_()
+            norm.running_mean.normal_()
+    x = draw(4, 4, 5, 5)
+    model = quantized(net, {"input": x})
+    path = tmp_path / "model.onnx"
+    qat.export_onnx(model, path, x)
+    signs = {name: torch.sign(model.get_submodule(name).weight.detach()) for name in ("norm1", "norm2")}
+    arrays = [numpy_helper.to_array(initializer) for initializer in onnx.load(path).graph.initializer]
+    for layer, norm in (("up", "norm1"), ("grouped", "norm2")):
+        twin = model.get_submodule(layer)
+        rows = twin.channels_first(torch.from_numpy(dict(weights_of(model))[layer]))
+        rows = (rows * signs[norm].reshape(-1, 1, 1, 1)).numpy()
+        stored = rows if layer == "grouped" else rows.swapaxes(0, 1)
+        assert any(array.dtype == np.int8 and np.array_equal(array, stored) for array in arrays), layer
+    assert [layer for layer in compare_layers(path, model, x) if layer.differing] == []
+    assert qat.verify_onnx(path, model, [part_of({"x": x}, 7)["x"]]).max_difference < 2e-6
+
+
+def test_parametrised_layers(tmp_path: Path) -> None:
+    """The file holds the integers of the weight as it is computed, not of a factor of it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.ReLU(), nn.Flatten(),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(36, 5)),
+    )  # fmt: skip
+    with torch.no_grad():
+        net[0].parametrizations.weight.original0.mul_(torch.tensor([1.0, 2.0, 3.0, 0.5]).reshape(4, 1, 1, 1))
+    model = assert_exports(tmp_path / "model.onnx", net, {"input": draw(4, 3, 5, 5)})
+    assert all(parametrize.is_parametrized(model.get_submodule(name)) for name in ("0", "3"))

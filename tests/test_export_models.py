@@ -1,0 +1,467 @@
+"""Export of whole models: reads, attention, constants, several inputs and outputs, other grids, parts, refusals."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from prepared_case import Net, draw
+from test_export_layers import Inputs, assert_exports, part_of, quantized
+from torch import Tensor, nn
+from torchvision.models.swin_transformer import SwinTransformer
+from torchvision.models.vision_transformer import VisionTransformer
+from torchvision.ops import SqueezeExcitation
+
+import qat
+from qat.export import compare_layers, optimized_operators
+from qat.preparation.parts import prepared_parts
+from qat.quantizer import Quantizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+FLOAT_PRODUCTS = {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "MatMulNBits", "Einsum"}
+
+
+class Single(nn.Module):
+    """A model of one input whose forward is a function of itself and x."""
+
+    def __init__(self, forward_: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self._forward = forward_
+
+    def forward(self, x: Tensor) -> Any:
+        return self._forward(self, x)
+
+
+class Double(Single):
+    def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+        return self._forward(self, x, y)
+
+
+def linears(*sizes: int) -> dict[str, nn.Module]:
+    """Linear layers a, b, c ... between these numbers of features."""
+    return {name: nn.Linear(*pair) for name, pair in zip("abcdef", zip(sizes, sizes[1:], strict=False), strict=False)}
+
+
+def attend(self: Any, x: Tensor) -> Tensor:
+    q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.a(x).chunk(3, -1))
+    return self.b(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def windows(self: Any, x: Tensor) -> Tensor:
+    """Pads the image to a multiple of the window, and takes windows apart and together."""
+    rest = [(-size) % 3 for size in x.shape[-2:]]
+    x = F.pad(self.stem(x), (0, rest[1], 0, rest[0]))
+    n, c, h, w = x.shape
+    x = x.view(n, c, h // 3, 3, w // 3, 3).permute(0, 2, 4, 3, 5, 1).reshape(-1, 9, c)
+    return self.b(F.relu(self.a(x))).reshape(n, -1, 5).mean(1)
+
+
+# Forward, parts, input; what stays in the file as float values of more than one axis.
+MODELS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], Tensor, set[tuple[int, ...]]]] = {
+    "reads with another bias, and of a part": (
+        lambda self, x: F.linear(F.relu(F.linear(x, self.a.weight, self.bias)), self.b.weight[:3], self.b.bias[:3]),
+        lambda: {**linears(6, 5, 4), "bias": nn.Parameter(draw(5))}, draw(4, 6), set(),
+    ),
+    "a convolution that reads parameters": (
+        lambda self, x: F.conv2d(F.relu(self.conv(x)), self.weight, self.bias, padding=1, groups=2),
+        lambda: {
+            "conv": nn.Conv2d(3, 4, 3), "weight": nn.Parameter(draw(4, 2, 3, 3)), "bias": nn.Parameter(draw(4)),
+        },
+        draw(4, 3, 6, 6), set(),
+    ),
+    "an embedding that is the last layer too": (
+        lambda self, x: F.linear(F.relu(self.a(self.embed(x))), self.embed.weight),
+        lambda: {"embed": nn.Embedding(9, 8), **linears(8, 8)}, torch.arange(20).reshape(4, 5) % 9, set(),
+    ),
+    "causal attention": (attend, lambda: linears(8, 24) | {"b": nn.Linear(8, 3)}, draw(4, 5, 8), {(5, 5)}),
+    "parameters as operands of products": (
+        lambda self, x: self.b(self.left @ torch.relu(self.a(x) @ self.right)) + torch.einsum("bij,jk->bik", x, self.k),
+        lambda: {
+            **linears(8, 8), "b": nn.Linear(6, 6), "left": nn.Parameter(draw(5, 5)), "right": nn.Parameter(draw(8, 6)),
+            "k": nn.Parameter(draw(8, 6, seed=1)),
+        },
+        draw(4, 5, 8), set(),
+    ),
+    "outputs in a dictionary, a list and a tuple": (
+        lambda self, x: (lambda y: {"out": self.b(y), "others": [self.c(y), (y,)]})(torch.relu(self.a(x))),
+        lambda: {"a": nn.Linear(8, 8), "b": nn.Linear(8, 4), "c": nn.Linear(8, 3)}, draw(4, 8), set(),
+    ),
+    "one layer, two grids": (
+        lambda self, x: self.a(torch.relu(self.a(x) * 3)), lambda: linears(8, 8), draw(4, 8), set(),
+    ),
+    "look-ups of words, and of the words behind them": (
+        lambda self, x: self.a(self.words(x) + self.next(x.roll(-1, 1))).mean(1),
+        lambda: {"words": nn.Embedding(9, 8), "next": nn.Embedding(9, 8), **linears(8, 4)},
+        torch.arange(20).reshape(4, 5) % 9, set(),
+    ),
+    "windows, padded": (
+        windows, lambda: {"stem": nn.Conv2d(3, 4, 3, padding=1), "a": nn.Linear(4, 8), "b": nn.Linear(8, 5)}, draw(4, 3, 7, 9), set(),
+    ),
+    "squeeze and excitation": (
+        lambda self, x: self.b(self.se(F.hardswish(self.a(x)))).mean((2, 3)),
+        lambda: {"a": nn.Conv2d(3, 4, 3), "se": SqueezeExcitation(4, 2), "b": nn.Conv2d(4, 4, 1)}, draw(4, 3, 6, 6),
+        set(),
+    ),
+}  # fmt: skip
+
+
+def test_a_table_is_stored_as_integers_where_the_indices_are_constants_too(tmp_path: Path) -> None:
+    """A learned position embedding: the exporter would rather look the rows up itself, and store floats."""
+    torch.manual_seed(0)
+    net = Single(
+        lambda self, x: self.a(self.words(x) + self.places(torch.arange(x.size(1)))).mean(1),
+        words=nn.Embedding(9, 8), places=nn.Embedding(5, 8), a=nn.Linear(8, 4),
+    )  # fmt: skip
+    assert_exports(tmp_path / "model.onnx", net, {"x": torch.arange(20).reshape(4, 5) % 9})
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models_of_one_input(case: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    forward, make, x, floats = MODELS[case]
+    assert_exports(tmp_path / "model.onnx", Single(forward, **make()), {"x": x}, floats=frozenset(floats))
+
+
+def test_several_inputs_as_a_tuple_and_as_a_mapping_in_any_order(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Double(lambda self, x, y: self.b(torch.cat([self.a(x), y], 1)), a=nn.Linear(8, 4), b=nn.Linear(9, 4))
+    inputs = {"x": draw(4, 8), "y": draw(4, 5, seed=1)}
+    model = quantized(net, inputs)
+    path = tmp_path / "model.onnx"
+    for given in (tuple(inputs.values()), inputs, dict(reversed(inputs.items()))):
+        qat.export_onnx(model, path, given)
+        assert [declared.name for declared in onnx.load(path).graph.input] == ["x", "y"]
+        for batch in (inputs, dict(reversed(inputs.items())), (tuple(inputs.values()), torch.zeros(4))):
+            assert qat.verify_onnx(path, model, [batch]).max_difference < 2e-6
+        assert [layer for layer in compare_layers(path, model, given) if layer.differing] == []
+
+
+class Heads(nn.Module):
+    """An auxiliary head that only training computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.aux = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.relu(self.body(x))
+        return (self.head(y), self.aux(y)) if self.training else self.head(y)
+
+
+def test_the_file_holds_only_what_evaluation_computes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = draw(4, 8)
+    model = qat.prepare(Heads().train(), example_inputs=x)
+    qat.calibrate(model, [x])
+    path = tmp_path / "model.onnx"
+    qat.export_onnx(model.train(), path, x)
+    graph = onnx.load(path).graph
+    assert len(graph.output) == 1
+    assert sorted(tuple(array.dims) for array in graph.initializer if len(array.dims) > 1) == [(4, 8), (8, 8)]
+    assert qat.verify_onnx(path, model, [x]).max_difference < 2e-6 and model.training
+    assert [layer for layer in compare_layers(path, model, x) if layer.differing] == []
+
+
+# Moves that a grid goes through: ONNX Runtime has to carry it through too, or it computes what follows in float,
+# or even quantizes the tensor a second time by a rule of its own (MatMulNBits).
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "roll": lambda x: torch.roll(x, 1, 1),
+    "roll of two axes": lambda x: x.roll((1, 2), (1, 2)),
+    "expand": lambda x: x.unsqueeze(1).expand(-1, 2, -1, -1),
+    "repeat": lambda x: x.repeat(1, 2, 1),
+    "repeat_interleave": lambda x: x.repeat_interleave(2, 1),
+    "select": lambda x: x.select(1, 2),
+    "narrow": lambda x: x.narrow(1, 1, 2),
+    "slice": lambda x: x[:, 1::2],
+    "a list of places": lambda x: x[:, torch.tensor([3, 0, 2])],
+    "chunk": lambda x: x.chunk(2, 1)[1],
+    "transpose": lambda x: x.transpose(0, 1),
+    "windows": lambda x: x[:, :4].reshape(-1, 2, 2, 8).permute(0, 2, 1, 3).reshape(-1, 4, 8),
+}
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
+def test_moves_keep_the_products_behind_them_in_integers(target: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+
+    def forward(self: Any, x: Tensor) -> dict[str, Tensor]:
+        x = F.gelu(self.first(x))
+        return {name: self.layers[number](move(x)) for number, (name, move) in enumerate(MOVES.items())}
+
+    net = Single(forward, first=nn.Linear(8, 8), layers=nn.ModuleList(nn.Linear(8, 6) for _ in MOVES))
+    x = draw(16, 5, 8)
+    model = quantized(net, {"x": x}, qat.QuantRecipe(target=target))
+    assert len([name for name, part in model.named_modules() if isinstance(part, Quantizer)]) == 3 + len(MOVES)
+    path = tmp_path / "model.onnx"
+    qat.export_onnx(model, path, x)
+    operators = optimized_operators(path)
+    assert not FLOAT_PRODUCTS & set(operators), operators
+    assert qat.verify_onnx(path, model, [x, x[:3]]).max_difference < 2e-6
+
+
+class Text(nn.Module):
+    """A small encoder for text; the padding mask is its second input."""
+
+    def __init__(self, norm_first: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 3)
+        for parameter in self.parameters():  # torch copies one layer, and equal weights are stored once
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+
+    def forward(self, words: Tensor, padding: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(words), src_key_padding_mask=padding).mean(1))
+
+
+@pytest.mark.parametrize("norm_first", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_text_encoder_with_a_padding_mask(norm_first: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    words = torch.randint(1, 12, (4, 6))
+    words[::2, -2:] = 0
+    path = tmp_path / "model.onnx"
+    model = assert_exports(path, Text(norm_first), {"words": words, "padding": words == 0})
+    assert not FLOAT_PRODUCTS & set(optimized_operators(path))
+    # The mask acts in the file too: other words under it change nothing.
+    moved = words.clone()
+    moved[::2, -2:] = 7
+    changed = model(moved, torch.zeros_like(words, dtype=torch.bool)) - model(moved, words == 0)
+    assert changed.abs().max() > 1e-3
+    assert qat.verify_onnx(path, model, [{"words": moved, "padding": words == 0}]).max_difference < 2e-6
+
+
+@pytest.mark.slow
+def test_a_decoder_layer_with_two_inputs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerDecoderLayer(16, 2, 32, 0.0, batch_first=True)
+    net = Double(lambda self, x, y: self.head(self.layer(x, y)), layer=layer, head=nn.Linear(16, 3))
+    assert_exports(tmp_path / "model.onnx", net, {"x": draw(4, 5, 16), "y": draw(4, 3, 16, seed=1)})
+
+
+@pytest.mark.slow
+def test_swin_with_shifted_windows(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = SwinTransformer([2, 2], 8, [2, 2], [2, 2], [2, 2], num_classes=4, stochastic_depth_prob=0.0)
+    path = tmp_path / "model.onnx"
+    model = quantized(net, {"x": draw(2, 3, 16, 16)})
+    qat.export_onnx(model, path, draw(2, 3, 16, 16))
+    assert not FLOAT_PRODUCTS & set(optimized_operators(path))
+    for optimize in (True, False):
+        layers = compare_layers(path, model, draw(8, 3, 16, 16, seed=1), optimize)
+        differing, elements = (sum(getattr(layer, key) for layer in layers) for key in ("differing", "elements"))
+        assert differing <= elements / 10_000 and max(layer.largest for layer in layers) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["onnxruntime", "integer_only"])
+def test_a_vision_transformer(target: Any, tmp_path: Path) -> None:
+    """Under integer_only the class token and the position embedding are integers too."""
+    torch.manual_seed(0)
+    net = VisionTransformer(16, 4, 2, 2, 16, 32, num_classes=4)
+    floats = {(1, 1, 16), (1, 17, 16)} if target == "onnxruntime" else set()
+    recipe = qat.QuantRecipe(target=target)
+    assert_exports(tmp_path / "model.onnx", net, {"x": draw(3, 3, 16, 16)}, recipe, frozenset(floats))
+
+
+def grids(bits: int, signed: bool, symmetric: bool) -> qat.QuantRecipe:
+    weight = qat.QuantSpec(bits=bits, granularity="channel", narrow_range=True)
+    return qat.QuantRecipe(weight, qat.QuantSpec(bits=bits, signed=signed, symmetric=symmetric))
+
+
+RECIPES = {
+    "4 bits, signed, symmetric": grids(4, True, True),
+    "3 bits, unsigned, affine": grids(3, False, False),
+    "2 bits, signed, affine": grids(2, True, False),
+    "tensorrt": qat.QuantRecipe(target="tensorrt"),
+    "openvino": qat.QuantRecipe(target="openvino"),
+    "qnnpack": qat.QuantRecipe(target="qnnpack"),
+    "integer_only": qat.QuantRecipe(target="integer_only"),
+}
+
+
+class Shares(nn.Module):
+    """Concatenation of a convolution and a max pool of another: one grid for all three on most targets.
+
+    An average of 9 integers never lies between two levels, one of 4 often does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.a(x))
+        x = torch.cat([F.max_pool2d(x, 3, 1, 1), F.relu(3 * self.b(x))], 1)
+        return F.avg_pool2d(self.c(x), 3, 1).flatten(1)
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_other_grids(case: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    assert_exports(tmp_path / "model.onnx", Shares(), {"x": draw(4, 3, 8, 8)}, RECIPES[case])
+
+
+class Branches(nn.Module):
+    """Looks at its values, so that only its parts can be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+        self.heads = nn.ModuleList([Net(), Net()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.pad(self.body(x)[:, :3], (2, 2, 2, 2))
+        if y.sum() > 1e9:
+            y = -y
+        return self.heads[0](y) + self.heads[1](x)
+
+
+def test_a_model_in_parts_is_exported_part_by_part(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = draw(4, 3, 8, 8)
+    model = qat.prepare(Branches().eval(), example_inputs=x)
+    qat.calibrate(model, [x])
+    with pytest.raises(ValueError) as refused:
+        qat.export_onnx(model, tmp_path / "model.onnx", x)
+    assert str(refused.value) == (
+        "export_onnx: Branches was prepared in parts, for its forward has no one graph; export each part, see"
+        " qat.preparation.parts.prepared_parts(model)"
+    )
+    assert not list(tmp_path.iterdir())
+    parts = prepared_parts(model)
+    assert list(parts) == ["body", "heads.0", "heads.1"]
+    seen: Inputs = {}
+    hooks = [part.register_forward_pre_hook(lambda _, given, name=name: seen.update({name: given[0]}))
+             for name, part in parts.items()]  # fmt: skip
+    with torch.no_grad():
+        model(x)
+    for hook in hooks:
+        hook.remove()
+    for name, part in parts.items():
+        path = tmp_path / f"{name}.onnx"
+        qat.export_onnx(part, path, seen[name])
+        for samples in (4, 7):
+            assert qat.verify_onnx(path, part, [part_of(seen, samples)[name]]).max_difference < 2e-6
+        assert [layer for layer in compare_layers(path, part, seen[name]) if layer.differing] == []
+
+
+class Chooses(nn.Module):
+    """Quantized layers of one's own, one of which such an input never reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.other = qat.QuantLinear(8, 8), qat.QuantLinear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x) if x.shape[1] == 8 else self.other(x)
+
+
+def test_a_quantizer_that_would_vanish_is_named(tmp_path: Path) -> None:
+    model = Chooses().eval()
+    qat.calibrate(model, [draw(4, 8), draw(4, 4)])
+    with pytest.raises(ValueError) as refused:
+        qat.export_onnx(model, tmp_path / "model.onnx", draw(4, 8))
+    assert str(refused.value) == (
+        "export_onnx: 1 of the model's 2 quantizers are not in the ONNX graph: other.input_quantizer"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_batch_that_the_model_counts_is_fixed_with_a_warning(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Single(lambda self, x: self.b(torch.stack([self.a(row) for row in x.unbind(0)])), **linears(8, 8, 3))
+    x = draw(4, 8)
+    model = quantized(net, {"x": x})
+    with pytest.warns(UserWarning) as caught:
+        qat.export_onnx(model, tmp_path / "model.onnx", x)
+    assert [str(warning.message) for warning in caught if warning.category is UserWarning] == [
+        "export_onnx: the first axis of the input 'x' is fixed at 4, for the model computes with it as with a number"
+    ]
+    assert qat.verify_onnx(tmp_path / "model.onnx", model, [x]).max_difference < 2e-6
+    with pytest.raises(ValueError):
+        qat.verify_onnx(tmp_path / "model.onnx", model, [draw(6, 8)])
+
+
+@pytest.fixture(scope="module")
+def two_heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
+    """A file with two outputs, one value and three classes, and its model."""
+    torch.manual_seed(0)
+    net = Single(
+        lambda self, x: (self.c(y := torch.relu(self.a(x))), self.b(y).flatten(0)),
+        a=nn.Linear(8, 8), b=nn.Linear(8, 1), c=nn.Linear(8, 3),
+    )  # fmt: skip
+    model = quantized(net, {"x": draw(16, 8)})
+    path = tmp_path_factory.mktemp("two_heads") / "model.onnx"
+    qat.export_onnx(model, path, draw(4, 8))
+    return path, model
+
+
+def test_verification_of_several_outputs(two_heads: tuple[Path, nn.Module]) -> None:
+    path, model = two_heads
+    x = draw(16, 8)
+    with torch.no_grad():
+        labels = model(x)[0].argmax(1)
+    labels[:4] = (labels[:4] + 1) % 3
+    found = qat.verify_onnx(path, model, [(x[:10], labels[:10]), [x[10:], labels[10:]]])
+    assert (found.samples, found.agreement, found.torch_top1, found.onnx_top1) == (16, 1.0, 75.0, 75.0)
+    # Without labels, or with them in some batches only.
+    assert qat.verify_onnx(path, model, [x, (x,), (x, None)]).torch_top1 is None
+    assert qat.verify_onnx(path, model, [x[4:], (x[:4], labels[:4])]).onnx_top1 == 0.0
+    # A difference in the second output alone is seen.
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.get_submodule("b").bias.add_(1.0)
+    assert qat.verify_onnx(path, other, [x]).max_difference == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_first_output_without_classes_has_no_top1(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(8, 1), nn.Flatten(0))
+    model = quantized(net, {"input": draw(4, 8)})
+    qat.export_onnx(model, tmp_path / "model.onnx", draw(4, 8))
+    found = qat.verify_onnx(tmp_path / "model.onnx", model, [(draw(4, 8), torch.zeros(4))])
+    assert found.samples == 4 and found.torch_top1 is None and found.max_difference < 2e-6
+
+
+def test_verification_refuses_what_does_not_fit(two_heads: tuple[Path, nn.Module], tmp_path: Path) -> None:
+    path, model = two_heads
+    x = draw(4, 8)
+    smaller = quantized(nn.Sequential(nn.Linear(8, 4)), {"input": x})
+    with pytest.raises(ValueError) as refused:
+        qat.verify_onnx(path, smaller, [x])
+    assert str(refused.value) == (
+        "verify_onnx: the file's outputs have other shapes than the model's; was it made from it?"
+    )
+    net = Double(lambda self, x, y: self.a(x) + self.b(y), a=nn.Linear(8, 3), b=nn.Linear(8, 3))
+    pair = {"x": x, "y": draw(4, 8, seed=1)}
+    with pytest.raises(ValueError) as refused:
+        qat.verify_onnx(path, quantized(net, pair), [(tuple(pair.values()), None)])
+    assert "the file has 1 input" in str(refused.value) and "2 tensors were given" in str(refused.value)
+    with pytest.raises(ValueError) as refused:
+        qat.verify_onnx(path, model, [])
+    assert str(refused.value) == "verify_onnx: batches is empty; at least one batch is needed to compare anything"
+    with pytest.raises(FileNotFoundError):
+        qat.verify_onnx(tmp_path / "none.onnx", model, [x])
+    (tmp_path / "text.onnx").write_text("not a model")
+    with pytest.raises(ValueError, match="ONNX"):
+        qat.verify_onnx(tmp_path / "text.onnx", model, [x])
+    with pytest.raises(ValueError, match="was it made from this model"):
+        compare_layers(path, quantized(Net(), {"x": draw(4, 3, 8, 8)}), draw(4, 3, 8, 8))
+
+
+def test_calibration_and_verification_take_the_same_batches(tmp_path: Path) -> None:
+    """(inputs, labels) with two inputs: what verify_onnx takes, calibrate takes too."""
+    net = Double(lambda self, x, y: self.a(x) + self.b(y), a=nn.Linear(8, 3), b=nn.Linear(5, 3))
+    batch = ((draw(4, 8), draw(4, 5, seed=1)), torch.zeros(4, dtype=torch.int64))
+    model = qat.prepare(net.eval())
+    qat.calibrate(model, [batch])
+    qat.export_onnx(model, tmp_path / "model.onnx", batch[0])
+    assert qat.verify_onnx(tmp_path / "model.onnx", model, [batch]).max_difference < 2e-6

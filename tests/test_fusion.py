@@ -1,0 +1,91 @@
+"""BatchNorms in a prepared graph: which are handed to the layer before them, and that nothing changes by it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from prepared_case import Plain, assert_close_to_float, assert_computes_as, draw
+from torch import Tensor, fx, nn
+from torchvision.ops import FrozenBatchNorm2d
+
+import qat
+from qat.preparation.report import LEFT_IN_FLOAT, noted
+
+
+def convs(**others: nn.Module) -> dict[str, nn.Module]:
+    return {"a": nn.Conv2d(3, 4, 3, padding=1), "b": nn.Conv2d(4, 4, 3, padding=1), "n": nn.BatchNorm2d(4), **others}
+
+
+def bulk(self: Any, x: Tensor) -> Tensor:
+    return self.b(F.relu(self.n(self.a(x))))
+
+
+def read_by_others(self: Any, x: Tensor) -> Tensor:
+    y = self.a(x)
+    return self.b(self.n(y) + y)
+
+
+IMAGE, ROWS, TOKENS = draw(4, 3, 6, 6), draw(6, 8), draw(3, 4, 8)
+BEFORE, OTHERS = "no quantized convolution directly before it", "the output of a is read by others too"
+
+# Forward, parts, input, the norms that are handed over in the order of the calls, and why the others are not.
+NORMS: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor, list[str], dict[str, str]]] = {
+    "conv, norm, ReLU": (bulk, convs(), IMAGE, ["n"], {}),
+    "without scale and shift": (bulk, convs(n=nn.BatchNorm2d(4, affine=False)), IMAGE, ["n"], {}),
+    "frozen": (bulk, convs(n=FrozenBatchNorm2d(4)), IMAGE, ["n"], {}),
+    "without statistics": (
+        bulk, convs(n=nn.BatchNorm2d(4, track_running_stats=False)), IMAGE, [],
+        {"n": "it keeps no running statistics to fold"},
+    ),
+    "another norm": (bulk, convs(n=nn.GroupNorm(2, 4)), IMAGE, [], {"n": "GroupNorm computes in float"}),
+    "read by others": (read_by_others, convs(), IMAGE, [], {"n": OTHERS}),
+    "norm first": (lambda self, x: self.b(self.a(self.n(x))), convs(n=nn.BatchNorm2d(3)), IMAGE, [], {"n": BEFORE}),
+    "dropout between": (
+        lambda self, x: self.b(self.n(F.dropout(self.a(x), 0.3, self.training))), convs(), IMAGE, [], {"n": BEFORE},
+    ),
+    "one layer, two norms": (
+        lambda self, x: self.m(self.b(F.relu(self.n(self.b(self.a(x)))))), convs(m=nn.BatchNorm2d(4)), IMAGE,
+        ["n", "m"], {},
+    ),
+    "two layers, one norm": (
+        lambda self, x: self.n(self.b(F.relu(self.n(self.a(x))))), convs(), IMAGE, ["n", "n"], {},
+    ),
+    "a norm of a norm": (
+        lambda self, x: self.b(self.m(self.n(self.a(x)))), convs(m=nn.BatchNorm2d(4)), IMAGE, ["n"],
+        {"m": "a folds another BatchNorm already"},
+    ),
+    "conv1d": (
+        bulk, {"a": nn.Conv1d(3, 4, 3), "b": nn.Conv1d(4, 4, 1), "n": nn.BatchNorm1d(4)}, IMAGE[..., 0], ["n"], {},
+    ),
+    "transposed": (bulk, convs(a=nn.ConvTranspose2d(3, 4, 2, stride=2)), IMAGE, ["n"], {}),
+    "linear": (bulk, {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "n": nn.BatchNorm1d(8)}, ROWS, ["n"], {}),
+    "linear, another axis": (
+        bulk, {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "n": nn.BatchNorm1d(4)}, TOKENS, [], {"n": BEFORE},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NORMS)
+def test_a_norm_directly_behind_a_layer_is_handed_to_it(case: str) -> None:
+    forward, parts, x, handed, left = NORMS[case]
+    net = Plain(forward, **parts).eval()
+    for name, buffer in net.named_buffers():
+        if "running" in name or isinstance(net.n, FrozenBatchNorm2d):
+            buffer.copy_(0.5 + draw(*buffer.shape, seed=len(name)).abs())
+    model = qat.prepare(net, example_inputs=x)
+    assert isinstance(model, fx.GraphModule)
+    assert [str(node.kwargs["norm"].target) for node in model.graph.nodes if "norm" in node.kwargs] == handed
+    assert noted(model, LEFT_IN_FLOAT) == left
+    assert_computes_as(net, model, x)
+    assert_close_to_float(net, model, x)
+
+
+def test_without_an_example_a_norm_behind_a_linear_layer_stays_for_its_axis_is_not_known() -> None:
+    forward, parts, x, _, _ = NORMS["linear"]
+    net = Plain(forward, **parts).eval()
+    model = qat.prepare(net)
+    assert noted(model, LEFT_IN_FLOAT) == {"n": BEFORE}
+    assert_computes_as(net, model, x)
+    assert_computes_as(net, model, torch.randn(2, 8, 8))

@@ -1,0 +1,280 @@
+"""Where a target puts its quantizers: operands that it reads as integers, one grid where it wants one, none in float."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from prepared_case import assert_close_to_float, assert_computes_as, draw
+from torch import Tensor, fx, nn
+from torchvision.ops import SqueezeExcitation
+
+import qat
+from qat.preparation.nodes import tensor_nodes
+from qat.quantizer import Quantizer
+from qat.targets import PROFILES
+
+EACH = pytest.mark.parametrize("target", list(PROFILES))
+
+# Operation of the profiles: what it computes of two tensors (a(x), c(x)), and whether it reads both.
+OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "add": (torch.add, True),
+    "sub": (torch.sub, True),
+    "mul": (torch.mul, True),
+    "div": (lambda a, c: a / (c.abs() + 1), True),
+    "maximum": (torch.maximum, True),
+    "minimum": (torch.minimum, True),
+    "cat": (lambda a, c: torch.cat([a, c], 1), True),
+    "stack": (lambda a, c: torch.stack([a, c], 1).flatten(1, 2), True),
+    "matmul": (lambda a, c: a.mT @ c, True),
+    "avg_pool": (lambda a, c: F.avg_pool2d(a, (2, 1)), False),
+    "max_pool": (lambda a, c: F.max_pool2d(a, (2, 1)), False),
+    "mean": (lambda a, c: a.mean(1, keepdim=True), False),
+    "interpolate": (lambda a, c: F.interpolate(a, scale_factor=(2, 1), mode="bilinear"), False),
+    "softmax": (lambda a, c: a.softmax(-1), False),
+    "log_softmax": (lambda a, c: F.log_softmax(a, -1), False),
+    "sigmoid": (lambda a, c: a.sigmoid(), False),
+    "tanh": (lambda a, c: torch.tanh(a), False),
+    "hardsigmoid": (lambda a, c: F.hardsigmoid(a), False),
+    "hardswish": (lambda a, c: F.hardswish(a), False),
+    "silu": (lambda a, c: F.silu(a), False),
+    "gelu": (lambda a, c: F.gelu(a), False),
+    "elu": (lambda a, c: F.elu(a), False),
+    "mish": (lambda a, c: F.mish(a), False),
+    "leaky_relu": (lambda a, c: F.leaky_relu(a), False),
+    "layer_norm": (lambda a, c: F.layer_norm(a, (8,)), False),
+    "group_norm": (lambda a, c: F.group_norm(a, 2), False),
+    "instance_norm": (lambda a, c: F.instance_norm(a), False),
+}
+SHARED = {name for profile in PROFILES.values() for name in profile.shared_grids}
+PRODUCTS_AND_SUMS = {"add", "mul", "cat", "stack", "matmul", "avg_pool"}
+
+
+X = draw(3, 4, 8, 8)
+
+
+class Operation(nn.Module):
+    """Two linear layers, an operation on their results, and a linear layer that reads it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.a, self.c, self.b = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(OPERATIONS[self.name][0](self.a(x), self.c(x)))
+
+
+def prepared(name: str, target: Any) -> fx.GraphModule:
+    torch.manual_seed(0)
+    return qat.prepare(Operation(name).eval(), qat.QuantRecipe(target=target), X)
+
+
+def quantizer_behind(model: fx.GraphModule, name: str) -> Quantizer | None:
+    """The quantizer that reads the result of a layer at once."""
+    (node,) = [node for node in model.graph.nodes if node.op == "call_module" and node.target == name]
+    found = [model.get_submodule(str(user.target)) for user in node.users if user.op == "call_module"]
+    return next((module for module in found if isinstance(module, Quantizer)), None)
+
+
+def input_grid(model: fx.GraphModule, name: str) -> Quantizer:
+    """The grid that a layer is handed."""
+    (node,) = [node for node in model.graph.nodes if node.op == "call_module" and node.target == name]
+    found = model.get_submodule(str(node.kwargs["grid"].target))
+    assert isinstance(found, Quantizer)
+    return found
+
+
+@EACH
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_gets_grids_as_its_target_computes_it(operation: str, target: Any) -> None:
+    profile, both = PROFILES[target], OPERATIONS[operation][1]
+    model = prepared(operation, target)
+    operands = [quantizer_behind(model, name) for name in ("a", "c")[: 1 + both]]
+    result = input_grid(model, "b")
+    if operation in profile.float_operations:
+        assert operands == [None] * len(operands)
+    elif operation in PRODUCTS_AND_SUMS or profile.quantizes_outputs:
+        wanted = operands[:1] if operation == "div" else operands
+        assert all(isinstance(operand, Quantizer) for operand in wanted)
+    if operation in profile.shared_grids:
+        assert all(operand is result for operand in operands), "one grid for inputs and result"
+    else:
+        assert result not in operands
+    quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
+    assert all(quantizer.spec == getattr(profile, quantizer.role) for quantizer in quantizers)
+
+
+@EACH
+@pytest.mark.parametrize("operation", sorted(SHARED))
+def test_a_shared_range_covers_every_tensor_on_it(operation: str, target: Any) -> None:
+    torch.manual_seed(0)
+    net = Operation(operation).eval()
+    with torch.no_grad():
+        net.c.weight.mul_(10)
+        net.c.bias.add_(3)
+    x = X
+    model = qat.prepare(net, qat.QuantRecipe(target=target), x)
+    qat.calibrate(model, [x[:1], x[1:]])
+    grid = input_grid(model, "b")
+    scale, zero_point = (part.detach() for part in grid.grid())
+    lowest, highest = (float((bound - zero_point) * scale) for bound in grid.bounds())
+    with torch.no_grad():
+        tensors = [OPERATIONS[operation][0](net.a(x), net.c(x))]
+        for name in ("a", "c"):
+            tensors += [net.get_submodule(name)(x)] if quantizer_behind(model, name) is grid else []
+    shared = operation in PROFILES[target].shared_grids
+    assert len(tensors) == 1 + shared * (1 + OPERATIONS[operation][1])
+    # What is observed comes from weights of 8 bits, and differs from the float values by so much.
+    least, most = min(float(tensor.min()) for tensor in tensors), max(float(tensor.max()) for tensor in tensors)
+    error = 0.03 * max(-least, most)
+    assert lowest < least + error and most - error < highest
+    # Nor is it wider than it has to be.
+    reach = max(-least, most) if grid.spec.symmetric else most
+    assert highest < reach + error and (grid.spec.symmetric or least - error < lowest)
+
+
+class Everything(nn.Module):
+    """A small net with all that needs a decision: residual, cat, pools, squeeze-excitation, softmax attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(4)
+        self.c, self.se = nn.Conv2d(8, 4, 1), SqueezeExcitation(4, 2)
+        self.qkv, self.fc = nn.Linear(4, 12), nn.Linear(4, 3)
+        self.place = nn.Parameter(draw(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.a(x))
+        x = F.relu(self.bn(self.b(x)) + x)
+        x = torch.cat([x, F.max_pool2d(x, 3, 1, 1)], 1)
+        x = F.silu(self.se(F.avg_pool2d(F.relu(self.c(x)), 2)))
+        tokens = x.flatten(2).mT + self.place
+        q, k, v = self.qkv(tokens).chunk(3, -1)
+        return self.fc((torch.softmax(q @ k.mT / 2, -1) @ v).mean(1))
+
+
+def everything(target: Any) -> tuple[nn.Module, fx.GraphModule]:
+    torch.manual_seed(0)
+    net = Everything().eval()
+    net.bn.running_mean.normal_()
+    return net, qat.prepare(net, qat.QuantRecipe(target=target), draw(3, 3, 8, 8))
+
+
+MOVES = {"flatten", "getattr", "chunk", "getitem", "max_pool2d"}
+RELUS = {"relu", "activation"}
+
+
+def name_of(node: fx.Node) -> str:
+    target = node.target if isinstance(node.target, str) else node.target.__name__
+    return target.rpartition(".")[2]
+
+
+def is_quantizer(model: fx.GraphModule, node: fx.Node) -> bool:
+    return node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), Quantizer)
+
+
+def operands(model: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Every tensor that an operation computes with, and the node that made it, looking through moves."""
+    tensors = tensor_nodes(model.graph)
+    for node in model.graph.nodes:
+        if node.op in ("placeholder", "get_attr") or is_quantizer(model, node) or name_of(node) in MOVES:
+            continue
+        grid = node.kwargs.get("grid")
+        for operand in node.all_input_nodes:
+            if operand is grid or operand is node.kwargs.get("norm") or operand not in tensors:
+                continue
+            while name_of(operand) in MOVES:
+                operand = operand.all_input_nodes[0]
+            yield node, operand
+
+
+@EACH
+def test_the_net_computes_as_the_float_one_and_every_grid_learns(target: Any) -> None:
+    net, model = everything(target)
+    x = draw(3, 3, 8, 8)
+    assert_computes_as(net, model, x)
+    assert_close_to_float(net, model, x, error=0.08)
+    model.train()
+    model(draw(3, 3, 8, 8, seed=1)).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
+
+
+def test_integer_only_computes_with_integers_and_nothing_else() -> None:
+    _, model = everything("integer_only")
+    seen = 0
+    for node, operand in operands(model):
+        if name_of(node) in RELUS:  # clipping is part of its producer, whose result nobody else reads
+            assert list(operand.users) == [node]
+            continue
+        assert is_quantizer(model, operand), (node, operand)
+        seen += 1
+    (output,) = [node for node in model.graph.nodes if node.op == "output"]
+    assert is_quantizer(model, output.args[0]) and seen > 20
+
+
+@EACH
+def test_no_tensor_is_quantized_twice_and_no_grid_is_for_nobody(target: Any) -> None:
+    _, model = everything(target)
+    readers = dict.fromkeys(node for node in model.graph.nodes if is_quantizer(model, node))
+    assert readers
+    for node in readers:
+        source = node.args[0]
+        assert sum(is_quantizer(model, user) for user in source.users) == 1, source
+        while name_of(source) in MOVES:
+            source = source.all_input_nodes[0]
+        assert not is_quantizer(model, source), source
+        assert any(user.op != "get_attr" for user in node.users), node
+
+
+@pytest.mark.parametrize("target", [name for name, profile in PROFILES.items() if not profile.quantizes_outputs])
+def test_float_stays_where_the_target_computes_in_float(target: Any) -> None:
+    _, model = everything(target)
+    for node, operand in operands(model):
+        name = {"truediv": "div"}.get(name_of(node), name_of(node))
+        if name in PROFILES[target].float_operations and len(operand.users) == 1:
+            assert not is_quantizer(model, operand), node
+    (output,) = [node for node in model.graph.nodes if node.op == "output"]
+    assert not is_quantizer(model, output.args[0])
+
+
+class Dense(nn.Module):
+    """Every layer reads all results before it, as in DenseNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3 * (number + 1), 3, 3, padding=1) for number in range(3))
+        self.fc = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.cat([x, F.relu(layer(x))], 1)
+        return self.fc(x.mean((2, 3)))
+
+
+@EACH
+def test_concatenations_in_a_row_are_on_one_grid_from_the_input_on(target: Any) -> None:
+    torch.manual_seed(0)
+    net, x = Dense().eval(), draw(4, 3, 6, 6)
+    model = qat.prepare(net, qat.QuantRecipe(target=target), x)
+    grids = {id(input_grid(model, f"layers.{number}")) for number in range(3)}
+    assert len(grids) == (1 if "cat" in PROFILES[target].shared_grids else 3)
+    assert_close_to_float(net, model, x, error=0.08)
+    # One parameter: its gradient is the sum over all uses, and the state dict has it once.
+    scales = [key for key in model.state_dict() if key.endswith(".scale") and "weight" not in key]
+    assert len(scales) == sum(isinstance(m, Quantizer) and m.role == "activation" for m in model.modules())
+
+
+def test_the_widest_reader_decides_about_a_shared_grid_and_the_others_are_named() -> None:
+    recipe = qat.QuantRecipe(
+        activation=qat.QuantSpec(bits=4, signed=True, symmetric=True),
+        overrides={"layers.1": {"activation": {"bits": 6}}},
+        target="tensorrt",
+    )
+    model = qat.prepare(Dense().eval(), recipe, draw(4, 3, 6, 6))
+    assert {input_grid(model, f"layers.{number}").spec.bits for number in range(3)} == {6}
+    (line,) = [line for line in qat.summary(model).splitlines() if line.startswith("input_quantizer")]
+    assert "shared with a reader that asked for int4 symmetric per tensor" in line
