@@ -24,6 +24,7 @@ BATCH = 2
 IMAGE_SIZES = {
     "alexnet": 224,  # its pooling to a fixed 6 x 6 is the identity at this size only
     "vgg": 224,  # likewise, 7 x 7
+    "googlenet": 96,  # 3 x 3 features: an average of 2 x 2 has exact ties, which ONNX Runtime rounds the other way
     "inception_v3": 299,  # the auxiliary classifier of training needs 17 x 17 features
     "maxvit": 224,  # its four stages must split into windows of 7
     "swin": 96,  # the smallest at which windows are shifted and padded

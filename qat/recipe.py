@@ -238,12 +238,18 @@ class ScopedRecipe:
         """What the runtime computes in integers."""
         return self.recipe.profile
 
+    @property
+    def first_bits(self) -> int | None:
+        """Bits of the first quantized layer, if they differ."""
+        return self.recipe.first_bits
+
     def for_layer(
         self, name: str, kind: "type[nn.Module] | None" = None, position: Position | None = None
     ) -> LayerRecipe:
         """The grids of a layer of the graph."""
         if name and name in (self.first, self.last):
-            position = "first" if name == self.first else "last"
+            alone = self.first == self.last  # then first_bits speak, if there are any
+            position = "first" if name == self.first and not (alone and self.first_bits is None) else "last"
         return self.recipe.for_layer(f"{self.prefix}.{name}" if self.prefix else name, kind, position)
 
     def full_name(self, name: str) -> str:

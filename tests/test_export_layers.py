@@ -1,4 +1,4 @@
-"""Export of every kind of layer, prepared and as a quantized layer of one's own: integers in the file, equal answers."""
+"""Export of every kind of layer, prepared and as a layer of one's own: integers in the file, equal answers."""
 
 import logging
 from collections.abc import Iterator
@@ -140,6 +140,8 @@ class Convolutions(nn.Module):
 
 
 FORMS = pytest.mark.parametrize("form", ["prepared", "own"])
+OWN_FIRST = pytest.mark.parametrize("form", [pytest.param("prepared", marks=pytest.mark.slow), "own"])
+"""For what is the same module when it is prepared, or is exported as part of whole models elsewhere."""
 
 
 @FORMS
@@ -161,7 +163,11 @@ class LinearAndLookups(nn.Module):
 
     def forward(self, words: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         rows = self.down(torch.relu(self.up(self.embed(words))))
-        return rows.sum(1), self.up(self.sums(words, per_sample_weights=weights) + self.means(words)), self.largest(words)
+        return (
+            rows.sum(1),
+            self.up(self.sums(words, per_sample_weights=weights) + self.means(words)),
+            self.largest(words),
+        )
 
 
 @FORMS
@@ -185,7 +191,7 @@ class PaddedBags(nn.Module):
         return tuple(self.head(table(words)) for table in self.bags)
 
 
-@FORMS
+@OWN_FIRST
 def test_the_padding_of_a_bag_is_left_out_whatever_the_size_of_the_batch(form: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     words = torch.randint(0, 11, (3, 4))
@@ -236,13 +242,13 @@ class Recurrent(nn.Module):
         return {"lstm": output, "h": h[-1], "c": c[-1], "gru": gru, "last": last[-1], "rnn": self.rnn(x)[0]}
 
 
-@FORMS
+@OWN_FIRST
 def test_recurrent_layers(form: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     assert_exports(tmp_path / "model.onnx", Recurrent(form, False, True, 2), {"x": draw(3, 3, 5)})
 
 
-@FORMS
+@OWN_FIRST
 def test_bidirectional_recurrent_layers(form: str, tmp_path: Path) -> None:
     """Both directions read one tensor, on two grids that are equal after calibration."""
     torch.manual_seed(0)
@@ -257,7 +263,7 @@ def test_a_file_does_not_claim_a_free_number_of_steps(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"^export_onnx: the first axis of the input 'x' is fixed at 3,"):
         qat.export_onnx(model, tmp_path / "model.onnx", {"x": x})
     assert qat.verify_onnx(tmp_path / "model.onnx", model, [{"x": x}]).max_difference < 2e-6
-    with pytest.raises(Exception, match="(?i)dimension|shape|input"):  # refused, not answered for other steps
+    with pytest.raises(Exception, match=r"(?i)dimension|shape|input"):  # refused, not answered for other steps
         qat.verify_onnx(tmp_path / "model.onnx", model, [{"x": torch.cat([x, x])}])
 
 
@@ -274,7 +280,7 @@ class Attention(nn.Module):
         return x + y, weights
 
 
-@FORMS
+@OWN_FIRST
 def test_attention_with_a_mask(form: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     padding = torch.tensor([[False, False, True], [False, True, True], [False, False, False]])
@@ -291,7 +297,7 @@ class SelfAttention(nn.Module):
         return self.attend(x, x, x, need_weights=False)[0]
 
 
-@FORMS
+@OWN_FIRST
 def test_attention_of_a_tensor_to_itself(form: str, tmp_path: Path) -> None:
     """Query, key and value are one tensor: one's own layer has three grids for it, equal after calibration."""
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Export of whole models: reads, attention, constants, several inputs and outputs, other grids, parts, refusals."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class Double(Single):
 
 def linears(*sizes: int) -> dict[str, nn.Module]:
     """Linear layers a, b, c ... between these numbers of features."""
-    return {name: nn.Linear(*pair) for name, pair in zip("abcdef", zip(sizes, sizes[1:], strict=False), strict=False)}
+    return {name: nn.Linear(*pair) for name, pair in zip("abcdef", itertools.pairwise(sizes), strict=False)}
 
 
 def attend(self: Any, x: Tensor) -> Tensor:
@@ -102,7 +103,8 @@ MODELS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], Tensor
         torch.arange(20).reshape(4, 5) % 9, set(),
     ),
     "windows, padded": (
-        windows, lambda: {"stem": nn.Conv2d(3, 4, 3, padding=1), "a": nn.Linear(4, 8), "b": nn.Linear(8, 5)}, draw(4, 3, 7, 9), set(),
+        windows, lambda: {"stem": nn.Conv2d(3, 4, 3, padding=1), "a": nn.Linear(4, 8), "b": nn.Linear(8, 5)},
+        draw(4, 3, 7, 9), set(),
     ),
     "squeeze and excitation": (
         lambda self, x: self.b(self.se(F.hardswish(self.a(x)))).mean((2, 3)),
@@ -304,7 +306,12 @@ class Shares(nn.Module):
         return F.avg_pool2d(self.c(x), 3, 1).flatten(1)
 
 
-@pytest.mark.parametrize("case", RECIPES)
+SLOW_RECIPES = ("4 bits, signed, symmetric", "3 bits, unsigned, affine", "openvino", "qnnpack")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW_RECIPES)) for case in RECIPES]
+)
 def test_other_grids(case: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     assert_exports(tmp_path / "model.onnx", Shares(), {"x": draw(4, 3, 8, 8)}, RECIPES[case])
@@ -316,13 +323,13 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
-        self.heads = nn.ModuleList([Net(), Net()])
+        self.heads = nn.ModuleList([nn.Sequential(nn.Flatten(), nn.Linear(108, 5)), Net()])
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.pad(self.body(x)[:, :3], (2, 2, 2, 2))
         if y.sum() > 1e9:
             y = -y
-        return self.heads[0](y) + self.heads[1](x)
+        return self.heads[0](y[:, :, 2:-2, 2:-2].repeat(1, 1, 1, 1)) + self.heads[1](x)
 
 
 def test_a_model_in_parts_is_exported_part_by_part(tmp_path: Path) -> None:

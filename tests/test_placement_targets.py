@@ -1,4 +1,4 @@
-"""Where a target puts its quantizers: operands that it reads as integers, one grid where it wants one, none in float."""
+"""Where a target puts its quantizers: on what it reads as integers, one grid where it wants one, none in float."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -164,15 +164,20 @@ class FrozenTable(nn.Module):
         self.codes: Tensor
         self.scale: Tensor
         self.zero_point: Tensor
-        signed = bool(table.codes.min() < 0)
-        self.register_buffer("codes", table.codes.detach().to(torch.int8 if signed else torch.uint8))
-        self.register_buffer("scale", table.scale.detach().float().reshape(-1, 1).expand(rows, 1).contiguous())
-        zero_point = torch.as_tensor(table.zero_point).detach().float()
-        self.register_buffer("zero_point", zero_point.reshape(-1, 1).expand(rows, 1).contiguous())
+        container = torch.int8 if bool(table.codes.min() < 0) else torch.uint8
+        self.register_buffer("codes", table.codes.detach().to(container))
+        self.register_buffer("scale", table.scale.detach().float().reshape(-1).expand(rows).contiguous())
+        zero_point = torch.as_tensor(table.zero_point).detach().to(container)
+        self.register_buffer("zero_point", zero_point.reshape(-1).expand(rows).contiguous())
 
     def forward(self, indices: Tensor) -> Tensor:
-        """(code - zero_point) * scale of every row that is asked for."""
-        return (self.codes[indices].float() - self.zero_point[indices]) * self.scale[indices]
+        """DequantizeLinear of the rows that are asked for, each with its scale."""
+        asked = indices.reshape(-1)
+        codes = self.codes[asked]
+        rows = onnx_operator(
+            "DequantizeLinear", (codes, self.scale[asked], self.zero_point[asked]), torch.float32, codes.shape, axis=0
+        )
+        return rows.reshape(*indices.shape, -1)
 
 
 class GlobalAveragePool(nn.Module):

@@ -64,7 +64,7 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
     proto = program.model_proto
     _name_quantizers(proto, expected_quantizers(frozen))
     _strip_traces(proto)
-    _say_if_fixed(proto, args, kwargs)
+    _fix_sizes(program, proto)
     onnx.checker.check_model(proto)
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -101,16 +101,32 @@ def _free_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return tuple(pytree.tree_map(free, args)) if args else pytree.tree_map(free, kwargs)
 
 
-def _say_if_fixed(proto: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    for given, declared in zip(tensors, proto.graph.input, strict=False):
+def _fix_sizes(program: Any, proto: Any) -> None:
+    """Write the sizes that torch.export took for numbers into the file, which calls them free; say so of a batch."""
+    exported = program.exported_program
+    names = exported.graph_signature.user_inputs
+    values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
+    tensors = [values[name] for name in names if isinstance(values.get(name), Tensor)]
+    for tensor, declared in zip(tensors, proto.graph.input, strict=True):
         axes = declared.type.tensor_type.shape.dim
-        if given.dim() and axes and axes[0].HasField("dim_value"):
+        fixed = [_fixed(size, exported) for size in tensor.shape]
+        for size, axis in zip(fixed, axes, strict=True):
+            if size is not None:
+                axis.dim_value = size
+        if fixed and fixed[0] is not None:
             warnings.warn(
-                f"export_onnx: the first axis of the input {declared.name!r} is fixed at {axes[0].dim_value}, for the"
-                " model computes with it as with a number",
+                f"export_onnx: the first axis of the input {declared.name!r} is fixed at {fixed[0]}, for the model"
+                " computes with it as with a number",
                 stacklevel=3,
             )
+
+
+def _fixed(size: Any, exported: Any) -> int | None:
+    """The only length that an axis may have; None if it is free."""
+    if isinstance(size, int):
+        return size
+    limits = exported.range_constraints.get(size.node.expr)
+    return int(limits.lower) if limits is not None and limits.lower == limits.upper else None
 
 
 def _check_exportable(model: nn.Module) -> None:

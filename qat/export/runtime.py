@@ -29,8 +29,17 @@ def open_session(model: bytes, optimize: bool = True, optimized: Path | None = N
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
+    providers = ["CPUExecutionProvider"]
     try:
-        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        try:
+            return ort.InferenceSession(model, options, providers=providers)
+        except ort.capi.onnxruntime_pybind11_state.Fail as error:
+            if "does not match y_zero_point type" not in str(error):
+                raise
+            # It moves signed grids through reshapes, loses their zero point of 0, and refuses its own graph.
+            return ort.InferenceSession(
+                model, options, providers=providers, disabled_optimizers=["QDQPropagationTransformer"]
+            )
     except Exception as error:  # its own types, by the dozen
         raise ValueError(f"ONNX Runtime does not read the file: {str(error).splitlines()[0]}") from error
 

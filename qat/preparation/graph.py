@@ -5,6 +5,7 @@ from torch.nn.utils import parametrize
 
 from qat.preparation.examples import Examples
 from qat.preparation.fusion import fuse_batch_norms, name_float_rest, refusal, swap_layers, swappable_layers
+from qat.preparation.kinds import float_kind
 from qat.preparation.modes import trace
 from qat.preparation.placement import place_quantizers
 from qat.preparation.prepared_graph import PreparedGraph
@@ -13,26 +14,29 @@ from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT
 from qat.recipe import AnyRecipe, ScopedRecipe
 
 
-def prepare_graph(root: nn.Module, recipe: AnyRecipe, examples: Examples | None) -> PreparedGraph:
+def prepare_graph(
+    root: nn.Module, recipe: AnyRecipe, examples: Examples | None, graph_class: type[PreparedGraph] = PreparedGraph
+) -> PreparedGraph:
     """Trace a float model and quantize the graph; the model's own layers are used up.
 
     Args:
         root: the float model, or a submodule of one.
         recipe: the grids, by the names of the layers in root.
         examples: arguments of forward by name, or None.
+        graph_class: what the result is.
 
     Raises:
         UntraceableError: if it cannot be traced; it is then as it was.
         ValueError: if a grid of the recipe does not fit.
     """
-    graph_module, opaque = trace(root, examples)
+    graph_module, opaque = trace(root, examples, graph_class)
     reads = find_reads(graph_module, root)
     layers = {
-        name: parametrize.type_before_parametrizations(layer).__name__
+        name: (float_kind(layer) or parametrize.type_before_parametrizations(layer)).__name__
         for name, layer in swappable_layers(root)
         if type(layer) is not nn.MultiheadAttention  # of which the graph has the projections
     }
-    layers |= {read.name: read.kind.__name__ for read in reads}
+    layers |= {read.speaks_as: read.kind.__name__ for read in reads}
     recipe = ScopedRecipe(recipe, "", *_ends(graph_module, root, reads, recipe))
     left = swap_layers(graph_module, root, recipe)
     quantize_reads(graph_module, reads, recipe, left)
@@ -52,8 +56,8 @@ def _ends(graph_module: PreparedGraph, root: nn.Module, reads: list[Read], recip
     of_node = {read.node: read for read in reads}
     order: list[str] = []
     for node in graph_module.graph.nodes:
-        if node in of_node and recipe.for_layer(of_node[node].name, of_node[node].kind).skipped_by is None:
-            order.append(of_node[node].name)
+        if node in of_node and recipe.for_layer(of_node[node].speaks_as, of_node[node].kind).skipped_by is None:
+            order.append(of_node[node].speaks_as)
             continue
         name = str(node.target)
         if node.op == "call_module" and name in called and refusal(name, called[name], recipe) is None:

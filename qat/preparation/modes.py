@@ -17,9 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
+from qat.preparation.constants import attribute
 from qat.preparation.examples import Examples, call_with
 from qat.preparation.hints import torch_takes_proxies
-from qat.preparation.nodes import FACTS, free_name, scope_of, submodule_of
+from qat.preparation.nodes import FACTS, Facts, free_name, scope_of, submodule_of
 from qat.preparation.operations import changes_in_place
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.tracing import QuantTracer, first_line, is_foreign
@@ -37,12 +38,15 @@ class ByMode(nn.Module):
         return training if self.training else evaluation
 
 
-def trace(model: nn.Module, examples: Examples | None = None) -> tuple[PreparedGraph, dict[str, str]]:
+def trace(
+    model: nn.Module, examples: Examples | None = None, graph_class: type[PreparedGraph] = PreparedGraph
+) -> tuple[PreparedGraph, dict[str, str]]:
     """The model as a graph module that shares the model's submodules and acts by train and eval mode as the model does.
 
     Args:
         model: what to trace.
         examples: argument name of forward to value; decisions on sizes are taken as for these.
+        graph_class: what the result is.
 
     Returns:
         The graph module, and the functions in it that could not be taken apart, name to reason.
@@ -58,7 +62,7 @@ def trace(model: nn.Module, examples: Examples | None = None) -> tuple[PreparedG
     for node in training.nodes:
         if node.op != "output" and not node.args and "input" in node.kwargs:  # layer(input=x) and such
             node.args, node.kwargs = (node.kwargs["input"],), {k: v for k, v in node.kwargs.items() if k != "input"}
-    graph_module = PreparedGraph(model, training, type(model).__name__)
+    graph_module = graph_class(model, training, type(model).__name__)
     _keep_state(model, graph_module)
     for name, module in model.named_modules():  # torch 2.11 makes them all persistent
         if module._non_persistent_buffers_set:
@@ -132,6 +136,8 @@ def _graph_of(model: nn.Module, examples: Examples | None, compare: bool = True)
     for node in graph.nodes:
         if not is_foreign(node.target):  # torch.fx marks what a wrapped function returned, here an operation of its own
             node.meta.pop("is_wrapped", None)
+        if node.op == "get_attr" and FACTS not in node.meta:  # constants that forward makes
+            node.meta[FACTS] = Facts.of(attribute(model, str(node.target)))
     _merge_selections(graph)
     return graph, tracer.opaque
 

@@ -14,7 +14,7 @@ from qat.preparation.fusion import refusal, swappable_layers
 from qat.preparation.graph import prepare_graph
 from qat.preparation.kinds import COMPOSITES, float_kind, make_twin
 from qat.preparation.modes import UntraceableError
-from qat.preparation.prepared_graph import keep_attributes, plain_attributes
+from qat.preparation.prepared_graph import PreparedPart, keep_attributes, keep_class, plain_attributes
 from qat.preparation.report import LAYERS, LEFT_IN_FLOAT
 from qat.quantizer import create_quantizer
 from qat.recipe import AnyRecipe, QuantRecipe, ScopedRecipe
@@ -44,7 +44,7 @@ def prepare_parts(root: nn.Module, recipe: QuantRecipe, examples: dict[str, Any]
             )
     if float_kind(root) in COMPOSITES:
         return _layer(root, "", recipe, {})
-    layers = {name: type(layer).__name__ for name, layer in swappable_layers(root)}
+    layers = {name: (float_kind(layer) or type(layer)).__name__ for name, layer in swappable_layers(root)}
     _visit(root, "", ScopedRecipe(recipe, ""), calls, left, done)
     setattr(root, LEFT_IN_FLOAT, left)
     setattr(root, LAYERS, layers)
@@ -129,13 +129,17 @@ def _part(
         return None
     try:
         examples = None if calls is None else bind_arguments(child, *calls[name])
-        part = prepare_graph(child, ScopedRecipe(scope.recipe, name), examples)
+        part = prepare_graph(child, ScopedRecipe(scope.recipe, name), examples, PreparedPart)
+        vars(part)["float_class"] = type(child)
     except (UntraceableError, TypeError):
         return None
+    # The rest of the model may ask for `backbone.out_channels`, or call `head.compute_loss(...)`.
     kept = dict(part.named_modules())
-    for path, inner in child.named_modules():  # the rest of the model may ask for it: `backbone.out_channels`
+    for path, inner in child.named_modules():
         if path in kept:
             keep_attributes(plain_attributes(inner), kept[path])
+            if not isinstance(inner, nn.MultiheadAttention):  # of which the projections are left
+                keep_class(inner, kept[path])
     return part.train(child.training)
 
 

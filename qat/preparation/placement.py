@@ -25,6 +25,7 @@ from qat.preparation.operations import (
     operation_of,
     passes_grid,
 )
+from qat.preparation.reads import SPEAKS_AS
 from qat.quantizer import Quantizer, create_quantizer
 from qat.recipe import AnyRecipe
 from qat.spec import QuantSpec
@@ -63,7 +64,7 @@ class Placement:
         if isinstance(module, QuantLayer):
             inputs = reader.args[: len(module.grid_arguments)]
             kind = module.float_type if not isinstance(module, QuantFunction) else module.kind
-            chosen = self.recipe.for_layer(str(reader.target), kind).activation
+            chosen = self.recipe.for_layer(reader.meta.get(SPEAKS_AS, str(reader.target)), kind).activation
             return [chosen] if operand in inputs else []
         if is_product(reader, self.graph_module):
             return [self.recipe.activation]

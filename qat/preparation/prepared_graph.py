@@ -1,6 +1,7 @@
 """`PreparedGraph`: a graph module that keeps its notes and plain attributes when it is copied."""
 
 import copy
+import inspect
 from typing import Any
 
 from torch import fx, nn
@@ -13,10 +14,30 @@ class PreparedGraph(fx.GraphModule):
         twin: Any = super().__deepcopy__(memo)
         for name, module in self.named_modules():
             part = twin.get_submodule(name)
+            keep_class(module, part)
             keep_attributes(copy.deepcopy(plain_attributes(module), memo), part)
             part._non_persistent_buffers_set |= module._non_persistent_buffers_set  # which torch 2.11 forgets
         same: PreparedGraph = twin
         return same
+
+
+class PreparedPart(PreparedGraph):
+    """A part of a model that is prepared in parts: it has the methods of the float module too, for the rest to call.
+
+    Attributes:
+        float_class: the class of the module that it stands for.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        """What torch knows of it, else what the float module's class has."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            kept = vars(self).get("float_class", nn.Module)
+            found = inspect.getattr_static(kept, name, None)
+            if found is None:
+                raise
+            return found.__get__(self, kept) if hasattr(found, "__get__") else found
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
@@ -29,3 +50,9 @@ def keep_attributes(attributes: dict[str, Any], module: nn.Module) -> None:
     for key, value in attributes.items():
         if not hasattr(module, key):
             setattr(module, key, value)
+
+
+def keep_class(original: nn.Module, module: nn.Module) -> None:
+    """Make a bare container of parameters and submodules one of the original's class again, for its methods."""
+    if type(module) is nn.Module and not isinstance(original, fx.GraphModule):
+        module.__class__ = type(original)

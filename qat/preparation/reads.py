@@ -11,6 +11,7 @@ from qat.layers import QuantFunction, QuantLayer, QuantLinear
 from qat.layers.function import FLOAT_KINDS
 from qat.preparation.attention import LAYER_NAME
 from qat.preparation.constants import constant_nodes, constant_values
+from qat.preparation.kinds import TWINS, float_kind
 from qat.preparation.nodes import free_name, scope_of
 from qat.recipe import AnyRecipe
 
@@ -28,6 +29,10 @@ EXPLAINED = "qat_explained"
 """Key of node.meta: the function stays in float, and the reason is noted under the layer's name."""
 
 
+SPEAKS_AS = "qat_speaks_as"
+"""Key of node.meta: the name by which a recipe speaks of a layer that was a function."""
+
+
 @dataclass(frozen=True)
 class Read:
     """A function that reads a parameter as its weight.
@@ -37,12 +42,14 @@ class Read:
         given: its arguments by name.
         name: what the layer that it becomes is called.
         layer: the linear layer whose weight it reads whole, and which then is that layer; else None.
+        speaks_as: the name by which a recipe speaks of it: the layer's whose weight it reads, else its own.
     """
 
     node: fx.Node
     given: dict[str, Any]
     name: str
     layer: nn.Linear | None
+    speaks_as: str
 
     @property
     def kind(self) -> type[nn.Module]:
@@ -64,7 +71,8 @@ def find_reads(graph_module: fx.GraphModule, root: nn.Module) -> list[Read]:
             if layer is None:
                 name = _unused(name, graph_module, taken)
                 taken.add(name)
-            found.append(Read(node, given, name, layer))
+            owners = [owner for owner in _owners(given["weight"]) if float_kind(root.get_submodule(owner)) in TWINS]
+            found.append(Read(node, given, name, layer, owners[0] if len(owners) == 1 and owners[0] else name))
     return found
 
 
@@ -82,9 +90,9 @@ def quantize_reads(graph_module: fx.GraphModule, reads: list[Read], recipe: AnyR
     """
     values: dict[fx.Node, Any] = {}
     for read in reads:
-        layer_recipe = recipe.for_layer(read.name, read.kind)
+        layer_recipe = recipe.for_layer(read.speaks_as, read.kind)
         if layer_recipe.skipped_by is not None:
-            left[read.name] = f"skipped by the recipe's pattern {layer_recipe.skipped_by!r}"
+            left[read.speaks_as] = f"skipped by the recipe's pattern {layer_recipe.skipped_by!r}"
             read.node.meta[EXPLAINED] = True
             continue
         left.pop(read.name, None)
@@ -129,7 +137,7 @@ def _replace(read: Read, graph_module: fx.GraphModule) -> None:
         else:
             kwargs: dict[str, Any] = {} if bias is None or own else {"bias": bias}
             call = graph_module.graph.call_module(read.name, (given["input"],), kwargs)
-    call.meta = dict(read.node.meta)
+    call.meta = {**read.node.meta, SPEAKS_AS: read.speaks_as}
     read.node.replace_all_uses_with(call)
     graph_module.graph.erase_node(read.node)
 

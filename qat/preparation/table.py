@@ -1,13 +1,17 @@
 """`summary`: a prepared model as a table."""
 
+from collections.abc import Iterator
+
 from torch import fx, nn
 
 from qat.layers import QuantLayer
 from qat.preparation.fusion import swappable_layers
 from qat.preparation.kinds import COMPOSITE_TWINS
 from qat.preparation.nodes import submodule_of
-from qat.preparation.report import COMPROMISES, LEFT_IN_FLOAT, noted
+from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer
+
+HANDED = ("grid", "norm")
 
 HEADER = ("name", "type", "grid", "rule", "parameters", "remark")
 
@@ -38,7 +42,9 @@ def summary(model: nn.Module) -> str:
             reasons.setdefault(name, "the reason was not kept")
     rows = [_row(name, module, remarks) for name, module in _in_order(model)]
     rows += [_float_row(name, model, reason) for name, reason in reasons.items()]
-    return "\n".join(_align([HEADER, *rows])) + "\n\n" + _counts(model, len(reasons))
+    kinds = noted(model, LAYERS)
+    in_float = sum(name in kinds or _module(model, name) is not None for name in reasons)
+    return "\n".join(_align([HEADER, *rows])) + "\n\n" + _counts(model, in_float)
 
 
 def _in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -48,22 +54,32 @@ def _in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, module in model.named_modules()
         if isinstance(module, QuantLayer) or (isinstance(module, Quantizer) and module.role == "activation")
     }
-    if not isinstance(model, fx.GraphModule):
-        return list(wanted.items())
-    called = [str(node.target) for node in model.graph.nodes if submodule_of(model, node) is not None]
-    order = dict.fromkeys(name for name in called if name in wanted)
-    return [(name, wanted[name]) for name in (*order, *(wanted.keys() - order.keys()))]
+    order: dict[str, None] = {}
+    for prefix, graph_module in _graphs(model):
+        for node in graph_module.graph.nodes:
+            if submodule_of(graph_module, node) is not None:
+                called = f"{prefix}{node.target}"
+                # An LSTM's call runs the products in it.
+                order |= dict.fromkeys(name for name in wanted if name == called or name.startswith(f"{called}."))
+    return [(name, wanted[name]) for name in (*order, *(name for name in wanted if name not in order))]
+
+
+def _graphs(model: nn.Module) -> Iterator[tuple[str, fx.GraphModule]]:
+    """The traced parts of the model, and how their names begin."""
+    for name, module in model.named_modules():
+        if isinstance(module, fx.GraphModule):
+            yield f"{name}." if name else "", module
 
 
 def _grids(model: nn.Module) -> dict[str, str]:
     """Layer name to what its graph call is handed: the input's grid, and the BatchNorm."""
     found: dict[str, str] = {}
-    if isinstance(model, fx.GraphModule):
-        for node in model.graph.nodes:
-            if isinstance(submodule_of(model, node), QuantLayer):
-                handed = {key: str(value.target) for key, value in node.kwargs.items()}
+    for prefix, graph_module in _graphs(model):
+        for node in graph_module.graph.nodes:
+            if isinstance(submodule_of(graph_module, node), QuantLayer):
+                handed = {key: f"{prefix}{value.target}" for key, value in node.kwargs.items() if key in HANDED}
                 text = f"input: {handed['grid']}" if "grid" in handed else "input: indices"
-                found[str(node.target)] = f"{text}, folds {handed['norm']}" if "norm" in handed else text
+                found[f"{prefix}{node.target}"] = f"{text}, folds {handed['norm']}" if "norm" in handed else text
     return found
 
 
@@ -77,12 +93,19 @@ def _row(name: str, module: nn.Module, remarks: dict[str, str]) -> Row:
 
 
 def _float_row(name: str, model: nn.Module, reason: str) -> Row:
-    try:
-        module = model.get_submodule(name)
-    except AttributeError:
-        return name, "?", "float", "-", "-", reason
+    module = _module(model, name)
+    if module is None:
+        return name, "-", "float", "-", "-", f"stays float: {reason}"
     count = sum(parameter.numel() for parameter in module.parameters())
-    return name, type(module).__name__, "float", "-", f"{count:,}", f"stays float: {reason}"
+    kind = noted(model, LAYERS).get(name, type(module).__name__)
+    return name, kind, "float", "-", f"{count:,}", f"stays float: {reason}"
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
 
 
 def _counts(model: nn.Module, in_float: int) -> str:

@@ -1,0 +1,420 @@
+"""Options of `prepare`: first and last bits, overrides by class and subtree, dry runs; and what `summary` prints."""
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from prepared_case import Net, draw
+from torch import Tensor, fx, nn
+
+import qat
+from qat.layers import QuantLayer
+from qat.quantizer import Quantizer
+from qat.training.config import RunConfig
+from qat.training.errors import UserError
+from qat.training.recipe import prepare_model
+
+
+class Plain(nn.Module):
+    def __init__(self, forward_: Callable[..., Any] | None = None, **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self._forward = forward_
+
+    def forward(self, x: Tensor) -> Any:
+        assert self._forward is not None
+        return self._forward(self, x)
+
+
+class Doubled(nn.Linear):
+    """A subclass with arithmetic of its own around the layer's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Pointwise(nn.Conv2d):
+    """A subclass that only constructs differently."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, channels, 1)
+
+
+class BranchesOnValues(nn.Module):
+    """Only its parts can be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+        self.attend, self.lstm = nn.MultiheadAttention(4, 2), nn.LSTM(4, 3)
+        self.head, self.unused = nn.Linear(3, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x).flatten(2).permute(2, 0, 1)
+        if y.sum() > 1e9:
+            y = -y
+        return self.head(self.lstm(self.attend(y, y, y)[0])[0])
+
+
+def linears(*names: str) -> dict[str, nn.Module]:
+    return {name: nn.Linear(4, 4) for name in names}
+
+
+def weight_bits(model: nn.Module) -> dict[str, int]:
+    return {n: m.weight_quantizer.spec.bits for n, m in model.named_modules() if isinstance(m, QuantLayer)}
+
+
+def input_bits(model: fx.GraphModule, name: str) -> int:
+    (node,) = [node for node in model.graph.nodes if node.op == "call_module" and node.target == name]
+    grid = model.get_submodule(str(node.kwargs["grid"].target))
+    assert isinstance(grid, Quantizer)
+    return grid.spec.bits
+
+
+X = draw(3, 4, 4)
+SKIP = {"skip": True}
+
+# Forward, parts, overrides -> the layer of first_bits (5) and the one of last_bits (3).
+ENDS: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, nn.Module], dict[str, Any], list[str], list[str]]] = {
+    "in the order in which they run": (
+        lambda self, x: self.a(torch.relu(self.b(torch.relu(self.c(x))))), linears("a", "b", "c"), {}, ["c"], ["a"],
+    ),
+    "skipped layers do not count": (
+        lambda self, x: self.a(self.b(self.c(self.d(x)))), linears("a", "b", "c", "d"),
+        {"d": SKIP, "type:Linear": {}, "a": SKIP}, ["c"], ["b"],
+    ),
+    "weights that functions read": (
+        lambda self, x: F.linear(self.b(F.linear(x, self.c.weight, self.c.bias)), self.a.weight[:2]),
+        linears("a", "b", "c"), {}, ["c"], ["linear"],
+    ),
+    "a skipped read does not count": (
+        lambda self, x: F.linear(self.b(F.linear(x, self.c.weight, self.c.bias)), self.a.weight[:2]),
+        linears("a", "b", "c"), {"c": SKIP}, ["b"], ["linear"],
+    ),
+    "unused layers do not count": (
+        lambda self, x: self.b(torch.relu(self.a(x))), linears("unused", "a", "b", "z"), {}, ["a"], ["b"],
+    ),
+    "a layer that is called first and last is the first": (
+        lambda self, x: self.a(self.b(self.a(x))), linears("a", "b"), {}, ["a"], [],
+    ),
+    "products of attention": (
+        lambda self, x: self.attend(x, x, x, need_weights=False)[0],
+        {"attend": nn.MultiheadAttention(4, 2, batch_first=True)}, {}, ["attend.query_projection"],
+        ["attend.out_proj"],
+    ),
+    "products of an LSTM": (
+        lambda self, x: self.a(self.b(self.lstm(x)[0])), {"lstm": nn.LSTM(4, 4), **linears("a", "b")}, {},
+        ["lstm.product_ih_l0", "lstm.product_hh_l0"], ["a"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_first_and_last_bits(case: str) -> None:
+    forward, parts, overrides, first, last = ENDS[case]
+    net = Plain(forward, **copy.deepcopy(parts)).eval()
+    model = qat.prepare(net, qat.QuantRecipe(overrides=overrides, first_bits=5, last_bits=3), X)
+    found = weight_bits(model)
+    wanted = dict.fromkeys(found, 8) | dict.fromkeys(last, 3) | dict.fromkeys(first, 5)
+    assert found == wanted and set(first + last) <= set(found)
+    for name, bits in ((name, bits) for names, bits in ((first, 5), (last, 3)) for name in names):
+        layer = model.get_submodule(name)
+        own = getattr(layer, "input_quantizer", None)
+        shared = "attend.query" in name or "called first and last" in case  # others read that tensor with 8 bits
+        assert shared or (input_bits(model, name) if own is None else own.spec.bits) == bits
+
+
+def test_an_embedding_at_the_front() -> None:
+    net = Plain(lambda self, x: self.b(self.a(self.words(x))), words=nn.Embedding(9, 4), **linears("a", "b"))
+    model = qat.prepare(net, qat.QuantRecipe(first_bits=4, last_bits=6))
+    assert weight_bits(model) == {"words": 4, "a": 8, "b": 6}
+    assert input_bits(model, "a") == 8 and input_bits(model, "b") == 6
+
+
+@pytest.mark.parametrize(("first", "last", "bits"), [(4, None, {4}), (None, 4, {4}), (5, 3, {3, 5})])
+def test_a_single_layer_is_both_ends(first: int | None, last: int | None, bits: set[int]) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model = qat.prepare(net, qat.QuantRecipe(first_bits=first, last_bits=last))
+    found = {input_bits(model, "0"), *weight_bits(model).values()}
+    assert len(found) == 1 and found <= bits
+
+
+def test_overrides_win_over_first_and_last_bits() -> None:
+    recipe = qat.QuantRecipe(
+        first_bits=4, last_bits=4, overrides={"stem": {"weight": {"bits": 6}}, nn.Linear: {"activation": {"bits": 7}}}
+    )
+    model = qat.prepare(Net(), recipe)
+    assert weight_bits(model) == {"stem": 6, "block.conv1": 8, "block.conv2": 8, "fc": 4}
+    assert input_bits(model, "stem") == 4 and input_bits(model, "fc") == 7
+
+
+@pytest.mark.parametrize("name", ["first_bits", "last_bits"])
+def test_a_model_in_parts_has_no_first_layer(name: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        qat.prepare(BranchesOnValues(), qat.QuantRecipe(**{name: 4}), draw(2, 3, 6, 6))
+    assert str(refused.value) == (
+        f"prepare: {name}=4 needs a model with one graph, and torch.fx cannot trace BranchesOnValues: the way through"
+        " the model depends on the values of a tensor; use overrides"
+    )
+
+
+def config(**quantization: Any) -> RunConfig:
+    return RunConfig.model_validate({"quantization": quantization, "model": {"name": "tests:Net"}})
+
+
+def test_the_same_from_a_config() -> None:
+    override = {"block.conv1": {"weight": {"bits": 4}}, "type:Linear": {"weight": {"bits": 5}}}
+    section = {"first_bits": 6, "last_bits": 7, "overrides": override, "target": "tensorrt"}
+    model = prepare_model(Net(), config(**section), (3, 8, 8))
+    assert isinstance(model, fx.GraphModule)
+    assert weight_bits(model) == {"stem": 6, "block.conv1": 4, "block.conv2": 8, "fc": 5}
+    assert input_bits(model, "stem") == 6 and input_bits(model, "fc") == 7
+    assert all(m.spec.signed for m in model.modules() if isinstance(m, Quantizer))
+    with pytest.raises(UserError) as refused:
+        prepare_model(Net(), config(overrides={"type:Linaer": {"skip": True}}), (3, 8, 8))
+    assert str(refused.value) == (
+        "quantization: prepare: the recipe's pattern 'type:Linaer' names no layer of the model;"
+        " did you mean type:Linear?"
+    )
+
+
+# Overrides -> bits of the weights of `stem`, `body.a` (Doubled), `body.b`, `body.point` (Pointwise), `head`; 0: float.
+CLASSES: list[tuple[dict[Any, Any], tuple[int, int, int, int, int]]] = [
+    ({nn.Linear: {"weight": {"bits": 4}}}, (8, 4, 4, 8, 4)),
+    ({"type:Conv?d": {"weight": {"bits": 4}}}, (4, 8, 8, 4, 8)),
+    ({"body": {"weight": {"bits": 4}}}, (8, 4, 4, 4, 8)),
+    ({"body.*": {"weight": {"bits": 4}}, "*.b": {"weight": {"bits": 5}}}, (8, 4, 5, 4, 8)),
+    ({"body": SKIP, "body.b": {"skip": False}}, (8, 0, 8, 0, 8)),
+    ({"*": {"weight": {"bits": 3}}, nn.Conv2d: SKIP}, (0, 3, 3, 0, 3)),
+]
+
+
+def mixed() -> nn.Module:
+    body = Plain(
+        lambda self, x: self.point(torch.relu(self.b(self.a(x)))),
+        a=Doubled(6, 6),
+        b=nn.Linear(6, 6),
+        point=Pointwise(4),
+    )
+    net = Plain(
+        lambda self, x: self.head(self.body(self.stem(x)).flatten(1)), stem=nn.Conv2d(3, 4, 1), body=body,
+        head=nn.Linear(144, 2),
+    )  # fmt: skip
+    return net.eval()
+
+
+@pytest.mark.parametrize(("overrides", "bits"), CLASSES)
+def test_overrides_by_class_and_subtree(overrides: dict[Any, Any], bits: tuple[int, ...]) -> None:
+    model = qat.prepare(mixed(), qat.QuantRecipe(overrides=overrides), draw(2, 3, 6, 6))
+    found = weight_bits(model)
+    names = ("stem", "body.a.linear", "body.b", "body.point", "head")
+    assert tuple(found.get(name, 0) for name in names) == bits
+    assert set(found) <= set(names)
+
+
+def test_a_class_fits_layers_that_only_construct_differently() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (4, 1, 1)), Pointwise(4))
+    model = qat.prepare(net, qat.QuantRecipe(overrides={nn.Conv2d: {"weight": {"bits": 4}}}), draw(2, 4))
+    assert weight_bits(model) == {"0": 8, "2": 4}
+
+
+WHOLE: dict[str, tuple[Callable[[], nn.Module], Tensor, qat.QuantRecipe]] = {
+    "net": (Net, draw(2, 3, 8, 8), qat.QuantRecipe()),
+    "other bits": (mixed, draw(2, 3, 6, 6), qat.QuantRecipe(overrides={"body": SKIP}, first_bits=4)),
+    "LSTM": (lambda: nn.LSTM(4, 3), X, qat.QuantRecipe()),
+    "in parts": (BranchesOnValues, draw(2, 3, 6, 6), qat.QuantRecipe()),
+    "integer_only": (Net, draw(2, 3, 8, 8), qat.QuantRecipe(target="integer_only")),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_dry_run_returns_the_table_and_changes_nothing(case: str) -> None:
+    make, x, recipe = WHOLE[case]
+    torch.manual_seed(0)
+    net = make().train()
+    wanted = qat.summary(qat.prepare(net, recipe, x))
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    kinds = {name: type(module) for name, module in net.named_modules()}
+    attributes = set(vars(net))
+    given, random = x.clone(), torch.random.get_rng_state()
+    assert qat.prepare(net, recipe, x, dry_run=True) == wanted
+    assert torch.equal(torch.random.get_rng_state(), random) and torch.equal(given, x)
+    assert all(torch.equal(state[name], value) for name, value in net.state_dict().items())
+    assert {name: type(module) for name, module in net.named_modules()} == kinds and set(vars(net)) == attributes
+    assert all(module.training for module in net.modules())
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_a_dry_run_refuses_what_prepare_refuses() -> None:
+    recipe = qat.QuantRecipe(overrides={"stam": SKIP})
+    sentences = []
+    for dry_run in (False, True):
+        with pytest.raises(ValueError) as refused:
+            qat.prepare(Net(), recipe, dry_run=dry_run)
+        sentences.append(str(refused.value))
+    assert sentences == [
+        "prepare: the recipe's pattern 'stam' names no layer of the model; did you mean stem?"
+    ] * 2  # fmt: skip
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Name to the cells of its row; the header and the counts left out."""
+    table = text.split("\n\n")[0].splitlines()[1:]
+    cells = [re.split(r"\s{2,}", line.strip()) for line in table]
+    assert len({row[0] for row in cells}) == len(cells), "a name twice"
+    return {row[0]: row[1:] for row in cells}
+
+
+def counts(text: str) -> dict[str, int]:
+    line = text.splitlines()[-1]
+    found = re.fullmatch(
+        r"([\d,]+) quantized layers?, ([\d,]+) activation quantizers?, ([\d,]+) layers? in float;"
+        r" ([\d,]+) float parameters, ([\d,]+) quantizer parameters",
+        line,
+    )
+    assert found, line
+    names = ("layers", "activations", "in float", "float parameters", "quantizer parameters")
+    return dict(zip(names, (int(number.replace(",", "")) for number in found.groups()), strict=True))
+
+
+class AllKinds(nn.Module):
+    """Layers of every kind, quantized and not, and parameters that functions read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.lstm = nn.Embedding(9, 8), nn.LSTM(8, 8, batch_first=True)
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm, self.gain = nn.LayerNorm(8), nn.Parameter(torch.ones(8))
+        self.skipped, self.pair, self.head = nn.Linear(8, 8), nn.Bilinear(8, 8, 4), nn.Linear(4, 2)
+        self.unused, self.deep = nn.Linear(3, 3), nn.ModuleDict({"unused": nn.Conv2d(3, 3, 1)})
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.lstm(self.words(words))[0]
+        x = self.norm(x + self.attend(x, x, x, need_weights=False)[0]) * self.gain
+        x = self.skipped(torch.relu(x))
+        return self.head(self.pair(x, x.flip(1)))
+
+
+@pytest.fixture(scope="module")
+def all_kinds() -> nn.Module:
+    torch.manual_seed(0)
+    return qat.prepare(AllKinds().eval(), qat.QuantRecipe(overrides={"skipped": SKIP}), torch.arange(9).reshape(3, 3))
+
+
+def check_counts(model: nn.Module) -> None:
+    text = qat.summary(model)
+    found, table = counts(text), rows(text)
+    quantizers = {name: m for name, m in model.named_modules() if isinstance(m, Quantizer)}
+    layers = {name for name, m in model.named_modules() if isinstance(m, QuantLayer)}
+    activations = {name for name, quantizer in quantizers.items() if quantizer.role == "activation"}
+    learned = sum(parameter.numel() for quantizer in quantizers.values() for parameter in quantizer.parameters())
+    assert found["layers"] == len(layers) and found["activations"] == len(activations)
+    assert found["quantizer parameters"] == learned
+    assert found["float parameters"] == sum(parameter.numel() for parameter in model.parameters()) - learned
+    assert layers | activations <= set(table)
+    left = {name for name, row in table.items() if row[1] == "float"}
+    assert set(table) == layers | activations | left
+    assert all(table[name][-1] for name in left)
+
+
+def test_the_table_has_every_layer_and_its_reason(all_kinds: nn.Module) -> None:
+    check_counts(all_kinds)
+    table = rows(qat.summary(all_kinds))
+    left = {name: row for name, row in table.items() if row[1] == "float"}
+    assert set(left) == {"skipped", "norm", "gain", "unused", "deep.unused"}
+    assert left["skipped"][-1] == "stays float: skipped by the recipe's pattern 'skipped'"
+    assert left["norm"][-1] == "stays float: LayerNorm computes in float"
+    assert left["gain"][-1].endswith("mul reads it as a plain tensor")
+    assert all("forward never calls it" in left[name][-1] for name in ("unused", "deep.unused"))
+
+
+def test_the_table_names_the_classes_of_layers_that_are_never_called(all_kinds: nn.Module) -> None:
+    table = rows(qat.summary(all_kinds))
+    assert [table[name][0] for name in ("unused", "deep.unused", "skipped")] == ["Linear", "Conv2d", "Linear"]
+
+
+def test_the_table_is_in_the_order_in_which_layers_run(all_kinds: nn.Module) -> None:
+    table = [name for name in rows(qat.summary(all_kinds)) if "quantizer" not in name]
+    order = [
+        "words", "lstm.product_ih_l0", "lstm.product_hh_l0", "attend.query_projection", "attend.key_projection",
+        "attend.value_projection", "attend.out_proj", "pair", "head",
+    ]  # fmt: skip
+    assert [name for name in table if name in order] == order
+
+
+def test_the_table_of_a_model_in_parts() -> None:
+    model = qat.prepare(BranchesOnValues().eval(), None, draw(2, 3, 6, 6))
+    check_counts(model)
+    table = rows(qat.summary(model))
+    assert table["(the model)"][-1].endswith(
+        "prepared in parts, since torch.fx cannot trace BranchesOnValues: the way through the model depends on the"
+        " values of a tensor"
+    )
+    assert {name for name, row in table.items() if row[1] == "float"} == {"(the model)", "unused"}
+    assert table["unused"][0] == "Linear" and "forward never calls it" in table["unused"][-1]
+    assert {"body.0", "body.3", "body.input_quantizer", "attend.out_proj", "lstm.product_hh_l0", "head"} <= set(table)
+    assert counts(qat.summary(model))["in float"] == 1  # `unused`; the model itself is no layer
+
+
+def test_the_table_of_layers_of_ones_own() -> None:
+    model = Plain(
+        conv=qat.QuantConv2d(3, 4, 3), lstm=qat.QuantLSTM(4, 3), words=qat.QuantEmbedding(5, 3), plain=nn.Linear(3, 3),
+        pair=qat.QuantBilinear(3, 3, 2), attend=qat.QuantMultiheadAttention(4, 2), bare=qat.QuantLinear(3, 3),
+    )  # fmt: skip
+    check_counts(model)
+    table = rows(qat.summary(model))
+    assert {name for name, row in table.items() if row[1] == "float"} == {"plain"}
+    assert {"pair.input_quantizer", "pair.other_quantizer", "attend.probability_quantizer"} <= set(table)
+    assert table["conv"][:4] == ["QuantConv2d", "int8 narrow symmetric per channel", "lsq", "117"]
+    check_counts(nn.Sequential(nn.ReLU()))  # a float model has an empty table
+
+
+@pytest.mark.parametrize("case", ["all kinds", *WHOLE])
+def test_copies_have_the_same_table(case: str, all_kinds: nn.Module) -> None:
+    model = all_kinds
+    if case != "all kinds":
+        make, x, recipe = WHOLE[case]
+        model = qat.prepare(make(), recipe, x)
+    wanted = qat.summary(model)
+    assert qat.summary(copy.deepcopy(model)) == wanted
+    if not any("<lambda>" in repr(vars(module).get("_forward")) for module in model.modules()):
+        assert qat.summary(pickle.loads(pickle.dumps(model))) == wanted
+
+
+def test_the_table_follows_the_state() -> None:
+    model = qat.prepare(Net().eval())
+    before = rows(qat.summary(model))
+    assert [name for name, row in before.items() if row[-1].endswith("not calibrated")] == [
+        name for name, row in before.items() if name.endswith("_quantizer")
+    ]
+    qat.calibrate(model, [draw(4, 3, 8, 8)])
+    text = qat.summary(model)
+    assert "not calibrated" not in text and set(rows(text)) == set(before)
+    read = [name for name, row in rows(text).items() if row[-1].startswith("input: ")]
+    assert read == ["stem", "block.conv1", "block.conv2", "fc"]
+    assert rows(text)["block.conv2"][-1] == "input: block.conv1_quantizer, folds block.bn2"
+
+
+READS: list[Callable[[Any, Tensor], Tensor]] = [
+    lambda self, x: F.linear(x, self.c.weight, self.c.bias),
+    lambda self, x: F.linear(x, self.c.weight),
+    lambda self, x: F.linear(x, self.c.weight[:2], self.c.bias[:2]),
+]
+
+
+@pytest.mark.parametrize("read", READS, ids=["whole", "without its bias", "in part"])
+def test_overrides_of_a_layer_speak_for_the_functions_that_read_its_weight(read: Callable[..., Tensor]) -> None:
+    net = Plain(lambda self, x: read(self, torch.relu(self.a(x))), **linears("a", "c"))
+    model = qat.prepare(net, qat.QuantRecipe(overrides={"c": {"weight": {"bits": 4}}}), X)
+    check_counts(model)
+    assert sorted(weight_bits(model).values()) == [4, 8]
+    model = qat.prepare(net, qat.QuantRecipe(overrides={"c": SKIP}), X)
+    check_counts(model)
+    assert weight_bits(model) == {"a": 8}
+    assert "skipped by the recipe's pattern 'c'" in qat.summary(model)

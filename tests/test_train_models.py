@@ -1,0 +1,138 @@
+"""train.py with models that need example inputs: transformers that take their windows from the image, and parts."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train
+
+MODELS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchvision.models.swin_transformer import SwinTransformer
+from torchvision.models.vision_transformer import VisionTransformer
+
+def swin(num_classes):
+    return SwinTransformer([2, 2], 8, [2], [2], [2, 2], num_classes=num_classes, stochastic_depth_prob=0.0)
+
+def vit(num_classes):
+    return VisionTransformer(16, 4, 1, 2, 16, 32, num_classes=num_classes)
+
+class Padded(nn.Module):
+    '''Pads the image to a multiple of its patches, and reads its weights in functions.'''
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.patches, self.norm = nn.Conv2d(3, 8, 5, 5), nn.BatchNorm2d(8)
+        self.mix, self.head = nn.Linear(8, 8), nn.Linear(8, num_classes)
+
+    def forward(self, x):
+        right, below = -x.shape[-1] % 5, -x.shape[-2] % 5
+        if right or below:
+            x = F.pad(x, (0, right, 0, below))
+        x = torch.relu(self.norm(self.patches(x))).flatten(2).mT
+        x = torch.relu(F.linear(x, self.mix.weight, self.mix.bias) + x)
+        return self.head(x.mean(1))
+
+class Parts(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.Conv2d(8, 8, 3, 2), nn.ReLU())
+        self.head = nn.Linear(8, num_classes)
+
+    def forward(self, x):
+        y = self.body(x).mean((2, 3))
+        if y.sum() > 1e9:
+            y = y / y.sum()
+        return self.head(y)
+"""
+CONFIG = """
+data: {name: digits, image_size: 16, batch_size: 32, limit_train: 96, limit_val: 64}
+float: {epochs: 1, lr: 0.01, optimizer: adamw}
+qat: {epochs: 1, lr: 0.001, optimizer: adamw}
+quantization: {calibration_batches: 2}
+log_every: 2
+"""
+FLOAT_PRODUCTS = {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "MatMulNBits", "Einsum"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "manymodels.py").write_text(MODELS)
+    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "manymodels", raising=False)
+    return tmp_path
+
+
+def run(model: str, *arguments: str) -> int:
+    return train.main(["--config", "tiny.yaml", "run_dir=run", f"model.name=manymodels:{model}", *arguments])
+
+
+def found(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "run" / "summary.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        ("Padded", ["data.image_size=18", "quantization.first_bits=6", "quantization.last_bits=6"]),
+        ("vit", []),
+        pytest.param("swin", [], marks=pytest.mark.slow),
+        pytest.param("swin", ["quantization.target=tensorrt"], marks=pytest.mark.slow),
+        pytest.param("vit", ["quantization.target=integer_only"], marks=pytest.mark.slow),
+    ],
+)
+def test_models_that_look_at_the_size_of_the_image(folder: Path, model: str, arguments: list[str]) -> None:
+    assert run(model, *arguments) == 0
+    summary = found(folder)
+    onnx = summary["onnx"]
+    # 64 images; integer_only's logits have only 256 values, of which two classes may share the largest.
+    assert onnx["agreement"] >= (0.95 if "integer_only" in str(arguments) else 0.995)
+    assert abs(onnx["top1"] - summary["qat"]["top1"]) <= 100 / 64
+    layers = onnx["layers"]
+    assert layers["largest_difference"] <= 1 and layers["differing"] <= layers["elements"] / 1000
+    assert not FLOAT_PRODUCTS & set(onnx["operators"])
+    table = (folder / "run" / "layers.txt").read_text()
+    assert "not calibrated" not in table and "prepared in parts" not in table
+    if model == "Padded":
+        line = next(line for line in table.splitlines() if line.startswith("patches "))
+        assert "int6" in line and "folds norm" in line
+        assert next(line for line in table.splitlines() if line.startswith("mix ")).count("int8") == 1
+    checkpoint = torch.load(folder / "run" / "last.pt", weights_only=True)
+    assert any(key.endswith("quantizer.scale") for key in checkpoint["model"])
+
+
+def test_a_model_in_parts_trains_without_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("Parts") == 2
+    assert capsys.readouterr().err.strip() == (
+        "export.onnx: manymodels:Parts cannot be written as one file: prepared in parts, since torch.fx cannot trace"
+        " Parts: the way through the model depends on the values of a tensor; use export.onnx=false"
+    )
+    assert not (folder / "run").exists()
+    assert run("Parts", "export.onnx=false") == 0
+    summary = found(folder)
+    assert "onnx" not in summary and summary["qat"]["top1"] >= 0
+    table = (folder / "run" / "layers.txt").read_text()
+    assert "prepared in parts" in table and "body.2 " in table and "not calibrated" not in table
+    assert run("Parts", "export.onnx=false", "quantization.first_bits=4", "run_dir=other") == 2
+    assert capsys.readouterr().err.strip() == (
+        "quantization: prepare: first_bits=4 needs a model with one graph, and torch.fx cannot trace Parts: the way"
+        " through the model depends on the values of a tensor; use overrides"
+    )
+
+
+def test_a_target_that_does_not_run_the_grids_is_refused_at_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("vit", "quantization.target=tensorrt", "quantization.activation.signed=false") == 2
+    assert capsys.readouterr().err.strip() == (
+        "quantization: QuantRecipe: an unsigned activation does not run on tensorrt: its INT8 is signed; use"
+        " signed=True"
+    )
+    assert not (folder / "run").exists()
