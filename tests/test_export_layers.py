@@ -201,8 +201,8 @@ def test_the_padding_of_a_bag_is_left_out_whatever_the_size_of_the_batch(form: s
 
 def test_the_exporter_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its parts have loggers of their own, whose lines reach the terminal of a user who has set up no logging."""
-    inputs = {"words": torch.randint(0, 11, (3, 4))}
-    model = quantized(PaddedBags("own"), inputs)
+    inputs = {"words": torch.randint(0, 11, (3, 5)), "weights": draw(3, 5).abs()}
+    model = quantized(LinearAndLookups("own"), inputs)
     root = logging.getLogger()
     handlers = root.handlers[:]
     root.handlers.clear()  # pytest's own, which keep Python from its last resort, the terminal

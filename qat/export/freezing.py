@@ -97,13 +97,16 @@ def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
     evaluation_only(frozen)
     values = constant_values(frozen)
     replacements: dict[str, nn.Module] = {}
-    for number, node in enumerate(list(frozen.graph.nodes)):
+    nodes = list(frozen.graph.nodes)
+    # Asked of the graph as it is: what is put into it hides the grids from those behind.
+    restated = {node: source for node in nodes if (source := grid_to_restate(node, frozen)) is not None}
+    averages = {node for node in nodes if averages_all(node, submodule_of(frozen, node)) and scales_fit(node, frozen)}
+    for number, node in enumerate(nodes):
         module = submodule_of(frozen, node)
         full = f"{path}.{node.target}" if path else str(node.target)
         if isinstance(module, Quantizer):
-            source = node.args[0]
-            if source in values:
-                _replace_call(frozen, node, f"constant_{number}", ConstantGrid(module, values[source]), ())
+            if node.args[0] in values:
+                _replace_call(frozen, node, f"constant_{number}", ConstantGrid(module, values[node.args[0]]), ())
             else:
                 replacements[str(node.target)] = ActivationGrid(module, full)
         elif isinstance(module, QuantTable):
@@ -112,13 +115,13 @@ def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
             # One module a call: a shared layer has other integers on another grid.
             made = IntegerLayer(module, _integers(frozen, node, module, values))
             _replace_call(frozen, node, f"integer_{number}", made, node.args[: len(module.grid_arguments)])
-        elif averages_all(node, module) and scales_fit(node, frozen):
+        elif node in averages:
             _replace_call(frozen, node, f"global_average_pool_{number}", GlobalAveragePool(), node.args[:1])
-        elif (quantizer := grid_to_restate(node, frozen)) is not None:
-            again = f"restated_{number}"
-            grid = frozen.get_submodule(str(quantizer.target))
+        elif node in restated:
+            again, source = f"restated_{number}", str(restated[node].target)
+            grid = frozen.get_submodule(source)
             assert isinstance(grid, Quantizer)
-            frozen.add_submodule(again, ActivationGrid(grid, f"{path}.{quantizer.target}.again".lstrip(".")))
+            frozen.add_submodule(again, ActivationGrid(grid, f"{path}.{source}.again".lstrip(".")))
             restate_grid(node, again)
         elif module is not None:
             replacements[str(node.target)] = _frozen(module, full)

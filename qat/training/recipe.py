@@ -5,12 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 import qat
 from qat.evaluating import evaluating
 from qat.export.integer import MOST_BITS
 from qat.export.onnx import keeps_to_its_grid
+from qat.layers import QuantFunction
 from qat.preparation.nodes import model_device
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer.registry import quantizer_class
@@ -100,8 +101,7 @@ def _try_rules(prepared: nn.Module, exports: bool) -> None:
         quantizer.mark_calibrated()  # no warning: this is no use of the model
         x = torch.linspace(-1.0, 1.0, 128).reshape(2, 4, 4, 4)
         if quantizer.role == "weight":
-            owner: Any = prepared.get_submodule(name.rpartition(".")[0])
-            x = owner.weight.detach().float().cpu()
+            x = _weight_for(quantizer, prepared.get_submodule(name.rpartition(".")[0]))
         try:
             quantizer(x.clone().requires_grad_()).sum().backward()
             agrees = not (exports and quantizer.has_integers) or keeps_to_its_grid(quantizer.eval(), x)
@@ -113,6 +113,17 @@ def _try_rules(prepared: nn.Module, exports: bool) -> None:
                 f"quantization: {name}: the rule {rule!r} computes other values in quantize(x) than its codes(x) and"
                 " grid() say; make them agree, or set exportable = False"
             )
+
+
+def _weight_for(quantizer: qat.Quantizer, owner: Any) -> Tensor:
+    """The weight that a quantizer is for; where a function reads it, numbers in a shape that its scales fit."""
+    if not isinstance(owner, QuantFunction):
+        weight: Tensor = owner.channels_first(owner.weight.detach().float().cpu())
+        return weight
+    channels, *rest = quantizer.shape or (4,)
+    inputs = rest[0] * quantizer.spec.group_size if quantizer.spec.group_size else 16
+    trailing = [1] * (len(rest) - 1 - (quantizer.spec.group_size is not None))
+    return torch.linspace(-1.0, 1.0, channels * inputs).reshape(channels, inputs, *trailing)
 
 
 def _check_exportable(name: str, quantizer: qat.Quantizer) -> None:
