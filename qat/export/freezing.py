@@ -118,10 +118,10 @@ def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
         elif node in averages:
             _replace_call(frozen, node, f"global_average_pool_{number}", GlobalAveragePool(), node.args[:1])
         elif node in restated:
-            again, source = f"restated_{number}", str(restated[node].target)
-            grid = frozen.get_submodule(source)
+            again, name = f"restated_{number}", str(restated[node].target)
+            grid = frozen.get_submodule(name)
             assert isinstance(grid, Quantizer)
-            frozen.add_submodule(again, ActivationGrid(grid, f"{path}.{source}.again".lstrip(".")))
+            frozen.add_submodule(again, ActivationGrid(grid, f"{path}.{name}.again".lstrip(".")))
             restate_grid(node, again)
         elif module is not None:
             replacements[str(node.target)] = _frozen(module, full)

@@ -1,5 +1,6 @@
 """QuantEmbedding and QuantEmbeddingBag: tables of vectors kept as integers."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -270,14 +271,19 @@ class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
             per_sample_weights = None if per_sample_weights is None else per_sample_weights.values()
         flat = input.reshape(-1)
         positions = torch.arange(flat.numel(), dtype=input.dtype, device=input.device)
-        padding = None
-        if self.padding_idx is not None:
-            # embedding_bag knows what to leave out by its index, so one row stands for every padding: the first, whose
-            # index is the same for every number of rows.
-            padding = 0
-            positions = torch.where(flat == self.padding_idx, padding, positions + 1)
-            flat = torch.cat([flat.new_full((1,), self.padding_idx), flat])
         rows, positions = self.look_up(flat), positions.reshape(input.shape)
-        return F.embedding_bag(
-            positions, rows, offsets, None, 2.0, False, self.mode, False, per_sample_weights, ends, padding
-        )
+
+        def bags(rows: Tensor, mode: str, weights: Tensor | None = None) -> Tensor:
+            return F.embedding_bag(positions, rows, offsets, None, 2.0, False, mode, False, weights, ends, None)
+
+        if self.padding_idx is None:
+            return bags(rows, self.mode, per_sample_weights)
+        # torch's own padding_idx would make the number of rows a constant of an exported file.
+        padding = (flat == self.padding_idx)[:, None]
+        if self.mode == "max":
+            most = bags(rows.masked_fill(padding, -math.inf), "max")
+            return torch.where(most == -math.inf, 0.0, most)
+        total = bags(rows.masked_fill(padding, 0.0), "sum", per_sample_weights)
+        if self.mode == "sum":
+            return total
+        return total / bags(padding.logical_not().to(rows.dtype), "sum").clamp(min=1)

@@ -1,5 +1,6 @@
 """Questions about the nodes of a traced graph, and names for what is added to it."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,16 +85,23 @@ def dimensions(node: fx.Node) -> int | None:
 
 def free_name(graph_module: nn.Module, wanted: str) -> str:
     """`wanted`, or wanted_1, wanted_2 ... if the model has something of that name."""
-    taken = {name for name, _ in graph_module.named_modules()} | set(graph_module.state_dict())
     candidate, number = wanted, 0
-    while candidate in taken or ("." not in candidate and hasattr(graph_module, candidate)):
+    while _has(graph_module, candidate):
         number += 1
         candidate = f"{wanted}_{number}"
     return candidate
 
 
+def _has(module: nn.Module, path: str) -> bool:
+    found: Any = module
+    for step in path.split("."):
+        if not hasattr(found, step):
+            return False
+        found = getattr(found, step)
+    return True
+
+
 def model_device(model: nn.Module) -> torch.device:
     """Where the model's first parameter or buffer lives; the CPU if it has none."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
+    first = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device

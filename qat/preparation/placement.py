@@ -46,7 +46,10 @@ class Placement:
         self.tensors = tensor_nodes(graph_module.graph)
         self.constants = constant_nodes(graph_module.graph)
         self.nodes = list(graph_module.graph.nodes)
+        self.order = {node: position for position, node in enumerate(self.nodes)}
         self.wanted: dict[fx.Node, bool] = {}
+        for node in reversed(self.nodes):  # readers first, so that no question leads through the whole model
+            self._is_wanted(node)
 
     def demands(self, node: fx.Node) -> list[QuantSpec]:
         """The grids that the readers of a tensor ask for."""
@@ -91,7 +94,6 @@ class Placement:
     def _is_wanted(self, node: fx.Node) -> bool:
         """Whether the result is read as integers, at once or behind a ReLU."""
         if node not in self.wanted:
-            self.wanted[node] = False  # until known; a graph has no cycles
             self.wanted[node] = any(
                 self._is_wanted(reader) if is_relu(reader, self.graph_module) else bool(self._demand(reader, operand))
                 for reader, operand in readings(node, self.graph_module)
@@ -129,9 +131,9 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: AnyRecipe) -> dict[st
     for group in shared_grids(wanted, placement):
         specs = [spec for node in group for spec in wanted[node]]
         chosen = max(specs, key=lambda spec: spec.bits)
-        name = _insert_quantizer(group[0], chosen, graph_module, recipe)
+        name = _insert_quantizer(group[0], chosen, placement)
         for node in group[1:]:
-            _insert_call(node, name, graph_module)
+            _insert_call(node, name, placement)
         others = sorted({str(spec) for spec in specs if spec != chosen})
         if others:
             compromises[name] = f"shared with a reader that asked for {', '.join(others)}"
@@ -157,8 +159,7 @@ def shared_grids(wanted: Mapping[fx.Node, list[QuantSpec]], placement: Placement
                 first.extend(second)
                 for member in second:
                     group_of[member] = first
-    order = {node: position for position, node in enumerate(placement.nodes)}
-    groups = {id(group): sorted(group, key=order.__getitem__) for group in group_of.values()}
+    groups = {id(group): sorted(group, key=placement.order.__getitem__) for group in group_of.values()}
     return list(groups.values())
 
 
@@ -208,24 +209,25 @@ def grid_of(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node | None:
     return node if isinstance(submodule_of(graph_module, node), Quantizer) else None
 
 
-def _insert_quantizer(node: fx.Node, spec: QuantSpec, graph_module: fx.GraphModule, recipe: AnyRecipe) -> str:
+def _insert_quantizer(node: fx.Node, spec: QuantSpec, placement: Placement) -> str:
+    graph_module = placement.graph_module
     name = free_name(graph_module, f"{_producer_name(node, graph_module)}_quantizer")
     try:
         graph_module.add_submodule(name, create_quantizer(spec, "activation", (), model_device(graph_module)))
     except ValueError as error:
-        raise ValueError(f"prepare: {recipe.full_name(name)} (activation): {error}") from error
-    _insert_call(node, name, graph_module)
+        raise ValueError(f"prepare: {placement.recipe.full_name(name)} (activation): {error}") from error
+    _insert_call(node, name, placement)
     return name
 
 
-def _insert_call(node: fx.Node, name: str, graph_module: fx.GraphModule) -> None:
+def _insert_call(node: fx.Node, name: str, placement: Placement) -> None:
     """Call the quantizer behind the last change of the tensor, and let all who read it later read the result."""
+    graph_module, order = placement.graph_module, placement.order
     changes = [change for change in changes_of(node, graph_module) if change is not node]
-    order = {other: position for position, other in enumerate(graph_module.graph.nodes)}
     last = max([node, *changes], key=order.__getitem__)
     with graph_module.graph.inserting_after(last):
         quantized = graph_module.graph.call_module(name, (node,))
-    for user in [user for user in node.users if user is not quantized and order[user] > order[last]]:
+    for user in [user for user in node.users if order.get(user, -1) > order[last]]:
         user.replace_input_with(node, quantized)
 
 
