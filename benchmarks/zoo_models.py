@@ -38,8 +38,12 @@ CLIPS = {"s3d": (16, 224), "swin3d": (8, 96), "mvit": (16, 224)}
 s3d ends in a fixed pooling of 2 x 7 x 7; the builders of mvit fix its size.
 """
 
-FEW_REGIONS = {"rpn_post_nms_top_n_train": 64, "rpn_post_nms_top_n_test": 16, "box_batch_size_per_image": 32}
-"""What two-stage detectors look at closely; a thousand regions an image would only cost time."""
+FEW_REGIONS = {
+    "rpn_post_nms_top_n_train": 64, "rpn_post_nms_top_n_test": 16, "box_batch_size_per_image": 32,
+    "box_score_thresh": 0.0,
+}  # fmt: skip
+"""What two-stage detectors look at closely: few regions, for a thousand an image would only cost time, and whatever their
+score, for fresh weights are sure of nothing and the heads behind would see no region at all."""
 
 
 @dataclass
