@@ -42,8 +42,8 @@ FEW_REGIONS = {
     "rpn_post_nms_top_n_train": 64, "rpn_post_nms_top_n_test": 16, "box_batch_size_per_image": 32,
     "box_score_thresh": 0.0,
 }  # fmt: skip
-"""What two-stage detectors look at closely: few regions, for a thousand an image would only cost time, and whatever their
-score, for fresh weights are sure of nothing and the heads behind would see no region at all."""
+"""What two-stage detectors look at closely: few regions, for a thousand an image would only cost time, and whatever
+their score, for fresh weights are sure of nothing and the heads behind would see no region at all."""
 
 
 @dataclass

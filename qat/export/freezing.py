@@ -3,13 +3,14 @@
 import copy
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from qat.export.integer import ActivationGrid, ConstantGrid, FrozenTable, GlobalAveragePool, IntegerLayer
 from qat.export.runtime_grids import averages_all, grid_to_restate, restate_grid, scales_fit
 from qat.layers import QuantBilinear, QuantFunction, QuantLayer
 from qat.layers.embedding import QuantTable
-from qat.preparation.constants import constant_values
+from qat.preparation.constants import constant_values, fixed_nodes
 from qat.preparation.kinds import COMPOSITE_TWINS
 from qat.preparation.modes import evaluation_only
 from qat.preparation.nodes import submodule_of
@@ -95,6 +96,7 @@ def _frozen_layer(layer: nn.Module, path: str, inner: dict[str, Any]) -> nn.Modu
 
 def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
     evaluation_only(frozen)
+    _fold(frozen)
     values = constant_values(frozen)
     replacements: dict[str, nn.Module] = {}
     nodes = list(frozen.graph.nodes)
@@ -130,6 +132,31 @@ def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
     frozen.graph.eliminate_dead_code(lambda node: node.is_impure() or changes_in_place(node))
     frozen.recompile()
     return frozen
+
+
+@torch.no_grad()
+def _fold(frozen: fx.GraphModule) -> None:
+    """Store what layers compute from parameters alone: it never changes, and the runtime would compute it otherwise.
+
+    A quantized parameter that a matrix product reads stays: it is stored as integers.
+    """
+    fixed = fixed_nodes(frozen.graph)
+    if not any(node.op == "call_module" and not isinstance(submodule_of(frozen, node), Quantizer) for node in fixed):
+        return
+    interpreter = fx.Interpreter(frozen, garbage_collect_values=False)
+    for number, node in enumerate(list(frozen.graph.nodes)):
+        if node not in fixed:
+            continue
+        interpreter.env[node] = value = interpreter.run_node(node)
+        readers = [user for user in node.users if user not in fixed]
+        if not readers or not isinstance(value, Tensor) or node.op == "get_attr":
+            continue
+        if not isinstance(submodule_of(frozen, node), Quantizer):
+            frozen.register_buffer(f"folded_{number}", value.detach().clone())
+            with frozen.graph.inserting_after(node):
+                folded = frozen.graph.get_attr(f"folded_{number}")
+            for user in readers:
+                user.replace_input_with(node, folded)
 
 
 def _replace_call(frozen: fx.GraphModule, node: fx.Node, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:

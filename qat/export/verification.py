@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
 from qat.export.runtime import answers, call, open_session, output_tensors
-from qat.preparation.constants import constant_nodes
+from qat.preparation.constants import fixed_nodes
 from qat.preparation.modes import evaluation_only
 from qat.preparation.nodes import model_device, submodule_of
 from qat.preparation.operations import changes_in_place
@@ -154,8 +154,8 @@ def follow(
     evaluated.graph = copy.deepcopy(model.graph)
     evaluation_only(evaluated)
     evaluated.graph.eliminate_dead_code(lambda node: node.is_impure() or changes_in_place(node))
-    constant = constant_nodes(evaluated.graph)
-    names = _call_names(evaluated, constant)
+    fixed = fixed_nodes(evaluated.graph)
+    names = _call_names(evaluated, fixed)
     integers, theirs = _runtime_integers(path, list(names.values()), inputs, optimize)
     device = model_device(model)
     given = {node: torch.from_numpy(integers[name]).to(device) for node, name in names.items()}
@@ -174,12 +174,12 @@ def follow(
     return follower.differences, list(zip(ours, theirs, strict=True))
 
 
-def _call_names(model: fx.GraphModule, constant: set[fx.Node]) -> dict[fx.Node, str]:
+def _call_names(model: fx.GraphModule, fixed: set[fx.Node]) -> dict[fx.Node, str]:
     """What every call of a quantizer is called in the file: a shared one's calls are numbered."""
     names: dict[fx.Node, str] = {}
     seen: dict[str, int] = {}
     for node in model.graph.nodes:
-        if isinstance(submodule_of(model, node), Quantizer) and node.args[0] not in constant:
+        if isinstance(submodule_of(model, node), Quantizer) and node not in fixed:
             name = str(node.target)
             seen[name] = seen.get(name, -1) + 1
             names[node] = f"{name}.{seen[name]}" if seen[name] else name

@@ -40,6 +40,16 @@ def constant_values(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
     return values
 
 
+def fixed_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Every node that no input of the model reaches, layers and quantizers included: Swin's position bias."""
+    fixed: set[fx.Node] = set()
+    for node in graph.nodes:
+        computed = node.op in ("call_function", "call_method", "call_module") and fixed.issuperset(node.all_input_nodes)
+        if node.op == "get_attr" or (computed and (node.all_input_nodes or node.op == "call_module")):
+            fixed.add(node)
+    return fixed
+
+
 def attribute(module: nn.Module, path: str) -> Any:
     """What lies at `layer1.0.weight` of a module."""
     found: Any = module
