@@ -42,7 +42,12 @@ class PreparedPart(PreparedGraph):
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """What a module has besides parameters, buffers, submodules and torch's own notes: sizes, flags, names."""
-    return {key: value for key, value in vars(module).items() if not key.startswith("_") and key != "training"}
+    torchs_own = vars(nn.Module()).keys()
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if key not in torchs_own and not key.startswith("_tensor_constant")
+    }
 
 
 def keep_attributes(attributes: dict[str, Any], module: nn.Module) -> None:
