@@ -1,0 +1,55 @@
+"""What layers compute from parameters alone is stored: Swin's continuous position bias."""
+
+from pathlib import Path
+
+import onnx
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import qat
+from qat.export.verification import follow
+
+
+class Biased(nn.Module):
+    """Attention scores plus what a small network makes of a table of coordinates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.head = nn.Linear(6, 8), nn.Linear(5, 3)
+        self.bias = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.register_buffer("table", torch.randn(5, 5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.project(x)
+        scores = rows @ rows.transpose(-2, -1) + self.bias(self.table).squeeze(-1)
+        return self.head(F.softmax(scores, -1))
+
+
+def test_it_is_stored_and_the_runtime_gets_the_same_integers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 5, 6)
+    model = qat.prepare(Biased().eval(), example_inputs=x)
+    qat.calibrate(model, [x])
+    qat.export_onnx(model, tmp_path / "model.onnx", x)
+    differences, outputs = follow(tmp_path / "model.onnx", model, x)
+    assert {layer.name for layer in differences} == {
+        "input_quantizer", "project_quantizer", "softmax_quantizer",
+    }  # fmt: skip
+    assert sum(layer.differing for layer in differences) == 0
+    torch.testing.assert_close(*outputs[0])
+    stored = {tuple(tensor.dims) for tensor in onnx.load(tmp_path / "model.onnx").graph.initializer}
+    assert (64, 2) not in stored and (5, 5) in stored
+
+
+def test_the_floating_part_of_the_state_goes_back_strictly() -> None:
+    float_model = Biased().eval()
+    model = qat.prepare(float_model, example_inputs=torch.randn(2, 5, 6))
+    with torch.no_grad():
+        model.get_parameter("project.weight").mul_(2)
+    kept = qat.float_state_dict(model)
+    assert set(kept) == set(float_model.state_dict())
+    float_model.load_state_dict(kept)
+    assert torch.equal(float_model.project.weight, model.get_parameter("project.weight"))
+    missing, unexpected = model.load_state_dict(float_model.state_dict(), strict=False)
+    assert unexpected == [] and all("quantizer" in key for key in missing)
