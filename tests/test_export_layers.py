@@ -242,7 +242,8 @@ class Recurrent(nn.Module):
         return {"lstm": output, "h": h[-1], "c": c[-1], "gru": gru, "last": last[-1], "rnn": self.rnn(x)[0]}
 
 
-@OWN_FIRST
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["prepared", "own"])
 def test_recurrent_layers(form: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     assert_exports(tmp_path / "model.onnx", Recurrent(form, False, True, 2), {"x": draw(3, 3, 5)})

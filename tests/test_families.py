@@ -16,10 +16,11 @@ from qat.quantizer import Quantizer
 
 QUICK = (
     "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "mnasnet0_5", "mobilenet_v2",
-    "mobilenet_v3_small", "regnet_y_400mf", "resnet18", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t", "vit_b_32",
-    "lraspp_mobilenet_v3_large", "ssdlite320_mobilenet_v3_large",
+    "mobilenet_v3_small", "regnet_y_400mf", "resnet18", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t",
+    "lraspp_mobilenet_v3_large",
 )  # fmt: skip
 SLOW = (
+    "vit_b_32", "ssdlite320_mobilenet_v3_large",
     "alexnet", "inception_v3", "maxvit_t", "resnext50_32x4d", "swin_v2_t", "vgg11_bn", "deeplabv3_mobilenet_v3_large",
     "fcn_resnet50", "fasterrcnn_mobilenet_v3_large_320_fpn", "retinanet_resnet50_fpn", "fcos_resnet50_fpn",
     "maskrcnn_resnet50_fpn", "keypointrcnn_resnet50_fpn", "ssd300_vgg16", "r3d_18", "mc3_18", "r2plus1d_18", "s3d",

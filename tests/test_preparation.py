@@ -102,9 +102,9 @@ def test_a_plain_module_of_a_user() -> None:
         found, wanted = model(**inputs), net(**inputs)
     for name, value in wanted.items():
         assert float((found[name] - value).square().mean().sqrt()) < 0.05 * float(value.square().mean().sqrt()), name
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
-    for _ in range(30):
+    for _ in range(60):
         loss = F.cross_entropy(model.train()(**inputs)["logits"], torch.arange(4))
         optimizer.zero_grad()
         loss.backward()

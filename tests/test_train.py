@@ -152,8 +152,8 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again_in_its_folder(
         ),
         (
             ["model.name=tinymodels:untraceable"],
-            "quantization: prepare: torch.fx cannot trace Branches: symbolically traced variables cannot be used as"
-            " inputs to control flow; control flow that depends on tensor values has to move out of forward",
+            "export.onnx: tinymodels:untraceable cannot be written as one file: prepared in parts, since torch.fx"
+            " cannot trace Branches: the way through the model depends on the values of a tensor; use export.onnx=false",
         ),
         (
             ["run_dir=occupied"],
