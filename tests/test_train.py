@@ -153,7 +153,8 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again_in_its_folder(
         (
             ["model.name=tinymodels:untraceable"],
             "export.onnx: tinymodels:untraceable cannot be written as one file: prepared in parts, since torch.fx"
-            " cannot trace Branches: the way through the model depends on the values of a tensor; use export.onnx=false",
+            " cannot trace Branches: the way through the model depends on the values of a tensor; use"
+            " export.onnx=false",
         ),
         (
             ["run_dir=occupied"],
