@@ -101,7 +101,8 @@ def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
     replacements: dict[str, nn.Module] = {}
     nodes = list(frozen.graph.nodes)
     # Asked of the graph as it is: what is put into it hides the grids from those behind.
-    restated = {node: source for node in nodes if (source := grid_to_restate(node, frozen)) is not None}
+    sources = {node: source for node in nodes if (source := grid_to_restate(node, frozen)) is not None}
+    restated = {node: (str(source.target), submodule_of(frozen, source)) for node, source in sources.items()}
     averages = {node for node in nodes if averages_all(node, submodule_of(frozen, node)) and scales_fit(node, frozen)}
     for number, node in enumerate(nodes):
         module = submodule_of(frozen, node)
@@ -120,8 +121,7 @@ def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
         elif node in averages:
             _replace_call(frozen, node, f"global_average_pool_{number}", GlobalAveragePool(), node.args[:1])
         elif node in restated:
-            again, name = f"restated_{number}", str(restated[node].target)
-            grid = frozen.get_submodule(name)
+            again, (name, grid) = f"restated_{number}", restated[node]
             assert isinstance(grid, Quantizer)
             frozen.add_submodule(again, ActivationGrid(grid, f"{path}.{name}.again".lstrip(".")))
             restate_grid(node, again)
