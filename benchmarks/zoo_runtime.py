@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from qat.evaluating import evaluating
+from qat.export.runtime import answers, call, open_session, output_tensors
 from qat.export.verification import LayerDifference, follow
 from qat.preparation.parts import prepared_parts
 
@@ -140,24 +140,15 @@ def outputs(part: Part, path: Path) -> list[tuple[Tensor, Tensor]]:
     Raises:
         ValueError: if the file has other inputs or outputs than the model.
     """
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    given = [leaf for leaf in tree_leaves(part.inputs) if isinstance(leaf, Tensor)]
-    wanted = [entry.name for entry in session.get_inputs()]
-    if len(given) != len(wanted):
-        raise ValueError(f"{part.name or 'the model'}: {len(given)} inputs, and its file has {len(wanted)}")
-    theirs = session.run(None, {name: tensor.numpy() for name, tensor in zip(wanted, given, strict=True)})
+    theirs = answers(open_session(path.read_bytes()), part.inputs)
     with evaluating(part.module), torch.no_grad():
-        ours = [leaf for leaf in tree_leaves(part.module(*part.inputs)) if isinstance(leaf, Tensor)]
+        ours = output_tensors(call(part.module, part.inputs, torch.device("cpu")))
     if [list(one.shape) for one in ours] != [list(other.shape) for other in theirs]:
         raise ValueError(
             f"{part.name or 'the model'}: outputs {[list(one.shape) for one in ours]}, and its file has"
             f" {[list(other.shape) for other in theirs]}"
         )
-    pairs = [(one, torch.from_numpy(other)) for one, other in zip(ours, theirs, strict=True)]
-    return [(one, other) for one, other in pairs if one.is_floating_point() and one.numel()]
+    return [(one, other.float()) for one, other in zip(ours, theirs, strict=True) if one.numel()]
 
 
 def gap(ours: Tensor, theirs: Tensor) -> float:

@@ -219,3 +219,26 @@ def test_a_model_without_a_part_to_quantize_says_why() -> None:
     net = Plain(lambda self, x: self.a(x) if x.sum() > 0 else x, a=nn.Linear(8, 8))
     with pytest.raises(ValueError, match=r"^prepare: Plain has no layer to quantize"):
         qat.prepare(net, qat.QuantRecipe(overrides={"a": {"skip": True}}), example_inputs=draw(4, 8))
+
+
+class Pairs(nn.Module):
+    """What torch.fx cannot trace, around a layer of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.Bilinear(4, 5, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.pair(x, y) if x.sum() > -1e9 else x
+
+
+def test_a_layer_of_two_inputs_quantizes_both() -> None:
+    torch.manual_seed(0)
+    net, x, y = Pairs().eval(), torch.randn(64, 4), 10 * torch.randn(64, 5)
+    model = qat.prepare(net, example_inputs=(x, y))
+    qat.calibrate(model, [{"x": x, "y": y}])
+    pair = model.get_submodule("pair")
+    ranges = [float(grid.grid()[0]) for grid in (pair.input_quantizer, pair.other_quantizer)]  # type: ignore[union-attr]
+    assert ranges[1] > 5 * ranges[0]
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, y), net(x, y), rtol=0.05, atol=0.1 * float(net(x, y).std()))

@@ -4,11 +4,10 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 
 from torch import fx, nn
-from torch.nn.utils import parametrize
 
 from qat.layers import QuantLayer, QuantLinear
 from qat.preparation.constants import attribute, constant_nodes
-from qat.preparation.kinds import COMPOSITE_TWINS, float_kind, make_twin
+from qat.preparation.kinds import COMPOSITE_TWINS, float_kind, kind_name, make_twin
 from qat.preparation.nodes import dimensions, submodule_of
 from qat.preparation.operations import FLOAT_PRODUCTS
 from qat.preparation.reads import EXPLAINED
@@ -60,7 +59,7 @@ def refusal(name: str, layer: nn.Module, recipe: AnyRecipe) -> str | None:
     if skipped_by is not None:
         return f"skipped by the recipe's pattern {skipped_by!r}"
     if kind is None:
-        return f"{parametrize.type_before_parametrizations(layer).__name__} has no quantized twin"
+        return f"{kind_name(layer)} has no quantized twin"
     if layer._forward_hooks or layer._forward_pre_hooks:
         return "it carries forward hooks, which the twin would lose"
     if layer._backward_hooks or layer._backward_pre_hooks:
@@ -157,8 +156,13 @@ def _folds(layer: QuantLayer, norm: nn.Module | None, producer: fx.Node) -> bool
 def swappable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Layers whose work is a matrix product or a table look-up."""
     for name, module in model.named_modules():
-        if isinstance(module, _LINEAR_FAMILY):
+        if is_layer(module):
             yield name, module
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module's work is a matrix product or a table look-up."""
+    return isinstance(module, _LINEAR_FAMILY)
 
 
 def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str]) -> None:

@@ -1,11 +1,10 @@
 """One traced graph from float to quantized: layers swapped, weights quantized where they are read, grids placed."""
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 from qat.preparation.examples import Examples
 from qat.preparation.fusion import fuse_batch_norms, name_float_rest, refusal, swap_layers, swappable_layers
-from qat.preparation.kinds import float_kind
+from qat.preparation.kinds import kind_name
 from qat.preparation.modes import trace
 from qat.preparation.placement import place_quantizers
 from qat.preparation.prepared_graph import PreparedGraph
@@ -32,7 +31,7 @@ def prepare_graph(
     graph_module, opaque = trace(root, examples, graph_class)
     reads = find_reads(graph_module, root)
     layers = {
-        name: (float_kind(layer) or parametrize.type_before_parametrizations(layer)).__name__
+        name: kind_name(layer)
         for name, layer in swappable_layers(root)
         if type(layer) is not nn.MultiheadAttention  # of which the graph has the projections
     }

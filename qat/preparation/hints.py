@@ -17,9 +17,9 @@ from torch import fx
 from torch.fx.node import has_side_effect
 from torch.fx.proxy import Attribute, TraceError
 from torch.nn.modules import transformer
-from torch.utils import _pytree as pytree
 
 from qat.preparation.constants import attribute
+from qat.preparation.examples import copied
 from qat.preparation.nodes import FACTS, Facts
 
 
@@ -248,7 +248,7 @@ class HintTracer(fx.Tracer):
             return None
         if node.op == "placeholder":
             value = self.examples.get(str(node.target).lstrip("*"), node.args[0] if node.args else None)
-            value = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, value)
+            value = copied(value)
         else:
             self._running = True
             try:

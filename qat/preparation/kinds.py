@@ -70,6 +70,11 @@ def float_kind(layer: nn.Module) -> type[nn.Module] | None:
     return None
 
 
+def kind_name(layer: nn.Module) -> str:
+    """The name of the class by which a recipe speaks of a layer."""
+    return (float_kind(layer) or parametrize.type_before_parametrizations(layer)).__name__
+
+
 def make_twin(name: str, layer: nn.Module, chosen: LayerRecipe) -> nn.Module:
     """The quantized twin of a layer, its input quantized elsewhere; that of a composite one quantizes its own inputs.
 

@@ -4,20 +4,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import fx, nn
 
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
-from qat.preparation.examples import bind_arguments, call_with
-from qat.preparation.fusion import refusal, swappable_layers
+from qat.preparation.examples import bind_arguments, call_with, copied
+from qat.preparation.fusion import is_layer, refusal, swappable_layers
 from qat.preparation.graph import prepare_graph
-from qat.preparation.kinds import COMPOSITES, float_kind, make_twin
-from qat.preparation.modes import UntraceableError
+from qat.preparation.kinds import COMPOSITES, float_kind, kind_name, make_twin
+from qat.preparation.nodes import model_device
 from qat.preparation.prepared_graph import PreparedPart, keep_attributes, keep_class, plain_attributes
+from qat.preparation.recording import UntraceableError
 from qat.preparation.report import LAYERS, LEFT_IN_FLOAT
 from qat.quantizer import create_quantizer
 from qat.recipe import AnyRecipe, QuantRecipe, ScopedRecipe
+
+OWN_QUANTIZERS = ("input_quantizer", "other_quantizer")
+"""What a layer calls the quantizers of its own for its first and its second input."""
 
 Calls = Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -44,7 +47,7 @@ def prepare_parts(root: nn.Module, recipe: QuantRecipe, examples: dict[str, Any]
             )
     if float_kind(root) in COMPOSITES:
         return _layer(root, "", recipe, {})
-    layers = {name: (float_kind(layer) or type(layer)).__name__ for name, layer in swappable_layers(root)}
+    layers = {name: kind_name(layer) for name, layer in swappable_layers(root)}
     _visit(root, "", ScopedRecipe(recipe, ""), calls, left, done)
     setattr(root, LEFT_IN_FLOAT, left)
     setattr(root, LAYERS, layers)
@@ -71,7 +74,7 @@ def record_calls(model: nn.Module, examples: dict[str, Any]) -> Calls:
 
     def note(name: str, args: Any, kwargs: Any) -> None:
         if name not in calls:
-            calls[name] = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
+            calls[name] = copied((args, kwargs))
 
     hooks = [
         module.register_forward_pre_hook(lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True)
@@ -118,12 +121,11 @@ def _part(
     child: nn.Module, name: str, scope: ScopedRecipe, calls: Calls | None, left: dict[str, str]
 ) -> nn.Module | None:
     """What takes the submodule's place; None if its own submodules are to be looked at."""
-    is_layer = any(layer is child for _, layer in swappable_layers(child))
     if calls is not None and name not in calls:
-        if is_layer:
+        if is_layer(child):
             left[name] = "forward never calls it for the example inputs"
-        return child if is_layer else None
-    if is_layer:
+        return child if is_layer(child) else None
+    if is_layer(child):
         return _layer(child, name, scope.recipe, left)
     if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
         return None
@@ -151,10 +153,10 @@ def _layer(layer: nn.Module, name: str, recipe: AnyRecipe, left: dict[str, str])
         return layer
     chosen = recipe.for_layer(name, float_kind(layer))
     twin = make_twin(name, layer, chosen)
-    if isinstance(twin, QuantLayer) and twin.grid_arguments:
+    if isinstance(twin, QuantLayer):
         try:
-            device = next(twin.parameters()).device
-            twin.input_quantizer = create_quantizer(chosen.activation, "activation", (), device)
+            for own, _ in zip(OWN_QUANTIZERS, twin.grid_arguments, strict=False):
+                setattr(twin, own, create_quantizer(chosen.activation, "activation", (), model_device(twin)))
         except ValueError as error:
             raise ValueError(f"prepare: {name} (activation): {error}") from error
     return twin

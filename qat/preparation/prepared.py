@@ -14,8 +14,8 @@ from qat.preparation.examples import Examples, bind_inputs, call_with
 from qat.preparation.fusion import check_patterns
 from qat.preparation.graph import prepare_graph
 from qat.preparation.kinds import COMPOSITE_TWINS, COMPOSITES, float_kind
-from qat.preparation.modes import UntraceableError
 from qat.preparation.parts import prepare_parts
+from qat.preparation.recording import UntraceableError
 from qat.preparation.report import LAYERS, noted
 from qat.preparation.table import summary
 from qat.quantizer import Quantizer

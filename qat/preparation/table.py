@@ -1,6 +1,6 @@
 """`summary`: a prepared model as a table."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
 
@@ -41,8 +41,8 @@ def summary(model: nn.Module) -> str:
         if not isinstance(model.get_submodule(name), (QuantLayer, *COMPOSITE_TWINS)):
             reasons.setdefault(name, "the reason was not kept")
     rows = [_row(name, module, remarks) for name, module in _in_order(model)]
-    rows += [_float_row(name, model, reason) for name, reason in reasons.items()]
     kinds = noted(model, LAYERS)
+    rows += [_float_row(name, model, reason, kinds) for name, reason in reasons.items()]
     in_float = sum(name in kinds or _module(model, name) is not None for name in reasons)
     return "\n".join(_align([HEADER, *rows])) + "\n\n" + _counts(model, in_float)
 
@@ -59,8 +59,10 @@ def _in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for node in graph_module.graph.nodes:
             if submodule_of(graph_module, node) is not None:
                 called = f"{prefix}{node.target}"
-                # An LSTM's call runs the products in it.
-                order |= dict.fromkeys(name for name in wanted if name == called or name.startswith(f"{called}."))
+                if called in wanted:
+                    order[called] = None
+                elif isinstance(model.get_submodule(called), COMPOSITE_TWINS):  # whose call runs the products in it
+                    order |= dict.fromkeys(name for name in wanted if name.startswith(f"{called}."))
     return [(name, wanted[name]) for name in (*order, *(name for name in wanted if name not in order))]
 
 
@@ -92,13 +94,12 @@ def _row(name: str, module: nn.Module, remarks: dict[str, str]) -> Row:
     return name, type(module).__name__, quantizer.describe(), quantizer.spec.rule, f"{count:,}", remark
 
 
-def _float_row(name: str, model: nn.Module, reason: str) -> Row:
+def _float_row(name: str, model: nn.Module, reason: str, kinds: Mapping[str, str]) -> Row:
     module = _module(model, name)
     if module is None:
         return name, "-", "float", "-", "-", f"stays float: {reason}"
     count = sum(parameter.numel() for parameter in module.parameters())
-    kind = noted(model, LAYERS).get(name, type(module).__name__)
-    return name, kind, "float", "-", f"{count:,}", f"stays float: {reason}"
+    return name, kinds.get(name, type(module).__name__), "float", "-", f"{count:,}", f"stays float: {reason}"
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:
