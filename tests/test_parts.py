@@ -238,7 +238,7 @@ def test_a_layer_of_two_inputs_quantizes_both() -> None:
     model = qat.prepare(net, example_inputs=(x, y))
     qat.calibrate(model, [{"x": x, "y": y}])
     pair = model.get_submodule("pair")
-    ranges = [float(grid.grid()[0]) for grid in (pair.input_quantizer, pair.other_quantizer)]  # type: ignore[union-attr]
+    ranges = [grid.grid()[0].item() for grid in (pair.input_quantizer, pair.other_quantizer)]  # type: ignore[union-attr]
     assert ranges[1] > 5 * ranges[0]
     with torch.no_grad():
         torch.testing.assert_close(model(x, y), net(x, y), rtol=0.05, atol=0.1 * float(net(x, y).std()))
