@@ -192,9 +192,11 @@ class Stages:
         operators = dict(optimized_operators(path))
         found = self.results["onnx"] = onnx_results(verification, layers, operators, path.stat().st_size)
         compared = found["layers"]
+        most = next((f", {count:,} of them in {name}" for name, count in compared["most_differing"].items()), "")
         self.log.say(
             f"ONNX Runtime: val top1 {found['top1']:.2f} %, {100 * found['agreement']:.2f} % equal predictions;"
             f" {compared['differing']} of {compared['elements']:,} integers differ over {compared['compared']} layers"
+            + most
         )
         left = {name: operators[name] for name in FLOAT_OPERATORS if name in operators}
         if left:

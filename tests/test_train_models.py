@@ -96,7 +96,10 @@ def test_models_that_look_at_the_size_of_the_image(folder: Path, model: str, arg
     assert onnx["agreement"] >= (0.95 if "integer_only" in str(arguments) else 0.995)
     assert abs(onnx["top1"] - summary["qat"]["top1"]) <= 100 / 64
     layers = onnx["layers"]
-    assert layers["largest_difference"] <= 1 and layers["differing"] <= layers["elements"] / 1000
+    # ONNX Runtime's integer softmax has fixed-point arithmetic of its own: its last level may be another.
+    most = layers["most_differing"] if "integer_only" in str(arguments) else {}
+    softmax = sum(count for name, count in most.items() if name.endswith("softmax_quantizer"))
+    assert layers["largest_difference"] <= 1 and layers["differing"] - softmax <= layers["elements"] / 1000
     assert not FLOAT_PRODUCTS & set(onnx["operators"])
     table = (folder / "run" / "layers.txt").read_text()
     assert "not calibrated" not in table and "prepared in parts" not in table

@@ -41,17 +41,28 @@ def onnx_operator(
     return result
 
 
+def written_offset(quantizer: Quantizer) -> int:
+    """What is added to a quantizer's integers and zero point in the file: 128 for a signed grid with a zero point.
+
+    Such a grid is the same in uint8. ONNX Runtime fuses every kernel for uint8 and loses a zero point in int8 on the
+    way. A symmetric signed grid stays int8 with zero point 0, which TensorRT requires.
+    """
+    return 128 if quantizer.bounds()[0] < 0 and not quantizer.spec.symmetric else 0
+
+
 class ActivationGrid(nn.Module):
     """A quantizer as QuantizeLinear -> DequantizeLinear, with an integer Clip between for fewer than 8 bits.
 
-    The Clip acts on integers, so a convolution before it still becomes QLinearConv.
+    The Clip acts on integers, so a convolution before it still becomes QLinearConv. A signed grid with a zero point is
+    written in uint8: `written_offset`.
     """
 
     def __init__(self, quantizer: Quantizer, name: str) -> None:
         super().__init__()
         self.quantizer_name = name
         scale, zero_point = quantizer.grid()
-        low, high = quantizer.bounds()
+        offset = written_offset(quantizer)
+        low, high = (bound + offset for bound in quantizer.bounds())
         self.container = torch.int8 if low < 0 else torch.uint8
         limits = torch.iinfo(self.container)
         self.clips = (low, high) != (limits.min, limits.max)
@@ -60,7 +71,7 @@ class ActivationGrid(nn.Module):
         self.low: Tensor
         self.high: Tensor
         self.register_buffer("scale", scale.detach().float())
-        self.register_buffer("zero_point", zero_point.detach().to(self.container))
+        self.register_buffer("zero_point", (zero_point.detach() + offset).to(self.container))
         self.register_buffer("low", torch.tensor(low, dtype=self.container))
         self.register_buffer("high", torch.tensor(high, dtype=self.container))
 
@@ -83,13 +94,14 @@ class ConstantGrid(nn.Module):
     def __init__(self, quantizer: Quantizer, value: Tensor) -> None:
         super().__init__()
         scale, zero_point = quantizer.grid()
-        container = torch.int8 if quantizer.bounds()[0] < 0 else torch.uint8
+        offset = written_offset(quantizer)
+        container = torch.int8 if quantizer.bounds()[0] + offset < 0 else torch.uint8
         self.codes: Tensor
         self.scale: Tensor
         self.zero_point: Tensor
-        self.register_buffer("codes", quantizer.codes(value).detach().to(container))
+        self.register_buffer("codes", (quantizer.codes(value).detach() + offset).to(container))
         self.register_buffer("scale", scale.detach().float())
-        self.register_buffer("zero_point", zero_point.detach().to(container))
+        self.register_buffer("zero_point", (zero_point.detach() + offset).to(container))
 
     def forward(self, *unused: Any) -> Tensor:
         """The operator; what was quantized is not looked at again."""

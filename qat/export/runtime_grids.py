@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from qat.export.integer import written_offset
 from qat.preparation.nodes import submodule_of
 from qat.preparation.operations import SPLITTING_FUNCTIONS, SPLITTING_METHODS, passes_grid
 from qat.preparation.placement import grid_of
@@ -23,7 +24,7 @@ quantizes it anew in blocks of its own."""
 def grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
     """The quantizer to state again behind an operation that carries its grid through where ONNX Runtime does not.
 
-    That is behind the operations of `NOT_CARRIED`; and with a signed grid behind max pooling and reshaping too: there
+    That is behind the operations of `NOT_CARRIED`; and with a grid in int8 behind max pooling and reshaping too: there
     ONNX Runtime 1.31 writes a zero point of the wrong type itself and refuses its own graph.
     """
     source = (
@@ -35,7 +36,8 @@ def grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
         return None
     grid = model.get_submodule(str(source.target))
     assert isinstance(grid, Quantizer)
-    return source if node.target in NOT_CARRIED or grid.spec.signed else None
+    in_int8 = grid.bounds()[0] < 0 and not written_offset(grid)
+    return source if node.target in NOT_CARRIED or in_int8 else None
 
 
 def restate_grid(node: fx.Node, grid: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
+from qat.export.integer import written_offset
 from qat.export.runtime import answers, call, open_session, output_tensors
 from qat.preparation.constants import fixed_nodes
 from qat.preparation.modes import evaluation_only
@@ -212,7 +213,7 @@ class _Follower(fx.Interpreter):
             return super().run_node(n)
         quantizer = self.fetch_attr(str(n.target))
         (x,), _ = self.fetch_args_kwargs_from_env(n)
-        theirs = self.integers[n].float()
+        theirs = self.integers[n].float() - written_offset(quantizer)
         gap = (quantizer.codes(x) - theirs).abs()
         self.differences.append(
             LayerDifference(self.names[n], gap.numel(), int((gap > 0).sum()), int(gap.max()) if gap.numel() else 0)

@@ -21,6 +21,9 @@ ROWS = {
 }
 """Keys of the results, in the order of the table, and how the table calls them."""
 
+MOST_DIFFERING = 3
+"""Of so many layers the summary says how many of their integers differ."""
+
 
 def onnx_results(
     verification: Verification, layers: list[LayerDifference], operators: dict[str, int], size: int
@@ -33,6 +36,7 @@ def onnx_results(
         operators: what ONNX Runtime runs after its optimisation.
         size: of the file, in bytes.
     """
+    most = sorted(layers, key=lambda layer: -layer.differing)[:MOST_DIFFERING]
     return {
         "top1": verification.onnx_top1,
         "agreement": verification.agreement,
@@ -43,6 +47,7 @@ def onnx_results(
             "elements": sum(layer.elements for layer in layers),
             "differing": sum(layer.differing for layer in layers),
             "largest_difference": max((layer.largest for layer in layers), default=0),
+            "most_differing": {layer.name: layer.differing for layer in most if layer.differing},
         },
         "operators": dict(sorted(operators.items())),
     }
