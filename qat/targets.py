@@ -73,7 +73,7 @@ _ONNXRUNTIME = TargetProfile(
         "weight.symmetric": _NO_FOLDING,
         "weight.most_bits": Reason("more than 8 bits train, but export_onnx refuses them: integer kernels take 8"),
         "weight.granularities": Reason("groups train, but export_onnx refuses them: integer kernels lack them"),
-        "activation": Reason("with symmetric signed ones half of ResNet-18's convolutions stay in float on x86", "README.md"),
+        "activation": Reason("with symmetric signed ones half of ResNet-18's convolutions run in float", "README.md"),
         "activation.most_bits": Reason("as for weights"),
         "activation.granularities": Reason("a scale per channel could not be taken out of the sum over channels"),
         "shared_grids": Reason("ONNX's MaxPool has no scales, QLinearConcat and the others requantize", _MEASURED),
