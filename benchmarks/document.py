@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.default_rule import rule_table
 from benchmarks.rules_table import rules_table
+from benchmarks.speed_table import TABLES as SPEED_TABLES
 from benchmarks.targets_table import limits_table, reasons_table, targets_table
 from benchmarks.zoo_table import families_table, models_table
 from qat.training.logging import format_table
@@ -20,7 +21,7 @@ from qat.training.report import table_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/rules.md", "docs/default_rule.md", "docs/targets.md", "docs/zoo.md")
+DOCUMENTS = ("README.md", "docs/rules.md", "docs/default_rule.md", "docs/speed.md", "docs/targets.md", "docs/zoo.md")
 FROM_CODE = {
     "rules": rules_table,
     "targets": targets_table,
@@ -28,6 +29,7 @@ FROM_CODE = {
     "target_reasons": reasons_table,
     "zoo_families": families_table,
     "zoo_models": models_table,
+    **SPEED_TABLES,
 }
 MARKED = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?<!-- end -->", re.DOTALL)
 

@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the ground up. A module may import from its own floor and from those before it.
 FLOORS = [
+    ("qat.kernels",),
     ("qat.spec", "qat.functional", "qat.ranges", "qat.evaluating"),
     ("qat.target_profile", "qat.targets", "qat.recipe"),
     ("qat.testing",),
-    ("qat.kernels",),
     ("qat.quantizer",),
     ("qat.layers",),
     ("qat.preparation", "qat.calibration", "qat.ewgs"),

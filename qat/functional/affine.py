@@ -7,7 +7,8 @@ from torch import Tensor
 
 from qat.functional.arguments import check_bounds, require_floating
 from qat.functional.forward_mode import apply
-from qat.functional.tensors import as_dtype, sum_to_shape
+from qat.functional.tensors import as_dtype, scaled, sum_to_shape
+from qat.kernels import choose
 
 
 class LSQPlusFunction(torch.autograd.Function):
@@ -31,6 +32,9 @@ class LSQPlusFunction(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, grad_factor: float) -> Tensor:
         """Round first, add the zero point after, as ONNX QuantizeLinear does."""
+        kernels = choose(x, scale, zero_point)
+        if kernels is not None:
+            return kernels.quantize(x, scale, zero_point, qmin, qmax)
         wide = torch.promote_types(x.dtype, torch.float32)
         step, zero = scale.to(wide), torch.clamp(torch.round(zero_point.to(wide)), qmin, qmax)
         codes = torch.clamp(torch.round(x.to(wide) / step) + zero, qmin, qmax)
@@ -46,6 +50,11 @@ class LSQPlusFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         """The three lines of the class docstring."""
         x, scale, zero_point = ctx.saved_tensors
+        kernels = None if torch.is_grad_enabled() else choose(x, scale, zero_point)  # they have no derivative
+        if kernels is not None:
+            needs, factor = ctx.needs_input_grad[:3], ctx.grad_factor
+            grad_x, grad_scale, grad_zero = kernels.gradients(grad, x, scale, zero_point, ctx.qmin, ctx.qmax, needs)
+            return grad_x, scaled(grad_scale, factor, scale), scaled(grad_zero, factor, zero_point), None, None, None
         wide = torch.promote_types(x.dtype, torch.float32)
         step, zero = scale.to(wide), torch.clamp(torch.round(zero_point.to(wide)), ctx.qmin, ctx.qmax)
         v = (x.to(wide) / step).detach()  # residuals and bounds count as constants

@@ -16,3 +16,8 @@ def as_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
 def sum_to_shape(grad: Tensor, shape: torch.Size) -> Tensor:
     """Sum a gradient over the axes along which a parameter of this shape was broadcast."""
     return grad.sum_to_size(shape) if len(shape) else grad.sum()
+
+
+def scaled(grad: Tensor | None, factor: float, parameter: Tensor) -> Tensor | None:
+    """A parameter's gradient from a kernel, times a factor, in the parameter's shape and type; None stays None."""
+    return None if grad is None else grad.mul(factor).reshape(parameter.shape).to(parameter.dtype)

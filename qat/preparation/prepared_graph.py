@@ -1,14 +1,58 @@
 """`PreparedGraph`: a graph module that keeps its notes and plain attributes when it is copied."""
 
 import copy
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import fx, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from qat.kernels import plain_here
+from qat.kernels.compiler import library
+from qat.kernels.cpu import is_plain
+from qat.preparation.fused_graph import fused_forward
+
+_fused: "WeakKeyDictionary[PreparedGraph, Callable[..., Any] | None]" = WeakKeyDictionary()
+"""What each model runs in training where kernels apply; kept outside, so that models pickle and copy without it."""
 
 
 class PreparedGraph(fx.GraphModule):
-    """An fx.GraphModule whose own attributes (what was left in float, `backbone.out_channels`) survive deepcopy."""
+    """An fx.GraphModule whose own attributes (what was left in float, `backbone.out_channels`) survive deepcopy.
+
+    Where kernels apply, training runs a graph derived from it; see `qat.preparation.fused_graph`.
+    """
+
+    def recompile(self) -> Any:
+        """Make forward anew from the graph."""
+        code = super().recompile()
+        plain: Any = type(self).forward
+
+        @functools.wraps(plain)
+        def forward(self: PreparedGraph, *args: Any, **kwargs: Any) -> Any:
+            run = self._fused_forward(args, kwargs)
+            return plain(self, *args, **kwargs) if run is None else run(self, *args, **kwargs)
+
+        kind: Any = type(self)  # of this model alone, as torch.fx makes them
+        kind.forward = forward
+        _fused.pop(self, None)
+        return code
+
+    def _fused_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        """What to run instead of the graph, if these inputs are for the kernels."""
+        if torch.compiler.is_compiling() or not self.training or plain_here() or torch.is_autocast_enabled("cpu"):
+            return None
+        given = [*args, *kwargs.values()]
+        if not any(isinstance(x, torch.Tensor) and is_plain(x) for x in given) or _has_any_global_hook():  # type: ignore[no-untyped-call]
+            return None
+        if library() is None:
+            return None
+        if self not in _fused:
+            _fused[self] = fused_forward(self)
+        return _fused[self]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PreparedGraph":
         twin: Any = super().__deepcopy__(memo)

@@ -1,0 +1,103 @@
+"""The rows of the speed benchmark: what they say, and how they are kept.
+
+A row is one variant of one comparison: case, subject, setting, variant, and what was measured, with the machine, the
+versions and the date. A comparison that is measured again replaces its rows as a whole, since ratios hold within one
+run only.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.speed_timing import Contest
+
+Row = dict[str, Any]
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PACKAGES = ("torch", "torchvision", "torchao", "brevitas", "triton")
+COMPARISON = ("case", "subject", "batch", "size", "layout", "device", "amp")
+"""What rows of one comparison have in common."""
+
+INTEGER_FLAGS = ("avx512_vnni", "avx_vnni", "amx_int8", "avx512_bf16", "asimddp", "i8mm")
+"""Flags of /proc/cpuinfo that say which integer and bf16 products the processor has."""
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
+    """The processor, what it can do with integers, the threads in use, how busy it was, and the GPU if there is one."""
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
+    known = set(flags[1].split()) if flags else set()
+    facts: dict[str, Any] = {
+        "processor": name[1] if name else platform.processor() or platform.machine(),
+        "flags": [flag for flag in INTEGER_FLAGS if flag in known],
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def facts_of_run() -> Row:
+    """What every row of a run ends with; taken before measuring, so that `load` is that of others."""
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return {"versions": versions(), "machine": machine(), "date": today}
+
+
+def timing_rows(case: str, about: Row, base: str, contest: Contest) -> list[Row]:
+    """A row for every variant of a contest, those that are missing too."""
+    rows = [
+        {"case": case, **about, "variant": variant, "base": base, **asdict(timing)}
+        for variant, timing in contest.timings.items()
+    ]
+    return rows + missing_rows(case, about, base, contest.missing)
+
+
+def missing_rows(case: str, about: Row, base: str, missing: dict[str, str]) -> list[Row]:
+    """Rows that say why there is no number."""
+    return [
+        {"case": case, **about, "variant": variant, "base": base, "missing": why} for variant, why in missing.items()
+    ]
+
+
+def kept(results: Path) -> list[Row]:
+    """The rows so far."""
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+def keep(rows: Iterable[Row], results: Path) -> None:
+    """Add rows; older ones of the same comparisons go."""
+    fresh = list(rows)
+    measured = {comparison(row) for row in fresh}
+    lines = [row for row in kept(results) if comparison(row) not in measured] + fresh
+    results.parent.mkdir(parents=True, exist_ok=True)
+    scratch = results.with_suffix(".part")
+    scratch.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    os.replace(scratch, results)
+
+
+def comparison(row: Row) -> str:
+    """What a row shares with those that it is compared with; text, since shapes are lists, which do not hash."""
+    return json.dumps([row.get(name) for name in COMPARISON])

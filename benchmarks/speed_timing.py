@@ -1,0 +1,173 @@
+"""Interleaved measuring: every round runs every variant once, and a ratio is one of the same round.
+
+A shared machine is now fast and now slow. Two variants of one round see the same machine, so the median over rounds of
+their ratio moves much less than the ratio of their medians.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Call = Callable[[], Any]
+
+LONGEST_REASON = 200
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to measure.
+
+    Attributes:
+        rounds: at most so many.
+        seconds: no round starts after this time, once there are three.
+        warm_up: calls of every variant before the first round.
+        repeats: calls in a row that count as one measurement.
+    """
+
+    rounds: int = 15
+    seconds: float = 300.0
+    warm_up: int = 2
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One variant against the base.
+
+    Attributes:
+        seconds: median over the rounds, of one call.
+        ratio: median over the rounds of variant / base in that round.
+        low, high: smallest and largest ratio of a round.
+        rounds: how many there were.
+        warm_up: seconds of the calls before the first round, compilation included.
+    """
+
+    seconds: float
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+    warm_up: float = 0.0
+
+
+@dataclass
+class Contest:
+    """What came out: a timing for every variant that ran, a reason for every one that did not."""
+
+    timings: dict[str, Timing] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def contest(
+    makers: Mapping[str, Callable[[], Call]],
+    base: str,
+    limits: Limits,
+    wait: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Contest:
+    """Build the variants, warm them up, and measure them in turns.
+
+    Args:
+        makers: for every variant what builds its call. One that raises here or in its first calls is missing, with
+            the reason. A call may have a `problem()` that says after the last round what is wrong with its results.
+        base: the variant that the ratios refer to; it must run.
+        limits: how long.
+        wait: waits until the device has done what it was given.
+        clock: seconds.
+    """
+    result = Contest()
+    calls: dict[str, Call] = {}
+    warm_up: dict[str, float] = {}
+    for name, maker in makers.items():
+        try:
+            call = maker()
+            wait()
+            started = clock()
+            for _ in range(limits.warm_up):
+                call()
+            wait()
+        except Exception as error:
+            if name == base:
+                raise
+            result.missing[name] = reason(error)
+        else:
+            calls[name], warm_up[name] = call, clock() - started
+    seconds, broken = interleaved(calls, limits, wait, clock)
+    if base in broken:
+        raise broken[base]
+    result.missing |= {name: reason(error) for name, error in broken.items()}
+    for name in seconds:
+        problem = getattr(calls[name], "problem", lambda: None)()
+        if problem is None:
+            result.timings[name] = compared(seconds[name], seconds[base], warm_up[name])
+        elif name == base:
+            raise ArithmeticError(f"{base}: {problem}")
+        else:
+            result.missing[name] = problem
+    return result
+
+
+def interleaved(
+    calls: Mapping[str, Call], limits: Limits, wait: Callable[[], object], clock: Callable[[], float]
+) -> tuple[dict[str, list[float]], dict[str, Exception]]:
+    """Seconds of one call, a list over rounds for every variant; and the errors of those that broke down on the way."""
+    names = list(calls)
+    broken: dict[str, Exception] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    collecting = gc.isenabled()
+    gc.disable()  # else one variant pays for the garbage of the others
+    gc.freeze()  # what is there already need not be looked through after every round
+    began = clock()
+    try:
+        for number in range(limits.rounds):
+            if number >= 3 and clock() - began > limits.seconds:
+                break
+            for name in order(names, number):
+                if name in broken:
+                    continue
+                try:
+                    seconds[name].append(_seconds(calls[name], limits.repeats, wait, clock))
+                except Exception as error:
+                    broken[name] = error
+            gc.collect()
+    finally:
+        gc.unfreeze()
+        if collecting:
+            gc.enable()
+    return {name: own for name, own in seconds.items() if name not in broken}, broken
+
+
+def _seconds(call: Call, repeats: int, wait: Callable[[], object], clock: Callable[[], float]) -> float:
+    wait()
+    started = clock()
+    for _ in range(repeats):
+        call()
+    wait()
+    return (clock() - started) / repeats
+
+
+def order(names: Sequence[str], number: int) -> list[str]:
+    """The order of a round: rotated by one each time, and backwards after every variant has been first.
+
+    So no variant always stands first, nor always behind the same one, whose cache contents it would inherit.
+    """
+    turns, start = divmod(number, len(names))
+    rotated = [*names[start:], *names[:start]]
+    return rotated[::-1] if turns % 2 else rotated
+
+
+def compared(seconds: Sequence[float], base: Sequence[float], warm_up: float = 0.0) -> Timing:
+    """The medians, and the extremes of the ratio. Both sequences hold the same rounds."""
+    ratios = [own / other for own, other in zip(seconds, base, strict=True)]
+    return Timing(statistics.median(seconds), statistics.median(ratios), min(ratios), max(ratios), len(ratios), warm_up)
+
+
+def reason(error: BaseException) -> str:
+    """Why a variant is missing, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    if isinstance(error, ModuleNotFoundError):
+        return f"not installed: {lines[0]}"
+    return f"fails: {type(error).__name__}: {lines[0]}"[:LONGEST_REASON]

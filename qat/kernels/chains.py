@@ -1,0 +1,141 @@
+"""What is fused with a quantizer on the CPU: BatchNorm, clamp and quantization; a sum, clamp and quantization."""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qat.kernels.cpu import Extent, Grid, address, compiled, threads_for
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Numbers of one chain: clamp to floor .. ceiling, then the grid.
+
+    Attributes:
+        grid: with codes that fit uint8.
+        floor, ceiling: of the clamp; -inf and inf for none. The gradient passes strictly between.
+    """
+
+    grid: Grid
+    floor: float = float("-inf")
+    ceiling: float = float("inf")
+
+
+def extent_of(y: Tensor) -> Extent | None:
+    """Where the channels lie in memory (axis 1; of 2-D and 3-D tensors the last one); None if neither way fits."""
+    if y.dim() < 4:
+        return Extent(y.numel() // y.shape[-1], y.shape[-1], 1) if y.is_contiguous() else None
+    channels = y.shape[1]
+    if y.is_contiguous():
+        return Extent(y.shape[0], channels, y.numel() // (y.shape[0] * channels))
+    nearest = torch.channels_last if y.dim() == 4 else torch.channels_last_3d
+    return Extent(y.numel() // channels, channels, 1) if y.is_contiguous(memory_format=nearest) else None
+
+
+def moments(y: Tensor, extent: Extent) -> tuple[Tensor, Tensor]:
+    """Mean and (biased) variance of every channel, summed in float64."""
+    sums, squares = torch.empty(2, extent.channels, dtype=torch.float64)
+    shift = torch.empty(extent.channels)
+    compiled().moments(address(y), extent, address(sums), address(squares), address(shift), threads_for(y.numel()))
+    offset = sums / (extent.outer * extent.inner)
+    variance = (squares / (extent.outer * extent.inner) - offset.square()).clamp_(min=0)
+    return (offset + shift).float(), variance.float()
+
+
+def quantize_codes(x: Tensor, grid: Grid) -> tuple[Tensor, bool]:
+    """uint8 codes of x, and whether x holds a NaN."""
+    codes = torch.empty_like(x, dtype=torch.uint8)
+    bad = compiled().quantize_codes(address(x), address(codes), ctypes.c_int64(x.numel()), grid, threads_for(x.numel()))
+    return codes, bool(bad)
+
+
+def dequantize(codes: Tensor, step: float, zero: float) -> Tensor:
+    """(codes - zero) * step in float32, in the memory format of codes."""
+    y = torch.empty_like(codes, dtype=torch.float32)
+    compiled().dequantize(
+        address(codes), address(y), ctypes.c_int64(y.numel()), ctypes.c_float(step), ctypes.c_float(zero),
+        threads_for(y.numel()),
+    )  # fmt: skip
+    return y
+
+
+def norm_quantize(y: Tensor, extent: Extent, alpha: Tensor, beta: Tensor, chain: Chain) -> tuple[Tensor, bool]:
+    """Codes of clamp(y * alpha + beta), and whether there was a NaN."""
+    codes = torch.empty_like(y, dtype=torch.uint8)
+    bad = compiled().norm_quantize(
+        address(y), address(codes), extent, address(alpha), address(beta), chain.grid, ctypes.c_float(chain.floor),
+        ctypes.c_float(chain.ceiling), threads_for(y.numel()),
+    )  # fmt: skip
+    return codes, bool(bad)
+
+
+def norm_quantize_sums(
+    grad: Tensor, y: Tensor, extent: Extent, mean: Tensor, alpha: Tensor, beta: Tensor, chain: Chain
+) -> tuple[Tensor, Tensor, float]:
+    """Per channel the sum of the masked gradient, that of its product with y - mean; and the gradient of the step."""
+    sums, products = torch.empty(2, extent.channels, dtype=torch.float64)
+    total = (ctypes.c_double * 1)()
+    compiled().norm_quantize_sums(
+        address(grad), address(y), extent, address(mean), address(alpha), address(beta), chain.grid,
+        ctypes.c_float(chain.floor), ctypes.c_float(chain.ceiling), address(sums), address(products), total,
+        threads_for(y.numel()),
+    )  # fmt: skip
+    return sums, products, total[0]
+
+
+def norm_quantize_backward(
+    grad: Tensor, y: Tensor, extent: Extent, mean: Tensor, alpha: Tensor, beta: Tensor, chain: Chain, offset: Tensor,
+    factor: Tensor,
+) -> Tensor:  # fmt: skip
+    """alpha * (masked gradient - offset - (y - mean) * factor)."""
+    grad_y = torch.empty_like(y)
+    compiled().norm_quantize_backward(
+        address(grad), address(y), address(grad_y), extent, address(mean), address(alpha), address(beta), chain.grid,
+        ctypes.c_float(chain.floor), ctypes.c_float(chain.ceiling), address(offset), address(factor),
+        threads_for(y.numel()),
+    )  # fmt: skip
+    return grad_y
+
+
+class Addend(ctypes.Structure):
+    """A quantized tensor as the kernels take it."""
+
+    _fields_ = [("codes", ctypes.c_void_p), ("step", ctypes.c_float), ("zero", ctypes.c_float)]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A quantized tensor as an operand: (codes - zero) * step."""
+
+    codes: Tensor
+    step: float
+    zero: float
+
+    def argument(self) -> Addend:
+        """As the kernels take it."""
+        return Addend(self.codes.data_ptr(), self.step, self.zero)
+
+
+def add_quantize(a: Operand, b: Operand, chain: Chain) -> tuple[Tensor, bool]:
+    """Codes of clamp(a + b), both of the same memory format, and whether there was a NaN."""
+    codes = torch.empty_like(a.codes)
+    bad = compiled().add_quantize(
+        a.argument(),
+        b.argument(), address(codes), ctypes.c_int64(codes.numel()), chain.grid,
+        ctypes.c_float(chain.floor), ctypes.c_float(chain.ceiling), threads_for(codes.numel()),
+    )  # fmt: skip
+    return codes, bool(bad)
+
+
+def add_quantize_backward(grad: Tensor, a: Operand, b: Operand, chain: Chain) -> tuple[Tensor, float]:
+    """The gradient of the sum, which is that of both operands, and that of the step."""
+    grad_sum = torch.empty_like(grad)
+    total = (ctypes.c_double * 1)()
+    compiled().add_quantize_backward(
+        address(grad), a.argument(),
+        b.argument(), address(grad_sum), ctypes.c_int64(grad.numel()), chain.grid,
+        ctypes.c_float(chain.floor), ctypes.c_float(chain.ceiling), total, threads_for(grad.numel()),
+    )  # fmt: skip
+    return grad_sum, total[0]

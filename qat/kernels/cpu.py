@@ -1,0 +1,167 @@
+"""The C kernels as functions of tensors: float32 on the CPU, dense in any memory format."""
+
+import ctypes
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.kernels.compiler import library
+
+FEW = 1 << 15
+"""Tensors up to this size are not worth a second thread."""
+
+
+class Grid(ctypes.Structure):
+    """An integer grid as the kernels take it: code = clamp(rint(x / step) + zero, low, high)."""
+
+    _fields_ = [("step", ctypes.c_float), ("zero", ctypes.c_float), ("low", ctypes.c_float), ("high", ctypes.c_float)]
+
+
+class Extent(ctypes.Structure):
+    """A tensor with channels as the kernels see it: `outer` blocks of channels x inner elements."""
+
+    _fields_ = [("outer", ctypes.c_int64), ("channels", ctypes.c_int64), ("inner", ctypes.c_int64)]
+
+
+def threads_for(elements: int) -> int:
+    """As many as torch uses, for tensors that are worth it."""
+    return 1 if elements <= FEW else torch.get_num_threads()
+
+
+def address(x: Tensor | None) -> ctypes.c_void_p:
+    """Where a tensor lies; NULL for None."""
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor is float32 in this machine's memory, and no subclass that means something else."""
+    return x.dtype is torch.float32 and x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether the elements lie next to each other, in whatever order of the axes."""
+    return x.is_contiguous() or x.stride() == torch.empty_like(x, device="meta").stride()
+
+
+def like(x: Tensor, other: Tensor) -> Tensor:
+    """x with its elements in the order of other's; itself if they are."""
+    return x if x.stride() == other.stride() else torch.empty_like(other, dtype=x.dtype).copy_(x)
+
+
+def rows_of(x: Tensor, scale: Tensor) -> int:
+    """How many rows of x have a scale of their own, lying one after the other; 0 if the scales are not such."""
+    if scale.numel() == 1:
+        return 1
+    axis = x.dim() - scale.dim()
+    rows = x.shape[0] if x.dim() else 0
+    lengths = scale.shape[1:] if axis == 0 else ()
+    if axis != 0 or scale.shape[0] != rows or any(length != 1 for length in lengths):
+        return 0
+    return rows if x.stride(0) * rows == x.numel() and scale.is_contiguous() else 0
+
+
+def applies(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> bool:
+    """Whether the kernels take this tensor and this grid."""
+    if not (is_plain(x) and is_plain(scale) and x.numel() and is_dense(x)):
+        return False
+    if zero_point is not None and not (zero_point.numel() == scale.numel() == 1 and zero_point.device.type == "cpu"):
+        return False
+    return bool(rows_of(x, scale)) and scale.dim() <= x.dim() and library() is not None
+
+
+def _grid(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Grid:
+    return Grid(scale.item(), 0.0 if zero_point is None else integer_zero(zero_point.item(), qmin, qmax), qmin, qmax)
+
+
+def integer_zero(zero_point: float, qmin: int, qmax: int) -> float:
+    """clamp(round(zero_point), qmin, qmax); NaN stays NaN."""
+    if not math.isfinite(zero_point):
+        return min(max(zero_point, qmin), qmax) if zero_point == zero_point else zero_point
+    return float(min(max(round(zero_point), qmin), qmax))
+
+
+def compiled() -> Any:
+    """The library; call it only where `applies` was true."""
+    found = library()
+    assert found is not None
+    return found
+
+
+class CPUKernels:
+    """The fake-quantizer in C; see `qat.kernels.choice.Kernels`."""
+
+    @staticmethod
+    def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
+        """x on the grid, in its own memory format."""
+        y = torch.empty_like(x)
+        if scale.numel() > 1:
+            quantize_rows(x, scale, qmin, qmax, values=y)
+            return y
+        compiled().fake_quantize(
+            address(x), address(y), ctypes.c_int64(x.numel()), _grid(scale, zero_point, qmin, qmax),
+            threads_for(x.numel()),
+        )  # fmt: skip
+        return y
+
+    @staticmethod
+    def gradients(
+        grad: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        qmin: int,
+        qmax: int,
+        needs: tuple[bool, ...] = (True, True, True),
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """All gradients in one pass over x and grad, without any factor."""
+        grad = like(grad, x)
+        if scale.numel() > 1:
+            grad_x = torch.empty_like(x) if needs[0] else None
+            return grad_x, quantize_rows_backward(grad, x, scale, qmin, qmax, grad_x), None
+        grad_x, of_step, outside = grid_gradients(grad, x, _grid(scale, zero_point, qmin, qmax), needs[0])
+        grad_scale = torch.full_like(scale, of_step)
+        return grad_x, grad_scale, None if zero_point is None else -scale.detach() * outside
+
+
+def grid_gradients(grad: Tensor, x: Tensor, grid: Grid, needs_x: bool) -> tuple[Tensor | None, float, float]:
+    """The gradient of x (if wanted) and of the step, and the sum of grad outside the grid; strides as x's."""
+    grad_x = torch.empty_like(x) if needs_x else None
+    total = (ctypes.c_double * 2)()
+    compiled().fake_quantize_backward(
+        address(grad), address(x), address(grad_x), ctypes.c_int64(x.numel()), grid, total, threads_for(x.numel())
+    )
+    return grad_x, total[0], total[1]
+
+
+def quantize_rows(
+    w: Tensor, steps: Tensor, qmin: int, qmax: int, codes: Tensor | None = None, values: Tensor | None = None
+) -> None:
+    """Put a weight on its symmetric grids, one a row of axis 0: as int8 codes, as values, or both.
+
+    Args:
+        w: (channels, ...), dense, the channels outermost in memory.
+        steps: channels numbers > 0, contiguous.
+        qmin, qmax: lowest and highest integer.
+        codes: int8, strides as w's, to write to.
+        values: float32, strides as w's, to write to.
+    """
+    rows = steps.numel()
+    compiled().quantize_rows(
+        address(w), address(steps), address(codes), address(values), ctypes.c_int64(rows),
+        ctypes.c_int64(w.numel() // rows), ctypes.c_float(qmin), ctypes.c_float(qmax), threads_for(w.numel()),
+    )  # fmt: skip
+
+
+def quantize_rows_backward(
+    grad: Tensor, w: Tensor, steps: Tensor, qmin: int, qmax: int, grad_w: Tensor | None
+) -> Tensor:
+    """The gradient of the steps, in their shape; that of w is written to grad_w, which may be grad itself."""
+    grad_steps = torch.empty_like(steps)
+    rows = steps.numel()
+    compiled().quantize_rows_backward(
+        address(grad), address(w), address(steps), address(grad_w), address(grad_steps), ctypes.c_int64(rows),
+        ctypes.c_int64(w.numel() // rows), ctypes.c_float(qmin), ctypes.c_float(qmax), threads_for(w.numel()),
+    )  # fmt: skip
+    return grad_steps

@@ -1,0 +1,80 @@
+"""Convolutions and matrix products of uint8 by int8 codes, exact in int32, through oneDNN: on processors with VNNI.
+
+Elsewhere these operators of torch return wrong values without a word (sums that saturate at 16 bits), so they are
+tried on extreme integers first and never used where one sum is off.
+"""
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("qat.kernels")
+
+
+def convolution(
+    codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None, stride: list[int],
+    padding: list[int], dilation: list[int], groups: int,
+) -> Tensor:  # fmt: skip
+    """conv((codes - zero) * step, weight * steps) + bias in float32, the sums in int32.
+
+    Args:
+        codes: uint8, (N, C, H, W).
+        step, zero: of codes.
+        weight: int8, (O, C / groups, kh, kw).
+        steps: (O,), of weight.
+        bias: (O,) or None.
+        stride, padding, dilation, groups: of the convolution.
+    """
+    ops = torch.ops.onednn
+    point = int(zero)
+    zeros = torch.zeros(steps.numel(), dtype=torch.int32)
+    packed = ops.qconv_prepack(weight, steps, step, point, stride, padding, dilation, groups, None)
+    y: Tensor = ops.qconv_pointwise(
+        codes, step, point, packed, steps, zeros, bias, stride, padding, dilation, groups, 1.0, 0, torch.float32,
+        "none", [], "",
+    )  # fmt: skip
+    return y
+
+
+def linear(codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None) -> Tensor:
+    """((codes - zero) * step) @ (weight * steps).T + bias in float32, the sums in int32.
+
+    Args:
+        codes: uint8, (..., inputs).
+        step, zero: of codes.
+        weight: int8, (outputs, inputs).
+        steps: (outputs,), of weight.
+        bias: (outputs,) or None.
+    """
+    ops = torch.ops.onednn
+    zeros = torch.zeros(steps.numel(), dtype=torch.int32)
+    packed = ops.qlinear_prepack(weight, None)
+    y: Tensor = ops.qlinear_pointwise(
+        codes, step, int(zero), packed, steps, zeros, bias, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return y
+
+
+@functools.cache
+def are_exact() -> bool:
+    """Whether this machine's integer convolution and product are right to the last unit, at the extremes too."""
+    try:
+        generator = torch.Generator().manual_seed(0)
+        codes = torch.randint(0, 256, (2, 96, 9, 9), dtype=torch.uint8, generator=generator)
+        weight = torch.randint(-127, 128, (32, 96, 3, 3), dtype=torch.int8, generator=generator)
+        codes[0], weight[:4], weight[4:8] = 255, 127, -127  # pairs whose sum leaves 16 bits
+        ones = torch.ones(32)
+        got = convolution(codes, 1.0, 3.0, weight, ones, None, [1, 1], [1, 1], [1, 1], 1)
+        expected = torch.nn.functional.conv2d(codes.double() - 3, weight.double(), padding=1)
+        exact = bool((got.double() - expected).abs().max() <= 0.5)
+        rows, square = codes.flatten(2).mT.reshape(-1, 96), weight[:, :, 0, 0].contiguous()
+        product = linear(rows.contiguous(), 1.0, 3.0, square, ones, None)
+        exact &= bool(torch.equal(product.double(), (rows.double() - 3) @ square.double().T))
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        log.info("integer convolutions: not available (%s); training computes in float", str(error).splitlines()[0])
+        return False
+    if not exact:
+        log.info("integer convolutions: wrong on this processor (no VNNI?); training computes in float")
+    return exact

@@ -1,0 +1,241 @@
+"""The affine fake-quantizer on CUDA, in Triton: one pass for the values, one for all the gradients.
+
+Reference and meaning: `LSQFunction` and `LSQPlusFunction` in qat/functional. The values are the same to the bit, except
+that a zero has no sign here; the sums of the gradients are taken in another order. For x in float16, bfloat16 and
+float32; the arithmetic is float32 and its division correctly rounded (the GPU's fast one puts ties on other levels).
+
+Triton is loaded at the first use. With TRITON_INTERPRET=1 in the environment the kernels run on CPU tensors, slowly.
+"""
+
+import contextlib
+import functools
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.kernels.triton_layout import Layout, Tiling, layout_of, tiling_of
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SCALE_DTYPES = (*DTYPES, torch.float64)
+ZERO_POINT_DTYPES = (*SCALE_DTYPES, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+MAGIC_LIMIT = 2**22
+"""Grids that reach further need the kernels' longer way to round."""
+INDEX_LIMIT = 2**31
+"""Offsets from here on need 64 bits."""
+
+WARPS = 4
+
+
+@functools.cache
+def kernels() -> Any | None:
+    """The module of the kernels, or None where triton is not installed."""
+    from qat.kernels import triton_kernels
+
+    return triton_kernels if triton_kernels.triton is not None else None
+
+
+def may_run_on(device: torch.device) -> bool:
+    """Whether it is worth loading triton for this device."""
+    return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@functools.cache
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels run on this device: CUDA, and the CPU under the interpreter. Found out by a trial.
+
+    A trial, because triton also wants a C compiler on the machine, a GPU that it knows and a cache folder.
+    """
+    if not may_run_on(device) or kernels() is None:
+        return False
+    try:
+        quantize(torch.zeros(1, device=device), torch.ones((), device=device), None, -1, 1)
+    except Exception as error:  # whatever it is, the plain formula works
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        warnings.warn(
+            f"Triton's kernels do not run on {device} ({reason}); the slower plain formula does", stacklevel=3
+        )
+        return False
+    return True
+
+
+def applies(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> bool:
+    """Whether `quantize`, `gradients` and `quantize_codes` take these tensors. Reads shapes only, waits for no device.
+
+    Plain tensors on one device; x float16, bfloat16 or float32 and dense in any memory format; scale floating point,
+    broadcastable to x; zero_point of the shape of scale. The caller keeps away what is no tensor with a storage:
+    tensors under torch.compile or torch.func.
+
+    >>> applies(torch.zeros(3, dtype=torch.float64), torch.tensor(0.5))
+    False
+    """
+    if x.dtype not in DTYPES or scale.dtype not in SCALE_DTYPES:
+        return False
+    if zero_point is not None and (zero_point.dtype not in ZERO_POINT_DTYPES or zero_point.shape != scale.shape):
+        return False
+    for tensor in (x, scale, zero_point):
+        if tensor is not None and (type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device != x.device):
+            return False
+    return _layout(x, scale) is not None and runs_on(x.device)
+
+
+def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
+    """y = scale * (clamp(round(x / scale) + z, qmin, qmax) - z) with z = clamp(round(zero_point), qmin, qmax).
+
+    Args:
+        x, scale, zero_point: such that `applies`; zero_point None: 0.
+        qmin, qmax: lowest and highest integer.
+
+    Returns:
+        Tensor of the shape, dtype and memory format of x. NaN where x is NaN.
+
+    Raises:
+        ValueError: if the layout of x is none of the kernels'.
+    """
+    y = torch.empty_like(x)
+    _run_quantize(x, y, scale, zero_point, qmin, qmax, codes=False)
+    return y
+
+
+def quantize_codes(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, dtype: torch.dtype = torch.int8
+) -> Tensor:
+    """The integers: clamp(round(x / scale) + z, qmin, qmax) with z = clamp(round(zero_point), qmin, qmax).
+
+    Args:
+        x, scale, zero_point: such that `applies`; zero_point None: 0.
+        qmin, qmax: lowest and highest integer, within dtype.
+        dtype: torch.int8 or torch.uint8.
+
+    Returns:
+        Integer tensor of the shape and memory format of x. qmin where x is NaN, which no integer can say.
+
+    Raises:
+        ValueError: if qmin or qmax does not fit into dtype, or the layout of x is none of the kernels'.
+        TypeError: for another dtype.
+    """
+    if dtype not in (torch.int8, torch.uint8):
+        raise TypeError(f"quantize_codes: dtype must be torch.int8 or torch.uint8, got {dtype}")
+    limits = torch.iinfo(dtype)
+    if qmin < limits.min or qmax > limits.max:
+        raise ValueError(f"quantize_codes: {dtype} holds {limits.min}..{limits.max}, got qmin={qmin} and qmax={qmax}")
+    codes = torch.empty_like(x, dtype=dtype)
+    _run_quantize(x, codes, scale, zero_point, qmin, qmax, codes=True)
+    return codes
+
+
+def gradients(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    qmin: int,
+    qmax: int,
+    needs: tuple[bool, ...] = (True, True, True),
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of `quantize` as `LSQPlusFunction` declares them, without grad_factor, from one pass over x.
+
+    The sums for scale and zero point are taken in two stages, by program and then over the programs, in a fixed order:
+    the same inputs give the same bits.
+
+    Args:
+        grad: of y, in the shape of x; any strides, copied if they are not those of x.
+        x, scale, zero_point, qmin, qmax: as for `quantize`.
+        needs: which of grad_x, grad_scale and grad_zero_point are wanted.
+
+    Returns:
+        grad_x like x; grad_scale and grad_zero_point float32 in the shape of scale; None where not wanted.
+
+    Raises:
+        ValueError: if the layout of x is none of the kernels'.
+    """
+    wants_x, wants_scale, wants_zero = needs[0], needs[1], needs[2] and zero_point is not None
+    layout = _require_layout(x, scale)
+    tiling = tiling_of(layout, x.element_size(), sums=True)
+    # (scale and zero point, outer, repeats or programs, channels, programs): axes 2 and 4 are left to sum.
+    if layout.per_column:
+        places = (1, tiling.down, layout.channels, 1)
+    else:
+        places = (layout.outer, layout.repeats, layout.channels, tiling.across)
+    parts = torch.empty((wants_scale + wants_zero, *places), dtype=torch.float32, device=x.device)
+    grad_x = torch.empty_like(x) if wants_x else None
+    scale_sums = parts[0] if wants_scale else None
+    zero_sums = parts[-1] if wants_zero else None
+    if x.numel() and (wants_x or len(parts)):
+        inputs = (_strided_like(grad, x), x, _flat(scale), _flat(zero_point), grad_x, scale_sums, zero_sums)
+        _launch("gradient_tiles", inputs, (qmin, qmax), layout, tiling, {"STEPS": tiling.steps})
+    sums = parts.sum((2, 4)) if x.numel() else parts.new_zeros((len(parts), scale.numel()))
+    grad_scale = sums[0].view(scale.shape) if wants_scale else None
+    grad_zero = sums[-1].view(scale.shape) if wants_zero else None
+    return grad_x, grad_scale, grad_zero
+
+
+def _run_quantize(
+    x: Tensor, out: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, codes: bool
+) -> None:
+    layout = _require_layout(x, scale)
+    if x.numel():
+        tiling = tiling_of(layout, x.element_size(), sums=False)
+        inputs = (x, out, _flat(scale), _flat(zero_point))
+        _launch("quantize_tiles", inputs, (qmin, qmax), layout, tiling, {"CODES": codes})
+
+
+def _launch(
+    name: str,
+    tensors: tuple[Tensor | None, ...],
+    bounds: tuple[int, int],
+    layout: Layout,
+    tiling: Tiling,
+    constants: dict[str, Any],
+) -> None:
+    """Run a kernel of `triton_kernels` on the device of its first tensor."""
+    first = tensors[0]
+    assert first is not None
+    numel = layout.height * layout.width
+    shared = {
+        "PER_COLUMN": layout.per_column,
+        "LARGE": max(abs(bounds[0]), abs(bounds[1]), bounds[1] - bounds[0]) > MAGIC_LIMIT,
+        # Offsets run past the end within the last tiles.
+        "LONG": numel + (tiling.rows * tiling.steps + 1) * max(layout.width, tiling.cols) >= INDEX_LIMIT,
+        "ROWS": tiling.rows,
+        "COLS": tiling.cols,
+        "num_warps": WARPS,
+        "enable_fp_fusion": False,  # product, then sum, as torch does
+    }
+    sizes = (layout.height, layout.width, layout.cycle, layout.channels, tiling.across)
+    kernel = getattr(kernels(), name)[(tiling.across * tiling.down,)]
+    with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
+        kernel(*tensors, float(bounds[0]), float(bounds[1]), *sizes, **shared, **constants)
+
+
+def _layout(x: Tensor, scale: Tensor) -> Layout | None:
+    return layout_of(tuple(x.shape), x.stride(), tuple(scale.shape))
+
+
+def _require_layout(x: Tensor, scale: Tensor) -> Layout:
+    layout = _layout(x, scale)
+    if layout is None:
+        raise ValueError(
+            f"no kernel for x of shape {tuple(x.shape)} and strides {x.stride()} with a scale of shape "
+            f"{tuple(scale.shape)}; ask applies() first"
+        )
+    return layout
+
+
+def _flat(grid: Tensor | None) -> Tensor | None:
+    """Scales or zero points as the kernels index them; a copy only where they are expanded or transposed."""
+    return None if grid is None else grid.detach().reshape(-1).contiguous()  # reshape keeps strides of 0
+
+
+def _strided_like(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient in the memory order of x: an expanded one (of y.sum()) or one in another format is copied."""
+    return grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
+
+
+class TritonKernels:
+    """The fake-quantizer in Triton; see `qat.kernels.choice.Kernels`."""
+
+    quantize = staticmethod(quantize)
+    gradients = staticmethod(gradients)

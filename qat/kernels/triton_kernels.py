@@ -1,0 +1,191 @@
+# ruff: noqa: N803 - constants of a kernel are written in capitals
+"""The Triton kernels of the affine fake-quantizer: one pass over the storage of x, seen as a matrix of tiles.
+
+Loaded by `qat.kernels.triton` at the first use, never by `import qat`. Where triton is missing the file can still be
+read; nothing in it can be called.
+
+A kernel sees x as (height, width). Its programs take tiles of ROWS x COLS; the scale is the same for a whole row, or
+(PER_COLUMN, channels innermost in memory) for a whole column. `qat.kernels.triton_layout` chooses the view.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+try:
+    triton: Any = import_module("triton")
+    tl: Any = import_module("triton.language")
+except ImportError:  # a torch without CUDA brings no triton
+    triton = tl = None
+
+if TYPE_CHECKING:
+    constexpr = int
+    tensor = Any
+elif tl is not None:  # the compiler of the kernels looks up their annotations, and accepts no others
+    constexpr, tensor = tl.constexpr, tl.tensor
+else:
+    constexpr = tensor = Any
+
+jit: Callable[[Callable[..., Any]], Any] = triton.jit if triton is not None else lambda function: function
+interpreted: bool = triton is not None and bool(triton.knobs.runtime.interpret)
+"""Whether these kernels run in Triton's interpreter, on CPU tensors too (TRITON_INTERPRET=1 at their first use)."""
+
+
+@jit
+def clamped(v: tensor, low: tensor, high: tensor) -> tensor:
+    """clamp(v, low, high) that keeps NaN, as torch's does and the GPU's plain minimum does not."""
+    above = tl.maximum(v, low, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(above, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def rounded(v: tensor, LARGE: constexpr) -> tensor:
+    """v rounded half to even, for a v that is clamped already; NaN stays NaN.
+
+    Up to 2^22 in two additions: v + 1.5 * 2^23 has no fraction bits left and is rounded half to even by the addition
+    itself. The GPU's own instruction has an eighth of an addition's rate. LARGE grids take the longer way.
+    """
+    if LARGE:
+        below = tl.floor(v)
+        rest = v - below
+        odd = below - 2.0 * tl.floor(below * 0.5)
+        result = tl.where((rest > 0.5) | ((rest == 0.5) & (odd == 1.0)), below + 1.0, below)
+    else:
+        result = (v + 12582912.0) - 12582912.0
+    return result
+
+
+@jit
+def grid_at(
+    scale: tensor, zero_point: tensor, channel: tensor, there: tensor, qmin: tensor, qmax: tensor, LARGE: constexpr
+) -> tensor:
+    """Step, lowest and highest integer before the zero point is added, and zero point, in float32."""
+    step = tl.load(scale + channel, mask=there, other=1.0).to(tl.float32)
+    if zero_point is None:
+        zero = step * 0.0
+        low = qmin
+        high = qmax
+    else:
+        zero = rounded(clamped(tl.load(zero_point + channel, mask=there, other=0).to(tl.float32), qmin, qmax), LARGE)
+        low = qmin - zero
+        high = qmax - zero
+    return step, low, high, zero
+
+
+@jit
+def quantize_tiles(
+    x: tensor,
+    y: tensor,
+    scale: tensor,
+    zero_point: tensor,
+    qmin: tensor,
+    qmax: tensor,
+    height: tensor,
+    width: tensor,
+    cycle: tensor,
+    channels: tensor,
+    across: tensor,
+    PER_COLUMN: constexpr,
+    CODES: constexpr,
+    LARGE: constexpr,
+    LONG: constexpr,
+    ROWS: constexpr,
+    COLS: constexpr,
+) -> None:
+    """Write y, one tile a program; the integers themselves if CODES. `across`: tiles side by side in the width."""
+    program = tl.program_id(0)
+    if LONG:
+        program = program.to(tl.int64)
+    col = (program % across) * COLS + tl.arange(0, COLS)[None, :]
+    if ROWS == 1:  # height is 1: nothing in the offsets but col, so that they stay aligned for 16-byte accesses
+        row = tl.arange(0, 1)[:, None]
+        offset = col
+        there = col < width
+    else:
+        row = (program // across) * ROWS + tl.arange(0, ROWS)[:, None]
+        offset = row * width + col
+        there = (row < height) & (col < width)
+    if PER_COLUMN:
+        step, low, high, zero = grid_at(scale, zero_point, col, col < width, qmin, qmax, LARGE)
+    else:
+        channel = row // cycle * channels + row % channels
+        step, low, high, zero = grid_at(scale, zero_point, channel, row < height, qmin, qmax, LARGE)
+    v = tl.div_rn(tl.load(x + offset, mask=there).to(tl.float32), step)
+    level = rounded(clamped(v, low, high), LARGE)  # = clamp(round(v), low, high): the bounds are integers
+    if CODES:
+        code = level + zero
+        tl.store(y + offset, tl.where(code == code, code, qmin).to(tl.int32), mask=there)
+    else:
+        tl.store(y + offset, level * step, mask=there)
+
+
+@jit
+def gradient_tiles(
+    grad: tensor,
+    x: tensor,
+    scale: tensor,
+    zero_point: tensor,
+    grad_x: tensor,
+    scale_sums: tensor,
+    zero_sums: tensor,
+    qmin: tensor,
+    qmax: tensor,
+    height: tensor,
+    width: tensor,
+    cycle: tensor,
+    channels: tensor,
+    across: tensor,
+    PER_COLUMN: constexpr,
+    LARGE: constexpr,
+    LONG: constexpr,
+    ROWS: constexpr,
+    COLS: constexpr,
+    STEPS: constexpr,
+) -> None:
+    """Write grad_x, and for every row (column) of the tile its part of the sums for scale and zero point.
+
+    A program takes STEPS tiles, one below the other; None for an output means that it is not wanted. The sums lie as
+    (height, across), or PER_COLUMN as (programs below each other, width).
+    """
+    program = tl.program_id(0)
+    if LONG:
+        program = program.to(tl.int64)
+    col = (program % across) * COLS + tl.arange(0, COLS)[None, :]
+    scale_sum = tl.zeros((ROWS, COLS), tl.float32)
+    zero_sum = tl.zeros((ROWS, COLS), tl.float32)
+    for turn in range(STEPS):
+        if ROWS == 1:
+            row = tl.arange(0, 1)[:, None]
+            offset = col
+            there = col < width
+        else:
+            row = ((program // across) * STEPS + turn) * ROWS + tl.arange(0, ROWS)[:, None]
+            offset = row * width + col
+            there = (row < height) & (col < width)
+        if PER_COLUMN:
+            step, low, high, _ = grid_at(scale, zero_point, col, col < width, qmin, qmax, LARGE)
+        else:
+            channel = row // cycle * channels + row % channels
+            step, low, high, _ = grid_at(scale, zero_point, channel, row < height, qmin, qmax, LARGE)
+        v = tl.div_rn(tl.load(x + offset, mask=there).to(tl.float32), step)
+        given = tl.load(grad + offset, mask=there)
+        bounded = clamped(v, low, high)
+        inside = bounded == v
+        if grad_x is not None:
+            tl.store(grad_x + offset, tl.where(inside, given, 0.0), mask=there)
+        if scale_sums is not None:
+            slope = tl.where(inside, rounded(bounded, LARGE) - v, bounded)
+            scale_sum += tl.where(there, given.to(tl.float32) * slope, 0.0)
+        if zero_sums is not None:
+            zero_sum += tl.where(there, given.to(tl.float32) * tl.where(inside, 0.0, -step), 0.0)
+    if PER_COLUMN:
+        place = (program // across) * width + (program % across) * COLS + tl.arange(0, COLS)
+        wanted = (program % across) * COLS + tl.arange(0, COLS) < width
+    else:
+        line = (program // across) * ROWS + tl.arange(0, ROWS)
+        place = line * across + program % across
+        wanted = line < height
+    if scale_sums is not None:
+        tl.store(scale_sums + place, tl.sum(scale_sum, axis=0 if PER_COLUMN else 1), mask=wanted)
+    if zero_sums is not None:
+        tl.store(zero_sums + place, tl.sum(zero_sum, axis=0 if PER_COLUMN else 1), mask=wanted)

@@ -1,0 +1,221 @@
+"""The graph that training runs where kernels apply: quantizers with what stands before them, layers on codes.
+
+It computes what the prepared graph computes, with the same modules and parameters. The prepared graph remains the
+model; this one is derived from it at the first training step, and again after every change.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from qat.layers import QuantLayer
+from qat.layers.chains import quantize_chain, quantize_sum
+from qat.layers.codes import decode, encode, has_codes
+from qat.layers.products import multiply, takes_codes
+from qat.preparation.constants import fixed_nodes
+from qat.preparation.nodes import submodule_of
+from qat.preparation.operations import JOINING, changes_in_place, operation_of, passes_grid
+from qat.preparation.placement import grid_of
+
+CLIPS: dict[Any, tuple[float, float]] = {
+    **dict.fromkeys((F.relu, torch.relu, F.relu_, "relu", "relu_"), (0.0, math.inf)),
+    F.relu6: (0.0, 6.0),
+}
+"""Functions and methods of one argument that clip."""
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+"""They keep a grid in evaluation; in training they divide by 1 - p, or add."""
+
+FUNCTIONAL_DROPOUTS = (F.dropout,)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What a quantizer takes over.
+
+    Attributes:
+        source: the node whose value it starts from.
+        clip: the ReLU's node, or None.
+        bounds: of the ReLU.
+        layer: the product whose BatchNorm is taken over; then it is the source.
+        operands: of a sum, or None.
+    """
+
+    source: fx.Node
+    clip: fx.Node | None = None
+    bounds: tuple[float, float] = (-math.inf, math.inf)
+    layer: fx.Node | None = None
+    operands: tuple[fx.Node, fx.Node] | None = None
+
+
+def fused_forward(model: fx.GraphModule) -> Callable[..., Any] | None:
+    """The model's forward on codes, as a function of the model and its inputs; None if nothing in it can be fused."""
+    fusing = _Fusing(model)
+    if not fusing.readers:
+        return None
+    code = fusing.rewritten().python_code("self")
+    space: dict[str, Any] = dict(code.globals)
+    exec(compile(code.src, "<fused forward of a prepared model>", "exec"), space)
+    forward: Callable[..., Any] = space["forward"]
+    return forward
+
+
+class _Fusing:
+    """One rewriting: what is fused is decided first, then the graph is copied node by node."""
+
+    def __init__(self, model: fx.GraphModule) -> None:
+        self.model = model
+        self.nodes: list[fx.Node] = list(model.graph.nodes)
+        fixed = fixed_nodes(model.graph)
+        self.quantizers = {
+            node for node in self.nodes
+            if has_codes(submodule_of(model, node)) and node not in fixed and not self._changes_later(node)
+        }  # fmt: skip
+        self.readers = {node for node in self.nodes if self._reads_codes(node)}
+        chains = {node: self._chain(node) for node in self.nodes if node in self.quantizers}
+        self.chains = {node: chain for node, chain in chains.items() if self._is_worth_it(node, chain, chains)}
+        self.absorbed = {chain.clip for chain in self.chains.values()} | {
+            chain.source for chain in self.chains.values() if chain.operands is not None
+        }
+        self.followed = {chain.layer for chain in self.chains.values()}
+        self.graph = fx.Graph()
+        self.floats: dict[fx.Node, fx.Node] = {}
+        self.codes: dict[fx.Node, fx.Node] = {}
+
+    def _changes_later(self, quantizer: fx.Node) -> bool:
+        """Whether somebody writes into the quantized tensor, which its codes would not show."""
+        watched = [quantizer]
+        for node in watched:
+            for user in node.users:
+                if changes_in_place(user) or getattr(submodule_of(self.model, user), "inplace", False):
+                    return True
+                if passes_grid(user, self.model):
+                    watched.append(user)
+        return False
+
+    def _grid(self, node: Any) -> fx.Node | None:
+        """The fusible quantizer on whose grid a tensor lies."""
+        source = grid_of(node, self.model) if isinstance(node, fx.Node) else None
+        if source not in self.quantizers or any(step.target in FUNCTIONAL_DROPOUTS for step in self._way(node)):
+            return None
+        return source
+
+    def _way(self, node: fx.Node) -> list[fx.Node]:
+        """The operations that carry a grid through, from a tensor back to its quantizer."""
+        way = []
+        while passes_grid(node, self.model):
+            way.append(node)
+            (node, *_) = node.all_input_nodes
+        return way
+
+    def _reads_codes(self, node: fx.Node) -> bool:
+        """Whether a node is a layer that can take its input as codes."""
+        layer = submodule_of(self.model, node)
+        return (
+            isinstance(layer, QuantLayer)
+            and takes_codes(layer)
+            and bool(node.args)
+            and self._grid(node.args[0]) is not None
+            and set(node.kwargs) <= {"grid", "norm"}
+        )
+
+    def _chain(self, quantizer: fx.Node) -> Chain:
+        """Walk back from a quantizer over what nobody else reads."""
+        source = quantizer.args[0]
+        assert isinstance(source, fx.Node)
+        clip, bounds = None, self._bounds(source)
+        if bounds is not None and len(source.users) == 1 and isinstance(source.args[0], fx.Node):
+            clip, source = source, source.args[0]
+        bounds = bounds if clip is not None and bounds is not None else (-math.inf, math.inf)
+        if len(source.users) == 1:
+            if source in self.readers:
+                return Chain(source, clip, bounds, layer=source)
+            if operation_of(source, self.model, JOINING) == "add" and not source.kwargs and len(source.args) == 2:
+                a, b = source.args
+                if self._grid(a) is not None and self._grid(b) is not None:
+                    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+                    return Chain(source, clip, bounds, operands=(a, b))
+        return Chain(source, clip, bounds)
+
+    def _bounds(self, node: fx.Node) -> tuple[float, float] | None:
+        """Floor and ceiling of a ReLU, None for anything else."""
+        module = submodule_of(self.model, node)
+        if type(module) is nn.ReLU:
+            return 0.0, math.inf
+        if type(module) in (nn.ReLU6, nn.Hardtanh):
+            limits: Any = module
+            return float(limits.min_val), float(limits.max_val)
+        if node.op in ("call_function", "call_method") and len(node.args) == 1 and set(node.kwargs) <= {"inplace"}:
+            return CLIPS.get(node.target)
+        return None
+
+    def rewritten(self) -> fx.Graph:
+        """The new graph."""
+        for node in self.nodes:
+            if node in self.absorbed:
+                continue
+            if node in self.readers:
+                self.floats[node] = self._product(node)
+            elif node in self.chains:
+                self.codes[node] = self._quantized(node)
+            else:
+                self.floats[node] = self.graph.node_copy(node, self._float)
+        self.graph.set_codegen(self.model.graph._codegen)
+        self.graph.lint()
+        return self.graph
+
+    def _is_worth_it(self, quantizer: fx.Node, chain: Chain, chains: dict[fx.Node, Chain]) -> bool:
+        """Whether a quantizer takes a norm or a sum over, or is read as codes; else it is one pass as it is."""
+        if chain.operands is not None or (chain.layer is not None and chain.layer.kwargs.get("norm") is not None):
+            return True
+        operands = [node for other in chains.values() for node in other.operands or ()]
+        return any(self._grid(node) is quantizer for node in [*(reader.args[0] for reader in self.readers), *operands])
+
+    def _float(self, node: fx.Node) -> fx.Node:
+        """The node's float tensor in the new graph."""
+        if node not in self.floats:
+            self.floats[node] = self.graph.call_function(decode, (self.codes[node],))
+        return self.floats[node]
+
+    def _coded(self, node: fx.Node) -> fx.Node:
+        """The node's codes in the new graph."""
+        if node not in self.codes:
+            quantizer = self._grid(node)
+            assert quantizer is not None
+            grid = self.graph.get_attr(str(quantizer.target))
+            dropouts = [step for step in self._way(node) if isinstance(submodule_of(self.model, step), DROPOUTS)]
+            checked = [self.graph.get_attr(str(step.target)) for step in dropouts]
+            self.codes[node] = self.graph.call_function(encode, (self._float(node), grid, *checked))
+        return self.codes[node]
+
+    def _product(self, node: fx.Node) -> fx.Node:
+        """A layer on codes; its BatchNorm follows, unless a chain takes it over."""
+        x, *operands = node.args
+        assert isinstance(x, fx.Node)
+        layer, grid = self.graph.get_attr(str(node.target)), self.floats[node.kwargs["grid"]]  # type: ignore[index]
+        others = [self._float(operand) if isinstance(operand, fx.Node) else operand for operand in operands]
+        y = self.graph.call_function(multiply, (layer, self._coded(x), grid, *others))
+        norm = node.kwargs.get("norm")
+        if isinstance(norm, fx.Node) and node not in self.followed:
+            y = self.graph.call_module(str(norm.target), (y,))
+        return y
+
+    def _quantized(self, node: fx.Node) -> fx.Node:
+        """A quantizer with what it takes over."""
+        chain = self.chains[node]
+        quantizer = self.graph.get_attr(str(node.target))
+        activation = None
+        if chain.clip is not None and chain.clip.op == "call_module":
+            activation = self.graph.get_attr(str(chain.clip.target))
+        if chain.operands is not None:
+            a, b = map(self._coded, chain.operands)
+            return self.graph.call_function(quantize_sum, (a, b, quantizer, *chain.bounds, activation))
+        norm = chain.layer.kwargs.get("norm") if chain.layer is not None else None
+        norm = self.floats[norm] if isinstance(norm, fx.Node) else None
+        source = self._float(chain.source)
+        return self.graph.call_function(quantize_chain, (source, quantizer, norm, *chain.bounds, activation))

@@ -1,0 +1,301 @@
+"""Training on codes against the same model in plain operations: values, gradients, statistics, when it steps back."""
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import qat
+from qat.kernels import compiler, plain_formulas
+from qat.layers.codes import Codes, EncodeFunction
+from qat.layers.products import CodesProductFunction
+from qat.preparation.fused_graph import fused_forward
+
+pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
+
+
+class Block(nn.Module):
+    """A residual block with a downsampling path, a pool and a classifier."""
+
+    def __init__(self, act: Callable[[], nn.Module] = nn.ReLU, **norm: object) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32, **norm)  # type: ignore[arg-type]
+        self.conv2, self.bn2 = nn.Conv2d(32, 32, 3, padding=1, groups=4, bias=False), nn.BatchNorm2d(32, **norm)  # type: ignore[arg-type]
+        self.conv3 = nn.Conv2d(32, 32, 1)
+        self.act, self.pool, self.head = act(), nn.MaxPool2d(2), nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.act(self.bn1(self.conv1(x))))
+        y = self.act(self.bn2(self.conv2(x)))
+        y = F.relu(self.conv3(y) + x)
+        return self.head(y.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def images(channels_last: bool = False, count: int = 8, size: int = 16) -> Tensor:
+    x = torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(0))
+    return x.to(memory_format=torch.channels_last) if channels_last else x
+
+
+def prepared(model: nn.Module, x: Tensor, recipe: qat.QuantRecipe | None = None) -> nn.Module:
+    quantized = qat.prepare(model, recipe, example_inputs=x)
+    qat.calibrate(quantized, [x])
+    return quantized.train()
+
+
+def results(model: nn.Module, x: Tensor, plain: bool) -> dict[str, Tensor]:
+    """Output, gradients and buffers of one training step of a copy."""
+    model, x = copy.deepcopy(model), x.clone().requires_grad_()
+    with plain_formulas() if plain else torch.enable_grad():
+        y = model(x)
+        y.square().sum().backward()
+    assert x.grad is not None
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "x": x.grad, **gradients, **{f"{name} ": b for name, b in model.named_buffers()}}
+
+
+def errors(model: nn.Module, x: Tensor) -> dict[str, float]:
+    """Relative to the tolerance: how far the fused step is from the formula, for everything that differs too much."""
+    formula, fast = results(model, x, plain=True), results(model, x, plain=False)
+    assert formula.keys() == fast.keys()
+    found = {}
+    for name, expected in formula.items():
+        error = (expected.double() - fast[name].double()).norm() / expected.double().norm().clamp(min=1e-3)
+        # A scale's gradient is a sum of many terms that cancel.
+        found[name] = float(error) / (1e-3 if name.endswith("scale") else 2e-5)
+    return {name: error for name, error in found.items() if not error <= 1}
+
+
+def assert_same(model: nn.Module, x: Tensor) -> None:
+    """For one of a few inputs at least: in the others one value next to a tie may fall on the next level."""
+    attempts = []
+    for seed in range(4):
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
+        attempts.append(errors(model, x + 0.1 * seed * noise))
+        if not attempts[-1]:
+            return
+    raise AssertionError(str(attempts))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What ran on codes."""
+    ran: list[str] = []
+    for function in (CodesProductFunction, EncodeFunction):
+        original = function.apply
+
+        def apply(
+            *inputs: object, _original: Callable[..., object] = original, _name: str = function.__name__
+        ) -> object:
+            ran.append(_name)
+            return _original(*inputs)
+
+        monkeypatch.setattr(function, "apply", apply)
+    return ran
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("act", [nn.ReLU, nn.ReLU6, lambda: nn.Hardtanh(-1, 1), lambda: nn.ReLU(inplace=True)])
+def test_a_step_is_that_of_the_plain_operations(
+    act: Callable[[], nn.Module], channels_last: bool, counted: list[str]
+) -> None:
+    torch.manual_seed(0)
+    x = images(channels_last)
+    model = Block(act)
+    assert_same(prepared(model.to(memory_format=torch.channels_last) if channels_last else model, x), x)
+    assert counted.count("CodesProductFunction") == 4 * counted.count("EncodeFunction") > 0
+
+
+SPECS = {
+    "signed affine": qat.QuantSpec(signed=True, symmetric=False),
+    "signed symmetric": qat.QuantSpec(signed=True, symmetric=True),
+    "4 bits": qat.QuantSpec(bits=4, signed=False, symmetric=False, grad_scale="batch"),
+    "relative": qat.QuantSpec(signed=False, symmetric=False, grad_scale="relative"),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_grid_that_fits_eight_bits(name: str, counted: list[str]) -> None:
+    torch.manual_seed(0)
+    x = images(True)
+    weight = qat.QuantSpec(bits=3, narrow_range=True, grad_scale="relative" if name == "relative" else "sample")
+    assert_same(prepared(Block(), x, qat.QuantRecipe(weight, SPECS[name])), x)
+    assert counted.count("CodesProductFunction") == 4 * counted.count("EncodeFunction") > 0
+
+
+@pytest.mark.parametrize("norm", [{"affine": False}, {"momentum": None}, {"track_running_stats": False}, {"eps": 0.1}])
+def test_every_batch_norm(norm: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    assert_same(prepared(Block(**norm), images()), images())
+
+
+def test_frozen_statistics() -> None:
+    torch.manual_seed(0)
+    x = images()
+    model = prepared(Block(), x)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    before = model.get_submodule("bn1").running_mean.clone()  # type: ignore[operator, union-attr]
+    assert_same(model, x)
+    model(x)
+    assert torch.equal(model.get_submodule("bn1").running_mean, before)  # type: ignore[arg-type]
+
+
+def test_scales_that_an_optimizer_drove_out_of_bounds() -> None:
+    torch.manual_seed(0)
+    x = images()
+    model = prepared(Block(), x)
+    with torch.no_grad():
+        model.get_parameter("conv1_quantizer.scale").fill_(float("nan"))
+        model.get_parameter("conv2_quantizer.scale").fill_(-1.0)
+        weights = model.get_parameter("conv3.weight_quantizer.scale")
+        weights[0], weights[1] = float("inf"), 1e-9
+    assert_same(model, x)
+
+
+def test_nan_is_not_lost() -> None:
+    torch.manual_seed(0)
+    x = images()
+    model = prepared(Block(), x)
+    x[0, 0, 0, 0] = float("nan")
+    y = model(x)
+    assert y.isnan().all()
+    y.sum().backward()
+    assert model.get_parameter("conv1.weight").grad.isnan().any()  # type: ignore[union-attr]
+
+
+def test_nothing_else_is_kept_for_backward_than_in_float() -> None:
+    torch.manual_seed(0)
+
+    def saved(model: nn.Module, x: Tensor) -> int:
+        kept = {id(p.untyped_storage()): 0 for p in model.parameters()}
+        mine = {p.data_ptr() for p in model.parameters()}
+
+        def note(t: Tensor) -> Tensor:
+            if t.data_ptr() not in mine:
+                kept[t.data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            model(x).sum()
+        return sum(kept.values())
+
+    x = images(True, 16, 32)
+    model = Block().to(memory_format=torch.channels_last).train()
+    in_float = saved(model, x)
+    quantized = prepared(model, x)
+    with plain_formulas():
+        assert saved(quantized, x) > in_float * 1.1
+    assert saved(quantized, x) < in_float
+
+
+def test_hooks_are_called() -> None:
+    torch.manual_seed(0)
+    x = images()
+    model = prepared(Block(), x)
+    seen: list[str] = []
+    for name in ("conv1", "conv1_quantizer", "bn2", "act", "conv2.weight_quantizer", "conv3_quantizer"):
+        found = dict(model.named_modules()).get(name)
+        if found is not None:
+            found.register_forward_hook(lambda *_, name=name: seen.append(name))
+    expected = results(model, x, plain=True)
+    plain_calls = sorted(set(seen))
+    seen.clear()
+    fast = results(model, x, plain=False)
+    assert sorted(set(seen)) == plain_calls and len(plain_calls) >= 4
+    assert torch.allclose(expected["y"], fast["y"], rtol=1e-4)
+
+
+def test_the_model_stays_what_it_was() -> None:
+    """It pickles, copies, evaluates and follows changes of its graph as if nothing were fused."""
+    torch.manual_seed(0)
+    x = images()
+    model = prepared(Block(), x)
+    model(x)
+    keys = list(model.state_dict())
+    again = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert list(again.state_dict()) == keys == list(loaded.state_dict())
+    assert torch.equal(again(x), loaded(x))
+    assert isinstance(model.eval()(x), Tensor)
+    assert isinstance(model, torch.fx.GraphModule)
+    model.train()
+    output = next(iter(reversed(model.graph.nodes)))
+    with model.graph.inserting_before(output):
+        doubled = model.graph.call_function(torch.mul, (output.args[0], 2.0))
+    output.args = (doubled,)
+    before = again(x)
+    model.recompile()
+    assert torch.allclose(model(x), before * 2)
+
+
+def test_a_parameter_that_is_replaced_is_the_one_that_runs() -> None:
+    torch.manual_seed(0)
+    x = images()
+    model = prepared(Block(), x)
+    before = model(x)
+    replaced = {name: p * 1.5 for name, p in model.named_parameters() if name == "head.bias"}
+    after = torch.func.functional_call(model, replaced, (x,))
+    assert torch.allclose(after - before, model.get_parameter("head.bias") * 0.5, atol=1e-5)
+
+
+def test_a_tensor_that_is_written_to_is_not_held_as_codes() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.relu(self.a(x))
+            y = self.b(x)
+            x += y.mean()
+            return y.mean((2, 3)) + x.mean()
+
+    torch.manual_seed(0)
+    x = images()
+    assert_same(prepared(Writes(), x), x)
+
+
+def test_second_derivatives_point_the_way() -> None:
+    x = images()
+    model = prepared(Block(), x)
+    weight = model.get_parameter("conv1.weight")
+    (first,) = torch.autograd.grad(model(x).square().sum(), weight, create_graph=True)
+    with pytest.raises(
+        RuntimeError,
+        match=r"^a prepared model on kernels has first derivatives only; for second ones run its forward in"
+        r" `with qat\.kernels\.plain_formulas\(\):`$",
+    ):
+        first.sum().backward()
+    with plain_formulas():
+        (first,) = torch.autograd.grad(model(x).square().sum(), weight, create_graph=True)
+        first.square().sum().backward()
+    assert weight.grad is not None and weight.grad.isfinite().all()
+
+
+def test_where_nothing_can_be_fused_the_graph_itself_runs() -> None:
+    x = images()
+    recipe = qat.QuantRecipe(qat.QuantSpec(rule="dorefa"), qat.QuantSpec(rule="minmax", symmetric=False))
+    model = prepared(Block(), x, recipe)
+    assert isinstance(model, torch.fx.GraphModule) and fused_forward(model) is None
+    model(x).sum().backward()
+
+
+def test_a_linear_layer_reads_rows(counted: list[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU6(), nn.Linear(48, 3))
+    x = torch.randn(40, 20, 64)
+    assert_same(prepared(model, x), x)
+    assert counted and counted.count("CodesProductFunction") == len(counted)
+
+
+def test_codes_know_their_shape() -> None:
+    codes = Codes(torch.zeros(2, 3, dtype=torch.uint8), torch.zeros(()).expand(2, 3), 0.5, 3.0)
+    assert codes.shape == (2, 3) and codes.dim() == 2

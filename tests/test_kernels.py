@@ -1,0 +1,218 @@
+"""The C kernels against NumPy in float64, and what happens where they cannot be had."""
+
+import logging
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize
+from qat.kernels import choose, compiler, plain_formulas
+from qat.kernels.chains import extent_of, moments, quantize_codes
+from qat.kernels.cpu import Grid
+
+needs_kernels = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
+CASES = {
+    "flat": lambda x: x,
+    "channels_last": lambda x: x.reshape(2, 5, 3, -1).to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.reshape(10, -1).t(),
+}
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def reference(
+    x: Tensor, grad: Tensor, scale: Tensor, zero: float, qmin: int, qmax: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """y, and the gradients of x, scale and zero point, as the papers write them."""
+    # The quotient is rounded to float32, as every implementation rounds it: ties are decided there.
+    v = (x.detach().numpy() / scale.detach().numpy()).astype(np.float32).astype(np.float64)
+    s, g = scale.detach().double().numpy(), grad.double().numpy()
+    y = (np.clip(np.rint(v) + zero, qmin, qmax) - zero) * s
+    inside = (v >= qmin - zero) & (v <= qmax - zero)
+    slope = np.where(inside, np.rint(v) - v, np.clip(v, qmin - zero, qmax - zero))
+    axes = tuple(i for i, n in enumerate(scale.shape) if n == 1) if scale.dim() else None
+    return (
+        y, np.where(inside, g, 0), (g * slope).sum(axes).reshape(scale.shape),
+        np.where(inside, 0, -s * g).sum(axes).reshape(scale.shape),
+    )  # fmt: skip
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", CASES)
+@pytest.mark.parametrize("count", [30, 30 * 1111, 30 * 7919])
+@pytest.mark.parametrize(("zero", "qmin", "qmax"), [(3.0, 0, 255), (None, -8, 7), (0.0, -128, 127)])
+def test_per_tensor(layout: str, count: int, zero: float | None, qmin: int, qmax: int) -> None:
+    x = CASES[layout](draw(count) * 4).detach().requires_grad_()
+    grad = draw(*x.shape, seed=1)
+    scale = torch.tensor(0.037, requires_grad=True)
+    point = None if zero is None else torch.tensor(zero + 0.2, requires_grad=True)
+    assert choose(x, scale, point) is not None
+    y = (
+        lsq_quantize(x, scale, qmin, qmax, 0.5)
+        if point is None
+        else lsq_plus_quantize(x, scale, point, qmin, qmax, 0.5)
+    )
+    y.backward(grad)
+    expected = reference(x, grad, scale, zero or 0.0, qmin, qmax)
+    assert y.stride() == x.stride() and x.grad is not None and scale.grad is not None
+    np.testing.assert_allclose(y.detach().numpy(), expected[0], rtol=1e-6)
+    np.testing.assert_array_equal(x.grad.numpy(), expected[1].astype(np.float32))
+    size = float(grad.norm()) * 200
+    np.testing.assert_allclose(scale.grad.numpy(), expected[2] * 0.5, rtol=1e-5, atol=1e-6 * size)
+    if point is not None:
+        assert point.grad is not None
+        np.testing.assert_allclose(point.grad.numpy(), expected[3] * 0.5, rtol=1e-5, atol=1e-6 * size)
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(3, 1), (7, 5, 3, 3), (64, 700), (5, 2, 2, 2, 9)])
+@pytest.mark.parametrize("nearest", [False, True])
+def test_per_channel(shape: tuple[int, ...], nearest: bool) -> None:
+    w = draw(*shape)
+    if nearest and len(shape) > 3:
+        w = w.to(memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d)
+    w.requires_grad_()
+    grad = draw(*shape, seed=1)
+    scale = (draw(shape[0], seed=2).abs() * 0.02 + 0.001).reshape(-1, *[1] * (len(shape) - 1)).requires_grad_()
+    assert choose(w, scale) is not None
+    y = lsq_quantize(w, scale, -127, 127)
+    y.backward(grad)
+    expected = reference(w, grad, scale, 0.0, -127, 127)
+    assert w.grad is not None and scale.grad is not None and y.stride() == w.stride()
+    np.testing.assert_allclose(y.detach().numpy(), expected[0], rtol=1e-6)
+    np.testing.assert_array_equal(w.grad.numpy(), expected[1].astype(np.float32))
+    np.testing.assert_allclose(scale.grad.numpy(), expected[2], rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+def test_ties_bounds_nan_and_infinity() -> None:
+    x = torch.tensor([0.25, 0.75, -0.25, 63.5, 63.75, -64.0, -64.5, float("inf"), float("-inf"), float("nan")])
+    x.requires_grad_()
+    scale = torch.tensor(0.5, requires_grad=True)
+    y = lsq_quantize(x, scale, -128, 127)
+    y.backward(torch.ones(10))
+    assert y[:9].tolist() == [0.0, 1.0, 0.0, 63.5, 63.5, -64.0, -64.0, 63.5, -64.0] and y[9].isnan()
+    assert x.grad is not None and scale.grad is not None
+    assert x.grad.tolist() == [1, 1, 1, 1, 0, 1, 0, 0, 0, 0] and scale.grad.isnan()
+
+
+@needs_kernels
+def test_everything_else_gets_the_plain_formula() -> None:
+    scale = torch.tensor(0.5)
+    x = draw(4, 6)
+    others = [x.double(), x.bfloat16(), x[:, ::2], x[:0], torch.empty(4, 6, device="meta"), x.expand(3, 4, 6)]
+    assert [choose(other, scale) for other in others] == [None] * 6
+    assert choose(x, torch.ones(6)) is None and choose(x, torch.ones(1, 6)) is None
+    assert choose(x, scale.double()) is None and choose(x, torch.ones(4, 1), torch.ones(4, 1)) is None
+    with plain_formulas():
+        assert choose(x, scale) is None
+    assert choose(x, scale) is not None
+
+    def inside(x: Tensor) -> Tensor:
+        assert choose(x, scale) is None
+        return fake_quantize(x, scale, torch.tensor(0.0), -8, 7)
+
+    assert torch.equal(torch.func.vmap(inside)(x), fake_quantize(x, scale, torch.tensor(0.0), -8, 7))
+    doubled = torch.func.jvp(inside, (x,), (torch.ones_like(x),))[1]
+    assert set(doubled.unique().tolist()) <= {0.0, 1.0}
+
+
+@needs_kernels
+def test_second_derivatives_are_those_of_the_formula() -> None:
+    results = []
+    for plain in (False, True):
+        x, scale = draw(50).requires_grad_(), torch.tensor(0.3, requires_grad=True)
+        with plain_formulas() if plain else torch.enable_grad():
+            y = lsq_quantize(x, scale, -2, 1).square().sum()
+            first = torch.autograd.grad(y, (x, scale), create_graph=True)
+            second = torch.autograd.grad(first[0].sum() + first[1], (x, scale))
+        results.append([*first, *second])
+    for fast, formula in zip(*results, strict=True):
+        assert torch.allclose(fast, formula, rtol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("nearest", [False, True])
+def test_moments_keep_their_digits_far_from_zero(nearest: bool) -> None:
+    y = draw(6, 20, 31, 33) * 0.01 + 1000
+    if nearest:
+        y = y.to(memory_format=torch.channels_last)
+    extent = extent_of(y)
+    assert extent is not None
+    mean, variance = moments(y, extent)
+    expected = y.double().var((0, 2, 3), correction=0)
+    assert torch.allclose(mean.double(), y.double().mean((0, 2, 3)), rtol=1e-7)
+    assert torch.allclose(variance.double(), expected, rtol=1e-3)
+
+
+@needs_kernels
+def test_codes_say_whether_there_was_a_nan() -> None:
+    x = draw(1000)
+    codes, bad = quantize_codes(x, Grid(0.02, 128, 0, 255))
+    assert not bad and torch.equal(codes.float(), torch.clamp(torch.round(x / 0.02) + 128, 0, 255))
+    x[700] = float("nan")
+    assert quantize_codes(x, Grid(0.02, 128, 0, 255))[1]
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A cache of its own, and a library that is looked for anew."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler.library.cache_clear()
+    yield tmp_path / "qat" / "kernels"
+    compiler.library.cache_clear()
+
+
+@needs_kernels
+def test_the_library_is_built_once_into_a_private_folder(fresh: Path) -> None:
+    assert compiler.library() is not None
+    (built,) = fresh.iterdir()
+    assert built.suffix == ".so" and stat.S_IMODE(fresh.stat().st_mode) == 0o700
+    changed = built.stat().st_mtime_ns
+    compiler.library.cache_clear()
+    assert compiler.library() is not None and built.stat().st_mtime_ns == changed
+
+
+@needs_kernels
+def test_a_folder_that_others_can_write_to_is_not_used(fresh: Path) -> None:
+    fresh.mkdir(parents=True)
+    fresh.chmod(0o777)
+    assert compiler.library() is not None and list(fresh.iterdir()) == []
+
+
+def test_without_a_compiler_the_formula_runs_and_the_log_says_so(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    with caplog.at_level(logging.WARNING, "qat.kernels"):
+        y = lsq_quantize(torch.tensor([0.3, 9.0]), torch.tensor(0.5), -8, 7)
+    assert y.tolist() == [0.5, 3.5]
+    assert [record.message for record in caplog.records] == [
+        "no C compiler found (cc, gcc, clang or $CC): quantizers run as plain torch operations, slower"
+    ]
+
+
+def test_a_compiler_that_fails_is_named(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "false")
+    with caplog.at_level(logging.WARNING, "qat.kernels"):
+        assert compiler.library() is None
+    assert [record.message for record in caplog.records] == [
+        "the C kernels could not be built with false (it said nothing): quantizers run as plain torch operations,"
+        " slower"
+    ]
+    assert list(fresh.iterdir()) == []
+
+
+def test_the_kernels_can_be_switched_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QAT_KERNELS", "off")
+    assert choose(draw(5), torch.tensor(0.5)) is None
