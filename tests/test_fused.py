@@ -46,20 +46,21 @@ def prepared(model: nn.Module, x: Tensor, recipe: qat.QuantRecipe | None = None)
     return quantized.train()
 
 
-def results(model: nn.Module, x: Tensor, plain: bool) -> dict[str, Tensor]:
+def results(model: nn.Module, x: Tensor, plain: bool, needs_x: bool = True) -> dict[str, Tensor]:
     """Output, gradients and buffers of one training step of a copy."""
-    model, x = copy.deepcopy(model), x.clone().requires_grad_()
+    model, x = copy.deepcopy(model), x.clone().requires_grad_(needs_x)
     with plain_formulas() if plain else torch.enable_grad():
         y = model(x)
         y.square().sum().backward()
-    assert x.grad is not None
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"y": y.detach(), "x": x.grad, **gradients, **{f"{name} ": b for name, b in model.named_buffers()}}
+    assert (x.grad is not None) == needs_x
+    gradients["x"] = torch.zeros(()) if x.grad is None else x.grad
+    return {"y": y.detach(), **gradients, **{f"{name} ": b for name, b in model.named_buffers()}}
 
 
-def errors(model: nn.Module, x: Tensor) -> dict[str, float]:
+def errors(model: nn.Module, x: Tensor, needs_x: bool) -> dict[str, float]:
     """Relative to the tolerance: how far the fused step is from the formula, for everything that differs too much."""
-    formula, fast = results(model, x, plain=True), results(model, x, plain=False)
+    formula, fast = (results(model, x, plain, needs_x) for plain in (True, False))
     assert formula.keys() == fast.keys()
     found = {}
     for name, expected in formula.items():
@@ -69,12 +70,12 @@ def errors(model: nn.Module, x: Tensor) -> dict[str, float]:
     return {name: error for name, error in found.items() if not error <= 1}
 
 
-def assert_same(model: nn.Module, x: Tensor) -> None:
+def assert_same(model: nn.Module, x: Tensor, needs_x: bool = True) -> None:
     """For one of a few inputs at least: in the others one value next to a tie may fall on the next level."""
     attempts = []
     for seed in range(4):
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
-        attempts.append(errors(model, x + 0.1 * seed * noise))
+        attempts.append(errors(model, x + 0.1 * seed * noise, needs_x))
         if not attempts[-1]:
             return
     raise AssertionError(str(attempts))
@@ -107,6 +108,26 @@ def test_a_step_is_that_of_the_plain_operations(
     model = Block(act)
     assert_same(prepared(model.to(memory_format=torch.channels_last) if channels_last else model, x), x)
     assert counted.count("CodesProductFunction") == 4 * counted.count("EncodeFunction") > 0
+
+
+@pytest.mark.parametrize("grad_scale", ["sample", "relative"])
+def test_the_scale_of_an_image_learns_without_the_gradient_of_the_image(grad_scale: str) -> None:
+    """Read by a convolution, by a linear layer, by both and a sum: each finds its share of the scale's gradient."""
+
+    class Ends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.other = nn.Conv2d(3, 16, 3, 2, 1), nn.Conv2d(3, 3, 1)
+            self.norm, self.head = nn.BatchNorm2d(16), nn.Conv2d(16, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.head(F.relu(self.norm(self.conv(x)))).mean((2, 3))
+            return y + self.conv(F.relu(self.other(x) + x)).mean()
+
+    torch.manual_seed(0)
+    activation = qat.QuantSpec(signed=False, symmetric=False, grad_scale=grad_scale)  # type: ignore[arg-type]
+    for model in (Ends(), Block(), nn.Sequential(nn.Flatten(), nn.Linear(768, 8))):
+        assert_same(prepared(model, images(), qat.QuantRecipe(activation=activation)), images(), needs_x=False)
 
 
 SPECS = {

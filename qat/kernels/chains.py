@@ -51,6 +51,13 @@ def quantize_codes(x: Tensor, grid: Grid) -> tuple[Tensor, bool]:
     return codes, bool(bad)
 
 
+def step_slopes(x: Tensor, grid: Grid) -> Tensor:
+    """The derivative of every quantized value by the step."""
+    slopes = torch.empty_like(x)
+    compiled().step_slopes(address(x), address(slopes), ctypes.c_int64(x.numel()), grid, threads_for(x.numel()))
+    return slopes
+
+
 def dequantize(codes: Tensor, step: float, zero: float) -> Tensor:
     """(codes - zero) * step in float32, in the memory format of codes."""
     y = torch.empty_like(codes, dtype=torch.float32)

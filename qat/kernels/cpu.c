@@ -72,6 +72,15 @@ void fake_quantize(const float *x, float *y, i64 n, Grid g, int threads) {
   for (i64 i = 0; i < n; i++) y[i] = (code_of(x[i], g) - g.zero) * g.step;
 }
 
+/* dy/dstep of every element */
+void step_slopes(const float *restrict x, float *restrict slopes, i64 n, Grid g, int threads) {
+#pragma omp parallel for simd num_threads(threads) schedule(static)
+  for (i64 i = 0; i < n; i++) {
+    int inside;
+    slopes[i] = slope_of(x[i], g, &inside);
+  }
+}
+
 /* grad_x (NULL: not wanted); returns the sums for step in total[0] and, for a zero point, in total[1] */
 void fake_quantize_backward(const float *grad, const float *x, float *grad_x, i64 n, Grid g, double *total,
                             int threads) {

@@ -22,10 +22,20 @@ from qat.kernels.chains import (
     norm_quantize,
     norm_quantize_backward,
     norm_quantize_sums,
-    quantize_codes,
 )
-from qat.kernels.cpu import Extent, grid_gradients, is_dense, is_plain, like
-from qat.layers.codes import Codes, GridInForce, carrier_for, decode, grid_in_force, in_training, is_unwatched
+from qat.kernels.cpu import Extent, is_dense, is_plain, like
+from qat.layers.codes import (
+    Codes,
+    GridInForce,
+    carrier_for,
+    connected,
+    decode,
+    grid_in_force,
+    in_codes,
+    in_training,
+    is_unwatched,
+    quantize,
+)
 from qat.layers.first_derivative import first_derivative
 from qat.quantizer import Quantizer
 
@@ -111,32 +121,6 @@ class QuantizeChainFunction(torch.autograd.Function):
         return grad_y, ctx.force.parameter_gradient(total, scale), grad_gamma, grad_beta, *[None] * 6
 
 
-class QuantizeFunction(torch.autograd.Function):
-    """A quantizer alone, as codes; formulas as of `LSQPlusFunction`."""
-
-    @staticmethod
-    def forward(x: Tensor, scale: Tensor, force: GridInForce) -> tuple[Tensor, Tensor, bool]:
-        """Carrier, codes, and whether there was a NaN."""
-        codes, bad = quantize_codes(x, force.grid)
-        return carrier_for(codes), codes, bad
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, bool]) -> None:
-        """The input; the codes are the reader's to keep."""
-        ctx.save_for_backward(*inputs[:2])
-        ctx.force = inputs[2]
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
-        """One pass."""
-        x, scale = ctx.saved_tensors
-        grad_x, total, _ = grid_gradients(like(grad, x), x, ctx.force.grid, ctx.needs_input_grad[0])
-        return grad_x, ctx.force.parameter_gradient(total, scale), None
-
-
 class AddQuantizeFunction(torch.autograd.Function):
     """Sum of two quantized tensors -> clip -> quantizer, all of them codes."""
 
@@ -185,14 +169,13 @@ def quantize_chain(
     if ready and clip.is_unwatched():
         if norm is None and not clip.clips:
             if is_dense(y):
-                force = grid_in_force(quantizer, y)
-                return _wrap(QuantizeFunction.apply(y, quantizer.scale, force), force)
+                return quantize(y, quantizer)
         elif (extent := extent_of(y)) is not None and (norm is None or _is_simple(norm, y)):
             force = grid_in_force(quantizer, y)
             numbers = _constants(extent) if norm is None else _statistics(norm, y, extent)
             chain = Chain(force.grid, floor, ceiling)
-            made = QuantizeChainFunction.apply(y, quantizer.scale, *numbers[:4], extent, chain, force, numbers[4])
-            return _wrap(made, force)
+            made: Any = QuantizeChainFunction.apply(y, quantizer.scale, *numbers[:4], extent, chain, force, numbers[4])
+            return in_codes(made, force)
     z: Tensor = quantizer(clip(y if norm is None else norm(y)))
     return z
 
@@ -207,19 +190,15 @@ def quantize_sum(
         isinstance(a, Codes) and isinstance(b, Codes) and a.shape == b.shape and a.codes.stride() == b.codes.stride()
         and in_training(quantizer) and clip.is_unwatched()
     ):  # fmt: skip
+        a, b = connected(a), connected(b)
         force = grid_in_force(quantizer, a.codes)
         steps = (a.step, a.zero, b.step, b.zero)
-        made = AddQuantizeFunction.apply(
+        made: Any = AddQuantizeFunction.apply(
             a.carrier, b.carrier, quantizer.scale, a.codes, b.codes, steps, Chain(force.grid, floor, ceiling), force
         )
-        return _wrap(made, force)
+        return in_codes(made, force)
     z: Tensor = quantizer(clip(decode(a) + decode(b)))
     return z
-
-
-def _wrap(made: tuple[Tensor, Tensor, bool], force: GridInForce) -> Codes:
-    carrier, codes, bad = made
-    return Codes(codes, carrier, math.nan if bad else force.grid.step, force.grid.zero)
 
 
 def _is_simple(norm: nn.Module, y: Tensor) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from qat.kernels.chains import dequantize, quantize_codes
-from qat.kernels.cpu import Grid, is_dense, is_plain
+from qat.kernels.cpu import Grid, grid_gradients, is_dense, is_plain, like
+from qat.layers.first_derivative import first_derivative
 from qat.quantizer import Quantizer
 from qat.quantizer.lsq import LSQQuantizer
 
@@ -41,6 +42,19 @@ class GridInForce:
 
 
 @dataclass(frozen=True)
+class Source:
+    """A tensor that needs no gradient itself, quantized with a scale that learns.
+
+    Its readers find the scale's gradient without that of the tensor, which for an image is the dearest of all: that of
+    a convolution at full resolution.
+    """
+
+    x: Tensor
+    scale: Tensor
+    force: GridInForce
+
+
+@dataclass(frozen=True)
 class Codes:
     """A quantized tensor: (codes - zero) * step.
 
@@ -48,12 +62,14 @@ class Codes:
         codes: uint8.
         carrier: float32 of the same shape, which stands for the tensor in autograd and holds no values.
         step, zero: of the grid, zero shifted as the codes are; step is NaN if there was a NaN among the values.
+        source: of an input of the model, what it was made of; the carrier is then not connected to the scale.
     """
 
     codes: Tensor
     carrier: Tensor
     step: float
     zero: float
+    source: "Source | None" = None
 
     @property
     def shape(self) -> torch.Size:
@@ -106,6 +122,32 @@ def carrier_for(codes: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.float32).expand(codes.shape)
 
 
+class QuantizeFunction(torch.autograd.Function):
+    """A quantizer alone, as codes; formulas as of `LSQPlusFunction`."""
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor, force: GridInForce) -> tuple[Tensor, Tensor, bool]:
+        """Carrier, codes, and whether there was a NaN."""
+        codes, bad = quantize_codes(x, force.grid)
+        return carrier_for(codes), codes, bad
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, bool]) -> None:
+        """The input; the codes are the reader's to keep."""
+        ctx.save_for_backward(*inputs[:2])
+        ctx.force = inputs[2]
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        """One pass."""
+        x, scale = ctx.saved_tensors
+        grad_x, total, _ = grid_gradients(like(grad, x), x, ctx.force.grid, ctx.needs_input_grad[0])
+        return grad_x, ctx.force.parameter_gradient(total, scale), None
+
+
 class DecodeFunction(torch.autograd.Function):
     """Codes as the float tensor that they stand for.
 
@@ -153,10 +195,33 @@ class EncodeFunction(torch.autograd.Function):
         return grad, None
 
 
+def quantize(x: Tensor, quantizer: Quantizer) -> Codes:
+    """The quantizer's codes of a dense float32 tensor."""
+    force = grid_in_force(quantizer, x)
+    if x.requires_grad or not quantizer.scale.requires_grad:
+        return in_codes(QuantizeFunction.apply(x, quantizer.scale, force), force)
+    codes, bad = quantize_codes(x, force.grid)
+    return in_codes((carrier_for(codes), codes, bad), force, Source(x, quantizer.scale, force))
+
+
+def in_codes(made: tuple[Tensor, Tensor, bool], force: GridInForce, source: Source | None = None) -> Codes:
+    """What a Function made (carrier, codes, whether there was a NaN) on this grid."""
+    carrier, codes, bad = made
+    return Codes(codes, carrier, math.nan if bad else force.grid.step, force.grid.zero, source)
+
+
+def connected(x: Codes) -> Codes:
+    """The same with a carrier through which the scale gets its gradient, for readers who cannot find it themselves."""
+    if x.source is None:
+        return x
+    return in_codes(QuantizeFunction.apply(x.source.x, x.source.scale, x.source.force), x.source.force)
+
+
 def decode(x: Codes | Tensor) -> Tensor:
     """The float tensor; a tensor is one already."""
     if isinstance(x, Tensor):
         return x
+    x = connected(x)
     y: Tensor = DecodeFunction.apply(x.carrier, x.codes, x.step, x.zero)
     return y
 
@@ -174,5 +239,4 @@ def encode(x: Codes | Tensor, quantizer: Quantizer, *dropouts: Any) -> Codes | T
     if any(dropout.training and dropout.p > 0 for dropout in dropouts):
         return x
     force = grid_in_force(quantizer, x)
-    carrier, codes, bad = EncodeFunction.apply(x, force.grid)
-    return Codes(codes, carrier, math.nan if bad else force.grid.step, force.grid.zero)
+    return in_codes(EncodeFunction.apply(x, force.grid), force)

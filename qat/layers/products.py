@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.kernels import products
-from qat.kernels.chains import dequantize
+from qat.kernels.chains import dequantize, step_slopes
 from qat.kernels.cpu import is_plain, like, quantize_rows, quantize_rows_backward, rows_of
 from qat.layers.base import QuantLayer
-from qat.layers.codes import Codes, decode, in_training, is_unwatched
+from qat.layers.codes import Codes, GridInForce, decode, in_training, is_unwatched
 from qat.layers.conv import QuantConvolution
 from qat.layers.first_derivative import first_derivative
 from qat.layers.function import CONVOLUTIONS, QuantFunction
@@ -34,15 +34,15 @@ class Geometry:
     dilation: tuple[int, ...] = ()
     groups: int = 1
 
-    def pays_in_integers(self, x: tuple[int, ...], weight: tuple[int, ...]) -> bool:
+    def pays_in_integers(self, x: tuple[int, ...], weight: tuple[int, ...], zero: float) -> bool:
         """A rule, not a measurement, so that a resumed run computes as the first did."""
-        if self.groups != 1 or (self.stride and len(self.stride) != 2):
+        if self.groups != 1 or (self.stride and len(self.stride) != 2) or math.prod(weight[1:]) < FEWEST_INPUTS:
             return False
-        rows = math.prod(x[:-1])
-        if self.stride:
-            rows = x[0] * math.prod(size // step for size, step in zip(x[2:], self.stride, strict=True))
-        # Packing the weight costs as much as a few hundred rows of the product.
-        return rows >= FEWEST_ROWS and math.prod(weight[1:]) >= FEWEST_INPUTS
+        if not self.stride:
+            return math.prod(x[:-1]) >= FEWEST_ROWS
+        rows = x[0] * math.prod(size // step for size, step in zip(x[2:], self.stride, strict=True))
+        quickly_packed = zero == 0 or math.prod(weight[2:]) == 1
+        return rows >= (FEWEST_ROWS_QUICKLY_PACKED if quickly_packed else FEWEST_ROWS)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """In float."""
@@ -79,8 +79,11 @@ class Geometry:
         )
 
 
-FEWEST_ROWS, FEWEST_INPUTS = 512, 16
-"""Below these, packing an int8 weight takes longer than multiplying by it saves."""
+FEWEST_ROWS, FEWEST_ROWS_QUICKLY_PACKED = 512, 160
+"""With fewer rows, packing an int8 weight takes longer than multiplying by it saves. oneDNN packs three times as fast
+where it need not sum the weight up for a zero point."""
+
+FEWEST_INPUTS = 16
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,42 @@ class CodesProductFunction(torch.autograd.Function):
         return grad_x, grad_weight, grad_scale, grad_bias, *[None] * 7
 
 
+class InputScaleFunction(torch.autograd.Function):
+    """The product itself, with the gradient of its input's scale, for an input that needs no gradient.
+
+    Forward:    y
+    Backward:   dy = grad;    dscale = sum(grad * product(dx/dscale, weight))
+
+    A product is linear, so the scale's derivative goes forward through it: one more product instead of the gradient of
+    the input.
+    """
+
+    @staticmethod
+    def forward(
+        y: Tensor, scale: Tensor, x: Tensor, weight: Tensor, steps: Tensor, force: GridInForce, geometry: Geometry,
+        grid: WeightGrid,
+    ) -> Tensor:  # fmt: skip
+        """A view: nothing is computed."""
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """The input and the parameters."""
+        ctx.save_for_backward(*inputs[1:5])
+        ctx.force, ctx.geometry, ctx.grid = inputs[5:]
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The product of the slopes with the weight on its grid."""
+        scale, x, weight, steps = ctx.saved_tensors
+        values = torch.empty_like(weight)
+        quantize_rows(weight, steps, ctx.grid.low, ctx.grid.high, values=values)
+        derivative = ctx.geometry.multiply(step_slopes(x, ctx.force.grid), values, None)
+        total = (grad * derivative).sum(dtype=torch.float64).item()
+        return grad, ctx.force.parameter_gradient(total, scale), *[None] * 6
+
+
 def multiply(layer: QuantLayer, x: Codes | Tensor, grid: Quantizer, *operands: Tensor | None) -> Tensor:
     """layer(x, *operands, grid=grid) without a norm, on codes where kernels apply.
 
@@ -170,11 +209,17 @@ def multiply(layer: QuantLayer, x: Codes | Tensor, grid: Quantizer, *operands: T
     steps = _steps_in_force(quantizer)
     spec = quantizer.spec
     factor = quantizer.gradient_factor(weight)
-    in_integers = geometry.pays_in_integers(x.shape, weight.shape) and products.are_exact()
+    in_integers = geometry.pays_in_integers(x.shape, weight.shape, x.zero) and products.are_exact()
+    weight_grid = WeightGrid(spec.qmin, spec.qmax, factor, quantizer.relative_steps)
     y = CodesProductFunction.apply(
         x.carrier, weight, quantizer.scale, bias, x.codes, steps, quantizer.smallest_scale, (x.step, x.zero), geometry,
-        WeightGrid(spec.qmin, spec.qmax, factor, quantizer.relative_steps), in_integers,
+        weight_grid, in_integers,
     )  # fmt: skip
+    if x.source is not None and torch.is_grad_enabled():
+        source = x.source
+        y = InputScaleFunction.apply(
+            y, source.scale, source.x, weight.detach(), steps, source.force, geometry, weight_grid
+        )
     return y
 
 
