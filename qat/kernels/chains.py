@@ -58,6 +58,13 @@ def step_slopes(x: Tensor, grid: Grid) -> Tensor:
     return slopes
 
 
+def dot(a: Tensor, b: Tensor) -> float:
+    """The sum of a * b, both of the same memory format, in float64 over short float32 sums."""
+    function = compiled().dot
+    function.restype = ctypes.c_double
+    return float(function(address(a), address(b), ctypes.c_int64(a.numel()), threads_for(a.numel())))
+
+
 def dequantize(codes: Tensor, step: float, zero: float) -> Tensor:
     """(codes - zero) * step in float32, in the memory format of codes."""
     y = torch.empty_like(codes, dtype=torch.float32)

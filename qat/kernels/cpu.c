@@ -17,6 +17,7 @@
 
 #define CHUNK 4096 /* elements of a short float sum */
 #define ROWS 64    /* rows of one, where channels lie innermost */
+#define WIDE 512   /* shorter rows of channels are taken several at a time */
 typedef int64_t i64;
 
 typedef struct {
@@ -113,6 +114,19 @@ void fake_quantize_backward(const float *grad, const float *x, float *grad_x, i6
   }
   total[0] = sum;
   total[1] = sum_out;
+}
+
+double dot(const float *a, const float *b, i64 n, int threads) {
+  double sum = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
+  for (i64 start = 0; start < n; start += CHUNK) {
+    const i64 end = start + CHUNK < n ? start + CHUNK : n;
+    float part = 0;
+#pragma omp simd reduction(+ : part)
+    for (i64 i = start; i < end; i++) part += a[i] * b[i];
+    sum += part;
+  }
+  return sum;
 }
 
 /* ---- per channel: weights with the channel on the first axis, `inner` elements each, symmetric ---- */
@@ -227,39 +241,66 @@ typedef struct {
   i64 outer, channels, inner;
 } Shape;
 
+/* Channels innermost: rows of few channels are joined to rows of `width`, and what belongs to a channel is repeated. */
+typedef struct {
+  i64 width, rows; /* the last row may be shorter */
+} Joined;
+
+static Joined joined(Shape s) {
+  const i64 several = s.channels < WIDE ? WIDE / s.channels : 1, width = s.channels * several;
+  const Joined j = {width, (s.outer * s.channels + width - 1) / width};
+  return j;
+}
+
+static i64 length_of(Joined j, Shape s, i64 row) {
+  const i64 left = s.outer * s.channels - row * j.width;
+  return left < j.width ? left : j.width;
+}
+
+static float *repeated(float *to, const float *values, i64 channels, i64 width) {
+  for (i64 i = 0; i < width; i += channels) memcpy(to + i, values, channels * sizeof(float));
+  return to;
+}
+
+static void moments_row(const float *restrict y, const float *restrict center, float *restrict sums,
+                        float *restrict squares, i64 n) {
+#pragma omp simd
+  for (i64 c = 0; c < n; c++) {
+    const float d = y[c] - center[c];
+    sums[c] += d;
+    squares[c] += d * d;
+  }
+}
+
 /* sums of y - shift and of its square, shift being the channel's first value: one pass, and no cancellation to speak of */
 void moments(const float *y, Shape s, double *sums, double *squares, float *shift, int threads) {
   for (i64 c = 0; c < s.channels; c++) shift[c] = y[c * s.inner];
   if (s.inner == 1) {
-    const i64 blocks = (s.outer + ROWS - 1) / ROWS;
-    double *partial = calloc((size_t)threads * 2 * s.channels, sizeof(double));
+    const Joined j = joined(s);
+    const i64 w = j.width, block = ROWS * s.channels / w > 0 ? ROWS * s.channels / w + 1 : 1;
+    const i64 blocks = (j.rows + block - 1) / block;
+    double *partial = calloc((size_t)threads * 2 * w, sizeof(double));
+    float *center = repeated(malloc(w * sizeof(float)), shift, s.channels, w);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int t = 0; t < threads; t++) {
-      double *first = partial + (i64)t * 2 * s.channels, *second = first + s.channels;
-      float *short_sums = malloc(2 * s.channels * sizeof(float)), *short_squares = short_sums + s.channels;
+      double *total = partial + (i64)t * 2 * w;
+      float *sum = malloc(2 * w * sizeof(float));
       for (i64 k = blocks * t / threads; k < blocks * (t + 1) / threads; k++) {
-        const i64 end = (k + 1) * ROWS < s.outer ? (k + 1) * ROWS : s.outer;
-        memset(short_sums, 0, 2 * s.channels * sizeof(float));
-        for (i64 r = k * ROWS; r < end; r++) {
-          const float *row = y + r * s.channels;
-#pragma omp simd
-          for (i64 c = 0; c < s.channels; c++) {
-            const float d = row[c] - shift[c];
-            short_sums[c] += d;
-            short_squares[c] += d * d;
-          }
-        }
-        for (i64 c = 0; c < s.channels; c++) first[c] += short_sums[c], second[c] += short_squares[c];
+        memset(sum, 0, 2 * w * sizeof(float));
+        for (i64 r = k * block; r < (k + 1) * block && r < j.rows; r++)
+          moments_row(y + r * w, center, sum, sum + w, length_of(j, s, r));
+        for (i64 c = 0; c < 2 * w; c++) total[c] += sum[c];
       }
-      free(short_sums);
+      free(sum);
     }
     memset(sums, 0, s.channels * sizeof(double));
     memset(squares, 0, s.channels * sizeof(double));
     for (int t = 0; t < threads; t++)
-      for (i64 c = 0; c < s.channels; c++) {
-        sums[c] += partial[(i64)t * 2 * s.channels + c];
-        squares[c] += partial[((i64)t * 2 + 1) * s.channels + c];
+      for (i64 c = 0; c < w; c++) {
+        sums[c % s.channels] += partial[(i64)t * 2 * w + c];
+        squares[c % s.channels] += partial[((i64)t * 2 + 1) * w + c];
       }
+    free(center);
     free(partial);
     return;
   }
@@ -315,9 +356,14 @@ int norm_quantize(const float *y, uint8_t *codes, Shape s, const float *alpha, c
   float bad = 0;
   const i64 channels = s.channels, inner = s.inner;
   if (inner == 1) {
+    const Joined j = joined(s);
+    const i64 w = j.width;
+    float *a = malloc(2 * w * sizeof(float)), *b = repeated(a + w, beta, channels, w);
+    repeated(a, alpha, channels, w);
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
-    for (i64 r = 0; r < s.outer; r++)
-      bad += norm_row(y + r * channels, codes + r * channels, channels, alpha, beta, g, floor, ceiling);
+    for (i64 r = 0; r < j.rows; r++)
+      bad += norm_row(y + r * w, codes + r * w, length_of(j, s, r), a, b, g, floor, ceiling);
+    free(a);
     return bad != bad;
   }
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
@@ -337,44 +383,55 @@ static inline float masked(float grad, float y, float a, float b, Grid g, float 
   return z < ceiling ? grad : 0;
 }
 
+static void sums_row(const float *restrict grad, const float *restrict y, const float *restrict alpha,
+                     const float *restrict beta, const float *restrict mean, float *restrict sums,
+                     float *restrict products, float *restrict slopes, i64 n, Grid g, float floor, float ceiling) {
+#pragma omp simd
+  for (i64 c = 0; c < n; c++) {
+    float slope;
+    const float m = masked(grad[c], y[c], alpha[c], beta[c], g, floor, ceiling, &slope);
+    sums[c] += m;
+    products[c] += m * (y[c] - mean[c]);
+    slopes[c] += grad[c] * slope;
+  }
+}
+
 /* per channel: the sums of the masked gradient and of its product with y - mean; total[0]: the sum for the step */
 void norm_quantize_sums(const float *grad, const float *y, Shape s, const float *mean, const float *alpha,
                         const float *beta, Grid g, float floor, float ceiling, double *sums, double *products,
                         double *total, int threads) {
   double all = 0;
   if (s.inner == 1) {
-    const i64 blocks = (s.outer + ROWS - 1) / ROWS, wide = 3 * s.channels;
-    double *partial = calloc((size_t)threads * wide, sizeof(double));
+    const Joined j = joined(s);
+    const i64 w = j.width, block = ROWS * s.channels / w > 0 ? ROWS * s.channels / w + 1 : 1;
+    const i64 blocks = (j.rows + block - 1) / block;
+    double *partial = calloc((size_t)threads * 3 * w, sizeof(double));
+    float *a = malloc(3 * w * sizeof(float)), *b = repeated(a + w, beta, s.channels, w);
+    float *center = repeated(b + w, mean, s.channels, w);
+    repeated(a, alpha, s.channels, w);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int t = 0; t < threads; t++) {
-      double *first = partial + t * wide, *second = first + s.channels, *third = second + s.channels;
-      float *a = malloc(wide * sizeof(float)), *b = a + s.channels, *d = b + s.channels;
+      double *into = partial + (i64)t * 3 * w;
+      float *sum = malloc(3 * w * sizeof(float));
       for (i64 k = blocks * t / threads; k < blocks * (t + 1) / threads; k++) {
-        const i64 end = (k + 1) * ROWS < s.outer ? (k + 1) * ROWS : s.outer;
-        memset(a, 0, wide * sizeof(float));
-        for (i64 r = k * ROWS; r < end; r++) {
-          const float *row = y + r * s.channels, *from = grad + r * s.channels;
-#pragma omp simd
-          for (i64 c = 0; c < s.channels; c++) {
-            float slope;
-            const float m = masked(from[c], row[c], alpha[c], beta[c], g, floor, ceiling, &slope);
-            a[c] += m;
-            b[c] += m * (row[c] - mean[c]);
-            d[c] += from[c] * slope;
-          }
-        }
-        for (i64 c = 0; c < s.channels; c++) first[c] += a[c], second[c] += b[c], third[c] += d[c];
+        memset(sum, 0, 3 * w * sizeof(float));
+        for (i64 r = k * block; r < (k + 1) * block && r < j.rows; r++)
+          sums_row(grad + r * w, y + r * w, a, b, center, sum, sum + w, sum + 2 * w, length_of(j, s, r), g, floor,
+                   ceiling);
+        for (i64 c = 0; c < 3 * w; c++) into[c] += sum[c];
       }
-      free(a);
+      free(sum);
     }
-    for (i64 c = 0; c < s.channels; c++) {
-      sums[c] = products[c] = 0;
-      for (int t = 0; t < threads; t++) {
-        sums[c] += partial[t * wide + c];
-        products[c] += partial[t * wide + s.channels + c];
-        all += partial[t * wide + 2 * s.channels + c];
+    memset(sums, 0, s.channels * sizeof(double));
+    memset(products, 0, s.channels * sizeof(double));
+    for (int t = 0; t < threads; t++)
+      for (i64 c = 0; c < w; c++) {
+        const double *from = partial + (i64)t * 3 * w + c;
+        sums[c % s.channels] += from[0];
+        products[c % s.channels] += from[w];
+        all += from[2 * w];
       }
-    }
+    free(a);
     free(partial);
     total[0] = all;
     return;
@@ -406,22 +463,32 @@ void norm_quantize_sums(const float *grad, const float *y, Shape s, const float 
   total[0] = all;
 }
 
+static void backward_row(const float *restrict grad, const float *restrict y, float *restrict grad_y,
+                         const float *restrict alpha, const float *restrict beta, const float *restrict mean,
+                         const float *restrict offset, const float *restrict factor, i64 n, Grid g, float floor,
+                         float ceiling) {
+#pragma omp simd
+  for (i64 c = 0; c < n; c++) {
+    float slope;
+    const float m = masked(grad[c], y[c], alpha[c], beta[c], g, floor, ceiling, &slope);
+    grad_y[c] = alpha[c] * (m - offset[c] - (y[c] - mean[c]) * factor[c]);
+  }
+}
+
 /* grad_y = alpha * (masked - offset - (y - mean) * factor); offset and factor are 0 for statistics that are fixed */
 void norm_quantize_backward(const float *grad, const float *y, float *grad_y, Shape s, const float *mean,
                             const float *alpha, const float *beta, Grid g, float floor, float ceiling,
                             const float *offset, const float *factor, int threads) {
   if (s.inner == 1) {
+    const Joined j = joined(s);
+    const i64 w = j.width, n = s.channels;
+    float *a = malloc(5 * w * sizeof(float)), *b = repeated(a + w, beta, n, w), *mu = repeated(b + w, mean, n, w);
+    float *o = repeated(mu + w, offset, n, w), *f = repeated(o + w, factor, n, w);
+    repeated(a, alpha, n, w);
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (i64 r = 0; r < s.outer; r++) {
-      const float *row = y + r * s.channels, *from = grad + r * s.channels;
-      float *out = grad_y + r * s.channels;
-#pragma omp simd
-      for (i64 c = 0; c < s.channels; c++) {
-        float slope;
-        const float m = masked(from[c], row[c], alpha[c], beta[c], g, floor, ceiling, &slope);
-        out[c] = alpha[c] * (m - offset[c] - (row[c] - mean[c]) * factor[c]);
-      }
-    }
+    for (i64 r = 0; r < j.rows; r++)
+      backward_row(grad + r * w, y + r * w, grad_y + r * w, a, b, mu, o, f, length_of(j, s, r), g, floor, ceiling);
+    free(a);
     return;
   }
 #pragma omp parallel for num_threads(threads) schedule(static)

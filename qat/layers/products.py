@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.kernels import products
-from qat.kernels.chains import dequantize, step_slopes
+from qat.kernels.chains import dequantize, dot, step_slopes
 from qat.kernels.cpu import is_plain, like, quantize_rows, quantize_rows_backward, rows_of
 from qat.layers.base import QuantLayer
 from qat.layers.codes import Codes, GridInForce, decode, in_training, is_unwatched
@@ -40,7 +40,11 @@ class Geometry:
             return False
         if not self.stride:
             return math.prod(x[:-1]) >= FEWEST_ROWS
-        rows = x[0] * math.prod(size // step for size, step in zip(x[2:], self.stride, strict=True))
+        rows = x[0]
+        for size, kernel, step, pad, spread in zip(
+            x[2:], weight[2:], self.stride, self.padding, self.dilation, strict=True
+        ):
+            rows *= max((size + 2 * pad - spread * (kernel - 1) - 1) // step + 1, 0)
         quickly_packed = zero == 0 or math.prod(weight[2:]) == 1
         return rows >= (FEWEST_ROWS_QUICKLY_PACKED if quickly_packed else FEWEST_ROWS)
 
@@ -182,7 +186,7 @@ class InputScaleFunction(torch.autograd.Function):
         values = torch.empty_like(weight)
         quantize_rows(weight, steps, ctx.grid.low, ctx.grid.high, values=values)
         derivative = ctx.geometry.multiply(step_slopes(x, ctx.force.grid), values, None)
-        total = (grad * derivative).sum(dtype=torch.float64).item()
+        total = dot(like(grad, derivative), derivative)
         return grad, ctx.force.parameter_gradient(total, scale), *[None] * 6
 
 
