@@ -49,13 +49,10 @@ def linear(codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tenso
         steps: (outputs,), of weight.
         bias: (outputs,) or None.
     """
-    ops = torch.ops.onednn
-    zeros = torch.zeros(steps.numel(), dtype=torch.int32)
-    packed = ops.qlinear_prepack(weight, None)
-    y: Tensor = ops.qlinear_pointwise(
-        codes, step, int(zero), packed, steps, zeros, bias, 1.0, 0, torch.float32, "none", [], ""
-    )
-    return y
+    # As a 1x1 convolution over an image of one column: its weight packs four times as fast as a matrix.
+    rows = codes.reshape(1, -1, 1, codes.shape[-1]).permute(0, 3, 1, 2)
+    y = convolution(rows, step, zero, weight[:, :, None, None], steps, bias, [1, 1], [0, 0], [1, 1], 1)
+    return y.permute(0, 2, 3, 1).reshape(*codes.shape[:-1], steps.numel())
 
 
 @functools.cache

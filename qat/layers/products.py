@@ -39,7 +39,7 @@ class Geometry:
         if self.groups != 1 or (self.stride and len(self.stride) != 2) or math.prod(weight[1:]) < FEWEST_INPUTS:
             return False
         if not self.stride:
-            return math.prod(x[:-1]) >= FEWEST_ROWS
+            return math.prod(x[:-1]) >= FEWEST_ROWS_QUICKLY_PACKED
         rows = x[0]
         for size, kernel, step, pad, spread in zip(
             x[2:], weight[2:], self.stride, self.padding, self.dilation, strict=True
