@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
-from qat.kernels import compiler, plain_formulas
+from qat.kernels import compiler, float_products, plain_formulas, products
 from qat.layers.codes import Codes, EncodeFunction
 from qat.layers.products import CodesProductFunction
 from qat.preparation.fused_graph import fused_forward
@@ -315,6 +316,41 @@ def test_a_linear_layer_reads_rows(counted: list[str]) -> None:
     x = torch.randn(40, 20, 64)
     assert_same(prepared(model, x), x)
     assert counted and counted.count("CodesProductFunction") == len(counted)
+
+
+def test_products_in_float_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The integer product differs from the float one by rounding only, and is left alone where that is asked for."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8))
+    x = torch.randn(400, 64)
+    quantized = prepared(model, x)
+    calls: list[tuple[int, ...]] = []
+    original = products.linear
+
+    def linear(codes: Tensor, *rest: Any) -> Tensor:
+        calls.append(tuple(codes.shape))
+        return original(codes, *rest)
+
+    monkeypatch.setattr(products, "linear", linear)
+    with float_products():
+        in_float = quantized(x)
+    assert calls == []
+    in_integers = quantized(x)
+    assert calls == ([(400, 64), (400, 48)] if products.are_exact() else [])
+    assert torch.allclose(in_float, in_integers, rtol=1e-5, atol=1e-6)
+
+
+def test_where_integers_are_wrong_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor without VNNI, whose sums saturate."""
+    products.are_exact.cache_clear()
+    original = products.convolution
+    monkeypatch.setattr(products, "convolution", lambda *operands: original(*operands).clamp(-100000, 100000))
+    assert not products.are_exact()
+    x = torch.randn(400, 64)
+    model = prepared(nn.Sequential(nn.Linear(64, 8)), x)
+    monkeypatch.setattr(products, "convolution", lambda *operands: pytest.fail("multiplied in integers"))
+    assert model(x).isfinite().all()
+    products.are_exact.cache_clear()
 
 
 def test_codes_know_their_shape() -> None:

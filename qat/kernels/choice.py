@@ -34,6 +34,24 @@ def plain_formulas() -> Iterator[None]:
         _plain.reset(token)
 
 
+_in_float: ContextVar[bool] = ContextVar("float_products", default=False)
+
+
+@contextmanager
+def float_products() -> Iterator[None]:
+    """A context in which training multiplies in float, on the same grids, also where integers would be faster."""
+    token = _in_float.set(True)
+    try:
+        yield
+    finally:
+        _in_float.reset(token)
+
+
+def in_integers() -> bool:
+    """Whether products may be computed in integers here."""
+    return not _in_float.get()
+
+
 def plain_here() -> bool:
     """Whether only plain operations will do: asked for, or something other than autograd looks at every operation."""
     return (

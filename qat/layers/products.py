@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qat.kernels import in_integers as integers_allowed
 from qat.kernels import products
 from qat.kernels.chains import dequantize, dot, step_slopes
 from qat.kernels.cpu import is_plain, like, quantize_rows, quantize_rows_backward, rows_of
@@ -213,7 +214,8 @@ def multiply(layer: QuantLayer, x: Codes | Tensor, grid: Quantizer, *operands: T
     steps = _steps_in_force(quantizer)
     spec = quantizer.spec
     factor = quantizer.gradient_factor(weight)
-    in_integers = geometry.pays_in_integers(x.shape, weight.shape, x.zero) and products.are_exact()
+    pays = integers_allowed() and geometry.pays_in_integers(x.shape, weight.shape, x.zero)
+    in_integers = pays and products.are_exact()
     weight_grid = WeightGrid(spec.qmin, spec.qmax, factor, quantizer.relative_steps)
     y = CodesProductFunction.apply(
         x.carrier, weight, quantizer.scale, bias, x.codes, steps, quantizer.smallest_scale, (x.step, x.zero), geometry,

@@ -207,6 +207,11 @@ class RunConfig(Section):
     """Mixed precision of the training steps; fp16 with a gradient scaler (CUDA only)."""
     channels_last: bool = True
     """Memory format of images and convolutions; faster on current CPUs and tensor cores."""
+    integer_forward: Literal["auto", "off"] = "auto"
+    """`auto`: the training forward multiplies integers where the processor does so exactly and it is faster (CPUs with
+    VNNI; see docs/speed.md); `off`: in float on the same grids, as everywhere else."""
+    compile: bool = False
+    """Train through torch.compile: a minute or more for the first step, and kernels of torch's own for all steps."""
     log_every: Count = 10
     """Training steps between two points of the curves: the only host-device synchronisation of a step."""
     model: ModelConfig = ModelConfig()

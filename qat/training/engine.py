@@ -1,13 +1,16 @@
 """The training loop of one stage. Steps stay on the device; the host reads their numbers once in `log_every` steps."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from qat.kernels import float_products
 from qat.training.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
 from qat.training.config import QATStageConfig
 from qat.training.curves import Meter, log_epoch, log_window
@@ -35,6 +38,7 @@ class _Machinery:
         self.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.amp == "fp16")
         self.ema = None if run.stage.ema_decay is None else EMA(run.model, run.stage.ema_decay)
         self.rules = RuleSchedule(run.model)
+        self.forward: Callable[[Tensor], Any] = torch.compile(run.model) if run.config.compile else run.model
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.best_top1 = -1.0
 
@@ -136,7 +140,7 @@ def _train_epoch(run: StageRun, machinery: _Machinery, epoch: int) -> Meter:
 
 def _train_step(run: StageRun, machinery: _Machinery, images: Tensor, labels: Tensor) -> Tensor:
     """One optimizer step; returns (loss, correct predictions, gradient norm) on the device."""
-    loss, logits = _loss_of(run, (images, labels))
+    loss, logits = _loss_of(run, (images, labels), machinery.forward)
     total = machinery.rules.with_penalty(loss)
     machinery.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
     norm = torch.zeros_like(loss)
@@ -155,11 +159,14 @@ def _train_step(run: StageRun, machinery: _Machinery, images: Tensor, labels: Te
     return torch.stack((shown, correct.to(loss.dtype), norm.to(loss.dtype)))
 
 
-def _loss_of(run: StageRun, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The loss of a batch, auxiliary classifiers included, and the logits."""
+def _loss_of(
+    run: StageRun, batch: tuple[Tensor, Tensor], forward: Callable[[Tensor], Any] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The loss of a batch, auxiliary classifiers included, and the logits; forward is the model's, maybe compiled."""
     images, labels = batch
-    with autocast(run.device, run.config.amp):
-        output = run.model(images)
+    products = float_products() if run.config.integer_forward == "off" else nullcontext()
+    with autocast(run.device, run.config.amp), products:
+        output = (forward or run.model)(images)
     logits, auxiliary = split_output(output, len(labels))
     smoothing = run.stage.label_smoothing
     loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing)
