@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize
 from qat.kernels import choose, compiler, plain_formulas
-from qat.kernels.chains import extent_of, moments, quantize_codes
+from qat.kernels.chains import extent_of, quantize_codes, statistics
 from qat.kernels.cpu import Grid
 
 needs_kernels = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
@@ -146,10 +146,13 @@ def test_moments_keep_their_digits_far_from_zero(nearest: bool) -> None:
         y = y.to(memory_format=torch.channels_last)
     extent = extent_of(y)
     assert extent is not None
-    mean, variance = moments(y, extent)
+    running = torch.zeros(20), torch.ones(20)
+    mean, inverse = statistics(y, extent, 1e-9, running, 0.25)
     expected = y.double().var((0, 2, 3), correction=0)
     assert torch.allclose(mean.double(), y.double().mean((0, 2, 3)), rtol=1e-7)
-    assert torch.allclose(variance.double(), expected, rtol=1e-3)
+    assert torch.allclose(inverse.double(), (expected + 1e-9).rsqrt(), rtol=1e-3)
+    assert torch.allclose(running[0].double(), mean.double() / 4, rtol=1e-6)
+    assert torch.allclose(running[1].double(), 0.75 + y.double().var((0, 2, 3)) / 4, rtol=1e-6)
 
 
 @needs_kernels

@@ -34,14 +34,25 @@ def extent_of(y: Tensor) -> Extent | None:
     return Extent(y.numel() // channels, channels, 1) if y.is_contiguous(memory_format=nearest) else None
 
 
-def moments(y: Tensor, extent: Extent) -> tuple[Tensor, Tensor]:
-    """Mean and (biased) variance of every channel, summed in float64."""
-    sums, squares = torch.empty(2, extent.channels, dtype=torch.float64)
-    shift = torch.empty(extent.channels)
-    compiled().moments(address(y), extent, address(sums), address(squares), address(shift), threads_for(y.numel()))
-    offset = sums / (extent.outer * extent.inner)
-    variance = (squares / (extent.outer * extent.inner) - offset.square()).clamp_(min=0)
-    return (offset + shift).float(), variance.float()
+def statistics(
+    y: Tensor, extent: Extent, eps: float, running: tuple[Tensor, Tensor] | None = None, share: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Mean and 1 / sqrt(variance + eps) of every channel, summed in float64.
+
+    Args:
+        y: the tensor.
+        extent: its channels.
+        eps: of the norm.
+        running: mean and variance that are moved towards the batch's (the unbiased one) by `share`, in place.
+        share: the momentum.
+    """
+    mean, inverse = torch.empty(extent.channels), torch.empty(extent.channels)
+    running_mean, running_var = running or (None, None)
+    compiled().statistics(
+        address(y), extent, ctypes.c_double(eps), address(mean), address(inverse), address(running_mean),
+        address(running_var), ctypes.c_double(share), threads_for(y.numel()),
+    )  # fmt: skip
+    return mean, inverse
 
 
 def quantize_codes(x: Tensor, grid: Grid) -> tuple[Tensor, bool]:
@@ -75,42 +86,50 @@ def dequantize(codes: Tensor, step: float, zero: float) -> Tensor:
     return y
 
 
-def norm_quantize(y: Tensor, extent: Extent, alpha: Tensor, beta: Tensor, chain: Chain) -> tuple[Tensor, bool]:
-    """Codes of clamp(y * alpha + beta), and whether there was a NaN."""
+class NormPointers(ctypes.Structure):
+    """A BatchNorm as the kernels take it."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("gamma", "beta", "mean", "inverse")]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A BatchNorm's numbers, one a channel: z = (y - mean) * inverse * gamma + beta."""
+
+    gamma: Tensor
+    beta: Tensor
+    mean: Tensor
+    inverse: Tensor
+
+    def argument(self) -> NormPointers:
+        """As the kernels take it."""
+        return NormPointers(*(x.data_ptr() for x in (self.gamma, self.beta, self.mean, self.inverse)))
+
+
+def norm_quantize(y: Tensor, extent: Extent, norm: Norm, chain: Chain) -> tuple[Tensor, bool]:
+    """Codes of clamp(norm(y)), and whether there was a NaN."""
     codes = torch.empty_like(y, dtype=torch.uint8)
     bad = compiled().norm_quantize(
-        address(y), address(codes), extent, address(alpha), address(beta), chain.grid, ctypes.c_float(chain.floor),
+        address(y), address(codes), extent, norm.argument(), chain.grid, ctypes.c_float(chain.floor),
         ctypes.c_float(chain.ceiling), threads_for(y.numel()),
     )  # fmt: skip
     return codes, bool(bad)
 
 
-def norm_quantize_sums(
-    grad: Tensor, y: Tensor, extent: Extent, mean: Tensor, alpha: Tensor, beta: Tensor, chain: Chain
-) -> tuple[Tensor, Tensor, float]:
-    """Per channel the sum of the masked gradient, that of its product with y - mean; and the gradient of the step."""
-    sums, products = torch.empty(2, extent.channels, dtype=torch.float64)
-    total = (ctypes.c_double * 1)()
-    compiled().norm_quantize_sums(
-        address(grad), address(y), extent, address(mean), address(alpha), address(beta), chain.grid,
-        ctypes.c_float(chain.floor), ctypes.c_float(chain.ceiling), address(sums), address(products), total,
-        threads_for(y.numel()),
-    )  # fmt: skip
-    return sums, products, total[0]
-
-
 def norm_quantize_backward(
-    grad: Tensor, y: Tensor, extent: Extent, mean: Tensor, alpha: Tensor, beta: Tensor, chain: Chain, offset: Tensor,
-    factor: Tensor,
-) -> Tensor:  # fmt: skip
-    """alpha * (masked gradient - offset - (y - mean) * factor)."""
-    grad_y = torch.empty_like(y)
-    compiled().norm_quantize_backward(
-        address(grad), address(y), address(grad_y), extent, address(mean), address(alpha), address(beta), chain.grid,
-        ctypes.c_float(chain.floor), ctypes.c_float(chain.ceiling), address(offset), address(factor),
+    grad: Tensor, y: Tensor, extent: Extent, norm: Norm, chain: Chain, follows_batch: bool, needs_y: bool
+) -> tuple[Tensor | None, Tensor, Tensor, float]:
+    """The gradients of y (if wanted), gamma, beta and the step; grad in the memory format of y."""
+    grad_y = torch.empty_like(y) if needs_y else None
+    grad_gamma, grad_beta = torch.empty(extent.channels), torch.empty(extent.channels)
+    function = compiled().norm_quantize_backward
+    function.restype = ctypes.c_double
+    total = function(
+        address(grad), address(y), address(grad_y), extent, norm.argument(), chain.grid, ctypes.c_float(chain.floor),
+        ctypes.c_float(chain.ceiling), int(follows_batch), address(grad_gamma), address(grad_beta),
         threads_for(y.numel()),
     )  # fmt: skip
-    return grad_y
+    return grad_y, grad_gamma, grad_beta, float(total)
 
 
 class Addend(ctypes.Structure):

@@ -235,11 +235,24 @@ void add_quantize_backward(const float *grad, Operand a, Operand b, float *grad_
   total[0] = sum;
 }
 
-/* ---- BatchNorm -> clamp -> codes; without a norm alpha is 1 and beta 0 ---- */
+/* ---- BatchNorm -> clamp -> codes; without a norm gamma and inverse are 1, beta and mean 0 ---- */
 
 typedef struct {
   i64 outer, channels, inner;
 } Shape;
+
+/* One number a channel: z = (y - mean) * inverse * gamma + beta, with inverse = 1 / sqrt(var + eps). */
+typedef struct {
+  const float *gamma, *beta, *mean, *inverse;
+} Norm;
+
+/* z = y * alpha + shift */
+static void linear_form(Norm norm, i64 channels, float *alpha, float *shift) {
+  for (i64 c = 0; c < channels; c++) {
+    alpha[c] = norm.inverse[c] * norm.gamma[c];
+    shift[c] = norm.beta[c] - norm.mean[c] * alpha[c];
+  }
+}
 
 /* Channels innermost: rows of few channels are joined to rows of `width`, and what belongs to a channel is repeated. */
 typedef struct {
@@ -273,7 +286,7 @@ static void moments_row(const float *restrict y, const float *restrict center, f
 }
 
 /* sums of y - shift and of its square, shift being the channel's first value: one pass, and no cancellation to speak of */
-void moments(const float *y, Shape s, double *sums, double *squares, float *shift, int threads) {
+static void moments(const float *y, Shape s, double *sums, double *squares, float *shift, int threads) {
   for (i64 c = 0; c < s.channels; c++) shift[c] = y[c * s.inner];
   if (s.inner == 1) {
     const Joined j = joined(s);
@@ -327,6 +340,26 @@ void moments(const float *y, Shape s, double *sums, double *squares, float *shif
   }
 }
 
+/* mean, 1 / sqrt(var + eps), and the running ones (NULL: none) moved by `share` towards mean and unbiased variance */
+void statistics(const float *y, Shape s, double eps, float *mean, float *inverse, float *running_mean,
+                float *running_var, double share, int threads) {
+  double *sums = malloc(2 * s.channels * sizeof(double)), *squares = sums + s.channels;
+  const double count = (double)s.outer * s.inner;
+  moments(y, s, sums, squares, mean, threads);
+  for (i64 c = 0; c < s.channels; c++) {
+    const double offset = sums[c] / count, spread = squares[c] / count - offset * offset;
+    const double variance = spread > 0 || spread != spread ? spread : 0;
+    mean[c] = (float)(mean[c] + offset);
+    inverse[c] = (float)(1 / sqrt(variance + eps));
+    if (running_mean) {
+      const double unbiased = variance * (count / (count > 1 ? count - 1 : 1));
+      running_mean[c] = (float)(running_mean[c] + share * (mean[c] - running_mean[c]));
+      running_var[c] = (float)(running_var[c] + share * (unbiased - running_var[c]));
+    }
+  }
+  free(sums);
+}
+
 static float norm_row(const float *restrict y, uint8_t *restrict codes, i64 n, const float *restrict alpha,
                       const float *restrict beta, Grid g, float floor, float ceiling) {
   float bad = 0;
@@ -351,10 +384,12 @@ static float norm_span(const float *restrict y, uint8_t *restrict codes, i64 n, 
   return bad;
 }
 
-int norm_quantize(const float *y, uint8_t *codes, Shape s, const float *alpha, const float *beta, Grid g, float floor,
-                  float ceiling, int threads) {
+int norm_quantize(const float *y, uint8_t *codes, Shape s, Norm norm, Grid g, float floor, float ceiling,
+                  int threads) {
   float bad = 0;
   const i64 channels = s.channels, inner = s.inner;
+  float *alpha = malloc(2 * channels * sizeof(float)), *beta = alpha + channels;
+  linear_form(norm, channels, alpha, beta);
   if (inner == 1) {
     const Joined j = joined(s);
     const i64 w = j.width;
@@ -364,12 +399,14 @@ int norm_quantize(const float *y, uint8_t *codes, Shape s, const float *alpha, c
     for (i64 r = 0; r < j.rows; r++)
       bad += norm_row(y + r * w, codes + r * w, length_of(j, s, r), a, b, g, floor, ceiling);
     free(a);
+    free(alpha);
     return bad != bad;
   }
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
   for (i64 k = 0; k < s.outer * channels; k++)
     bad += norm_span(y + k * inner, codes + k * inner, inner, alpha[k % channels], beta[k % channels], g, floor,
                      ceiling);
+  free(alpha);
   return bad != bad;
 }
 
@@ -396,10 +433,10 @@ static void sums_row(const float *restrict grad, const float *restrict y, const 
   }
 }
 
-/* per channel: the sums of the masked gradient and of its product with y - mean; total[0]: the sum for the step */
-void norm_quantize_sums(const float *grad, const float *y, Shape s, const float *mean, const float *alpha,
-                        const float *beta, Grid g, float floor, float ceiling, double *sums, double *products,
-                        double *total, int threads) {
+/* per channel: the sums of the masked gradient and of its product with y - mean; returns the sum for the step */
+static double masked_sums(const float *grad, const float *y, Shape s, const float *mean, const float *alpha,
+                          const float *beta, Grid g, float floor, float ceiling, double *sums, double *products,
+                          int threads) {
   double all = 0;
   if (s.inner == 1) {
     const Joined j = joined(s);
@@ -433,8 +470,7 @@ void norm_quantize_sums(const float *grad, const float *y, Shape s, const float 
       }
     free(a);
     free(partial);
-    total[0] = all;
-    return;
+    return all;
   }
   double *slopes = malloc(s.channels * sizeof(double));
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -460,7 +496,7 @@ void norm_quantize_sums(const float *grad, const float *y, Shape s, const float 
   }
   for (i64 c = 0; c < s.channels; c++) all += slopes[c];
   free(slopes);
-  total[0] = all;
+  return all;
 }
 
 static void backward_row(const float *restrict grad, const float *restrict y, float *restrict grad_y,
@@ -475,10 +511,10 @@ static void backward_row(const float *restrict grad, const float *restrict y, fl
   }
 }
 
-/* grad_y = alpha * (masked - offset - (y - mean) * factor); offset and factor are 0 for statistics that are fixed */
-void norm_quantize_backward(const float *grad, const float *y, float *grad_y, Shape s, const float *mean,
-                            const float *alpha, const float *beta, Grid g, float floor, float ceiling,
-                            const float *offset, const float *factor, int threads) {
+/* grad_y = alpha * (masked - offset - (y - mean) * factor) */
+static void through_norm(const float *grad, const float *y, float *grad_y, Shape s, const float *mean,
+                         const float *alpha, const float *beta, Grid g, float floor, float ceiling,
+                         const float *offset, const float *factor, int threads) {
   if (s.inner == 1) {
     const Joined j = joined(s);
     const i64 w = j.width, n = s.channels;
@@ -501,4 +537,32 @@ void norm_quantize_backward(const float *grad, const float *y, float *grad_y, Sh
       grad_y[i] = a * (masked(grad[i], y[i], a, b, g, floor, ceiling, &slope) - o - (y[i] - mu) * f);
     }
   }
+}
+
+/* The gradients of the chain: grad_y (NULL: not wanted), gamma, beta; returns the step's. With `follows_batch` the
+   statistics are the batch's, and y changes them too. */
+double norm_quantize_backward(const float *grad, const float *y, float *grad_y, Shape s, Norm norm, Grid g,
+                              float floor, float ceiling, int follows_batch, float *grad_gamma, float *grad_beta,
+                              int threads) {
+  const i64 n = s.channels;
+  const double count = (double)s.outer * s.inner;
+  double *sums = malloc(2 * n * sizeof(double)), *products = sums + n;
+  float *alpha = calloc(4 * n, sizeof(float)), *shift = alpha + n, *offset = shift + n, *factor = offset + n;
+  linear_form(norm, n, alpha, shift);
+  const double total =
+      masked_sums(grad, y, s, norm.mean, alpha, shift, g, floor, ceiling, sums, products, threads);
+  for (i64 c = 0; c < n; c++) {
+    const double inverse = norm.inverse[c];
+    grad_gamma[c] = (float)(products[c] * inverse);
+    grad_beta[c] = (float)sums[c];
+    if (follows_batch) {
+      offset[c] = (float)(sums[c] / count);
+      factor[c] = (float)(products[c] / count * inverse * inverse);
+    }
+  }
+  if (grad_y)
+    through_norm(grad, y, grad_y, s, norm.mean, alpha, shift, g, floor, ceiling, offset, factor, threads);
+  free(alpha);
+  free(sums);
+  return total;
 }

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from qat.kernels.chains import (
     Chain,
+    Norm,
     Operand,
     add_quantize,
     add_quantize_backward,
     extent_of,
-    moments,
     norm_quantize,
     norm_quantize_backward,
-    norm_quantize_sums,
+    statistics,
 )
 from qat.kernels.cpu import Extent, is_dense, is_plain, like
 from qat.layers.codes import (
@@ -88,8 +88,7 @@ class QuantizeChainFunction(torch.autograd.Function):
         chain: Chain, force: GridInForce, follows_batch: bool,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         """Carrier, codes, and whether there was a NaN; inverse is 1 / sqrt(var + eps)."""
-        alpha = inverse * gamma
-        codes, bad = norm_quantize(y, extent, alpha, beta - mean * alpha, chain)
+        codes, bad = norm_quantize(y, extent, Norm(gamma, beta, mean, inverse), chain)
         return carrier_for(codes), codes, bad
 
     @staticmethod
@@ -105,20 +104,12 @@ class QuantizeChainFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Two passes: the sums, then dy."""
         y, scale, gamma, beta, mean, inverse = ctx.saved_tensors
-        alpha = inverse * gamma
-        shared = (like(grad, y), y, ctx.extent, mean, alpha, beta - mean * alpha, ctx.chain)
-        sums, products, total = norm_quantize_sums(*shared)
-        grad_y = None
-        if ctx.needs_input_grad[0]:
-            offset = factor = torch.zeros_like(mean)
-            if ctx.follows_batch:
-                count = ctx.extent.outer * ctx.extent.inner
-                offset = (sums / count).float()
-                factor = (products / count * inverse.double().square()).float()
-            grad_y = norm_quantize_backward(*shared, offset, factor)
-        grad_gamma = (products * inverse).to(gamma.dtype) if ctx.needs_input_grad[2] else None
-        grad_beta = sums.to(beta.dtype) if ctx.needs_input_grad[3] else None
-        return grad_y, ctx.force.parameter_gradient(total, scale), grad_gamma, grad_beta, *[None] * 6
+        needs = ctx.needs_input_grad
+        grad_y, grad_gamma, grad_beta, total = norm_quantize_backward(
+            like(grad, y), y, ctx.extent, Norm(gamma, beta, mean, inverse), ctx.chain, ctx.follows_batch, needs[0]
+        )
+        learned = (grad_gamma if needs[2] else None, grad_beta if needs[3] else None)
+        return grad_y, ctx.force.parameter_gradient(total, scale), *learned, *[None] * 6
 
 
 class AddQuantizeFunction(torch.autograd.Function):
@@ -207,7 +198,7 @@ def _is_simple(norm: nn.Module, y: Tensor) -> bool:
     return (
         type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
         and is_unwatched(norm)
-        and all(tensor is None or is_plain(tensor) for tensor in tensors)
+        and all(tensor is None or (is_plain(tensor) and tensor.is_contiguous()) for tensor in tensors)
         and (y.dim() > 3 or y.dim() == 2)
     )
 
@@ -220,22 +211,15 @@ def _constants(extent: Extent) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
 def _statistics(norm: Any, y: Tensor, extent: Extent) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
     """gamma, beta, mean, 1 / sqrt(var + eps), and whether these are the batch's; running statistics are updated."""
     follows = norm.training or norm.running_mean is None
-    with torch.no_grad():
-        if follows:
-            mean, variance = moments(y.detach(), extent)
-            if norm.training and norm.track_running_stats:
-                _update_running(norm, mean, variance, extent.outer * extent.inner)
-        else:
-            mean, variance = norm.running_mean, norm.running_var
-        inverse = torch.rsqrt(variance + norm.eps)
-        gamma = torch.ones_like(mean) if norm.weight is None else norm.weight
-        beta = torch.zeros_like(mean) if norm.bias is None else norm.bias
+    if follows:
+        running, share = None, 0.0
+        if norm.training and norm.track_running_stats:
+            norm.num_batches_tracked.add_(1)
+            share = 1.0 / norm.num_batches_tracked.item() if norm.momentum is None else norm.momentum
+            running = (norm.running_mean, norm.running_var)
+        mean, inverse = statistics(y, extent, norm.eps, running, share)
+    else:
+        mean, inverse = norm.running_mean, torch.rsqrt(norm.running_var + norm.eps)
+    gamma = torch.ones_like(mean) if norm.weight is None else norm.weight
+    beta = torch.zeros_like(mean) if norm.bias is None else norm.bias
     return gamma, beta, mean, inverse, follows
-
-
-def _update_running(norm: Any, mean: Tensor, variance: Tensor, count: int) -> None:
-    """As `torch.nn.BatchNorm2d` does it: momentum None is the plain average, the variance unbiased."""
-    norm.num_batches_tracked.add_(1)
-    share = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-    norm.running_mean.lerp_(mean, share)
-    norm.running_var.lerp_(variance * (count / max(count - 1, 1)), share)
