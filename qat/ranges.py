@@ -10,6 +10,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from qat.kernels import cpu, plain_here
 from qat.spec import QuantSpec
 
 _MSE_CANDIDATES = 80
@@ -114,6 +115,14 @@ def _lsq(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     return -below * width, (1 - below) * width
 
 
+def _squared_error(values: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec) -> Tensor:
+    """Of every row of values, with scale and zero of shape (rows, 1)."""
+    if len(values) == 1 and not plain_here() and cpu.applies(values, scale, zero):
+        return torch.tensor([cpu.squared_error(values, scale, zero, spec.qmin, spec.qmax)])
+    on_grid = (torch.clamp(torch.round(values / scale) + zero, spec.qmin, spec.qmax) - zero) * scale
+    return (on_grid - values).square().sum(1)
+
+
 def _least_squares(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """Shrink the min-max range step by step; keep, row by row, the one with the least squared error."""
     low, high = _minmax(values)
@@ -122,8 +131,7 @@ def _least_squares(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     for step in range(_MSE_CANDIDATES, 0, -1):
         share = torch.full_like(low, step / _MSE_CANDIDATES)
         scale, zero = (part[:, None] for part in scale_and_zero_point(low * share, high * share, spec))
-        on_grid = (torch.clamp(torch.round(values / scale) + zero, spec.qmin, spec.qmax) - zero) * scale
-        error = (on_grid - values).square().sum(1)
+        error = _squared_error(values, scale, zero, spec)
         better = error < best
         best = torch.where(better, error, best)
         best_share = torch.where(better, share, best_share)

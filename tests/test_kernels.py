@@ -14,6 +14,8 @@ from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize
 from qat.kernels import choose, compiler, plain_formulas
 from qat.kernels.chains import extent_of, quantize_codes, statistics
 from qat.kernels.cpu import Grid
+from qat.ranges import initial_range
+from qat.spec import QuantSpec
 
 needs_kernels = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 CASES = {
@@ -162,6 +164,17 @@ def test_codes_say_whether_there_was_a_nan() -> None:
     assert not bad and torch.equal(codes.float(), torch.clamp(torch.round(x / 0.02) + 128, 0, 255))
     x[700] = float("nan")
     assert quantize_codes(x, Grid(0.02, 128, 0, 255))[1]
+
+
+@needs_kernels
+@pytest.mark.parametrize("signed", [False, True])
+def test_the_range_of_least_squared_error_is_found_as_by_the_formula(signed: bool) -> None:
+    spec = QuantSpec(bits=4, signed=signed, symmetric=False, init="mse")
+    values = draw(1, 30_001).exp()
+    with plain_formulas():
+        expected = initial_range(values, spec)
+    assert all(torch.equal(fast, plain) for fast, plain in zip(initial_range(values, spec), expected, strict=True))
+    assert expected[1] < values.max()  # it does shrink
 
 
 @pytest.fixture

@@ -116,6 +116,23 @@ void fake_quantize_backward(const float *grad, const float *x, float *grad_x, i6
   total[1] = sum_out;
 }
 
+/* the sum of (y - x)^2, y being x on the grid */
+double squared_error(const float *x, i64 n, Grid g, int threads) {
+  double sum = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
+  for (i64 start = 0; start < n; start += CHUNK) {
+    const i64 end = start + CHUNK < n ? start + CHUNK : n;
+    float part = 0;
+#pragma omp simd reduction(+ : part)
+    for (i64 i = start; i < end; i++) {
+      const float d = (code_of(x[i], g) - g.zero) * g.step - x[i];
+      part += d * d;
+    }
+    sum += part;
+  }
+  return sum;
+}
+
 double dot(const float *a, const float *b, i64 n, int threads) {
   double sum = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)

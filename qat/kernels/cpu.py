@@ -135,6 +135,15 @@ def grid_gradients(grad: Tensor, x: Tensor, grid: Grid, needs_x: bool) -> tuple[
     return grad_x, total[0], total[1]
 
 
+def squared_error(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> float:
+    """The sum of the squared differences between x and x on the grid, without a tensor in between."""
+    function = compiled().squared_error
+    function.restype = ctypes.c_double
+    return float(
+        function(address(x), ctypes.c_int64(x.numel()), _grid(scale, zero_point, qmin, qmax), threads_for(x.numel()))
+    )
+
+
 def quantize_rows(
     w: Tensor, steps: Tensor, qmin: int, qmax: int, codes: Tensor | None = None, values: Tensor | None = None
 ) -> None:

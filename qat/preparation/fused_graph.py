@@ -5,6 +5,7 @@ model; this one is derived from it at the first training step, and again after e
 """
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,9 @@ CLIPS: dict[Any, tuple[float, float]] = {
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 """They keep a grid in evaluation; in training they divide by 1 - p, or add."""
+
+WRITING = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
+"""Operators that write into their first operand."""
 
 FUNCTIONAL_DROPOUTS = (F.dropout,)
 
@@ -92,7 +96,9 @@ class _Fusing:
         watched = [quantizer]
         for node in watched:
             for user in node.users:
-                if changes_in_place(user) or getattr(submodule_of(self.model, user), "inplace", False):
+                module = submodule_of(self.model, user)
+                asked = user.kwargs.get("inplace", False) or getattr(module, "inplace", False)
+                if asked or user.target in WRITING or changes_in_place(user):
                     return True
                 if passes_grid(user, self.model):
                     watched.append(user)
