@@ -19,7 +19,7 @@ from qat.training.recipe import build_recipe
 CONFIGS = Path(__file__).parents[1] / "configs"
 SHIPPED = sorted(file.name for file in CONFIGS.glob("*.yaml"))
 TOP_KEYS = (
-    "name, run_dir, resume, imports, seed, device, amp, channels_last, log_every, model, data, float, qat, "
+    "name, run_dir, resume, imports, seed, device, amp, channels_last, integer_forward, compile, log_every, model, data, float, qat, "
     "float_finetune, quantization, export"
 )
 
