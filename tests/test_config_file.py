@@ -19,8 +19,8 @@ from qat.training.recipe import build_recipe
 CONFIGS = Path(__file__).parents[1] / "configs"
 SHIPPED = sorted(file.name for file in CONFIGS.glob("*.yaml"))
 TOP_KEYS = (
-    "name, run_dir, resume, imports, seed, device, amp, channels_last, integer_forward, compile, log_every, model, data, float, qat, "
-    "float_finetune, quantization, export"
+    "name, run_dir, resume, imports, seed, device, amp, channels_last, integer_forward, compile, log_every, model,"
+    " data, float, qat, float_finetune, quantization, export"
 )
 
 
