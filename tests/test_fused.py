@@ -179,6 +179,18 @@ def test_scales_that_an_optimizer_drove_out_of_bounds() -> None:
     assert_same(model, x)
 
 
+def test_a_layer_in_evaluation_folds_its_norm_as_ever() -> None:
+    torch.manual_seed(0)
+    x = images()
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+    model = prepared(net, x)
+    for name in ("3", "4"):
+        model.get_submodule(name).eval()
+    with plain_formulas():
+        expected = copy.deepcopy(model)(x)
+    assert torch.equal(copy.deepcopy(model)(x), expected)
+
+
 def test_nan_is_not_lost() -> None:
     torch.manual_seed(0)
     x = images()
@@ -194,7 +206,7 @@ def test_nothing_else_is_kept_for_backward_than_in_float() -> None:
     torch.manual_seed(0)
 
     def saved(model: nn.Module, x: Tensor) -> int:
-        kept = {id(p.untyped_storage()): 0 for p in model.parameters()}
+        kept: dict[int, int] = {}
         mine = {p.data_ptr() for p in model.parameters()}
 
         def note(t: Tensor) -> Tensor:

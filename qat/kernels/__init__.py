@@ -1,5 +1,5 @@
 """Fast kernels of the hot estimators, chosen by device; the plain formulas in qat.functional are their reference."""
 
-from qat.kernels.choice import Kernels, choose, float_products, in_integers, plain_formulas, plain_here
+from qat.kernels.choice import Kernels, choose, float_products, integers_allowed, plain_formulas, plain_here
 
-__all__ = ["Kernels", "choose", "float_products", "in_integers", "plain_formulas", "plain_here"]
+__all__ = ["Kernels", "choose", "float_products", "integers_allowed", "plain_formulas", "plain_here"]

@@ -10,8 +10,8 @@ from qat.kernels.cpu import Extent, Grid, address, compiled, threads_for
 
 
 @dataclass(frozen=True)
-class Chain:
-    """Numbers of one chain: clamp to floor .. ceiling, then the grid.
+class ClippedGrid:
+    """A clamp to floor .. ceiling, then a grid: what a ReLU and the quantizer behind it do.
 
     Attributes:
         grid: with codes that fit uint8.
@@ -106,18 +106,18 @@ class Norm:
         return NormPointers(*(x.data_ptr() for x in (self.gamma, self.beta, self.mean, self.inverse)))
 
 
-def norm_quantize(y: Tensor, extent: Extent, norm: Norm, chain: Chain) -> tuple[Tensor, bool]:
+def norm_quantize(y: Tensor, extent: Extent, norm: Norm, clipped: ClippedGrid) -> tuple[Tensor, bool]:
     """Codes of clamp(norm(y)), and whether there was a NaN."""
     codes = torch.empty_like(y, dtype=torch.uint8)
     bad = compiled().norm_quantize(
-        address(y), address(codes), extent, norm.argument(), chain.grid, ctypes.c_float(chain.floor),
-        ctypes.c_float(chain.ceiling), threads_for(y.numel()),
+        address(y), address(codes), extent, norm.argument(), clipped.grid, ctypes.c_float(clipped.floor),
+        ctypes.c_float(clipped.ceiling), threads_for(y.numel()),
     )  # fmt: skip
     return codes, bool(bad)
 
 
 def norm_quantize_backward(
-    grad: Tensor, y: Tensor, extent: Extent, norm: Norm, chain: Chain, follows_batch: bool, needs_y: bool
+    grad: Tensor, y: Tensor, extent: Extent, norm: Norm, clipped: ClippedGrid, follows_batch: bool, needs_y: bool
 ) -> tuple[Tensor | None, Tensor, Tensor, float]:
     """The gradients of y (if wanted), gamma, beta and the step; grad in the memory format of y."""
     grad_y = torch.empty_like(y) if needs_y else None
@@ -125,9 +125,9 @@ def norm_quantize_backward(
     function = compiled().norm_quantize_backward
     function.restype = ctypes.c_double
     total = function(
-        address(grad), address(y), address(grad_y), extent, norm.argument(), chain.grid, ctypes.c_float(chain.floor),
-        ctypes.c_float(chain.ceiling), int(follows_batch), address(grad_gamma), address(grad_beta),
-        threads_for(y.numel()),
+        address(grad), address(y), address(grad_y), extent, norm.argument(), clipped.grid,
+        ctypes.c_float(clipped.floor), ctypes.c_float(clipped.ceiling), int(follows_batch), address(grad_gamma),
+        address(grad_beta), threads_for(y.numel()),
     )  # fmt: skip
     return grad_y, grad_gamma, grad_beta, float(total)
 
@@ -151,24 +151,24 @@ class Operand:
         return Addend(self.codes.data_ptr(), self.step, self.zero)
 
 
-def add_quantize(a: Operand, b: Operand, chain: Chain) -> tuple[Tensor, bool]:
+def add_quantize(a: Operand, b: Operand, clipped: ClippedGrid) -> tuple[Tensor, bool]:
     """Codes of clamp(a + b), both of the same memory format, and whether there was a NaN."""
     codes = torch.empty_like(a.codes)
     bad = compiled().add_quantize(
         a.argument(),
-        b.argument(), address(codes), ctypes.c_int64(codes.numel()), chain.grid,
-        ctypes.c_float(chain.floor), ctypes.c_float(chain.ceiling), threads_for(codes.numel()),
+        b.argument(), address(codes), ctypes.c_int64(codes.numel()), clipped.grid,
+        ctypes.c_float(clipped.floor), ctypes.c_float(clipped.ceiling), threads_for(codes.numel()),
     )  # fmt: skip
     return codes, bool(bad)
 
 
-def add_quantize_backward(grad: Tensor, a: Operand, b: Operand, chain: Chain) -> tuple[Tensor, float]:
+def add_quantize_backward(grad: Tensor, a: Operand, b: Operand, clipped: ClippedGrid) -> tuple[Tensor, float]:
     """The gradient of the sum, which is that of both operands, and that of the step."""
     grad_sum = torch.empty_like(grad)
     total = (ctypes.c_double * 1)()
     compiled().add_quantize_backward(
         address(grad), a.argument(),
-        b.argument(), address(grad_sum), ctypes.c_int64(grad.numel()), chain.grid,
-        ctypes.c_float(chain.floor), ctypes.c_float(chain.ceiling), total, threads_for(grad.numel()),
+        b.argument(), address(grad_sum), ctypes.c_int64(grad.numel()), clipped.grid,
+        ctypes.c_float(clipped.floor), ctypes.c_float(clipped.ceiling), total, threads_for(grad.numel()),
     )  # fmt: skip
     return grad_sum, total[0]

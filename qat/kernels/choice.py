@@ -47,7 +47,7 @@ def float_products() -> Iterator[None]:
         _in_float.reset(token)
 
 
-def in_integers() -> bool:
+def integers_allowed() -> bool:
     """Whether products may be computed in integers here."""
     return not _in_float.get()
 

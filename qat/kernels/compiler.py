@@ -11,7 +11,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("cpu.c")
+HERE = Path(__file__).parent
+
+SOURCES = (HERE / "quantizers.c", HERE / "norms.c")
+
+HEADER = HERE / "grids.h"
 
 FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 
@@ -55,7 +59,9 @@ def library() -> ctypes.CDLL | None:
 def _built(compiler: str) -> Path:
     """Where the library lies, built if it is not there yet."""
     folder = _cache_folder()
-    key = hashlib.sha256(SOURCE.read_bytes())
+    key = hashlib.sha256()
+    for source in (HEADER, *SOURCES):
+        key.update(source.read_bytes() + b"\0")
     for part in (compiler, _version(compiler), _processor(), *FLAGS):
         key.update(part.encode() + b"\0")
     path = folder / f"cpu-{key.hexdigest()[:24]}.so"
@@ -65,7 +71,7 @@ def _built(compiler: str) -> Path:
     for variant in VARIANTS:
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as target:
             unfinished = Path(target.name)
-        command = [*compiler.split(), *FLAGS, *variant, str(SOURCE), "-o", str(unfinished), "-lm"]
+        command = [*compiler.split(), *FLAGS, *variant, *map(str, SOURCES), "-o", str(unfinished), "-lm"]
         outcome = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         if outcome.returncode == 0:
             os.replace(unfinished, path)  # in one piece: other processes may be building it too

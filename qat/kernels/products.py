@@ -70,7 +70,7 @@ def are_exact() -> bool:
         rows, square = codes.flatten(2).mT.reshape(-1, 96), weight[:, :, 0, 0].contiguous()
         product = linear(rows.contiguous(), 1.0, 3.0, square, ones, None)
         exact &= bool(torch.equal(product.double(), (rows.double() - 3) @ square.double().T))
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
+    except (RuntimeError, AttributeError, NotImplementedError) as error:  # a torch without oneDNN, another processor
         log.info("integer convolutions: not available (%s); training computes in float", str(error).splitlines()[0])
         return False
     if not exact:

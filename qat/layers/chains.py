@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.kernels.chains import (
-    Chain,
+    ClippedGrid,
     Norm,
     Operand,
     add_quantize,
@@ -85,17 +85,17 @@ class QuantizeChainFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         y: Tensor, scale: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, extent: Extent,
-        chain: Chain, force: GridInForce, follows_batch: bool,
+        clipped: ClippedGrid, force: GridInForce, follows_batch: bool,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         """Carrier, codes, and whether there was a NaN; inverse is 1 / sqrt(var + eps)."""
-        codes, bad = norm_quantize(y, extent, Norm(gamma, beta, mean, inverse), chain)
+        codes, bad = norm_quantize(y, extent, Norm(gamma, beta, mean, inverse), clipped)
         return carrier_for(codes), codes, bad
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, bool]) -> None:
         """Only the layer's output is large."""
         ctx.save_for_backward(*inputs[:6])
-        ctx.extent, ctx.chain, ctx.force, ctx.follows_batch = inputs[6:]
+        ctx.extent, ctx.clipped, ctx.force, ctx.follows_batch = inputs[6:]
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
 
@@ -106,7 +106,7 @@ class QuantizeChainFunction(torch.autograd.Function):
         y, scale, gamma, beta, mean, inverse = ctx.saved_tensors
         needs = ctx.needs_input_grad
         grad_y, grad_gamma, grad_beta, total = norm_quantize_backward(
-            like(grad, y), y, ctx.extent, Norm(gamma, beta, mean, inverse), ctx.chain, ctx.follows_batch, needs[0]
+            like(grad, y), y, ctx.extent, Norm(gamma, beta, mean, inverse), ctx.clipped, ctx.follows_batch, needs[0]
         )
         learned = (grad_gamma if needs[2] else None, grad_beta if needs[3] else None)
         return grad_y, ctx.force.parameter_gradient(total, scale), *learned, *[None] * 6
@@ -118,17 +118,17 @@ class AddQuantizeFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         a_carrier: Tensor, b_carrier: Tensor, scale: Tensor, a_codes: Tensor, b_codes: Tensor,
-        steps: tuple[float, float, float, float], chain: Chain, force: GridInForce,
+        steps: tuple[float, float, float, float], clipped: ClippedGrid, force: GridInForce,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         """Carrier, codes, and whether there was a NaN; steps are step and zero of a, then of b."""
-        codes, bad = add_quantize(Operand(a_codes, *steps[:2]), Operand(b_codes, *steps[2:]), chain)
+        codes, bad = add_quantize(Operand(a_codes, *steps[:2]), Operand(b_codes, *steps[2:]), clipped)
         return carrier_for(codes), codes, bad
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, bool]) -> None:
         """Codes of the operands: a quarter of their floats, and both have readers that keep them anyway."""
         ctx.save_for_backward(*inputs[2:5])
-        ctx.steps, ctx.chain, ctx.force = inputs[5:]
+        ctx.steps, ctx.clipped, ctx.force = inputs[5:]
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
 
@@ -138,7 +138,7 @@ class AddQuantizeFunction(torch.autograd.Function):
         """Both operands have the same gradient."""
         scale, a_codes, b_codes = ctx.saved_tensors
         a, b = Operand(a_codes, *ctx.steps[:2]), Operand(b_codes, *ctx.steps[2:])
-        grad_sum, total = add_quantize_backward(like(grad, a_codes), a, b, ctx.chain)
+        grad_sum, total = add_quantize_backward(like(grad, a_codes), a, b, ctx.clipped)
         return grad_sum, grad_sum, ctx.force.parameter_gradient(total, scale), *[None] * 5
 
 
@@ -164,8 +164,10 @@ def quantize_chain(
         elif (extent := extent_of(y)) is not None and (norm is None or _is_simple(norm, y)):
             force = grid_in_force(quantizer, y)
             numbers = _constants(extent) if norm is None else _statistics(norm, y, extent)
-            chain = Chain(force.grid, floor, ceiling)
-            made: Any = QuantizeChainFunction.apply(y, quantizer.scale, *numbers[:4], extent, chain, force, numbers[4])
+            clipped = ClippedGrid(force.grid, floor, ceiling)
+            made: Any = QuantizeChainFunction.apply(
+                y, quantizer.scale, *numbers[:4], extent, clipped, force, numbers[4]
+            )
             return in_codes(made, force)
     z: Tensor = quantizer(clip(y if norm is None else norm(y)))
     return z
@@ -185,7 +187,14 @@ def quantize_sum(
         force = grid_in_force(quantizer, a.codes)
         steps = (a.step, a.zero, b.step, b.zero)
         made: Any = AddQuantizeFunction.apply(
-            a.carrier, b.carrier, quantizer.scale, a.codes, b.codes, steps, Chain(force.grid, floor, ceiling), force
+            a.carrier,
+            b.carrier,
+            quantizer.scale,
+            a.codes,
+            b.codes,
+            steps,
+            ClippedGrid(force.grid, floor, ceiling),
+            force,
         )
         return in_codes(made, force)
     z: Tensor = quantizer(clip(decode(a) + decode(b)))

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.kernels import in_integers as integers_allowed
-from qat.kernels import products
+from qat.kernels import integers_allowed, products
 from qat.kernels.chains import dequantize, dot, step_slopes
 from qat.kernels.cpu import is_plain, like, quantize_rows, quantize_rows_backward, rows_of
 from qat.layers.base import QuantLayer

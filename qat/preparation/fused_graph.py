@@ -39,8 +39,8 @@ FUNCTIONAL_DROPOUTS = (F.dropout,)
 
 
 @dataclass(frozen=True)
-class Chain:
-    """What a quantizer takes over.
+class Taken:
+    """What a quantizer takes over from the nodes before it.
 
     Attributes:
         source: the node whose value it starts from.
@@ -57,16 +57,32 @@ class Chain:
     operands: tuple[fx.Node, fx.Node] | None = None
 
 
-def fused_forward(model: fx.GraphModule) -> Callable[..., Any] | None:
-    """The model's forward on codes, as a function of the model and its inputs; None if nothing in it can be fused."""
+@dataclass(frozen=True)
+class FusedForward:
+    """A model's forward on codes.
+
+    Attributes:
+        run: a function of the model and its inputs.
+        layers: names of the layers in it, which have to be in training mode: in evaluation they fold their norm in.
+    """
+
+    run: Callable[..., Any]
+    layers: tuple[str, ...]
+
+    def fits(self, model: nn.Module) -> bool:
+        """Whether it may run now."""
+        return all(model.get_submodule(name).training for name in self.layers)
+
+
+def fused_forward(model: fx.GraphModule) -> FusedForward | None:
+    """The model's forward on codes; None if nothing in it can be fused."""
     fusing = _Fusing(model)
     if not fusing.readers:
         return None
     code = fusing.rewritten().python_code("self")
     space: dict[str, Any] = dict(code.globals)
     exec(compile(code.src, "<fused forward of a prepared model>", "exec"), space)
-    forward: Callable[..., Any] = space["forward"]
-    return forward
+    return FusedForward(space["forward"], tuple(sorted({str(node.target) for node in fusing.readers})))
 
 
 class _Fusing:
@@ -130,7 +146,7 @@ class _Fusing:
             and set(node.kwargs) <= {"grid", "norm"}
         )
 
-    def _chain(self, quantizer: fx.Node) -> Chain:
+    def _chain(self, quantizer: fx.Node) -> Taken:
         """Walk back from a quantizer over what nobody else reads."""
         source = quantizer.args[0]
         assert isinstance(source, fx.Node)
@@ -140,13 +156,13 @@ class _Fusing:
         bounds = bounds if clip is not None and bounds is not None else (-math.inf, math.inf)
         if len(source.users) == 1:
             if source in self.readers:
-                return Chain(source, clip, bounds, layer=source)
+                return Taken(source, clip, bounds, layer=source)
             if operation_of(source, self.model, JOINING) == "add" and not source.kwargs and len(source.args) == 2:
                 a, b = source.args
                 if self._grid(a) is not None and self._grid(b) is not None:
                     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
-                    return Chain(source, clip, bounds, operands=(a, b))
-        return Chain(source, clip, bounds)
+                    return Taken(source, clip, bounds, operands=(a, b))
+        return Taken(source, clip, bounds)
 
     def _bounds(self, node: fx.Node) -> tuple[float, float] | None:
         """Floor and ceiling of a ReLU, None for anything else."""
@@ -175,7 +191,7 @@ class _Fusing:
         self.graph.lint()
         return self.graph
 
-    def _is_worth_it(self, quantizer: fx.Node, chain: Chain, chains: dict[fx.Node, Chain]) -> bool:
+    def _is_worth_it(self, quantizer: fx.Node, chain: Taken, chains: dict[fx.Node, Taken]) -> bool:
         """Whether a quantizer takes a norm or a sum over, or is read as codes; else it is one pass as it is."""
         if chain.operands is not None or (chain.layer is not None and chain.layer.kwargs.get("norm") is not None):
             return True

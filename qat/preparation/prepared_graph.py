@@ -14,9 +14,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from qat.kernels import plain_here
 from qat.kernels.compiler import library
 from qat.kernels.cpu import is_plain
-from qat.preparation.fused_graph import fused_forward
+from qat.preparation.fused_graph import FusedForward, fused_forward
 
-_fused: "WeakKeyDictionary[PreparedGraph, Callable[..., Any] | None]" = WeakKeyDictionary()
+_fused: "WeakKeyDictionary[PreparedGraph, FusedForward | None]" = WeakKeyDictionary()
 """What each model runs in training where kernels apply; kept outside, so that models pickle and copy without it."""
 
 
@@ -52,7 +52,8 @@ class PreparedGraph(fx.GraphModule):
             return None
         if self not in _fused:
             _fused[self] = fused_forward(self)
-        return _fused[self]
+        fused = _fused[self]
+        return fused.run if fused is not None and fused.fits(self) else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PreparedGraph":
         twin: Any = super().__deepcopy__(memo)

@@ -1,0 +1,45 @@
+/* Quantizers, and what is fused with them, in one pass over memory each: float32 in and out, codes in uint8.
+
+   Python formulas in qat/functional are the reference; the tests hold every function here against them. A grid is
+   (step, zero, low, high): code = clamp(rint(x / step) + zero, low, high), all four shifted so that codes fit uint8.
+
+   A tensor with channels is seen as `outer` blocks of `channels` x `inner`: (N, C, H, W) contiguous has inner = H*W,
+   channels_last and (rows, C) have inner = 1. Sums over many elements go through short float sums into doubles, in an
+   order that depends on the number of threads only.
+
+   Inner loops that write bytes are functions of their own with restrict: a byte may alias anything, and the compiler
+   would read the grid again for every element. */
+
+#ifndef QAT_GRIDS_H
+#define QAT_GRIDS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define CHUNK 4096 /* elements of a short float sum */
+typedef int64_t i64;
+
+typedef struct {
+  float step, zero, low, high;
+} Grid;
+
+static inline float clampf(float v, float low, float high) {
+  v = v < low ? low : v; /* NaN stays NaN */
+  return v > high ? high : v;
+}
+
+/* NaN becomes some code; the callers sum c - c, which is 0 or NaN, to know of it. */
+static inline uint8_t as_code(float c) { return (uint8_t)(int32_t)c; }
+
+static inline float code_of(float x, Grid g) { return clampf(rintf(x / g.step) + g.zero, g.low, g.high); }
+
+/* Gradient of the quantizer at x: whether it passes, and the slope with respect to the step. */
+static inline float slope_of(float x, Grid g, int *inside) {
+  const float v = x / g.step, bounded = clampf(v, g.low - g.zero, g.high - g.zero);
+  *inside = bounded == v;
+  return *inside ? rintf(v) - v : bounded;
+}
+
+#endif

@@ -1,0 +1,214 @@
+/* Quantizers of tensors and of weights, and of a sum of two quantized tensors. */
+
+#include "grids.h"
+
+/* ---- per tensor ---- */
+
+static float quantize_span(const float *restrict x, uint8_t *restrict codes, i64 n, Grid g) {
+  float bad = 0;
+#pragma omp simd reduction(+ : bad)
+  for (i64 i = 0; i < n; i++) {
+    const float c = code_of(x[i], g);
+    bad += c - c;
+    codes[i] = as_code(c);
+  }
+  return bad;
+}
+
+/* codes, and whether there was a NaN, for which there is no code */
+int quantize_codes(const float *x, uint8_t *codes, i64 n, Grid g, int threads) {
+  float bad = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
+  for (i64 start = 0; start < n; start += CHUNK)
+    bad += quantize_span(x + start, codes + start, n - start < CHUNK ? n - start : CHUNK, g);
+  return bad != bad;
+}
+
+void dequantize(const uint8_t *codes, float *y, i64 n, float step, float zero, int threads) {
+#pragma omp parallel for simd num_threads(threads) schedule(static)
+  for (i64 i = 0; i < n; i++) y[i] = ((float)(int32_t)codes[i] - zero) * step;
+}
+
+void fake_quantize(const float *x, float *y, i64 n, Grid g, int threads) {
+#pragma omp parallel for simd num_threads(threads) schedule(static)
+  for (i64 i = 0; i < n; i++) y[i] = (code_of(x[i], g) - g.zero) * g.step;
+}
+
+/* dy/dstep of every element */
+void step_slopes(const float *restrict x, float *restrict slopes, i64 n, Grid g, int threads) {
+#pragma omp parallel for simd num_threads(threads) schedule(static)
+  for (i64 i = 0; i < n; i++) {
+    int inside;
+    slopes[i] = slope_of(x[i], g, &inside);
+  }
+}
+
+/* grad_x (NULL: not wanted); returns the sums for step in total[0] and, for a zero point, in total[1] */
+void fake_quantize_backward(const float *grad, const float *x, float *grad_x, i64 n, Grid g, double *total,
+                            int threads) {
+  double sum = 0, sum_out = 0;
+  const i64 chunks = (n + CHUNK - 1) / CHUNK;
+#pragma omp parallel for num_threads(threads) reduction(+ : sum, sum_out) schedule(static)
+  for (i64 k = 0; k < chunks; k++) {
+    const i64 end = (k + 1) * CHUNK < n ? (k + 1) * CHUNK : n;
+    float part = 0, part_out = 0;
+    if (grad_x) {
+#pragma omp simd reduction(+ : part, part_out)
+      for (i64 i = k * CHUNK; i < end; i++) {
+        int inside;
+        const float slope = slope_of(x[i], g, &inside);
+        part += grad[i] * slope;
+        part_out += inside ? 0 : grad[i];
+        grad_x[i] = inside ? grad[i] : 0;
+      }
+    } else {
+#pragma omp simd reduction(+ : part, part_out)
+      for (i64 i = k * CHUNK; i < end; i++) {
+        int inside;
+        const float slope = slope_of(x[i], g, &inside);
+        part += grad[i] * slope;
+        part_out += inside ? 0 : grad[i];
+      }
+    }
+    sum += part;
+    sum_out += part_out;
+  }
+  total[0] = sum;
+  total[1] = sum_out;
+}
+
+/* the sum of (y - x)^2, y being x on the grid */
+double squared_error(const float *x, i64 n, Grid g, int threads) {
+  double sum = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
+  for (i64 start = 0; start < n; start += CHUNK) {
+    const i64 end = start + CHUNK < n ? start + CHUNK : n;
+    float part = 0;
+#pragma omp simd reduction(+ : part)
+    for (i64 i = start; i < end; i++) {
+      const float d = (code_of(x[i], g) - g.zero) * g.step - x[i];
+      part += d * d;
+    }
+    sum += part;
+  }
+  return sum;
+}
+
+double dot(const float *a, const float *b, i64 n, int threads) {
+  double sum = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
+  for (i64 start = 0; start < n; start += CHUNK) {
+    const i64 end = start + CHUNK < n ? start + CHUNK : n;
+    float part = 0;
+#pragma omp simd reduction(+ : part)
+    for (i64 i = start; i < end; i++) part += a[i] * b[i];
+    sum += part;
+  }
+  return sum;
+}
+
+/* ---- per channel: weights with the channel on the first axis, `inner` elements each, symmetric ---- */
+
+/* codes (NULL: not wanted) and values on the grid (NULL: not wanted) */
+void quantize_rows(const float *w, const float *steps, int8_t *codes, float *y, i64 channels, i64 inner, float low,
+                   float high, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (i64 c = 0; c < channels; c++) {
+    const Grid g = {steps[c], 0, low, high};
+    const float *row = w + c * inner;
+    if (codes) {
+      int8_t *out = codes + c * inner;
+#pragma omp simd
+      for (i64 i = 0; i < inner; i++) {
+        const float q = code_of(row[i], g);
+        out[i] = (int8_t)(int32_t)q;
+      }
+    }
+    if (y) {
+      float *out = y + c * inner;
+#pragma omp simd
+      for (i64 i = 0; i < inner; i++) out[i] = code_of(row[i], g) * g.step;
+    }
+  }
+}
+
+/* grad_w may be grad itself or NULL; grad_steps without any factor */
+void quantize_rows_backward(const float *grad, const float *w, const float *steps, float *grad_w, float *grad_steps,
+                            i64 channels, i64 inner, float low, float high, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (i64 c = 0; c < channels; c++) {
+    const Grid g = {steps[c], 0, low, high};
+    double sum = 0;
+    for (i64 start = 0; start < inner; start += CHUNK) {
+      const i64 end = start + CHUNK < inner ? start + CHUNK : inner;
+      float part = 0;
+#pragma omp simd reduction(+ : part)
+      for (i64 i = c * inner + start; i < c * inner + end; i++) {
+        int inside;
+        const float slope = slope_of(w[i], g, &inside), d = grad[i];
+        part += d * slope;
+        if (grad_w) grad_w[i] = inside ? d : 0;
+      }
+      sum += part;
+    }
+    grad_steps[c] = (float)sum;
+  }
+}
+
+/* ---- sum of two quantized tensors -> clamp -> codes ---- */
+
+typedef struct {
+  const uint8_t *codes;
+  float step, zero;
+} Operand;
+
+static inline float sum_at(uint8_t a, uint8_t b, Operand first, Operand second) {
+  return ((float)(int32_t)a - first.zero) * first.step + ((float)(int32_t)b - second.zero) * second.step;
+}
+
+static float add_span(const uint8_t *restrict a, const uint8_t *restrict b, uint8_t *restrict codes, i64 n,
+                      Operand first, Operand second, Grid g, float floor, float ceiling) {
+  float bad = 0;
+#pragma omp simd reduction(+ : bad)
+  for (i64 i = 0; i < n; i++) {
+    const float c = code_of(clampf(sum_at(a[i], b[i], first, second), floor, ceiling), g);
+    bad += c - c;
+    codes[i] = as_code(c);
+  }
+  return bad;
+}
+
+int add_quantize(Operand a, Operand b, uint8_t *codes, i64 n, Grid g, float floor, float ceiling, int threads) {
+  float bad = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
+  for (i64 start = 0; start < n; start += CHUNK)
+    bad += add_span(a.codes + start, b.codes + start, codes + start, n - start < CHUNK ? n - start : CHUNK, a, b, g,
+                    floor, ceiling);
+  return bad != bad;
+}
+
+static float add_backward_span(const float *restrict grad, const uint8_t *restrict a, const uint8_t *restrict b,
+                               float *restrict grad_sum, i64 n, Operand first, Operand second, Grid g, float floor,
+                               float ceiling) {
+  float part = 0;
+#pragma omp simd reduction(+ : part)
+  for (i64 i = 0; i < n; i++) {
+    int inside;
+    const float z = sum_at(a[i], b[i], first, second), slope = slope_of(clampf(z, floor, ceiling), g, &inside);
+    part += grad[i] * slope;
+    float kept = inside ? grad[i] : 0;
+    kept = z > floor ? kept : 0;
+    grad_sum[i] = z < ceiling ? kept : 0;
+  }
+  return part;
+}
+
+void add_quantize_backward(const float *grad, Operand a, Operand b, float *grad_sum, i64 n, Grid g, float floor,
+                           float ceiling, double *total, int threads) {
+  double sum = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
+  for (i64 start = 0; start < n; start += CHUNK)
+    sum += add_backward_span(grad + start, a.codes + start, b.codes + start, grad_sum + start,
+                             n - start < CHUNK ? n - start : CHUNK, a, b, g, floor, ceiling);
+  total[0] = sum;
+}
