@@ -366,5 +366,5 @@ def test_where_integers_are_wrong_they_are_not_used(monkeypatch: pytest.MonkeyPa
 
 
 def test_codes_know_their_shape() -> None:
-    codes = Codes(torch.zeros(2, 3, dtype=torch.uint8), torch.zeros(()).expand(2, 3), 0.5, 3.0)
+    codes = Codes(torch.zeros(()).expand(2, 3), torch.zeros(2, 3, dtype=torch.uint8), torch.tensor([0.5, 3.0]))
     assert codes.shape == (2, 3) and codes.dim() == 2

@@ -1,5 +1,21 @@
 """Fast kernels of the hot estimators, chosen by device; the plain formulas in qat.functional are their reference."""
 
-from qat.kernels.choice import Kernels, choose, float_products, integers_allowed, plain_formulas, plain_here
+from qat.kernels.choice import (
+    Kernels,
+    choose,
+    float_products,
+    integers_allowed,
+    plain_formulas,
+    plain_here,
+    plain_wanted,
+)
 
-__all__ = ["Kernels", "choose", "float_products", "integers_allowed", "plain_formulas", "plain_here"]
+__all__ = [
+    "Kernels",
+    "choose",
+    "float_products",
+    "integers_allowed",
+    "plain_formulas",
+    "plain_here",
+    "plain_wanted",
+]

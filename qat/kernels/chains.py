@@ -23,29 +23,39 @@ class ClippedGrid:
     ceiling: float = float("inf")
 
 
-def extent_of(y: Tensor) -> Extent | None:
-    """Where the channels lie in memory (axis 1; of 2-D and 3-D tensors the last one); None if neither way fits."""
+def sizes_of(y: Tensor) -> tuple[int, int, int] | None:
+    """The fields of `Extent`: where the channels lie in memory (axis 1; of 2-D and 3-D tensors the last one).
+
+    None if neither way fits.
+    """
     if y.dim() < 4:
-        return Extent(y.numel() // y.shape[-1], y.shape[-1], 1) if y.is_contiguous() else None
+        return (y.numel() // y.shape[-1], y.shape[-1], 1) if y.is_contiguous() else None
     channels = y.shape[1]
     if y.is_contiguous():
-        return Extent(y.shape[0], channels, y.numel() // (y.shape[0] * channels))
+        return y.shape[0], channels, y.numel() // (y.shape[0] * channels)
     nearest = torch.channels_last if y.dim() == 4 else torch.channels_last_3d
-    return Extent(y.numel() // channels, channels, 1) if y.is_contiguous(memory_format=nearest) else None
+    return (y.numel() // channels, channels, 1) if y.is_contiguous(memory_format=nearest) else None
+
+
+def extent_of(y: Tensor) -> Extent:
+    """The same for the kernels, of a tensor that fits."""
+    sizes = sizes_of(y)
+    assert sizes is not None
+    return Extent(*sizes)
 
 
 def statistics(
-    y: Tensor, extent: Extent, eps: float, running: tuple[Tensor, Tensor] | None = None, share: float = 0.0
+    y: Tensor, eps: float, running: tuple[Tensor, Tensor] | None = None, share: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Mean and 1 / sqrt(variance + eps) of every channel, summed in float64.
 
     Args:
         y: the tensor.
-        extent: its channels.
         eps: of the norm.
         running: mean and variance that are moved towards the batch's (the unbiased one) by `share`, in place.
         share: the momentum.
     """
+    extent = extent_of(y)
     mean, inverse = torch.empty(extent.channels), torch.empty(extent.channels)
     running_mean, running_var = running or (None, None)
     compiled().statistics(
@@ -106,21 +116,21 @@ class Norm:
         return NormPointers(*(x.data_ptr() for x in (self.gamma, self.beta, self.mean, self.inverse)))
 
 
-def norm_quantize(y: Tensor, extent: Extent, norm: Norm, clipped: ClippedGrid) -> tuple[Tensor, bool]:
+def norm_quantize(y: Tensor, norm: Norm, clipped: ClippedGrid) -> tuple[Tensor, bool]:
     """Codes of clamp(norm(y)), and whether there was a NaN."""
     codes = torch.empty_like(y, dtype=torch.uint8)
     bad = compiled().norm_quantize(
-        address(y), address(codes), extent, norm.argument(), clipped.grid, ctypes.c_float(clipped.floor),
+        address(y), address(codes), extent_of(y), norm.argument(), clipped.grid, ctypes.c_float(clipped.floor),
         ctypes.c_float(clipped.ceiling), threads_for(y.numel()),
     )  # fmt: skip
     return codes, bool(bad)
 
 
 def norm_quantize_backward(
-    grad: Tensor, y: Tensor, extent: Extent, norm: Norm, clipped: ClippedGrid, follows_batch: bool, needs_y: bool
+    grad: Tensor, y: Tensor, norm: Norm, clipped: ClippedGrid, follows_batch: bool, needs_y: bool
 ) -> tuple[Tensor | None, Tensor, Tensor, float]:
     """The gradients of y (if wanted), gamma, beta and the step; grad in the memory format of y."""
-    grad_y = torch.empty_like(y) if needs_y else None
+    extent, grad_y = extent_of(y), torch.empty_like(y) if needs_y else None
     grad_gamma, grad_beta = torch.empty(extent.channels), torch.empty(extent.channels)
     function = compiled().norm_quantize_backward
     function.restype = ctypes.c_double

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +13,16 @@ from qat.kernels import cpu, triton
 Kernels = type[cpu.CPUKernels] | type[triton.TritonKernels]
 """The fake-quantizer of one device: `quantize` and `gradients`, what `qat.functional` calls instead of its formula."""
 
-_plain: ContextVar[bool] = ContextVar("plain_formulas", default=False)
+
+@dataclass
+class _Switches:
+    """Of the whole process; torch.compile watches a plain attribute, and torch 2.11's cannot read a ContextVar."""
+
+    plain: bool = False
+    in_float: bool = False
+
+
+_switches = _Switches()
 
 
 @contextmanager
@@ -27,36 +36,38 @@ def plain_formulas() -> Iterator[None]:
     >>> torch.equal(lsq_quantize(x, scale, -8, 7), expected)
     True
     """
-    token = _plain.set(True)
+    before, _switches.plain = _switches.plain, True
     try:
         yield
     finally:
-        _plain.reset(token)
-
-
-_in_float: ContextVar[bool] = ContextVar("float_products", default=False)
+        _switches.plain = before
 
 
 @contextmanager
 def float_products() -> Iterator[None]:
     """A context in which training multiplies in float, on the same grids, also where integers would be faster."""
-    token = _in_float.set(True)
+    before, _switches.in_float = _switches.in_float, True
     try:
         yield
     finally:
-        _in_float.reset(token)
+        _switches.in_float = before
 
 
 def integers_allowed() -> bool:
     """Whether products may be computed in integers here."""
-    return not _in_float.get()
+    return not _switches.in_float
+
+
+def plain_wanted() -> bool:
+    """Whether plain operations are asked for."""
+    return _switches.plain
 
 
 def plain_here() -> bool:
     """Whether only plain operations will do: asked for, or something other than autograd looks at every operation."""
     return (
         torch.compiler.is_compiling()
-        or _plain.get()
+        or _switches.plain
         or torch._C._functorch.maybe_current_level() is not None
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0

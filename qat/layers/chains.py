@@ -12,28 +12,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.kernels.chains import (
-    ClippedGrid,
-    Norm,
-    Operand,
+from qat.kernels.chains import sizes_of, statistics
+from qat.kernels.cpu import is_dense, is_plain
+from qat.kernels.learned import Levels
+from qat.kernels.operators import (
     add_quantize,
     add_quantize_backward,
-    extent_of,
+    batch_statistics,
     norm_quantize,
     norm_quantize_backward,
-    statistics,
 )
-from qat.kernels.cpu import Extent, is_dense, is_plain, like
 from qat.layers.codes import (
     Codes,
-    GridInForce,
     carrier_for,
     connected,
     decode,
-    grid_in_force,
-    in_codes,
     in_training,
     is_unwatched,
+    learned_by,
     quantize,
 )
 from qat.layers.first_derivative import first_derivative
@@ -84,32 +80,34 @@ class QuantizeChainFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        y: Tensor, scale: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, extent: Extent,
-        clipped: ClippedGrid, force: GridInForce, follows_batch: bool,
-    ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
-        """Carrier, codes, and whether there was a NaN; inverse is 1 / sqrt(var + eps)."""
-        codes, bad = norm_quantize(y, extent, Norm(gamma, beta, mean, inverse), clipped)
-        return carrier_for(codes), codes, bad
+        y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, scale: Tensor, smallest: Tensor,
+        zero_point: Tensor | None, levels: Levels, bounds: tuple[float, float], follows_batch: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The first three of `Codes`; inverse is 1 / sqrt(var + eps), bounds floor and ceiling of the clip."""
+        codes, numbers = norm_quantize(
+            y, gamma, beta, mean, inverse, *bounds, scale, smallest, zero_point, *levels
+        )  # fmt: skip
+        return carrier_for(codes), codes, numbers
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, bool]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         """Only the layer's output is large."""
-        ctx.save_for_backward(*inputs[:6])
-        ctx.extent, ctx.clipped, ctx.force, ctx.follows_batch = inputs[6:]
-        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs[:8])
+        ctx.levels, ctx.bounds, ctx.follows_batch = inputs[8:]
+        ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Two passes: the sums, then dy."""
-        y, scale, gamma, beta, mean, inverse = ctx.saved_tensors
+        y, gamma, beta, mean, inverse, *learned = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        grad_y, grad_gamma, grad_beta, total = norm_quantize_backward(
-            like(grad, y), y, ctx.extent, Norm(gamma, beta, mean, inverse), ctx.clipped, ctx.follows_batch, needs[0]
+        grad_y, grad_gamma, grad_beta, grad_scale = norm_quantize_backward(
+            grad, y, gamma, beta, mean, inverse, *ctx.bounds, *learned, *ctx.levels, ctx.follows_batch, needs[0]
         )
-        learned = (grad_gamma if needs[2] else None, grad_beta if needs[3] else None)
-        return grad_y, ctx.force.parameter_gradient(total, scale), *learned, *[None] * 6
+        norm = (grad_gamma if needs[1] else None, grad_beta if needs[2] else None)
+        return grad_y if needs[0] else None, *norm, None, None, grad_scale, *[None] * 5
 
 
 class AddQuantizeFunction(torch.autograd.Function):
@@ -117,29 +115,30 @@ class AddQuantizeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        a_carrier: Tensor, b_carrier: Tensor, scale: Tensor, a_codes: Tensor, b_codes: Tensor,
-        steps: tuple[float, float, float, float], clipped: ClippedGrid, force: GridInForce,
-    ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
-        """Carrier, codes, and whether there was a NaN; steps are step and zero of a, then of b."""
-        codes, bad = add_quantize(Operand(a_codes, *steps[:2]), Operand(b_codes, *steps[2:]), clipped)
-        return carrier_for(codes), codes, bad
+        a_carrier: Tensor, b_carrier: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor,
+        scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels, bounds: tuple[float, float],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The first three of `Codes`; a and b are codes, bounds floor and ceiling of the clip."""
+        codes, numbers = add_quantize(a, b, a_numbers, b_numbers, *bounds, scale, smallest, zero_point, *levels)
+        return carrier_for(codes), codes, numbers
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, bool]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         """Codes of the operands: a quarter of their floats, and both have readers that keep them anyway."""
-        ctx.save_for_backward(*inputs[2:5])
-        ctx.steps, ctx.clipped, ctx.force = inputs[5:]
-        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs[2:9])
+        ctx.levels, ctx.bounds = inputs[9:]
+        ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Both operands have the same gradient."""
-        scale, a_codes, b_codes = ctx.saved_tensors
-        a, b = Operand(a_codes, *ctx.steps[:2]), Operand(b_codes, *ctx.steps[2:])
-        grad_sum, total = add_quantize_backward(like(grad, a_codes), a, b, ctx.clipped)
-        return grad_sum, grad_sum, ctx.force.parameter_gradient(total, scale), *[None] * 5
+        a, b, a_numbers, b_numbers, *learned = ctx.saved_tensors
+        grad_sum, grad_scale = add_quantize_backward(
+            grad, a, b, a_numbers, b_numbers, *ctx.bounds, *learned, *ctx.levels
+        )
+        return grad_sum, grad_sum, *[None] * 4, grad_scale, *[None] * 4
 
 
 def quantize_chain(
@@ -161,14 +160,10 @@ def quantize_chain(
         if norm is None and not clip.clips:
             if is_dense(y):
                 return quantize(y, quantizer)
-        elif (extent := extent_of(y)) is not None and (norm is None or _is_simple(norm, y)):
-            force = grid_in_force(quantizer, y)
-            numbers = _constants(extent) if norm is None else _statistics(norm, y, extent)
-            clipped = ClippedGrid(force.grid, floor, ceiling)
-            made: Any = QuantizeChainFunction.apply(
-                y, quantizer.scale, *numbers[:4], extent, clipped, force, numbers[4]
-            )
-            return in_codes(made, force)
+        elif (sizes := sizes_of(y)) is not None and (norm is None or _is_simple(norm, y)):
+            *numbers, follows = _constants(sizes[1]) if norm is None else _statistics(norm, y)
+            learned = learned_by(quantizer, y)
+            return Codes(*QuantizeChainFunction.apply(y, *numbers, *learned, (floor, ceiling), follows))
     z: Tensor = quantizer(clip(y if norm is None else norm(y)))
     return z
 
@@ -182,21 +177,14 @@ def quantize_sum(
     if (
         isinstance(a, Codes) and isinstance(b, Codes) and a.shape == b.shape and a.codes.stride() == b.codes.stride()
         and in_training(quantizer) and clip.is_unwatched()
+        and not (torch.compiler.is_compiling() and a.codes is b.codes)  # torch.compile takes no tensor twice
     ):  # fmt: skip
-        a, b = connected(a), connected(b)
-        force = grid_in_force(quantizer, a.codes)
-        steps = (a.step, a.zero, b.step, b.zero)
-        made: Any = AddQuantizeFunction.apply(
-            a.carrier,
-            b.carrier,
-            quantizer.scale,
-            a.codes,
-            b.codes,
-            steps,
-            ClippedGrid(force.grid, floor, ceiling),
-            force,
+        a, b, learned = connected(a), connected(b), learned_by(quantizer, a.codes)
+        return Codes(
+            *AddQuantizeFunction.apply(
+                a.carrier, b.carrier, a.codes, b.codes, a.numbers, b.numbers, *learned, (floor, ceiling)
+            )
         )
-        return in_codes(made, force)
     z: Tensor = quantizer(clip(decode(a) + decode(b)))
     return z
 
@@ -212,23 +200,27 @@ def _is_simple(norm: nn.Module, y: Tensor) -> bool:
     )
 
 
-def _constants(extent: Extent) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-    one, zero = torch.ones(extent.channels), torch.zeros(extent.channels)
-    return one, zero, zero, one, False
+def _constants(channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+    """A norm that does nothing; four tensors, since torch.compile takes none twice."""
+    return torch.ones(channels), torch.zeros(channels), torch.zeros(channels), torch.ones(channels), False
 
 
-def _statistics(norm: Any, y: Tensor, extent: Extent) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+def _statistics(norm: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
     """gamma, beta, mean, 1 / sqrt(var + eps), and whether these are the batch's; running statistics are updated."""
     follows = norm.training or norm.running_mean is None
-    if follows:
-        running, share = None, 0.0
-        if norm.training and norm.track_running_stats:
-            norm.num_batches_tracked.add_(1)
-            share = 1.0 / norm.num_batches_tracked.item() if norm.momentum is None else norm.momentum
-            running = (norm.running_mean, norm.running_var)
-        mean, inverse = statistics(y, extent, norm.eps, running, share)
-    else:
+    if not follows:
         mean, inverse = norm.running_mean, torch.rsqrt(norm.running_var + norm.eps)
+    elif not (norm.training and norm.track_running_stats):
+        mean, inverse, _ = batch_statistics(y, norm.eps)
+    else:
+        norm.num_batches_tracked.add_(1)
+        share = 1.0 / norm.num_batches_tracked.float() if norm.momentum is None else norm.momentum
+        if torch.compiler.is_compiling():  # an operator that writes would cost a copy of what it writes to
+            mean, inverse, variance = batch_statistics(y.detach(), norm.eps)
+            norm.running_mean.lerp_(mean, share)
+            norm.running_var.lerp_(variance, share)
+        else:
+            mean, inverse = statistics(y, norm.eps, (norm.running_mean, norm.running_var), float(share))
     gamma = torch.ones_like(mean) if norm.weight is None else norm.weight
     beta = torch.zeros_like(mean) if norm.bias is None else norm.bias
     return gamma, beta, mean, inverse, follows

@@ -5,14 +5,15 @@ codes. `Codes` holds them; the gradient flows through a carrier, a tensor of the
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qat.kernels.chains import dequantize, quantize_codes
-from qat.kernels.cpu import Grid, grid_gradients, is_dense, is_plain, like
+from qat.kernels.chains import dequantize
+from qat.kernels.cpu import is_dense, is_plain
+from qat.kernels.learned import Levels, step_and_zero
+from qat.kernels.operators import quantize_codes, quantize_codes_backward
 from qat.layers.first_derivative import first_derivative
 from qat.quantizer import Quantizer
 from qat.quantizer.lsq import LSQQuantizer
@@ -21,28 +22,21 @@ SHIFT = 128
 """Added to the codes and zero points of signed grids, so that all codes are uint8."""
 
 
-@dataclass(frozen=True)
-class GridInForce:
-    """A quantizer's numbers for one step of training.
+class Learned(NamedTuple):
+    """A quantizer's tensors and the rest of its grid, as the kernels take them.
 
     Attributes:
-        grid: as the kernels take it, shifted to uint8.
-        factor: of the gradient that the parameter gets, per unit of the step's.
-        on_floor: whether the scale acts as more than it is, so that a gradient that lowers it further is dropped.
+        scale, smallest, zero_point: its tensors; None on a symmetric grid.
+        levels: bounds, shift and the factor of the scale's gradient.
     """
 
-    grid: Grid
-    factor: float
-    on_floor: bool
-
-    def parameter_gradient(self, total: float, scale: Tensor) -> Tensor:
-        """The gradient of the learned scale from that of the step."""
-        gradient = total * self.factor
-        return torch.full_like(scale, 0.0 if self.on_floor and gradient > 0 else gradient)
+    scale: Tensor
+    smallest: Tensor
+    zero_point: Tensor | None
+    levels: Levels
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A tensor that needs no gradient itself, quantized with a scale that learns.
 
     Its readers find the scale's gradient without that of the tensor, which for an image is the dearest of all: that of
@@ -50,26 +44,23 @@ class Source:
     """
 
     x: Tensor
-    scale: Tensor
-    force: GridInForce
+    learned: Learned
 
 
-@dataclass(frozen=True)
-class Codes:
+class Codes(NamedTuple):
     """A quantized tensor: (codes - zero) * step.
 
     Attributes:
+        carrier: float32 of the tensor's shape, which stands for it in autograd and holds no values.
         codes: uint8.
-        carrier: float32 of the same shape, which stands for the tensor in autograd and holds no values.
-        step, zero: of the grid, zero shifted as the codes are; step is NaN if there was a NaN among the values.
+        numbers: step and zero, which is shifted as the codes are; step is NaN if there was a NaN among the values.
         source: of an input of the model, what it was made of; the carrier is then not connected to the scale.
     """
 
-    codes: Tensor
     carrier: Tensor
-    step: float
-    zero: float
-    source: "Source | None" = None
+    codes: Tensor
+    numbers: Tensor
+    source: Source | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -103,18 +94,22 @@ def is_unwatched(module: Any) -> bool:
     )
 
 
-def grid_in_force(quantizer: Quantizer, x: Tensor) -> GridInForce:
-    """Repair the learned scale if need be, and read it; x is what will be quantized."""
-    scale, smallest = quantizer.scale.item(), quantizer.smallest_scale.item()
-    if not math.isfinite(scale):
-        quantizer.repair()
-        scale = quantizer.scale.item()
-    step = quantizer.effective_scale().item() if scale < smallest or scale > 1e6 else scale
-    shift = SHIFT if quantizer.spec.signed else 0
+def learned_by(quantizer: Quantizer, x: Tensor) -> Learned:
+    """Repair the learned scale if need be, and collect what the kernels need; x is what will be quantized."""
+    repair(quantizer)
     low, high = quantizer.bounds()
-    zero = 0.0 if quantizer.zero_point is None else quantizer.zero_point.item()
-    factor = quantizer.gradient_factor(x) * (step * step if quantizer.relative_steps else 1.0)
-    return GridInForce(Grid(step, zero + shift, low + shift, high + shift), factor, scale < smallest)
+    shift = SHIFT if quantizer.spec.signed else 0
+    levels = Levels(low, high, shift, quantizer.gradient_factor(x), quantizer.relative_steps)
+    return Learned(quantizer.scale, quantizer.smallest_scale, quantizer.zero_point, levels)
+
+
+def repair(quantizer: Quantizer) -> None:
+    """Put back scales that became NaN or infinite.
+
+    Looking first is cheaper than the operations; compiled code cannot look.
+    """
+    if torch.compiler.is_compiling() or not math.isfinite(quantizer.scale.detach().sum().item()):
+        quantizer.repair()
 
 
 def carrier_for(codes: Tensor) -> Tensor:
@@ -126,26 +121,28 @@ class QuantizeFunction(torch.autograd.Function):
     """A quantizer alone, as codes; formulas as of `LSQPlusFunction`."""
 
     @staticmethod
-    def forward(x: Tensor, scale: Tensor, force: GridInForce) -> tuple[Tensor, Tensor, bool]:
-        """Carrier, codes, and whether there was a NaN."""
-        codes, bad = quantize_codes(x, force.grid)
-        return carrier_for(codes), codes, bad
+    def forward(
+        x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The first three of `Codes`."""
+        codes, numbers = quantize_codes(x, scale, smallest, zero_point, *levels)
+        return carrier_for(codes), codes, numbers
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, bool]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         """The input; the codes are the reader's to keep."""
-        ctx.save_for_backward(*inputs[:2])
-        ctx.force = inputs[2]
-        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs[:4])
+        ctx.levels = inputs[4]
+        ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """One pass."""
-        x, scale = ctx.saved_tensors
-        grad_x, total, _ = grid_gradients(like(grad, x), x, ctx.force.grid, ctx.needs_input_grad[0])
-        return grad_x, ctx.force.parameter_gradient(total, scale), None
+        needs_x = ctx.needs_input_grad[0]
+        grad_x, grad_scale = quantize_codes_backward(grad, *ctx.saved_tensors, *ctx.levels, needs_x)
+        return grad_x if needs_x else None, grad_scale, None, None, None
 
 
 class DecodeFunction(torch.autograd.Function):
@@ -156,18 +153,20 @@ class DecodeFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(carrier: Tensor, codes: Tensor, step: float, zero: float) -> Tensor:
-        """One pass."""
-        return dequantize(codes, step, zero)
+    def forward(carrier: Tensor, codes: Tensor, numbers: Tensor) -> Tensor:
+        """One pass; compiled code makes it part of what follows."""
+        if torch.compiler.is_compiling():
+            return (codes.to(torch.float32) - numbers[1]) * numbers[0]
+        return dequantize(codes, *step_and_zero(numbers))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Nothing to save."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """dy/dcarrier = 1."""
-        return grad, None, None, None
+        return grad, None, None
 
 
 class EncodeFunction(torch.autograd.Function):
@@ -178,51 +177,44 @@ class EncodeFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, bool]:
-        """Carrier, codes, and whether there was a NaN."""
-        codes, bad = quantize_codes(x, grid)
-        return carrier_for(codes), codes, bad
+    def forward(
+        x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The first three of `Codes`."""
+        codes, numbers = quantize_codes(x, scale, smallest, zero_point, *levels)
+        return carrier_for(codes), codes, numbers
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, bool]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         """Nothing to save."""
-        ctx.mark_non_differentiable(output[1])
+        ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
         """dcarrier/dx = 1."""
-        return grad, None
+        return grad, None, None, None, None
 
 
 def quantize(x: Tensor, quantizer: Quantizer) -> Codes:
     """The quantizer's codes of a dense float32 tensor."""
-    force = grid_in_force(quantizer, x)
+    learned = learned_by(quantizer, x)
     if x.requires_grad or not quantizer.scale.requires_grad:
-        return in_codes(QuantizeFunction.apply(x, quantizer.scale, force), force)
-    codes, bad = quantize_codes(x, force.grid)
-    return in_codes((carrier_for(codes), codes, bad), force, Source(x, quantizer.scale, force))
-
-
-def in_codes(made: tuple[Tensor, Tensor, bool], force: GridInForce, source: Source | None = None) -> Codes:
-    """What a Function made (carrier, codes, whether there was a NaN) on this grid."""
-    carrier, codes, bad = made
-    return Codes(codes, carrier, math.nan if bad else force.grid.step, force.grid.zero, source)
+        return Codes(*QuantizeFunction.apply(x, *learned))
+    codes, numbers = quantize_codes(x, learned.scale.detach(), *learned[1:3], *learned.levels)
+    return Codes(carrier_for(codes), codes, numbers, Source(x, learned))
 
 
 def connected(x: Codes) -> Codes:
     """The same with a carrier through which the scale gets its gradient, for readers who cannot find it themselves."""
-    if x.source is None:
-        return x
-    return in_codes(QuantizeFunction.apply(x.source.x, x.source.scale, x.source.force), x.source.force)
+    return x if x.source is None else Codes(*QuantizeFunction.apply(x.source.x, *x.source.learned))
 
 
 def decode(x: Codes | Tensor) -> Tensor:
     """The float tensor; a tensor is one already."""
     if isinstance(x, Tensor):
         return x
-    x = connected(x)
-    y: Tensor = DecodeFunction.apply(x.carrier, x.codes, x.step, x.zero)
+    y: Tensor = DecodeFunction.apply(*connected(x)[:3])
     return y
 
 
@@ -238,5 +230,4 @@ def encode(x: Codes | Tensor, quantizer: Quantizer, *dropouts: Any) -> Codes | T
         return x
     if any(dropout.training and dropout.p > 0 for dropout in dropouts):
         return x
-    force = grid_in_force(quantizer, x)
-    return in_codes(EncodeFunction.apply(x, force.grid), force)
+    return Codes(*EncodeFunction.apply(x, *learned_by(quantizer, x)))

@@ -40,6 +40,8 @@ def first_derivative(backward: Backward) -> Backward:
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+        if torch.compiler.is_compiling():  # which has no second derivatives, and says so itself
+            return backward(ctx, grad)
         again = torch.is_grad_enabled()
         with torch.no_grad():
             found = backward(ctx, grad)

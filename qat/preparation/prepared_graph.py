@@ -4,27 +4,30 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from qat.kernels import plain_here
+from qat.kernels import plain_here, plain_wanted, products
 from qat.kernels.compiler import library
 from qat.kernels.cpu import is_plain
 from qat.preparation.fused_graph import FusedForward, fused_forward
 
-_fused: "WeakKeyDictionary[PreparedGraph, FusedForward | None]" = WeakKeyDictionary()
-"""What each model runs in training where kernels apply; kept outside, so that models pickle and copy without it."""
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class PreparedGraph(fx.GraphModule):
     """An fx.GraphModule whose own attributes (what was left in float, `backbone.out_channels`) survive deepcopy.
 
-    Where kernels apply, training runs a graph derived from it; see `qat.preparation.fused_graph`.
+    Where kernels apply, training runs a graph derived from it; see `qat.preparation.fused_graph`. That belongs to the
+    class, of which torch.fx makes one for every model, so that models pickle and copy without it.
     """
+
+    derived: ClassVar[bool] = False
+    fused: ClassVar[FusedForward | None] = None
 
     def recompile(self) -> Any:
         """Make forward anew from the graph."""
@@ -36,23 +39,34 @@ class PreparedGraph(fx.GraphModule):
             run = self._fused_forward(args, kwargs)
             return plain(self, *args, **kwargs) if run is None else run(self, *args, **kwargs)
 
-        kind: Any = type(self)  # of this model alone, as torch.fx makes them
-        kind.forward = forward
-        _fused.pop(self, None)
+        kind: Any = type(self)
+        kind.forward, kind.derived, kind.fused = forward, False, None
         return code
+
+    def derive(self) -> FusedForward | None:
+        """What training runs where kernels apply, made anew if the graph changed; None where nothing can be fused."""
+        kind: Any = type(self)
+        if not kind.derived and library() is not None:
+            products.are_exact()  # now, since nothing can be tried out while torch.compile looks on
+            kind.derived, kind.fused = True, fused_forward(self)
+        found: FusedForward | None = kind.fused
+        return found
+
+    def train(self, mode: bool = True) -> "Self":
+        """As of any module; torch.compile, which may come next, can only run what is derived already."""
+        if mode:
+            self.derive()
+        return super().train(mode)
 
     def _fused_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         """What to run instead of the graph, if these inputs are for the kernels."""
-        if torch.compiler.is_compiling() or not self.training or plain_here() or torch.is_autocast_enabled("cpu"):
+        compiling = torch.compiler.is_compiling()
+        if not self.training or (plain_wanted() if compiling else plain_here()) or torch.is_autocast_enabled("cpu"):
             return None
         given = [*args, *kwargs.values()]
         if not any(isinstance(x, torch.Tensor) and is_plain(x) for x in given) or _has_any_global_hook():  # type: ignore[no-untyped-call]
             return None
-        if library() is None:
-            return None
-        if self not in _fused:
-            _fused[self] = fused_forward(self)
-        fused = _fused[self]
+        fused = type(self).fused if compiling else self.derive()
         return fused.run if fused is not None and fused.fits(self) else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PreparedGraph":

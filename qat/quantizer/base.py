@@ -273,9 +273,9 @@ class Quantizer(PositiveParameters):
         choice = self.spec.grad_scale
         if choice in ("none", "relative") or x.numel() == 0:
             return 1.0
-        count = x.numel() // math.prod(self.shape)
-        if self.role == "activation" and choice == "sample" and x.dim() > 1:
-            count //= x.shape[0]
+        of_sample = self.role == "activation" and choice == "sample" and x.dim() > 1
+        # Without the batch's size, which torch.compile would otherwise have to look at in every step.
+        count = math.prod(x.shape[1:] if of_sample else x.shape) // math.prod(self.shape)
         return 1.0 / math.sqrt(max(count, 1) * self.spec.qmax)
 
     def extra_repr(self) -> str:

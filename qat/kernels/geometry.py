@@ -1,0 +1,94 @@
+"""A product's geometry: what a convolution or a linear layer is besides its operands, and when integers pay for it."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qat.kernels import products
+
+FEWEST_ROWS, FEWEST_ROWS_QUICKLY_PACKED = 512, 160
+"""With fewer rows, packing an int8 weight takes longer than multiplying by it saves. oneDNN packs three times as fast
+where it need not sum the weight up for a zero point."""
+
+FEWEST_INPUTS = 16
+
+NEAREST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The memory formats with channels innermost, by the number of axes."""
+
+
+class Geometry(NamedTuple):
+    """A convolution's, or a linear layer's, which has no stride."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+
+    def rows(self, x: torch.Size, weight: torch.Size) -> int:
+        """How many rows the product has as one of matrices."""
+        if not self.stride:
+            return math.prod(x[:-1])
+        rows = x[0]
+        for size, kernel, step, pad, spread in zip(
+            x[2:], weight[2:], self.stride, self.padding, self.dilation, strict=True
+        ):
+            rows *= max((size + 2 * pad - spread * (kernel - 1) - 1) // step + 1, 0)
+        return rows
+
+    def pays_in_integers(self, x: torch.Size, weight: torch.Size, zero: float) -> bool:
+        """A rule, not a measurement, so that a resumed run computes as the first did."""
+        if self.groups != 1 or (self.stride and len(self.stride) != 2) or math.prod(weight[1:]) < FEWEST_INPUTS:
+            return False
+        quickly_packed = zero == 0 or math.prod(weight[2:]) == 1
+        return self.rows(x, weight) >= (FEWEST_ROWS_QUICKLY_PACKED if quickly_packed else FEWEST_ROWS)
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """In float."""
+        if not self.stride:
+            return F.linear(x, weight, bias)
+        return torch.convolution(
+            x, weight, bias, self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups
+        )
+
+    def multiply_integers(
+        self, codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """In integers."""
+        if not self.stride:
+            return products.linear(codes, step, zero, weight, steps, bias)
+        return products.convolution(
+            codes, step, zero, weight, steps, bias, self.stride, self.padding, self.dilation, self.groups
+        )
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of x, weight and bias."""
+        if self.stride:
+            found: Any = torch.ops.aten.convolution_backward(
+                grad, x, weight, [weight.shape[0]], self.stride, self.padding, self.dilation, False,
+                [0] * len(self.stride), self.groups, needs,
+            )  # fmt: skip
+            return found[0], found[1], found[2]
+        rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        return (
+            (rows @ weight).view(x.shape) if needs[0] else None,
+            rows.T @ inputs if needs[1] else None,
+            rows.sum(0) if needs[2] else None,
+        )
+
+    def arranged(self, y: Tensor, x: Tensor, weight: Tensor, integers: bool) -> Tensor:
+        """The product in the memory format that depends on nothing that only a run knows.
+
+        Channels innermost where an operand's are, or where integers may multiply, which leave them there.
+        """
+        nearest = NEAREST.get(x.dim()) if self.stride else None
+        if nearest is None:
+            return y.contiguous()
+        inner = any(not t.is_contiguous() and t.is_contiguous(memory_format=nearest) for t in (x, weight))
+        if inner or (integers and products.are_exact() and self.pays_in_integers(x.shape, weight.shape, 0)):
+            return y.contiguous(memory_format=nearest)
+        return y.contiguous()
