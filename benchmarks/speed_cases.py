@@ -1,8 +1,12 @@
 """The cases of the speed benchmark: each measures comparisons and returns their rows."""
 
+import multiprocessing
+import os
 import statistics
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,9 @@ BATCHES = {"resnet18": (16, 32)}
 GPU_BATCH, GPU_SIZE = 128, 224
 SCALING_BATCHES = (1, 4, 16, 32)
 SCALING_MODELS = ("resnet34", "wide_resnet50_2")
+FREED_STAYS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_TOP_PAD_": str(1 << 28)}
+"""Memory that is freed stays with the process. Else it is luck whether the next tensor's pages come from the system, at
+three times what a kernel takes to write them; that says nothing about the kernel."""
 COLD_ROUNDS = 3
 """A fresh process compiles from nothing; its time varies little next to what it takes."""
 
@@ -67,13 +74,26 @@ def wait_for(device: str) -> Callable[[], object]:
 
 
 def op(plan: Plan, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Iterator[list[Row]]:
-    """Fake quantization of one tensor, forward and backward, against relu."""
-    limits = replace(plan.limits, repeats=3)
+    """Fake quantization of one tensor, forward and backward, against relu; in a process that keeps its memory."""
     for kind, shape in shapes.items():
-        given = operand(kind, shape, plan.layout)
-        makers = {name: _bind(OPERATORS[name], given) for name in plan.among(list(OPERATORS))}
-        about = {"subject": kind, "size": list(shape), "layout": plan.layout, "device": "cpu", "amp": "none"}
-        yield timing_rows("op", about, "relu", contest(makers, "relu", limits))
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            os.environ.update(FREED_STAYS)  # the new process reads it when it starts
+            try:
+                waiting = pool.submit(op_rows, kind, shape, plan)
+            finally:
+                for variable in FREED_STAYS:
+                    del os.environ[variable]
+            yield waiting.result()
+
+
+def op_rows(kind: str, shape: tuple[int, ...], plan: Plan) -> list[Row]:
+    """One comparison of operators, in this process."""
+    warnings.simplefilter("ignore")  # the peers' deprecations
+    torch.set_num_threads(plan.threads)
+    given = operand(kind, shape, plan.layout)
+    makers = {name: _bind(OPERATORS[name], given) for name in plan.among(list(OPERATORS))}
+    about = {"subject": kind, "size": list(shape), "layout": plan.layout, "device": "cpu", "amp": "none"}
+    return timing_rows("op", about, "relu", contest(makers, "relu", replace(plan.limits, repeats=3)))
 
 
 def step(plan: Plan) -> Iterator[list[Row]]:
