@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import qat
 from qat.kernels import compiler, float_products, plain_formulas, products
-from qat.layers.codes import Codes, EncodeFunction
+from qat.layers.codes import Codes, EncodeFunction, carrier_for, decode
+from qat.layers.pools import MaxPoolFunction, max_pool, window_of
 from qat.layers.products import CodesProductFunction
 from qat.preparation.fused_graph import fused_forward
 
@@ -86,7 +87,7 @@ def assert_same(model: nn.Module, x: Tensor, needs_x: bool = True) -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What ran on codes."""
     ran: list[str] = []
-    for function in (CodesProductFunction, EncodeFunction):
+    for function in (CodesProductFunction, MaxPoolFunction, EncodeFunction):
         original = function.apply
 
         def apply(
@@ -108,7 +109,7 @@ def test_a_step_is_that_of_the_plain_operations(
     x = images(channels_last)
     model = Block(act)
     assert_same(prepared(model.to(memory_format=torch.channels_last) if channels_last else model, x), x)
-    assert counted.count("CodesProductFunction") == 4 * counted.count("EncodeFunction") > 0
+    assert counted.count("CodesProductFunction") == 4 * counted.count("MaxPoolFunction") > 0
 
 
 @pytest.mark.parametrize("grad_scale", ["sample", "relative"])
@@ -145,7 +146,7 @@ def test_every_grid_that_fits_eight_bits(name: str, counted: list[str]) -> None:
     x = images(True)
     weight = qat.QuantSpec(bits=3, narrow_range=True, grad_scale="relative" if name == "relative" else "sample")
     assert_same(prepared(Block(), x, qat.QuantRecipe(weight, SPECS[name])), x)
-    assert counted.count("CodesProductFunction") == 4 * counted.count("EncodeFunction") > 0
+    assert counted.count("CodesProductFunction") == 4 * counted.count("MaxPoolFunction") > 0
 
 
 @pytest.mark.parametrize("norm", [{"affine": False}, {"momentum": None}, {"track_running_stats": False}, {"eps": 0.1}])
@@ -368,3 +369,76 @@ def test_where_integers_are_wrong_they_are_not_used(monkeypatch: pytest.MonkeyPa
 def test_codes_know_their_shape() -> None:
     codes = Codes(torch.zeros(()).expand(2, 3), torch.zeros(2, 3, dtype=torch.uint8), torch.tensor([0.5, 3.0]))
     assert codes.shape == (2, 3) and codes.dim() == 2
+
+
+POOLS = {
+    "of a ResNet": {"kernel_size": 3, "stride": 2, "padding": 1},
+    "without stride": {"kernel_size": 2},
+    "ceil": {"kernel_size": 3, "stride": 2, "ceil_mode": True},
+    "ceil, with padding": {"kernel_size": 2, "stride": 3, "padding": 1, "ceil_mode": True},
+    "dilated": {"kernel_size": (2, 3), "stride": (1, 2), "dilation": (3, 2), "padding": (1, 0)},
+    "wide": {"kernel_size": (5, 1), "stride": 1, "padding": (2, 0)},
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", POOLS)
+def test_max_pooling_of_codes_is_that_of_the_tensor(name: str, channels_last: bool) -> None:
+    """Ties too: of few codes, every window holds some several times."""
+    pool = nn.MaxPool2d(**POOLS[name])  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 6, (2, 5, 11, 14), dtype=torch.uint8, generator=generator)
+    if channels_last:
+        codes = codes.to(memory_format=torch.channels_last)
+    x = ((codes.float() - 3) * 0.5).requires_grad_()
+    expected = pool(x)
+    grad = torch.randn(expected.shape, generator=generator)
+    expected.backward(grad)
+    carrier = carrier_for(codes).requires_grad_()
+    window = window_of(pool)
+    assert window is not None
+    pooled = max_pool(Codes(carrier, codes, torch.tensor([0.5, 3.0])), window, pool)
+    assert isinstance(pooled, Codes) and pooled.codes.stride() == expected.stride()
+    y = decode(pooled)
+    assert torch.equal(y, expected)
+    y.backward(grad)
+    assert carrier.grad is not None and x.grad is not None
+    assert torch.allclose(carrier.grad, x.grad, atol=1e-6)
+
+
+def test_a_pool_with_a_hook_is_called() -> None:
+    pool, seen = nn.MaxPool2d(2), []
+    pool.register_forward_hook(lambda *_: seen.append(1))
+    codes = torch.randint(0, 6, (2, 5, 8, 8), dtype=torch.uint8)
+    window = window_of(pool)
+    assert window is not None
+    assert isinstance(max_pool(Codes(carrier_for(codes), codes, torch.tensor([0.5, 3.0])), window, pool), Tensor)
+    assert seen == [1]
+
+
+def test_pools_that_return_indices_are_not_taken() -> None:
+    assert window_of(nn.MaxPool2d(2, return_indices=True)) is None
+
+
+def test_a_pool_as_a_function_runs_on_codes(counted: list[str]) -> None:
+    class Pools(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.max_pool2d(F.relu(self.a(x)), 3, 2, padding=1)
+            return self.b(x).mean((2, 3)) + x.mean()
+
+    torch.manual_seed(0)
+    x = images(True)
+    assert_same(prepared(Pools(), x), x)
+    assert "MaxPoolFunction" in counted and "EncodeFunction" not in counted
+
+
+def test_what_reshapes_a_quantized_tensor_is_followed_by_encoding(counted: list[str]) -> None:
+    torch.manual_seed(0)
+    x = images()
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 14 * 14, 5))
+    assert_same(prepared(model, x), x)
+    assert "EncodeFunction" in counted

@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 
-SOURCES = (HERE / "quantizers.c", HERE / "norms.c")
+SOURCES = (HERE / "quantizers.c", HERE / "norms.c", HERE / "pools.c")
 
 HEADER = HERE / "grids.h"
 

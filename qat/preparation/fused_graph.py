@@ -7,6 +7,7 @@ model; this one is derived from it at the first training step, and again after e
 import math
 import operator
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import fx, nn
 from qat.layers import QuantLayer
 from qat.layers.chains import quantize_chain, quantize_sum
 from qat.layers.codes import decode, encode, has_codes
+from qat.layers.pools import Window, max_pool, window_of
 from qat.layers.products import multiply, takes_codes
 from qat.preparation.constants import fixed_nodes
 from qat.preparation.nodes import submodule_of
@@ -99,6 +101,7 @@ class _Fusing:
         self.readers = {node for node in self.nodes if self._reads_codes(node)}
         chains = {node: self._chain(node) for node in self.nodes if node in self.quantizers}
         self.chains = {node: chain for node, chain in chains.items() if self._is_worth_it(node, chain, chains)}
+        self.pools = self._pools_of_codes()
         self.absorbed = {chain.clip for chain in self.chains.values()} | {
             chain.source for chain in self.chains.values() if chain.operands is not None
         }
@@ -185,11 +188,24 @@ class _Fusing:
                 self.floats[node] = self._product(node)
             elif node in self.chains:
                 self.codes[node] = self._quantized(node)
+            elif node in self.pools:
+                self.codes[node] = self._pooled(node)
             else:
                 self.floats[node] = self.graph.node_copy(node, self._float)
         self.graph.set_codegen(self.model.graph._codegen)
         self.graph.lint()
         return self.graph
+
+    def _pools_of_codes(self) -> dict[fx.Node, Window]:
+        """Max pools behind which somebody reads codes."""
+        read = [reader.args[0] for reader in self.readers]
+        read += [node for chain in self.chains.values() for node in chain.operands or ()]
+        found = {}
+        for step in {step for node in read if isinstance(node, fx.Node) for step in self._way(node)}:
+            window = _window(step, submodule_of(self.model, step))
+            if window is not None and self._grid(step) in self.chains and self._grid(step.args[0]) is not None:
+                found[step] = window
+        return found
 
     def _is_worth_it(self, quantizer: fx.Node, chain: Taken, chains: dict[fx.Node, Taken]) -> bool:
         """Whether a quantizer takes a norm or a sum over, or is read as codes; else it is one pass as it is."""
@@ -214,6 +230,15 @@ class _Fusing:
             checked = [self.graph.get_attr(str(step.target)) for step in dropouts]
             self.codes[node] = self.graph.call_function(encode, (self._float(node), grid, *checked))
         return self.codes[node]
+
+    def _pooled(self, node: fx.Node) -> fx.Node:
+        """A max pool on codes."""
+        assert isinstance(node.args[0], fx.Node)
+        module = self.graph.get_attr(str(node.target)) if node.op == "call_module" else None
+        pooled = self.graph.call_function(max_pool, (self._coded(node.args[0]), tuple(self.pools[node]), module))
+        quantizer = self._grid(node)
+        assert quantizer is not None
+        return self.graph.call_function(encode, (pooled, self.graph.get_attr(str(quantizer.target))))
 
     def _product(self, node: fx.Node) -> fx.Node:
         """A layer on codes; its BatchNorm follows, unless a chain takes it over."""
@@ -241,3 +266,15 @@ class _Fusing:
         norm = self.floats[norm] if isinstance(norm, fx.Node) else None
         source = self._float(chain.source)
         return self.graph.call_function(quantize_chain, (source, quantizer, norm, *chain.bounds, activation))
+
+
+def _window(node: fx.Node, module: Any) -> Window | None:
+    """What a node pools, None if it is no max pool of images."""
+    if type(module) is nn.MaxPool2d:
+        return window_of(module)
+    if node.target in (F.max_pool2d, torch.max_pool2d):
+        names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+        given: dict[str, Any] = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
+        with suppress(TypeError):  # numbers that only a run knows, or other arguments
+            return window_of(nn.MaxPool2d(**given))
+    return None

@@ -1,0 +1,79 @@
+"""Max pooling of codes: (N, C, H, W), channels innermost or images."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from qat.kernels.cpu import address, compiled, like, threads_for
+from qat.kernels.operator import operator
+
+LARGEST_WINDOW = 256
+"""Elements of a window: which of them was the largest is kept in one byte."""
+
+
+class Pool(ctypes.Structure):
+    """A pool as the kernels take it."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            "n", "channels", "height", "width", "out_height", "out_width", "kernel_h", "kernel_w", "stride_h",
+            "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w",
+        )
+    ]  # fmt: skip
+
+
+def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
+    """Length of an axis behind a pool, as torch has it: with ceil_mode no window begins in the padding behind."""
+    reach = size + 2 * padding - dilation * (kernel - 1) - 1
+    windows = (reach + (stride - 1 if ceil_mode else 0)) // stride + 1
+    return windows - 1 if ceil_mode and (windows - 1) * stride >= size + padding else windows
+
+
+def _layout(codes: Tensor) -> torch.memory_format:
+    return torch.contiguous_format if codes.is_contiguous() else torch.channels_last
+
+
+def _pooled(
+    codes: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
+) -> tuple[Tensor, Tensor]:
+    sizes = [
+        pooled_size(*numbers, ceil_mode)
+        for numbers in zip(codes.shape[2:], kernel, stride, padding, dilation, strict=True)
+    ]
+    out = torch.empty((*codes.shape[:2], *sizes), dtype=torch.uint8, memory_format=_layout(codes))
+    return out, torch.empty_like(out)
+
+
+@operator(_pooled)
+def max_pool_codes(
+    codes: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
+) -> tuple[Tensor, Tensor]:
+    """The largest code of every window and its number in the window; arguments as of torch's max_pool2d."""
+    out, where = _pooled(codes, kernel, stride, padding, dilation, ceil_mode)
+    pool = Pool(*codes.shape, *out.shape[2:], *kernel, *stride, *padding, *dilation)
+    nearest = int(not codes.is_contiguous())
+    compiled().max_pool(
+        address(codes), address(out), address(where), pool, nearest, threads_for(codes.numel())
+    )  # fmt: skip
+    return out, where
+
+
+def _unpooled(grad: Tensor, where: Tensor, height: int, width: int, *rest: object) -> Tensor:
+    return torch.empty((*where.shape[:2], height, width), dtype=grad.dtype, memory_format=_layout(where))
+
+
+@operator(_unpooled)
+def max_pool_codes_backward(
+    grad: Tensor, where: Tensor, height: int, width: int, kernel: list[int], stride: list[int], padding: list[int],
+    dilation: list[int],
+) -> Tensor:  # fmt: skip
+    """The gradient of what was pooled, images of height x width."""
+    grad, grad_in = like(grad, where), _unpooled(grad, where, height, width)
+    pool = Pool(*grad_in.shape, *where.shape[2:], *kernel, *stride, *padding, *dilation)
+    nearest = int(not where.is_contiguous())
+    compiled().max_pool_backward(
+        address(grad), address(where), address(grad_in), pool, nearest, threads_for(grad_in.numel())
+    )
+    return grad_in
