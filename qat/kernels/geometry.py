@@ -15,9 +15,6 @@ where it need not sum the weight up for a zero point."""
 
 FEWEST_INPUTS = 16
 
-WORTH_AN_IMAGE = 1 << 28
-"""Multiplications from which on a product of matrices is faster as a convolution's gradient."""
-
 NEAREST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """The memory formats with channels innermost, by the number of axes."""
 
@@ -78,7 +75,7 @@ class Geometry(NamedTuple):
             return found[0], found[1], found[2]
         rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         return (
-            _rows_times(rows, weight, inputs).view(x.shape) if needs[0] else None,
+            products.product(rows, weight.T).view(x.shape) if needs[0] else None,
             rows.T @ inputs if needs[1] else None,
             rows.sum(0) if needs[2] else None,
         )
@@ -95,17 +92,3 @@ class Geometry(NamedTuple):
         if inner or (integers and products.are_exact() and self.pays_in_integers(x.shape, weight.shape, 0)):
             return y.contiguous(memory_format=nearest)
         return y.contiguous()
-
-
-def _rows_times(rows: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
-    """rows @ weight: by oneDNN, as the gradient of a 1x1 convolution, a fifth faster than as a product of matrices.
-
-    inputs stand for the convolution's input: their values do not matter, but they say how the result lies in memory.
-    """
-    if min(weight.shape) < FEWEST_INPUTS or rows.numel() * weight.shape[1] < WORTH_AN_IMAGE:
-        return rows @ weight
-    grad, x = (t.reshape(1, -1, 1, t.shape[-1]).permute(0, 3, 1, 2) for t in (rows, inputs))
-    found: Any = torch.ops.aten.convolution_backward(
-        grad, x, weight[:, :, None, None], None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, (True, False, False)
-    )
-    return found[0].permute(0, 2, 3, 1).reshape(inputs.shape)  # type: ignore[no-any-return]
