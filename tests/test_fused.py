@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +16,18 @@ from qat.layers.codes import Codes, EncodeFunction, carrier_for, decode
 from qat.layers.pools import MaxPoolFunction, max_pool, window_of
 from qat.layers.products import CodesProductFunction
 from qat.preparation.fused_graph import fused_forward
+from qat.preparation.prepared_graph import PreparedGraph
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    """As users have them; the tests themselves run on one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 class Block(nn.Module):
@@ -257,6 +267,7 @@ def test_the_model_stays_what_it_was() -> None:
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
+    assert type(loaded).__mro__[1] is type(model).__mro__[1] is PreparedGraph and loaded.derive() is not None
     assert list(again.state_dict()) == keys == list(loaded.state_dict())
     assert torch.equal(again(x), loaded(x))
     assert isinstance(model.eval()(x), Tensor)

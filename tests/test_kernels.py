@@ -17,6 +17,16 @@ from qat.kernels.cpu import Grid
 from qat.ranges import initial_range
 from qat.spec import QuantSpec
 
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    """As users have them; the tests themselves run on one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 needs_kernels = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 CASES = {
     "flat": lambda x: x,

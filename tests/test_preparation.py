@@ -156,6 +156,11 @@ def test_what_stays_float_says_why() -> None:
             lambda: qat.prepare(qat.prepare(Net())),
             "prepare: the model holds quantizers already; prepare takes the float model",
         ),
+        (
+            lambda: qat.prepare(Net(), torch.randn(1, 3, 8, 8)),
+            "prepare: recipe must be a QuantRecipe, got Tensor; inputs are given by name, prepare(model,"
+            " example_inputs=...)",
+        ),
         (lambda: qat.prepare(nn.Sequential(nn.ReLU())), "prepare: Sequential has no layer to quantize"),
         (
             lambda: qat.prepare(Net(), qat.QuantRecipe(overrides={"block.cnv1": {"skip": True}})),
@@ -176,7 +181,7 @@ def test_what_stays_float_says_why() -> None:
     ],
 )  # fmt: skip
 def test_errors_are_sentences(make: object, sentence: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises((ValueError, TypeError)) as caught:
         make()  # type: ignore[operator]
     assert str(caught.value) == sentence
 

@@ -70,6 +70,7 @@ def prepare(
         The prepared model, in the train or eval mode of the float one. Call `calibrate` next. With dry_run, a text.
 
     Raises:
+        TypeError: if recipe is none, such as example inputs without their name.
         ValueError: if the model is prepared already, has nothing to quantize, if a pattern of the recipe names no
             layer, if the example inputs do not fit, or if a quantizer does not run with them.
 
@@ -78,6 +79,11 @@ def prepare(
     >>> [name for name, module in model.named_modules() if isinstance(module, Quantizer)]
     ['0.weight_quantizer', '4.weight_quantizer', 'input_quantizer', '0_quantizer']
     """
+    if not (recipe is None or isinstance(recipe, QuantRecipe)):
+        raise TypeError(
+            f"prepare: recipe must be a QuantRecipe, got {type(recipe).__name__}; inputs are given by name,"
+            " prepare(model, example_inputs=...)"
+        )
     if any(isinstance(module, (Quantizer, QuantLayer)) for module in model.modules()):
         raise ValueError("prepare: the model holds quantizers already; prepare takes the float model")
     inner = {"_orig_mod": "torch.compile", "module": "parallel"} if type(model).__module__.startswith("torch.") else {}

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+OF_ONE_MODEL = "GraphModuleImpl"
+"""What torch.fx calls the class that it makes for every model; by this name it finds the class behind."""
+
+
 class PreparedGraph(fx.GraphModule):
     """An fx.GraphModule whose own attributes (what was left in float, `backbone.out_channels`) survive deepcopy.
 
@@ -69,6 +73,13 @@ class PreparedGraph(fx.GraphModule):
         fused = type(self).fused if compiling else self.derive()
         return fused.run if fused is not None and fused.fits(self) else None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle, which would make a plain graph module of it."""
+        function, arguments = super().__reduce__()
+        kind = next(base for base in type(self).__mro__ if base.__qualname__.split(".")[-1] != OF_ONE_MODEL)
+        passing = {name: set(module._non_persistent_buffers_set) for name, module in self.named_modules()}
+        return unpickled, (kind, function, arguments, passing)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "PreparedGraph":
         twin: Any = super().__deepcopy__(memo)
         for name, module in self.named_modules():
@@ -97,6 +108,21 @@ class PreparedPart(PreparedGraph):
             if found is None:
                 raise
             return found.__get__(self, kept) if hasattr(found, "__get__") else found
+
+
+def unpickled(
+    kind: type[PreparedGraph], function: Callable[..., Any], arguments: tuple[Any, ...], passing: dict[str, set[str]]
+) -> PreparedGraph:
+    """The model from what `PreparedGraph.__reduce__` gave to pickle; passing: buffers that are in no checkpoint."""
+    model: Any = function(*arguments)
+    own = type(OF_ONE_MODEL, (kind,), {})
+    own.__name__ = type(model).__name__  # what it prints as
+    model.__class__ = own
+    model.recompile()
+    for name, buffers in passing.items():
+        model.get_submodule(name)._non_persistent_buffers_set |= buffers  # which torch 2.11 forgets
+    same: PreparedGraph = model
+    return same
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
