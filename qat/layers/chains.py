@@ -211,7 +211,7 @@ def _statistics(norm: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, b
     if not follows:
         mean, inverse = norm.running_mean, torch.rsqrt(norm.running_var + norm.eps)
     elif not (norm.training and norm.track_running_stats):
-        mean, inverse, _ = batch_statistics(y, norm.eps)
+        mean, inverse, _ = batch_statistics(y.detach(), norm.eps)
     else:
         norm.num_batches_tracked.add_(1)
         share = 1.0 / norm.num_batches_tracked.float() if norm.momentum is None else norm.momentum

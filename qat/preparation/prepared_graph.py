@@ -58,7 +58,7 @@ class PreparedGraph(fx.GraphModule):
 
     def train(self, mode: bool = True) -> "Self":
         """As of any module; torch.compile, which may come next, can only run what is derived already."""
-        if mode:
+        if mode and any(parameter.device.type == "cpu" for parameter in self.parameters()):
             self.derive()
         return super().train(mode)
 
