@@ -61,6 +61,7 @@ def prepared(model: nn.Module, x: Tensor, recipe: qat.QuantRecipe | None = None)
 def results(model: nn.Module, x: Tensor, plain: bool, needs_x: bool = True) -> dict[str, Tensor]:
     """Output, gradients and buffers of one training step of a copy."""
     model, x = copy.deepcopy(model), x.clone().requires_grad_(needs_x)
+    torch.manual_seed(1)  # for dropouts
     with plain_formulas() if plain else torch.enable_grad():
         y = model(x)
         y.square().sum().backward()
@@ -445,6 +446,19 @@ def test_a_pool_as_a_function_runs_on_codes(counted: list[str]) -> None:
     x = images(True)
     assert_same(prepared(Pools(), x), x)
     assert "MaxPoolFunction" in counted and "EncodeFunction" not in counted
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("pool_first", [False, True])
+def test_a_pool_beside_a_dropout(pool_first: bool, share: float, counted: list[str]) -> None:
+    """An active dropout takes the tensor off its grid: what it left is pooled, and read, in float."""
+    torch.manual_seed(0)
+    x = images(True)  # both ways draw the same numbers where tensors lie in the same order
+    between = [nn.MaxPool2d(2), nn.Dropout(share)] if pool_first else [nn.Dropout(share), nn.MaxPool2d(2)]
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), *between, nn.Conv2d(16, 4, 3))
+    model = prepared(net.to(memory_format=torch.channels_last), x)
+    assert_same(model, x)
+    assert ("MaxPoolFunction" in counted) == (pool_first or share == 0)
 
 
 def test_what_reshapes_a_quantized_tensor_is_followed_by_encoding(counted: list[str]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from qat.kernels.pools import LARGEST_WINDOW, max_pool_codes, max_pool_codes_backward
 from qat.layers.codes import Codes, carrier_for, connected, decode, is_unwatched
+from qat.layers.first_derivative import first_derivative
 
 
 class Window(NamedTuple):
@@ -44,7 +45,8 @@ class MaxPoolFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor, None, None]:
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Every element gathers from its windows."""
         (where,) = ctx.saved_tensors
         return max_pool_codes_backward(grad, where, ctx.height, ctx.width, *ctx.window[:4]), None, None

@@ -203,7 +203,7 @@ class _Fusing:
         found = {}
         for step in {step for node in read if isinstance(node, fx.Node) for step in self._way(node)}:
             window = _window(step, submodule_of(self.model, step))
-            if window is not None and self._grid(step) in self.chains and self._grid(step.args[0]) is not None:
+            if window is not None and step.args and self._grid(step) in self.chains:
                 found[step] = window
         return found
 
@@ -223,22 +223,24 @@ class _Fusing:
     def _coded(self, node: fx.Node) -> fx.Node:
         """The node's codes in the new graph."""
         if node not in self.codes:
-            quantizer = self._grid(node)
-            assert quantizer is not None
-            grid = self.graph.get_attr(str(quantizer.target))
-            dropouts = [step for step in self._way(node) if isinstance(submodule_of(self.model, step), DROPOUTS)]
-            checked = [self.graph.get_attr(str(step.target)) for step in dropouts]
-            self.codes[node] = self.graph.call_function(encode, (self._float(node), grid, *checked))
+            self.codes[node] = self._encoded(node, self._float(node))
         return self.codes[node]
+
+    def _encoded(self, node: fx.Node, value: fx.Node) -> fx.Node:
+        """The node's value in the new graph as codes, unless a dropout took it off its grid."""
+        quantizer = self._grid(node)
+        assert quantizer is not None
+        grid = self.graph.get_attr(str(quantizer.target))
+        dropouts = [step for step in self._way(node) if isinstance(submodule_of(self.model, step), DROPOUTS)]
+        checked = [self.graph.get_attr(str(step.target)) for step in dropouts]
+        return self.graph.call_function(encode, (value, grid, *checked))
 
     def _pooled(self, node: fx.Node) -> fx.Node:
         """A max pool on codes."""
         assert isinstance(node.args[0], fx.Node)
         module = self.graph.get_attr(str(node.target)) if node.op == "call_module" else None
         pooled = self.graph.call_function(max_pool, (self._coded(node.args[0]), tuple(self.pools[node]), module))
-        quantizer = self._grid(node)
-        assert quantizer is not None
-        return self.graph.call_function(encode, (pooled, self.graph.get_attr(str(quantizer.target))))
+        return self._encoded(node, pooled)
 
     def _product(self, node: fx.Node) -> fx.Node:
         """A layer on codes; its BatchNorm follows, unless a chain takes it over."""
