@@ -2,113 +2,24 @@
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases_fused import Block, assert_same, counted, images, prepared, results, two_threads
 from torch import Tensor, nn
 
 import qat
 from qat.kernels import compiler, float_products, plain_formulas, products
-from qat.layers.codes import Codes, EncodeFunction, carrier_for, decode
-from qat.layers.pools import MaxPoolFunction, max_pool, window_of
-from qat.layers.products import CodesProductFunction
+from qat.layers.codes import Codes
 from qat.preparation.fused_graph import fused_forward
 from qat.preparation.prepared_graph import PreparedGraph
 
+__all__ = ["counted", "two_threads"]  # fixtures
+
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
-
-
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    """As users have them; the tests themselves run on one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-class Block(nn.Module):
-    """A residual block with a downsampling path, a pool and a classifier."""
-
-    def __init__(self, act: Callable[[], nn.Module] = nn.ReLU, **norm: object) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32, **norm)  # type: ignore[arg-type]
-        self.conv2, self.bn2 = nn.Conv2d(32, 32, 3, padding=1, groups=4, bias=False), nn.BatchNorm2d(32, **norm)  # type: ignore[arg-type]
-        self.conv3 = nn.Conv2d(32, 32, 1)
-        self.act, self.pool, self.head = act(), nn.MaxPool2d(2), nn.Linear(32, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.pool(self.act(self.bn1(self.conv1(x))))
-        y = self.act(self.bn2(self.conv2(x)))
-        y = F.relu(self.conv3(y) + x)
-        return self.head(y.mean((2, 3)))  # type: ignore[no-any-return]
-
-
-def images(channels_last: bool = False, count: int = 8, size: int = 16) -> Tensor:
-    x = torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(0))
-    return x.to(memory_format=torch.channels_last) if channels_last else x
-
-
-def prepared(model: nn.Module, x: Tensor, recipe: qat.QuantRecipe | None = None) -> nn.Module:
-    quantized = qat.prepare(model, recipe, example_inputs=x)
-    qat.calibrate(quantized, [x])
-    return quantized.train()
-
-
-def results(model: nn.Module, x: Tensor, plain: bool, needs_x: bool = True) -> dict[str, Tensor]:
-    """Output, gradients and buffers of one training step of a copy."""
-    model, x = copy.deepcopy(model), x.clone().requires_grad_(needs_x)
-    torch.manual_seed(1)  # for dropouts
-    with plain_formulas() if plain else torch.enable_grad():
-        y = model(x)
-        y.square().sum().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert (x.grad is not None) == needs_x
-    gradients["x"] = torch.zeros(()) if x.grad is None else x.grad
-    return {"y": y.detach(), **gradients, **{f"{name} ": b for name, b in model.named_buffers()}}
-
-
-def errors(model: nn.Module, x: Tensor, needs_x: bool) -> dict[str, float]:
-    """Relative to the tolerance: how far the fused step is from the formula, for everything that differs too much."""
-    formula, fast = (results(model, x, plain, needs_x) for plain in (True, False))
-    assert formula.keys() == fast.keys()
-    found = {}
-    for name, expected in formula.items():
-        error = (expected.double() - fast[name].double()).norm() / expected.double().norm().clamp(min=1e-3)
-        # A scale's gradient is a sum of many terms that cancel.
-        found[name] = float(error) / (1e-3 if name.endswith("scale") else 2e-5)
-    return {name: error for name, error in found.items() if not error <= 1}
-
-
-def assert_same(model: nn.Module, x: Tensor, needs_x: bool = True) -> None:
-    """For one of a few inputs at least: in the others one value next to a tie may fall on the next level."""
-    attempts = []
-    for seed in range(4):
-        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
-        attempts.append(errors(model, x + 0.1 * seed * noise, needs_x))
-        if not attempts[-1]:
-            return
-    raise AssertionError(str(attempts))
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What ran on codes."""
-    ran: list[str] = []
-    for function in (CodesProductFunction, MaxPoolFunction, EncodeFunction):
-        original = function.apply
-
-        def apply(
-            *inputs: object, _original: Callable[..., object] = original, _name: str = function.__name__
-        ) -> object:
-            ran.append(_name)
-            return _original(*inputs)
-
-        monkeypatch.setattr(function, "apply", apply)
-    return ran
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -381,84 +292,6 @@ def test_where_integers_are_wrong_they_are_not_used(monkeypatch: pytest.MonkeyPa
 def test_codes_know_their_shape() -> None:
     codes = Codes(torch.zeros(()).expand(2, 3), torch.zeros(2, 3, dtype=torch.uint8), torch.tensor([0.5, 3.0]))
     assert codes.shape == (2, 3) and codes.dim() == 2
-
-
-POOLS = {
-    "of a ResNet": {"kernel_size": 3, "stride": 2, "padding": 1},
-    "without stride": {"kernel_size": 2},
-    "ceil": {"kernel_size": 3, "stride": 2, "ceil_mode": True},
-    "ceil, with padding": {"kernel_size": 2, "stride": 3, "padding": 1, "ceil_mode": True},
-    "dilated": {"kernel_size": (2, 3), "stride": (1, 2), "dilation": (3, 2), "padding": (1, 0)},
-    "wide": {"kernel_size": (5, 1), "stride": 1, "padding": (2, 0)},
-}
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("name", POOLS)
-def test_max_pooling_of_codes_is_that_of_the_tensor(name: str, channels_last: bool) -> None:
-    """Ties too: of few codes, every window holds some several times."""
-    pool = nn.MaxPool2d(**POOLS[name])  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 6, (2, 5, 11, 14), dtype=torch.uint8, generator=generator)
-    if channels_last:
-        codes = codes.to(memory_format=torch.channels_last)
-    x = ((codes.float() - 3) * 0.5).requires_grad_()
-    expected = pool(x)
-    grad = torch.randn(expected.shape, generator=generator)
-    expected.backward(grad)
-    carrier = carrier_for(codes).requires_grad_()
-    window = window_of(pool)
-    assert window is not None
-    pooled = max_pool(Codes(carrier, codes, torch.tensor([0.5, 3.0])), window, pool)
-    assert isinstance(pooled, Codes) and pooled.codes.stride() == expected.stride()
-    y = decode(pooled)
-    assert torch.equal(y, expected)
-    y.backward(grad)
-    assert carrier.grad is not None and x.grad is not None
-    assert torch.allclose(carrier.grad, x.grad, atol=1e-6)
-
-
-def test_a_pool_with_a_hook_is_called() -> None:
-    pool, seen = nn.MaxPool2d(2), []
-    pool.register_forward_hook(lambda *_: seen.append(1))
-    codes = torch.randint(0, 6, (2, 5, 8, 8), dtype=torch.uint8)
-    window = window_of(pool)
-    assert window is not None
-    assert isinstance(max_pool(Codes(carrier_for(codes), codes, torch.tensor([0.5, 3.0])), window, pool), Tensor)
-    assert seen == [1]
-
-
-def test_pools_that_return_indices_are_not_taken() -> None:
-    assert window_of(nn.MaxPool2d(2, return_indices=True)) is None
-
-
-def test_a_pool_as_a_function_runs_on_codes(counted: list[str]) -> None:
-    class Pools(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = F.max_pool2d(F.relu(self.a(x)), 3, 2, padding=1)
-            return self.b(x).mean((2, 3)) + x.mean()
-
-    torch.manual_seed(0)
-    x = images(True)
-    assert_same(prepared(Pools(), x), x)
-    assert "MaxPoolFunction" in counted and "EncodeFunction" not in counted
-
-
-@pytest.mark.parametrize("share", [0.0, 0.5])
-@pytest.mark.parametrize("pool_first", [False, True])
-def test_a_pool_beside_a_dropout(pool_first: bool, share: float, counted: list[str]) -> None:
-    """An active dropout takes the tensor off its grid: what it left is pooled, and read, in float."""
-    torch.manual_seed(0)
-    x = images(True)  # both ways draw the same numbers where tensors lie in the same order
-    between = [nn.MaxPool2d(2), nn.Dropout(share)] if pool_first else [nn.Dropout(share), nn.MaxPool2d(2)]
-    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), *between, nn.Conv2d(16, 4, 3))
-    model = prepared(net.to(memory_format=torch.channels_last), x)
-    assert_same(model, x)
-    assert ("MaxPoolFunction" in counted) == (pool_first or share == 0)
 
 
 def test_what_reshapes_a_quantized_tensor_is_followed_by_encoding(counted: list[str]) -> None:

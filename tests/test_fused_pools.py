@@ -1,0 +1,92 @@
+"""Max pooling on codes against torch's of the floats."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases_fused import assert_same, counted, images, prepared, two_threads
+from torch import Tensor, nn
+
+from qat.kernels import compiler
+from qat.layers.codes import Codes, carrier_for, decode
+from qat.layers.pools import max_pool, window_of
+
+__all__ = ["counted", "two_threads"]  # fixtures
+
+pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
+
+POOLS = {
+    "of a ResNet": {"kernel_size": 3, "stride": 2, "padding": 1},
+    "without stride": {"kernel_size": 2},
+    "ceil": {"kernel_size": 3, "stride": 2, "ceil_mode": True},
+    "ceil, with padding": {"kernel_size": 2, "stride": 3, "padding": 1, "ceil_mode": True},
+    "dilated": {"kernel_size": (2, 3), "stride": (1, 2), "dilation": (3, 2), "padding": (1, 0)},
+    "wide": {"kernel_size": (5, 1), "stride": 1, "padding": (2, 0)},
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", POOLS)
+def test_max_pooling_of_codes_is_that_of_the_tensor(name: str, channels_last: bool) -> None:
+    """Ties too: of few codes, every window holds some several times."""
+    pool = nn.MaxPool2d(**POOLS[name])  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 6, (2, 5, 11, 14), dtype=torch.uint8, generator=generator)
+    if channels_last:
+        codes = codes.to(memory_format=torch.channels_last)
+    x = ((codes.float() - 3) * 0.5).requires_grad_()
+    expected = pool(x)
+    grad = torch.randn(expected.shape, generator=generator)
+    expected.backward(grad)
+    carrier = carrier_for(codes).requires_grad_()
+    window = window_of(pool)
+    assert window is not None
+    pooled = max_pool(Codes(carrier, codes, torch.tensor([0.5, 3.0])), window, pool)
+    assert isinstance(pooled, Codes) and pooled.codes.stride() == expected.stride()
+    y = decode(pooled)
+    assert torch.equal(y, expected)
+    y.backward(grad)
+    assert carrier.grad is not None and x.grad is not None
+    assert torch.allclose(carrier.grad, x.grad, atol=1e-6)
+
+
+def test_a_pool_with_a_hook_is_called() -> None:
+    pool, seen = nn.MaxPool2d(2), []
+    pool.register_forward_hook(lambda *_: seen.append(1))
+    codes = torch.randint(0, 6, (2, 5, 8, 8), dtype=torch.uint8)
+    window = window_of(pool)
+    assert window is not None
+    assert isinstance(max_pool(Codes(carrier_for(codes), codes, torch.tensor([0.5, 3.0])), window, pool), Tensor)
+    assert seen == [1]
+
+
+def test_pools_that_return_indices_are_not_taken() -> None:
+    assert window_of(nn.MaxPool2d(2, return_indices=True)) is None
+
+
+def test_a_pool_as_a_function_runs_on_codes(counted: list[str]) -> None:
+    class Pools(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.max_pool2d(F.relu(self.a(x)), 3, 2, padding=1)
+            return self.b(x).mean((2, 3)) + x.mean()
+
+    torch.manual_seed(0)
+    x = images(True)
+    assert_same(prepared(Pools(), x), x)
+    assert "MaxPoolFunction" in counted and "EncodeFunction" not in counted
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("pool_first", [False, True])
+def test_a_pool_beside_a_dropout(pool_first: bool, share: float, counted: list[str]) -> None:
+    """An active dropout takes the tensor off its grid: what it left is pooled, and read, in float."""
+    torch.manual_seed(0)
+    x = images(True)  # both ways draw the same numbers where tensors lie in the same order
+    between = [nn.MaxPool2d(2), nn.Dropout(share)] if pool_first else [nn.Dropout(share), nn.MaxPool2d(2)]
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), *between, nn.Conv2d(16, 4, 3))
+    model = prepared(net.to(memory_format=torch.channels_last), x)
+    assert_same(model, x)
+    assert ("MaxPoolFunction" in counted) == (pool_first or share == 0)
