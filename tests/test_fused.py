@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.kernels import compiler, float_products, plain_formulas, products
-from qat.layers.codes import Codes
+from qat.layers.codes import Codes, DecodeFunction
 from qat.preparation.fused_graph import fused_forward
 from qat.preparation.prepared_graph import PreparedGraph
 
@@ -294,9 +294,53 @@ def test_codes_know_their_shape() -> None:
     assert codes.shape == (2, 3) and codes.dim() == 2
 
 
-def test_what_reshapes_a_quantized_tensor_is_followed_by_encoding(counted: list[str]) -> None:
+class Moves(nn.Module):
+    """Reshapings of all kinds between layers, questions for sizes, dropouts."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.conv, self.mix, self.last = nn.Conv2d(3, 16, 3), nn.Linear(16, 24), nn.Linear(24 * 14, 5)
+        self.drop, self.flat = nn.Dropout(share), nn.Flatten(0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.conv(x))
+        x = self.mix(x.permute(0, 2, 3, 1))
+        x = self.drop(F.relu(x))
+        assert x.dim() == 4 and x.shape[-1] == 24
+        x = torch.flatten(x.transpose(2, 3), 2)
+        return self.last(self.flat(x)).unflatten(0, (x.size(0), -1))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_what_reshapes_a_quantized_tensor_reshapes_its_codes(
+    share: float, channels_last: bool, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x = images(channels_last)
+    model = prepared(Moves(share), x)
+    decoded: list[int] = []
+    original = DecodeFunction.apply
+    monkeypatch.setattr(DecodeFunction, "apply", lambda *inputs: decoded.append(1) or original(*inputs))
+    # Where tensors lie in another order a dropout draws other numbers for them.
+    if share == 0 or channels_last:
+        assert_same(model, x)
+    else:
+        model(x).sum().backward()
+    assert "EncodeFunction" not in counted
+    assert bool(decoded) == (share > 0)
+
+
+def test_what_moves_values_otherwise_is_followed_by_encoding(counted: list[str]) -> None:
+    class Rolls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.roll(F.relu(self.a(x)), 1, 2))  # type: ignore[no-any-return]
+
     torch.manual_seed(0)
     x = images()
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 14 * 14, 5))
-    assert_same(prepared(model, x), x)
+    assert_same(prepared(Rolls(), x), x)
     assert "EncodeFunction" in counted

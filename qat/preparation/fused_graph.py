@@ -7,7 +7,6 @@ model; this one is derived from it at the first training step, and again after e
 import math
 import operator
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +15,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.layers import QuantLayer
+from qat.layers.carrying import drop, reshape, reshape_by, shape_of
 from qat.layers.chains import quantize_chain, quantize_sum
 from qat.layers.codes import decode, encode, has_codes
-from qat.layers.pools import Window, max_pool, window_of
+from qat.layers.pools import max_pool
 from qat.layers.products import multiply, takes_codes
+from qat.preparation.carried import DROPOUTS, RESHAPING_MODULES, asks_for_shape, reshapes, window
 from qat.preparation.constants import fixed_nodes
 from qat.preparation.nodes import submodule_of
 from qat.preparation.operations import JOINING, changes_in_place, operation_of, passes_grid
@@ -30,9 +31,6 @@ CLIPS: dict[Any, tuple[float, float]] = {
     F.relu6: (0.0, 6.0),
 }
 """Functions and methods of one argument that clip."""
-
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-"""They keep a grid in evaluation; in training they divide by 1 - p, or add."""
 
 WRITING = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
 """Operators that write into their first operand."""
@@ -101,7 +99,7 @@ class _Fusing:
         self.readers = {node for node in self.nodes if self._reads_codes(node)}
         chains = {node: self._chain(node) for node in self.nodes if node in self.quantizers}
         self.chains = {node: chain for node, chain in chains.items() if self._is_worth_it(node, chain, chains)}
-        self.pools = self._pools_of_codes()
+        self.carried = self._carried_as_codes()
         self.absorbed = {chain.clip for chain in self.chains.values()} | {
             chain.source for chain in self.chains.values() if chain.operands is not None
         }
@@ -188,24 +186,32 @@ class _Fusing:
                 self.floats[node] = self._product(node)
             elif node in self.chains:
                 self.codes[node] = self._quantized(node)
-            elif node in self.pools:
-                self.codes[node] = self._pooled(node)
+            elif node in self.carried:
+                self.codes[node] = self._encoded(node, self._carry(node))
             else:
-                self.floats[node] = self.graph.node_copy(node, self._float)
+                self.floats[node] = self.graph.node_copy(node, self._shape if asks_for_shape(node) else self._float)
         self.graph.set_codegen(self.model.graph._codegen)
         self.graph.lint()
         return self.graph
 
-    def _pools_of_codes(self) -> dict[fx.Node, Window]:
-        """Max pools behind which somebody reads codes."""
+    def _carried_as_codes(self) -> set[fx.Node]:
+        """Max pools, reshapings and dropouts behind which somebody reads codes."""
         read = [reader.args[0] for reader in self.readers]
         read += [node for chain in self.chains.values() for node in chain.operands or ()]
-        found = {}
-        for step in {step for node in read if isinstance(node, fx.Node) for step in self._way(node)}:
-            window = _window(step, submodule_of(self.model, step))
-            if window is not None and step.args and self._grid(step) in self.chains:
-                found[step] = window
-        return found
+        return {
+            step
+            for node in read
+            if isinstance(node, fx.Node)
+            for step in self._way(node)
+            if step.args and self._grid(step) in self.chains and self._takes_codes(step)
+        }
+
+    def _takes_codes(self, node: fx.Node) -> bool:
+        """Whether an operation that carries a grid through can do so with codes."""
+        module = submodule_of(self.model, node)
+        if module is not None:
+            return isinstance(module, (*DROPOUTS, *RESHAPING_MODULES)) or window(node, module) is not None
+        return reshapes(node) is not None or window(node, None) is not None
 
     def _is_worth_it(self, quantizer: fx.Node, chain: Taken, chains: dict[fx.Node, Taken]) -> bool:
         """Whether a quantizer takes a norm or a sum over, or is read as codes; else it is one pass as it is."""
@@ -235,12 +241,27 @@ class _Fusing:
         checked = [self.graph.get_attr(str(step.target)) for step in dropouts]
         return self.graph.call_function(encode, (value, grid, *checked))
 
-    def _pooled(self, node: fx.Node) -> fx.Node:
-        """A max pool on codes."""
-        assert isinstance(node.args[0], fx.Node)
-        module = self.graph.get_attr(str(node.target)) if node.op == "call_module" else None
-        pooled = self.graph.call_function(max_pool, (self._coded(node.args[0]), tuple(self.pools[node]), module))
-        return self._encoded(node, pooled)
+    def _carry(self, node: fx.Node) -> fx.Node:
+        """A max pool, a reshaping or a dropout of codes."""
+        x, *args = node.args
+        assert isinstance(x, fx.Node)
+        coded, module = self._coded(x), submodule_of(self.model, node)
+        held = None if module is None else self.graph.get_attr(str(node.target))
+        pooled = window(node, module)
+        if pooled is not None:
+            return self.graph.call_function(max_pool, (coded, tuple(pooled), held))
+        if isinstance(module, DROPOUTS):
+            return self.graph.call_function(drop, (coded, held))
+        if module is not None:
+            return self.graph.call_function(reshape_by, (coded, held))
+        given = fx.node.map_arg((tuple(args), dict(node.kwargs)), self._float)
+        return self.graph.call_function(reshape, (coded, reshapes(node), *given[0]), given[1])
+
+    def _shape(self, node: fx.Node) -> fx.Node:
+        """Something of the node's shape."""
+        if node in self.floats:
+            return self.floats[node]
+        return self.graph.call_function(shape_of, (self.codes[node],))
 
     def _product(self, node: fx.Node) -> fx.Node:
         """A layer on codes; its BatchNorm follows, unless a chain takes it over."""
@@ -268,15 +289,3 @@ class _Fusing:
         norm = self.floats[norm] if isinstance(norm, fx.Node) else None
         source = self._float(chain.source)
         return self.graph.call_function(quantize_chain, (source, quantizer, norm, *chain.bounds, activation))
-
-
-def _window(node: fx.Node, module: Any) -> Window | None:
-    """What a node pools, None if it is no max pool of images."""
-    if type(module) is nn.MaxPool2d:
-        return window_of(module)
-    if node.target in (F.max_pool2d, torch.max_pool2d):
-        names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
-        given: dict[str, Any] = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
-        with suppress(TypeError):  # numbers that only a run knows, or other arguments
-            return window_of(nn.MaxPool2d(**given))
-    return None
