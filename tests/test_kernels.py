@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases_fused import two_threads
 from torch import Tensor
 
 from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize
@@ -17,14 +18,7 @@ from qat.kernels.cpu import Grid
 from qat.ranges import initial_range
 from qat.spec import QuantSpec
 
-
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    """As users have them; the tests themselves run on one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["two_threads"]  # a fixture
 
 
 needs_kernels = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
