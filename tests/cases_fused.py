@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import qat
 from qat.kernels import plain_formulas
 from qat.layers.codes import EncodeFunction
+from qat.layers.curves import QuantizeCurveFunction, QuantizeSoftmaxFunction
+from qat.layers.matmuls import MatmulFunction
 from qat.layers.pools import MaxPoolFunction
 from qat.layers.products import CodesProductFunction
 
@@ -92,7 +94,10 @@ def assert_same(model: nn.Module, x: Tensor, needs_x: bool = True) -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What ran on codes."""
     ran: list[str] = []
-    for function in (CodesProductFunction, MaxPoolFunction, EncodeFunction):
+    for function in (
+        CodesProductFunction, MaxPoolFunction, EncodeFunction, MatmulFunction, QuantizeCurveFunction,
+        QuantizeSoftmaxFunction,
+    ):  # fmt: skip
         original = function.apply
 
         def apply(

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compile
 
 
 class Everything(nn.Module):
-    """What the fused graph knows: norms of every kind, clips, sums, a pool, a grouped convolution, a linear layer."""
+    """What the fused graph knows: norms, clips, sums, a pool, a grouped convolution, curves, attention."""
 
     def __init__(self, momentum: float | None = 0.1) -> None:
         super().__init__()
@@ -28,6 +28,7 @@ class Everything(nn.Module):
         self.short = nn.Conv2d(3, 32, 1)
         self.pool, self.drop = nn.MaxPool2d(2), nn.Dropout(0.0)
         self.hidden, self.head = nn.Linear(32, 24), nn.Linear(24, 5)
+        self.query, self.key = nn.Linear(32, 16), nn.Linear(32, 16)
 
     def forward(self, image: Tensor) -> Tensor:
         x = self.pool(F.relu(self.bn1(self.conv1(image))))
@@ -35,7 +36,10 @@ class Everything(nn.Module):
         x = F.relu(self.bn3(self.conv3(y)) + x)
         x = x + x
         x = F.hardtanh(self.bn4(self.conv4(x)) + self.short(image[:, :, ::4, ::4]), -1.0, 1.0)
-        x = self.drop(F.relu(self.hidden(x.mean((2, 3)))))
+        rows = F.gelu(x).flatten(2).mT
+        query, key = self.query(rows), F.silu(self.key(rows))
+        rows = torch.softmax(query @ key.mT * 0.25, -1) @ rows
+        x = self.drop(F.relu(self.hidden(rows.mean(1))))
         return self.head(x)  # type: ignore[no-any-return]
 
 

@@ -2,6 +2,8 @@
 
 import logging
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -202,7 +204,11 @@ def test_the_library_is_built_once_into_a_private_folder(fresh: Path) -> None:
 def test_a_folder_that_others_can_write_to_is_not_used(fresh: Path) -> None:
     fresh.mkdir(parents=True)
     fresh.chmod(0o777)
-    assert compiler.library() is not None and list(fresh.iterdir()) == []
+    program = "from qat.kernels import compiler; print(compiler.library()._name)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    used = Path(ran.stdout.strip())
+    assert used.parent.name.startswith("qat-kernels-") and list(fresh.iterdir()) == []
+    assert not used.parent.exists()  # it was for that run only
 
 
 def test_without_a_compiler_the_formula_runs_and_the_log_says_so(

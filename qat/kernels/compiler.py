@@ -1,5 +1,6 @@
 """The C kernels as a shared library: compiled once, on their first use, into the user's cache."""
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -13,7 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 
-SOURCES = (HERE / "quantizers.c", HERE / "norms.c", HERE / "pools.c")
+SOURCES = (HERE / "quantizers.c", HERE / "norms.c", HERE / "pools.c", HERE / "curves.c")
 
 HEADER = HERE / "grids.h"
 
@@ -82,7 +83,7 @@ def _built(compiler: str) -> Path:
 
 
 def _cache_folder() -> Path:
-    """A folder that only this user can write to: what lies in it is loaded as code."""
+    """A folder that only this user can write to: what lies in it is loaded as code. At worst one for this run."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = base / "qat" / "kernels"
     try:
@@ -92,7 +93,9 @@ def _cache_folder() -> Path:
             return folder
     except (OSError, RuntimeError):
         pass
-    return Path(tempfile.mkdtemp(prefix="qat-kernels-"))
+    private = Path(tempfile.mkdtemp(prefix="qat-kernels-"))
+    atexit.register(shutil.rmtree, private, ignore_errors=True)
+    return private
 
 
 def _version(compiler: str) -> str:

@@ -17,6 +17,7 @@ from qat.kernels.operators import quantize_codes, quantize_codes_backward
 from qat.layers.first_derivative import first_derivative
 from qat.quantizer import Quantizer
 from qat.quantizer.lsq import LSQQuantizer
+from qat.quantizer.positive import FLOOR_SHARE
 
 SHIFT = 128
 """Added to the codes and zero points of signed grids, so that all codes are uint8."""
@@ -104,12 +105,18 @@ def learned_by(quantizer: Quantizer, x: Tensor) -> Learned:
 
 
 def repair(quantizer: Quantizer) -> None:
-    """Put back scales that became NaN or infinite.
-
-    Looking first is cheaper than the operations; compiled code cannot look.
-    """
-    if torch.compiler.is_compiling() or not math.isfinite(quantizer.scale.detach().sum().item()):
+    """Put back scales that became NaN or infinite; looking first is cheaper than the operations."""
+    if torch.compiler.is_compiling():
+        _put_back(quantizer.scale, quantizer.smallest_scale)
+    elif not math.isfinite(quantizer.scale.detach().sum().item()):
         quantizer.repair()
+
+
+@torch.library.custom_op("qat::put_back", mutates_args=("scale",))
+def _put_back(scale: Tensor, smallest: Tensor) -> None:
+    """As `Quantizer.repair`; compiled code cannot look, and would keep a copy of the scale for backward."""
+    if not math.isfinite(scale.sum().item()):
+        scale.copy_(torch.where(scale.isfinite(), scale, smallest / FLOOR_SHARE))
 
 
 def carrier_for(codes: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ It computes what the prepared graph computes, with the same modules and paramete
 model; this one is derived from it at the first training step, and again after every change.
 """
 
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,24 +17,24 @@ from qat.layers import QuantLayer
 from qat.layers.carrying import drop, reshape, reshape_by, shape_of
 from qat.layers.chains import quantize_chain, quantize_sum
 from qat.layers.codes import decode, encode, has_codes
+from qat.layers.curves import quantize_curve, quantize_softmax
+from qat.layers.matmuls import matmul
 from qat.layers.pools import max_pool
 from qat.layers.products import multiply, takes_codes
+from qat.preparation.activations import NO_CLIP, Activation, activation_of
 from qat.preparation.carried import DROPOUTS, RESHAPING_MODULES, asks_for_shape, reshapes, window
 from qat.preparation.constants import fixed_nodes
 from qat.preparation.nodes import submodule_of
 from qat.preparation.operations import JOINING, changes_in_place, operation_of, passes_grid
 from qat.preparation.placement import grid_of
 
-CLIPS: dict[Any, tuple[float, float]] = {
-    **dict.fromkeys((F.relu, torch.relu, F.relu_, "relu", "relu_"), (0.0, math.inf)),
-    F.relu6: (0.0, 6.0),
-}
-"""Functions and methods of one argument that clip."""
-
 WRITING = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
 """Operators that write into their first operand."""
 
 FUNCTIONAL_DROPOUTS = (F.dropout,)
+
+MATMULS = (operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm")
+"""Functions and methods that multiply the last two axes of two tensors."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,13 @@ class Taken:
 
     Attributes:
         source: the node whose value it starts from.
-        clip: the ReLU's node, or None.
-        bounds: of the ReLU.
+        activation: between the two, or None.
         layer: the product whose BatchNorm is taken over; then it is the source.
         operands: of a sum, or None.
     """
 
     source: fx.Node
-    clip: fx.Node | None = None
-    bounds: tuple[float, float] = (-math.inf, math.inf)
+    activation: Activation | None = None
     layer: fx.Node | None = None
     operands: tuple[fx.Node, fx.Node] | None = None
 
@@ -97,12 +94,13 @@ class _Fusing:
             if has_codes(submodule_of(model, node)) and node not in fixed and not self._changes_later(node)
         }  # fmt: skip
         self.readers = {node for node in self.nodes if self._reads_codes(node)}
+        self.matmuls = {node for node in self.nodes if self._multiplies_codes(node)}
         chains = {node: self._chain(node) for node in self.nodes if node in self.quantizers}
         self.chains = {node: chain for node, chain in chains.items() if self._is_worth_it(node, chain, chains)}
         self.carried = self._carried_as_codes()
-        self.absorbed = {chain.clip for chain in self.chains.values()} | {
-            chain.source for chain in self.chains.values() if chain.operands is not None
-        }
+        taken = self.chains.values()
+        self.absorbed = {node for chain in taken if chain.activation is not None for node in chain.activation.nodes}
+        self.absorbed |= {chain.source for chain in taken if chain.operands is not None}
         self.followed = {chain.layer for chain in self.chains.values()}
         self.graph = fx.Graph()
         self.floats: dict[fx.Node, fx.Node] = {}
@@ -147,35 +145,33 @@ class _Fusing:
             and set(node.kwargs) <= {"grid", "norm"}
         )
 
+    def _multiplies_codes(self, node: fx.Node) -> bool:
+        """Whether a node multiplies two quantized tensors."""
+        return (
+            node.target in MATMULS
+            and len(node.args) == 2
+            and not node.kwargs
+            and all(self._grid(operand) is not None for operand in node.args)
+        )
+
     def _chain(self, quantizer: fx.Node) -> Taken:
         """Walk back from a quantizer over what nobody else reads."""
         source = quantizer.args[0]
         assert isinstance(source, fx.Node)
-        clip, bounds = None, self._bounds(source)
-        if bounds is not None and len(source.users) == 1 and isinstance(source.args[0], fx.Node):
-            clip, source = source, source.args[0]
-        bounds = bounds if clip is not None and bounds is not None else (-math.inf, math.inf)
+        activation = activation_of(source, self.model)
+        if activation is not None:
+            source = activation.source
+            if activation.curve is not None or activation.axis is not None:
+                return Taken(source, activation)
         if len(source.users) == 1:
             if source in self.readers:
-                return Taken(source, clip, bounds, layer=source)
+                return Taken(source, activation, layer=source)
             if operation_of(source, self.model, JOINING) == "add" and not source.kwargs and len(source.args) == 2:
                 a, b = source.args
                 if self._grid(a) is not None and self._grid(b) is not None:
                     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
-                    return Taken(source, clip, bounds, operands=(a, b))
-        return Taken(source, clip, bounds)
-
-    def _bounds(self, node: fx.Node) -> tuple[float, float] | None:
-        """Floor and ceiling of a ReLU, None for anything else."""
-        module = submodule_of(self.model, node)
-        if type(module) is nn.ReLU:
-            return 0.0, math.inf
-        if type(module) in (nn.ReLU6, nn.Hardtanh):
-            limits: Any = module
-            return float(limits.min_val), float(limits.max_val)
-        if node.op in ("call_function", "call_method") and len(node.args) == 1 and set(node.kwargs) <= {"inplace"}:
-            return CLIPS.get(node.target)
-        return None
+                    return Taken(source, activation, operands=(a, b))
+        return Taken(source, activation)
 
     def rewritten(self) -> fx.Graph:
         """The new graph."""
@@ -184,6 +180,9 @@ class _Fusing:
                 continue
             if node in self.readers:
                 self.floats[node] = self._product(node)
+            elif node in self.matmuls:
+                operands = [self._coded(operand) for operand in node.all_input_nodes]
+                self.floats[node] = self.graph.call_function(matmul, (operands[0], operands[-1]))
             elif node in self.chains:
                 self.codes[node] = self._quantized(node)
             elif node in self.carried:
@@ -196,12 +195,9 @@ class _Fusing:
 
     def _carried_as_codes(self) -> set[fx.Node]:
         """Max pools, reshapings and dropouts behind which somebody reads codes."""
-        read = [reader.args[0] for reader in self.readers]
-        read += [node for chain in self.chains.values() for node in chain.operands or ()]
         return {
             step
-            for node in read
-            if isinstance(node, fx.Node)
+            for node in self._read(self.chains)
             for step in self._way(node)
             if step.args and self._grid(step) in self.chains and self._takes_codes(step)
         }
@@ -217,8 +213,14 @@ class _Fusing:
         """Whether a quantizer takes a norm or a sum over, or is read as codes; else it is one pass as it is."""
         if chain.operands is not None or (chain.layer is not None and chain.layer.kwargs.get("norm") is not None):
             return True
-        operands = [node for other in chains.values() for node in other.operands or ()]
-        return any(self._grid(node) is quantizer for node in [*(reader.args[0] for reader in self.readers), *operands])
+        return any(self._grid(node) is quantizer for node in self._read(chains))
+
+    def _read(self, chains: dict[fx.Node, Taken]) -> list[fx.Node]:
+        """Nodes that somebody reads as codes."""
+        read = [reader.args[0] for reader in self.readers]
+        read += [operand for product in self.matmuls for operand in product.args]
+        read += [operand for chain in chains.values() for operand in chain.operands or ()]
+        return [node for node in read if isinstance(node, fx.Node)]
 
     def _float(self, node: fx.Node) -> fx.Node:
         """The node's float tensor in the new graph."""
@@ -277,15 +279,20 @@ class _Fusing:
 
     def _quantized(self, node: fx.Node) -> fx.Node:
         """A quantizer with what it takes over."""
-        chain = self.chains[node]
-        quantizer = self.graph.get_attr(str(node.target))
-        activation = None
-        if chain.clip is not None and chain.clip.op == "call_module":
-            activation = self.graph.get_attr(str(chain.clip.target))
+        chain, activation = self.chains[node], self.chains[node].activation
+        quantizer, module = self.graph.get_attr(str(node.target)), None
+        if activation is not None and activation.module is not None:
+            module = self.graph.get_attr(activation.module)
+        bounds = NO_CLIP if activation is None else activation.bounds
         if chain.operands is not None:
             a, b = map(self._coded, chain.operands)
-            return self.graph.call_function(quantize_sum, (a, b, quantizer, *chain.bounds, activation))
+            return self.graph.call_function(quantize_sum, (a, b, quantizer, *bounds, module))
+        source = self._float(chain.source)
+        if activation is not None and activation.curve is not None:
+            return self.graph.call_function(quantize_curve, (source, quantizer, activation.curve, module))
+        if activation is not None and activation.axis is not None:
+            arguments = (source, quantizer, activation.axis, activation.multiplier, module)
+            return self.graph.call_function(quantize_softmax, arguments)
         norm = chain.layer.kwargs.get("norm") if chain.layer is not None else None
         norm = self.floats[norm] if isinstance(norm, fx.Node) else None
-        source = self._float(chain.source)
-        return self.graph.call_function(quantize_chain, (source, quantizer, norm, *chain.bounds, activation))
+        return self.graph.call_function(quantize_chain, (source, quantizer, norm, *bounds, module))

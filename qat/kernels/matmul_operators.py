@@ -1,0 +1,50 @@
+"""Operators that multiply two quantized tensors with each other, batch by batch: the products of attention."""
+
+import torch
+from torch import Tensor
+
+from qat.kernels.chains import dequantize
+from qat.kernels.cpu import like
+from qat.kernels.learned import step_and_zero
+from qat.kernels.operator import operator
+
+
+@operator(lambda a, b, a_numbers, b_numbers: torch.empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32))
+def codes_matmul(a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor) -> Tensor:
+    """a @ b of codes, in float32.
+
+    Args:
+        a: uint8, (..., L, E), arranged by `arranged`.
+        b: uint8, (..., E, S), arranged, the same number of axes and the same sizes before the last two.
+        a_numbers, b_numbers: step and zero of each.
+    """
+    y = torch.bmm(_decoded(a, a_numbers), _decoded(b, b_numbers))
+    return y.view(*a.shape[:-1], b.shape[-1])
+
+
+@operator(
+    lambda grad, a, b, *rest: (torch.empty_like(a, dtype=grad.dtype), torch.empty_like(b, dtype=grad.dtype))
+)  # fmt: skip
+def codes_matmul_backward(
+    grad: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of both, in their strides."""
+    rows = grad.reshape(-1, *grad.shape[-2:])
+    grad_a = torch.bmm(rows, _decoded(b, b_numbers).mT)
+    x = _decoded(a, a_numbers)
+    grad_b = torch.bmm(x.mT, rows) if b.is_contiguous() else torch.bmm(rows.mT, x).mT
+    return like(grad_a.view(a.shape), a), like(grad_b.reshape(b.shape), b)
+
+
+def arranged(codes: Tensor) -> Tensor:
+    """The same as dense matrices one after the other, each in the order of rows or columns that it is in."""
+    if codes.stride(-2) == 1 < codes.stride(-1):
+        return codes.mT.contiguous().mT
+    return codes.contiguous()
+
+
+def _decoded(codes: Tensor, numbers: Tensor) -> Tensor:
+    """Three axes."""
+    turned = not codes.is_contiguous()
+    x = dequantize(codes.mT if turned else codes, *step_and_zero(numbers)).flatten(0, -3)
+    return x.mT if turned else x

@@ -1,0 +1,211 @@
+"""Transformers trained on codes: softmax and its quantizer, products of two quantized tensors, activation curves."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases_fused import assert_same, counted, images, prepared, results, two_threads
+from torch import Tensor, nn
+
+from qat.kernels import compiler
+from qat.layers.codes import DecodeFunction
+
+__all__ = ["counted", "two_threads"]  # fixtures
+
+pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
+
+
+class Transformer(nn.Module):
+    """Patches, one block as ViT has it, a head."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 32, 4, 4)
+        self.norm, self.other = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.attention = nn.MultiheadAttention(32, 4, dropout, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 32))
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return self.head((x + self.mlp(self.other(x))).mean(1))  # type: ignore[no-any-return]
+
+
+def test_a_transformer_step_is_that_of_the_plain_operations(counted: list[str]) -> None:
+    torch.manual_seed(0)
+    assert_same(prepared(Transformer(), images()), images())
+    ran = {name: counted.count(name) for name in set(counted)}
+    steps = ran["QuantizeCurveFunction"]
+    assert ran["MatmulFunction"] == 2 * steps and ran["QuantizeSoftmaxFunction"] == steps
+    assert ran["CodesProductFunction"] == 8 * steps
+
+
+def test_active_dropout_takes_probabilities_off_their_grid(counted: list[str]) -> None:
+    torch.manual_seed(0)
+    model = prepared(Transformer(0.2), images())
+    assert torch.isfinite(results(model, images(), plain=False)["y"]).all()
+    assert counted.count("MatmulFunction") == counted.count("QuantizeSoftmaxFunction") == 1
+
+
+class Curve(nn.Module):
+    """A norm, an activation and a linear layer behind it."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.Conv2d(16, 5, 3)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.norm(self.conv(x))))  # type: ignore[no-any-return]
+
+
+CURVES: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "gelu": nn.GELU,
+    "gelu as a function": lambda: F.gelu,
+    "gelu by tanh": lambda: nn.GELU("tanh"),
+    "gelu by tanh as a function": lambda: lambda x: F.gelu(x, approximate="tanh"),
+    "silu in place": lambda: nn.SiLU(inplace=True),
+    "silu as a function": lambda: F.silu,
+    "hardswish": nn.Hardswish,
+    "hardswish as a function": lambda: lambda x: F.hardswish(x, inplace=True),
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", CURVES)
+def test_curves(name: str, channels_last: bool, counted: list[str]) -> None:
+    torch.manual_seed(0)
+    x = images(channels_last)
+    assert_same(prepared(Curve(CURVES[name]()), x), x)
+    assert counted.count("QuantizeCurveFunction") == counted.count("CodesProductFunction") / 2 > 0
+
+
+class Scores(nn.Module):
+    """Two projections, their product, something, softmax, another product."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 24), nn.Linear(16, 24)
+        self.between, self.last = between, nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(2)[:, :, :16]
+        a, b = F.relu(self.a(x)), self.b(x)
+        p = self.between(a @ b.transpose(-2, -1))
+        return self.last(p @ b)  # type: ignore[no-any-return]
+
+
+MASK = torch.full((3, 3), -1e4).triu(1)
+
+SOFTMAXES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "as a layer": (nn.Softmax(-1), True),
+    "as a method, multiplied from the left": (lambda s: (0.3 * s).softmax(dim=-1), True),
+    "last axis by its number": (lambda s: torch.softmax(torch.mul(s, 0.3), 2), True),
+    "divided, masked": (lambda s: F.softmax(s / 4 + MASK, dim=-1), True),
+    "over another axis": (lambda s: torch.softmax(s * 0.3, 1), False),
+    "with a type": (lambda s: torch.softmax(s, -1, dtype=torch.float32), False),
+}
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_softmax(name: str, counted: list[str]) -> None:
+    torch.manual_seed(0)
+    between, fused = SOFTMAXES[name]
+    assert_same(prepared(Scores(between), images()), images())
+    assert counted.count("MatmulFunction") > 0
+    assert counted.count("QuantizeSoftmaxFunction") == (counted.count("MatmulFunction") / 2 if fused else 0)
+
+
+def test_scores_that_somebody_else_reads_are_there() -> None:
+    def between(scores: Tensor) -> Tensor:
+        scaled = scores * 0.3
+        return torch.softmax(scaled, -1) + scaled.mean()
+
+    torch.manual_seed(0)
+    assert_same(prepared(Scores(between), images()), images())
+
+
+def test_a_row_without_a_finite_score_is_nan_as_ever() -> None:
+    torch.manual_seed(0)
+    mask = MASK.clone()
+    model = prepared(Scores(lambda s: torch.softmax(s + mask, -1)), images())
+    mask[0] = -math.inf
+    for plain in (True, False):
+        y = results(model, images(), plain)["y"]
+        assert y[:, 0].isnan().all()
+
+
+@pytest.mark.parametrize("watched", ["mlp.1", "attention.softmax_quantizer"])
+def test_watched_layers_are_called(watched: str, counted: list[str]) -> None:
+    torch.manual_seed(0)
+    model = prepared(Transformer(), images())
+    seen: list[int] = []
+    model.get_submodule(watched).register_forward_hook(lambda *_: seen.append(1))
+    results(model, images(), plain=False)
+    assert seen == [1]
+    left_out = "QuantizeCurveFunction" if watched == "mlp.1" else "QuantizeSoftmaxFunction"
+    assert left_out not in counted and "CodesProductFunction" in counted
+
+
+def test_products_of_other_shapes_are_torchs(counted: list[str]) -> None:
+    """Of matrices without a batch, and of a batch with a single matrix: torch.matmul of what the codes stand for."""
+
+    class Broadcast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.flatten(2)[:, :, :16]
+            a, b = F.relu(self.a(x)), F.relu(self.b(x[0]))
+            return self.c(a @ (b.T @ b))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    assert_same(prepared(Broadcast(), images()), images())
+    assert "MatmulFunction" not in counted and "CodesProductFunction" in counted
+
+
+def test_a_tensor_times_itself(counted: list[str]) -> None:
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(3, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.relu(self.a(x.flatten(2)[:, :, :16]))
+            return self.b(torch.bmm(x, x.mT))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    assert_same(prepared(Square(), images()), images())
+    assert "MatmulFunction" in counted
+
+
+def test_nothing_is_decoded_between_projections_and_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = prepared(Transformer(), images())
+    decoded: list[int] = []
+    original = DecodeFunction.apply
+    monkeypatch.setattr(DecodeFunction, "apply", lambda *inputs: decoded.append(1) or original(*inputs))
+    model(images())
+    assert not decoded
+
+
+def test_a_transformer_keeps_less_than_its_plain_operations() -> None:
+    from benchmarks.speed_memory import saved_bytes
+    from qat.kernels import plain_formulas
+
+    torch.manual_seed(0)
+    x = images(count=16, size=32)
+    model = prepared(Transformer(), x)
+
+    def kept() -> int:
+        return saved_bytes(lambda: model(x).square().sum(), [*model.parameters(), *model.buffers()])
+
+    model(x)
+    with plain_formulas():
+        plainly = kept()
+    assert 0 < kept() < 0.7 * plainly
