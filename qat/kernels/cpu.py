@@ -144,33 +144,47 @@ def squared_error(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax:
     )
 
 
+class Rows(ctypes.Structure):
+    """The symmetric grids of a weight's rows as the kernels take them."""
+
+    _fields_ = [
+        ("scales", ctypes.c_void_p), ("smallest", ctypes.c_void_p), ("low", ctypes.c_float), ("high", ctypes.c_float),
+        ("factor", ctypes.c_float), ("relative", ctypes.c_int),
+    ]  # fmt: skip
+
+
 def quantize_rows(
-    w: Tensor, steps: Tensor, qmin: int, qmax: int, codes: Tensor | None = None, values: Tensor | None = None
-) -> None:
+    w: Tensor, scales: Tensor, qmin: int, qmax: int, smallest: Tensor | None = None, codes: Tensor | None = None,
+    values: Tensor | None = None, steps: Tensor | None = None,
+) -> None:  # fmt: skip
     """Put a weight on its symmetric grids, one a row of axis 0: as int8 codes, as values, or both.
 
     Args:
         w: (channels, ...), dense, the channels outermost in memory.
-        steps: channels numbers > 0, contiguous.
+        scales: channels numbers, contiguous.
         qmin, qmax: lowest and highest integer.
+        smallest: what the scales act as at least; None: they are > 0 and act as they are.
         codes: int8, strides as w's, to write to.
         values: float32, strides as w's, to write to.
+        steps: channels numbers, contiguous, to write to: what the scales act as.
     """
-    rows = steps.numel()
+    rows = scales.numel()
+    grids = Rows(scales.data_ptr(), None if smallest is None else smallest.data_ptr(), qmin, qmax, 1.0, 0)
     compiled().quantize_rows(
-        address(w), address(steps), address(codes), address(values), ctypes.c_int64(rows),
-        ctypes.c_int64(w.numel() // rows), ctypes.c_float(qmin), ctypes.c_float(qmax), threads_for(w.numel()),
+        address(w), grids, address(codes), address(values), address(steps), ctypes.c_int64(rows),
+        ctypes.c_int64(w.numel() // rows), threads_for(w.numel()),
     )  # fmt: skip
 
 
 def quantize_rows_backward(
-    grad: Tensor, w: Tensor, steps: Tensor, qmin: int, qmax: int, grad_w: Tensor | None
-) -> Tensor:
-    """The gradient of the steps, in their shape; that of w is written to grad_w, which may be grad itself."""
-    grad_steps = torch.empty_like(steps)
-    rows = steps.numel()
+    grad: Tensor, w: Tensor, scales: Tensor, qmin: int, qmax: int, grad_w: Tensor | None,
+    smallest: Tensor | None = None, factor: float = 1.0, relative: bool = False,
+) -> Tensor:  # fmt: skip
+    """The gradient of the scales, in their shape; that of w is written to grad_w, which may be grad itself."""
+    grad_scales, rows = torch.empty_like(scales), scales.numel()
+    grids = Rows(scales.data_ptr(), None if smallest is None else smallest.data_ptr(), qmin, qmax, factor, relative)
     compiled().quantize_rows_backward(
-        address(grad), address(w), address(steps), address(grad_w), address(grad_steps), ctypes.c_int64(rows),
-        ctypes.c_int64(w.numel() // rows), ctypes.c_float(qmin), ctypes.c_float(qmax), threads_for(w.numel()),
+        address(grad), address(w), grids, address(grad_w), address(grad_scales), ctypes.c_int64(rows),
+        ctypes.c_int64(w.numel() // rows), threads_for(w.numel()),
     )  # fmt: skip
-    return grad_steps
+    return grad_scales

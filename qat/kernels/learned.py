@@ -55,16 +55,3 @@ def scale_gradient(total: float, scale: Tensor, smallest: Tensor, levels: Levels
     value, least = scale.item(), smallest.item()
     gradient = total * levels.factor * (min(max(value, least), LARGEST) ** 2 if levels.relative else 1.0)
     return torch.full_like(scale, 0.0 if value < least and gradient > 0 else gradient)
-
-
-def steps_in_force(scales: Tensor, smallest: Tensor) -> Tensor:
-    """The steps of a weight's rows."""
-    return torch.maximum(scales, smallest).clamp_(max=LARGEST)
-
-
-def scales_gradient(totals: Tensor, scales: Tensor, smallest: Tensor, levels: Levels) -> Tensor:
-    """As `scale_gradient`, for the rows of a weight."""
-    gradient = (totals * levels.factor).reshape(scales.shape)
-    if levels.relative:
-        gradient = gradient * steps_in_force(scales, smallest).square()
-    return torch.where((scales < smallest) & (gradient > 0), 0, gradient)

@@ -12,14 +12,7 @@ from torch import Tensor
 from qat.kernels.chains import dequantize, dot, step_slopes
 from qat.kernels.cpu import like, quantize_rows, quantize_rows_backward
 from qat.kernels.geometry import Geometry
-from qat.kernels.learned import (
-    Levels,
-    grid_in_force,
-    scale_gradient,
-    scales_gradient,
-    step_and_zero,
-    steps_in_force,
-)
+from qat.kernels.learned import Levels, grid_in_force, scale_gradient, step_and_zero
 from qat.kernels.operator import operator
 from qat.kernels.products import are_exact
 
@@ -38,22 +31,21 @@ def codes_product(
     high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int, integers: bool,
 ) -> Tensor:  # fmt: skip
     """product((codes - zero) * step, weight on its grid) + bias; in integers where they are allowed, exact and pay."""
-    geometry, steps = Geometry(stride, padding, dilation, groups), steps_in_force(scales, smallest)
-    step, zero = step_and_zero(numbers)
+    geometry, (step, zero) = Geometry(stride, padding, dilation, groups), step_and_zero(numbers)
     if integers and geometry.pays_in_integers(codes.shape, weight.shape, zero) and are_exact():
-        rounded = torch.empty_like(weight, dtype=torch.int8)
-        quantize_rows(weight, steps, low, high, codes=rounded)
-        every = steps.reshape(-1).expand(weight.shape[0]).contiguous()
-        y = geometry.multiply_integers(codes, step, zero, rounded, every, bias)
+        rounded, steps = torch.empty_like(weight, dtype=torch.int8), scales.new_empty(scales.numel())
+        quantize_rows(weight, scales, low, high, smallest, codes=rounded, steps=steps)
+        steps = steps if len(steps) == weight.shape[0] else steps.expand(weight.shape[0]).contiguous()
+        y = geometry.multiply_integers(codes, step, zero, rounded, steps, bias)
         y = y.fill_(math.nan) if step != step else y
     else:
-        y = geometry.multiply(dequantize(codes, step, zero), _on_grid(weight, steps, low, high), bias)
+        y = geometry.multiply(dequantize(codes, step, zero), _on_grid(weight, scales, smallest, low, high), bias)
     return geometry.arranged(y, codes, weight, integers)
 
 
-def _on_grid(weight: Tensor, steps: Tensor, low: int, high: int) -> Tensor:
+def _on_grid(weight: Tensor, scales: Tensor, smallest: Tensor, low: int, high: int) -> Tensor:
     values = torch.empty_like(weight)
-    quantize_rows(weight, steps, low, high, values=values)
+    quantize_rows(weight, scales, low, high, smallest, values=values)
     return values
 
 
@@ -71,16 +63,16 @@ def codes_product_backward(
     needs_x: bool, needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of the tensor behind the codes, of weight, scales and bias; both operands are quantized anew."""
-    steps = steps_in_force(scales, smallest)
     grad_x, grad_values, grad_bias = Geometry(stride, padding, dilation, groups).gradients(
-        grad, dequantize(codes, *step_and_zero(numbers)), _on_grid(weight, steps, low, high),
+        grad, dequantize(codes, *step_and_zero(numbers)), _on_grid(weight, scales, smallest, low, high),
         (needs_x, needs_weight, needs_bias),
     )  # fmt: skip
     grad_weight, grad_scales = grad.new_empty(0), grad.new_empty(0)
     if grad_values is not None:
         grad_weight = like(grad_values, weight)
-        totals = quantize_rows_backward(grad_weight, weight, steps, low, high, grad_weight)
-        grad_scales = scales_gradient(totals, scales, smallest, Levels(low, high, 0, factor, relative))
+        grad_scales = quantize_rows_backward(
+            grad_weight, weight, scales, low, high, grad_weight, smallest, factor, relative
+        )
     return (
         grad.new_empty(0) if grad_x is None else like(grad_x, codes),
         grad_weight,
@@ -97,7 +89,7 @@ def input_scale_gradient(
 ) -> Tensor:  # fmt: skip
     """sum(grad * product(dx/dscale, weight)): the gradient of the scale that x, an input of the model, is put on."""
     levels = Levels(low, high, shift, factor, relative)
-    values = _on_grid(weight, steps_in_force(weight_scales, weight_smallest), weight_low, weight_high)
+    values = _on_grid(weight, weight_scales, weight_smallest, weight_low, weight_high)
     slopes = step_slopes(x, grid_in_force(scale, smallest, zero_point, levels))
     derivative = Geometry(stride, padding, dilation, groups).multiply(slopes, values, None)
     return scale_gradient(dot(like(grad, derivative), derivative), scale, smallest, levels)

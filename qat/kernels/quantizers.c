@@ -109,13 +109,34 @@ double dot(const float *a, const float *b, i64 n, int threads) {
 
 /* ---- per channel: weights with the channel on the first axis, `inner` elements each, symmetric ---- */
 
-/* codes (NULL: not wanted) and values on the grid (NULL: not wanted) */
-void quantize_rows(const float *w, const float *steps, int8_t *codes, float *y, i64 channels, i64 inner, float low,
-                   float high, int threads) {
+#define LARGEST 1e12f /* as in learned.py */
+
+/* The grids of a weight's rows. A learned scale acts as at least `smallest` (NULL: the scales are the steps). */
+typedef struct {
+  const float *scales, *smallest;
+  float low, high, factor; /* factor: of the scales' gradient; relative: times the square of the step */
+  int relative;
+} Rows;
+
+static inline float step_of(Rows rows, i64 c) {
+  const float scale = rows.scales[c];
+  return rows.smallest ? clampf(scale, rows.smallest[c], LARGEST) : scale;
+}
+
+/* A gradient that would lower a scale further where it acts as more than it is, is dropped. */
+static inline float learned_gradient(double total, Rows rows, i64 c) {
+  const float step = step_of(rows, c), gradient = (float)total * rows.factor * (rows.relative ? step * step : 1.0f);
+  return rows.smallest && rows.scales[c] < rows.smallest[c] && gradient > 0 ? 0.0f : gradient;
+}
+
+/* codes, values on the grid, and steps in force (NULL each: not wanted) */
+void quantize_rows(const float *w, Rows rows, int8_t *codes, float *y, float *steps, i64 channels, i64 inner,
+                   int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (i64 c = 0; c < channels; c++) {
-    const Grid g = {steps[c], 0, low, high};
+    const Grid g = {step_of(rows, c), 0, rows.low, rows.high};
     const float *row = w + c * inner;
+    if (steps) steps[c] = g.step;
     if (codes) {
       int8_t *out = codes + c * inner;
 #pragma omp simd
@@ -132,12 +153,12 @@ void quantize_rows(const float *w, const float *steps, int8_t *codes, float *y, 
   }
 }
 
-/* grad_w may be grad itself or NULL; grad_steps without any factor */
-void quantize_rows_backward(const float *grad, const float *w, const float *steps, float *grad_w, float *grad_steps,
-                            i64 channels, i64 inner, float low, float high, int threads) {
+/* grad_w may be grad itself or NULL */
+void quantize_rows_backward(const float *grad, const float *w, Rows rows, float *grad_w, float *grad_scales,
+                            i64 channels, i64 inner, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (i64 c = 0; c < channels; c++) {
-    const Grid g = {steps[c], 0, low, high};
+    const Grid g = {step_of(rows, c), 0, rows.low, rows.high};
     double sum = 0;
     for (i64 start = 0; start < inner; start += CHUNK) {
       const i64 end = start + CHUNK < inner ? start + CHUNK : inner;
@@ -151,7 +172,7 @@ void quantize_rows_backward(const float *grad, const float *w, const float *step
       }
       sum += part;
     }
-    grad_steps[c] = (float)sum;
+    grad_scales[c] = learned_gradient(sum, rows, c);
   }
 }
 

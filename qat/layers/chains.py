@@ -33,6 +33,7 @@ from qat.layers.codes import (
     quantize,
 )
 from qat.layers.first_derivative import first_derivative
+from qat.layers.positional import positional
 from qat.quantizer import Quantizer
 
 
@@ -79,6 +80,7 @@ class QuantizeChainFunction(torch.autograd.Function):
     """
 
     @staticmethod
+    @positional
     def forward(
         y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, scale: Tensor, smallest: Tensor,
         zero_point: Tensor | None, levels: Levels, bounds: tuple[float, float], follows_batch: bool,
@@ -114,6 +116,7 @@ class AddQuantizeFunction(torch.autograd.Function):
     """Sum of two quantized tensors -> clip -> quantizer, all of them codes."""
 
     @staticmethod
+    @positional
     def forward(
         a_carrier: Tensor, b_carrier: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor,
         scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels, bounds: tuple[float, float],

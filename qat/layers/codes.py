@@ -15,6 +15,7 @@ from qat.kernels.cpu import is_dense, is_plain
 from qat.kernels.learned import Levels, step_and_zero
 from qat.kernels.operators import quantize_codes, quantize_codes_backward
 from qat.layers.first_derivative import first_derivative
+from qat.layers.positional import positional
 from qat.quantizer import Quantizer
 from qat.quantizer.lsq import LSQQuantizer
 from qat.quantizer.positive import FLOOR_SHARE
@@ -128,6 +129,7 @@ class QuantizeFunction(torch.autograd.Function):
     """A quantizer alone, as codes; formulas as of `LSQPlusFunction`."""
 
     @staticmethod
+    @positional
     def forward(
         x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,6 +162,7 @@ class DecodeFunction(torch.autograd.Function):
     """
 
     @staticmethod
+    @positional
     def forward(carrier: Tensor, codes: Tensor, numbers: Tensor) -> Tensor:
         """One pass; compiled code makes it part of what follows."""
         if torch.compiler.is_compiling():
@@ -184,6 +187,7 @@ class EncodeFunction(torch.autograd.Function):
     """
 
     @staticmethod
+    @positional
     def forward(
         x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels
     ) -> tuple[Tensor, Tensor, Tensor]:

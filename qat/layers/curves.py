@@ -22,6 +22,7 @@ from qat.kernels.curves import (
 from qat.kernels.learned import Levels
 from qat.layers.codes import Codes, carrier_for, decode, in_training, is_unwatched, learned_by
 from qat.layers.first_derivative import first_derivative
+from qat.layers.positional import positional
 from qat.quantizer import Quantizer
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -40,6 +41,7 @@ class QuantizeCurveFunction(torch.autograd.Function):
     """
 
     @staticmethod
+    @positional
     def forward(
         x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels, curve: str
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,6 +74,7 @@ class QuantizeSoftmaxFunction(torch.autograd.Function):
     """
 
     @staticmethod
+    @positional
     def forward(
         x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels, multiplier: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

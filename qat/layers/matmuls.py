@@ -8,6 +8,7 @@ from torch import Tensor
 from qat.kernels.matmul_operators import arranged, codes_matmul, codes_matmul_backward
 from qat.layers.codes import Codes, connected, decode
 from qat.layers.first_derivative import first_derivative
+from qat.layers.positional import positional
 
 
 class MatmulFunction(torch.autograd.Function):
@@ -17,6 +18,7 @@ class MatmulFunction(torch.autograd.Function):
     """
 
     @staticmethod
+    @positional
     def forward(
         a_carrier: Tensor, b_carrier: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor
     ) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from qat.kernels.pools import LARGEST_WINDOW, max_pool_codes, max_pool_codes_backward
 from qat.layers.codes import Codes, carrier_for, connected, decode, is_unwatched
 from qat.layers.first_derivative import first_derivative
+from qat.layers.positional import positional
 
 
 class Window(NamedTuple):
@@ -30,6 +31,7 @@ class MaxPoolFunction(torch.autograd.Function):
     """
 
     @staticmethod
+    @positional
     def forward(carrier: Tensor, codes: Tensor, window: Window) -> tuple[Tensor, Tensor, Tensor]:
         """Carrier, codes, and the number of the largest element in every window."""
         out, where = max_pool_codes(codes, *window)

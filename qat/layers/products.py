@@ -21,6 +21,7 @@ from qat.layers.conv import QuantConvolution
 from qat.layers.first_derivative import first_derivative
 from qat.layers.function import CONVOLUTIONS, QuantFunction
 from qat.layers.linear import QuantLinear
+from qat.layers.positional import positional
 from qat.quantizer import Quantizer
 from qat.quantizer.lsq import LSQQuantizer
 
@@ -35,6 +36,7 @@ class CodesProductFunction(torch.autograd.Function):
     """
 
     @staticmethod
+    @positional
     def forward(
         carrier: Tensor, codes: Tensor, numbers: Tensor, weight: Tensor, scale: Tensor, smallest: Tensor,
         bias: Tensor | None, levels: Levels, geometry: Geometry, integers: bool,
@@ -75,6 +77,7 @@ class InputScaleFunction(torch.autograd.Function):
     """
 
     @staticmethod
+    @positional
     def forward(
         y: Tensor, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, weight: Tensor,
         weight_scale: Tensor, weight_smallest: Tensor, levels: Levels, weight_levels: Levels, geometry: Geometry,
