@@ -120,6 +120,25 @@ def test_softmax(name: str, counted: list[str]) -> None:
     assert counted.count("QuantizeSoftmaxFunction") == (counted.count("MatmulFunction") / 2 if fused else 0)
 
 
+def test_layers_named_like_functions_are_what_they_are(counted: list[str]) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(3, 5)
+            self.softmax, self.matmul = nn.Softmin(-1), nn.CosineSimilarity(-1)
+            self.c = nn.Linear(16, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.flatten(2)[:, :, :16]
+            a, b = F.relu(self.a(x)), F.relu(self.b(x))
+            others = self.c(a).mean() + self.c(b).mean()  # for which a and b are quantized
+            return self.last(F.relu(self.softmax(self.matmul(a, b)))) + others  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    assert_same(prepared(Named(), images()), images())
+    assert {"MatmulFunction", "QuantizeSoftmaxFunction"}.isdisjoint(counted) and "CodesProductFunction" in counted
+
+
 def test_scores_that_somebody_else_reads_are_there() -> None:
     def between(scores: Tensor) -> Tensor:
         scaled = scores * 0.3

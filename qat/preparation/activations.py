@@ -87,7 +87,7 @@ def _bounds(node: fx.Node, module: Any) -> tuple[float, float] | None:
 
 def _curve(node: fx.Node, module: Any) -> str | None:
     """Name of a curve."""
-    name = CURVES.get(type(module) if module is not None else node.target)
+    name = CURVES.get(node.target if module is None else type(module))
     plain = len(node.args) == 1 and set(node.kwargs) <= {"inplace", "approximate"}
     if name != "gelu" or not plain:
         return name if plain else None
@@ -97,8 +97,8 @@ def _curve(node: fx.Node, module: Any) -> str | None:
 
 def _softmax_axis(node: fx.Node, module: Any) -> int | None:
     """The axis of a softmax in the type of its input."""
-    if type(module) is nn.Softmax:
-        return module.dim if isinstance(module.dim, int) else None
+    if module is not None:  # whatever its name, which is the node's target
+        return module.dim if type(module) is nn.Softmax and isinstance(module.dim, int) else None
     if node.target not in (F.softmax, torch.softmax, "softmax") or node.kwargs.get("dtype") is not None:
         return None
     if len(node.args) > 2 or not set(node.kwargs) <= {"dim", "dtype", "_stacklevel"}:
@@ -109,8 +109,8 @@ def _softmax_axis(node: fx.Node, module: Any) -> int | None:
 
 def _multiplier(node: fx.Node) -> float | None:
     """The number that a node multiplies a tensor with, which nobody else reads."""
-    multiplies = node.target in (operator.mul, torch.mul, "mul") and len(node.args) == 2 and not node.kwargs
-    if not multiplies or len(node.users) != 1:
+    multiplies = node.target in (operator.mul, torch.mul, "mul") and node.op != "call_module"
+    if not multiplies or len(node.args) != 2 or node.kwargs or len(node.users) != 1:
         return None
     x, number = node.args
     if not isinstance(x, fx.Node):

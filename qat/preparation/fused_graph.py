@@ -148,7 +148,8 @@ class _Fusing:
     def _multiplies_codes(self, node: fx.Node) -> bool:
         """Whether a node multiplies two quantized tensors."""
         return (
-            node.target in MATMULS
+            node.op != "call_module"
+            and node.target in MATMULS
             and len(node.args) == 2
             and not node.kwargs
             and all(self._grid(operand) is not None for operand in node.args)
