@@ -89,11 +89,13 @@ def found(folder: Path) -> dict[str, Any]:
     ],
 )
 def test_models_that_look_at_the_size_of_the_image(folder: Path, model: str, arguments: list[str]) -> None:
-    assert run(model, *arguments) == 0
+    code = run(model, *arguments)
     summary = found(folder)
     onnx = summary["onnx"]
-    # 64 images; integer_only's logits have only 256 values, of which two classes may share the largest.
-    assert onnx["agreement"] >= (0.95 if "integer_only" in str(arguments) else 0.995)
+    # 64 images; integer_only's logits have only 256 values, of which two classes may share the largest: then one image
+    # is more than the command lets pass.
+    assert onnx["agreement"] >= (0.95 if "integer_only" in str(arguments) else train.LEAST_AGREEMENT)
+    assert code == (0 if onnx["agreement"] >= train.LEAST_AGREEMENT else 1)
     assert abs(onnx["top1"] - summary["qat"]["top1"]) <= 100 / 64
     layers = onnx["layers"]
     # ONNX Runtime's integer softmax has fixed-point arithmetic of its own: its last level may be another.
