@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from cases_fused import assert_same, counted, images, prepared, results, two_threads
 from torch import Tensor, nn
 
-from qat.kernels import compiler
+from benchmarks.speed_memory import saved_bytes
+from qat.kernels import compiler, plain_formulas
 from qat.layers.codes import DecodeFunction
 
 __all__ = ["counted", "two_threads"]  # fixtures
@@ -214,9 +215,6 @@ def test_nothing_is_decoded_between_projections_and_products(monkeypatch: pytest
 
 
 def test_a_transformer_keeps_less_than_its_plain_operations() -> None:
-    from benchmarks.speed_memory import saved_bytes
-    from qat.kernels import plain_formulas
-
     torch.manual_seed(0)
     x = images(count=16, size=32)
     model = prepared(Transformer(), x)

@@ -1,7 +1,6 @@
 """Training on codes under torch.compile: whole graphs whose gradients are those of the same model without it."""
 
 import copy
-import statistics
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +17,11 @@ pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compile
 
 
 class Everything(nn.Module):
-    """What the fused graph knows: norms, clips, sums, a pool, a grouped convolution, curves, attention."""
+    """What the fused graph knows: norms, clips, sums, a pool, a grouped convolution, curves, attention.
+
+    No norm and no mean that torch itself computes in front of a quantizer: compiled code sums in another order, and a
+    value next to a tie would fall on the other level.
+    """
 
     def __init__(self, momentum: float | None = 0.1) -> None:
         super().__init__()
@@ -36,11 +39,11 @@ class Everything(nn.Module):
         y = F.relu6(self.bn2(self.conv2(x)))
         x = F.relu(self.bn3(self.conv3(y)) + x)
         x = x + x
-        x = F.hardtanh(self.bn4(self.conv4(x)) + self.short(image[:, :, ::4, ::4]), -1.0, 1.0)
-        rows = F.gelu(x).flatten(2).mT
+        x = F.hardtanh(self.bn4(self.conv4(x)), -1.0, 1.0)
+        rows = F.gelu(x + self.short(image[:, :, ::4, ::4])).flatten(2).mT
         query, key = self.query(rows), F.silu(self.key(rows))
         rows = torch.softmax(query @ key.mT * 0.25, -1) @ rows
-        x = self.drop(F.relu(self.hidden(rows.mean(1))))
+        x = self.drop(F.relu(self.hidden(rows[:, 0])))
         return self.head(x)  # type: ignore[no-any-return]
 
 
@@ -66,15 +69,11 @@ def step(model: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor]) -> di
 
 
 def assert_near(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    """Nearly all of it to the digits that sums in another order leave; compiled code may put a value that stands next
-    to a tie on the other level, which a few tensors show."""
     assert expected.keys() == found.keys()
-    errors = {
-        name: float((value.double() - found[name].double()).norm() / value.double().norm().clamp(min=1e-3))
-        for name, value in expected.items()
-    }
-    assert all(error < 5e-3 for error in errors.values()), errors
-    assert statistics.median(errors.values()) < 1e-5, errors
+    for name, value in expected.items():
+        error = (value.double() - found[name].double()).norm() / value.double().norm().clamp(min=1e-3)
+        # Compiled code sums in another order; a scale's gradient is a sum of terms that cancel.
+        assert error < (2e-3 if name.endswith("scale") else 1e-4), (name, error)
 
 
 @pytest.fixture(autouse=True)

@@ -85,17 +85,16 @@ def found(folder: Path) -> dict[str, Any]:
         ("vit", []),
         pytest.param("swin", [], marks=pytest.mark.slow),
         pytest.param("swin", ["quantization.target=tensorrt"], marks=pytest.mark.slow),
-        pytest.param("vit", ["quantization.target=integer_only"], marks=pytest.mark.slow),
+        # Trained for longer: while its logits are nearly equal, two classes share the largest of integer_only's 256.
+        pytest.param("vit", ["quantization.target=integer_only", "float.epochs=8"], marks=pytest.mark.slow),
     ],
 )
 def test_models_that_look_at_the_size_of_the_image(folder: Path, model: str, arguments: list[str]) -> None:
-    code = run(model, *arguments)
+    assert run(model, *arguments) == 0
     summary = found(folder)
     onnx = summary["onnx"]
-    # 64 images; integer_only's logits have only 256 values, of which two classes may share the largest: then one image
-    # is more than the command lets pass.
-    assert onnx["agreement"] >= (0.95 if "integer_only" in str(arguments) else train.LEAST_AGREEMENT)
-    assert code == (0 if onnx["agreement"] >= train.LEAST_AGREEMENT else 1)
+    # 64 images; integer_only's logits have only 256 values, of which two classes may share the largest.
+    assert onnx["agreement"] >= (0.95 if "integer_only" in str(arguments) else 0.995)
     assert abs(onnx["top1"] - summary["qat"]["top1"]) <= 100 / 64
     layers = onnx["layers"]
     # ONNX Runtime's integer softmax has fixed-point arithmetic of its own: its last level may be another.

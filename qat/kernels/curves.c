@@ -90,28 +90,22 @@ INLINED float backward_span(const float *restrict grad, const float *restrict x,
 }
 
 /* One loop a curve, so that the choice is not made for every element. */
-#define FOR_CURVE(curve, CALL)                \
-  switch (curve) {                            \
-    case GELU: CALL(GELU); break;             \
-    case GELU_TANH: CALL(GELU_TANH); break;   \
-    case SILU: CALL(SILU); break;             \
-    default: CALL(HARDSWISH);                 \
-  }
-
 static float quantize_chosen(const float *x, uint8_t *codes, i64 n, Grid g, int curve) {
-  float bad = 0;
-#define CALL(kind) bad = quantize_span(x, codes, n, g, kind)
-  FOR_CURVE(curve, CALL)
-#undef CALL
-  return bad;
+  switch (curve) {
+    case GELU: return quantize_span(x, codes, n, g, GELU);
+    case GELU_TANH: return quantize_span(x, codes, n, g, GELU_TANH);
+    case SILU: return quantize_span(x, codes, n, g, SILU);
+    default: return quantize_span(x, codes, n, g, HARDSWISH);
+  }
 }
 
 static float backward_chosen(const float *grad, const float *x, float *grad_x, i64 n, Grid g, int curve) {
-  float part = 0;
-#define CALL(kind) part = backward_span(grad, x, grad_x, n, g, kind)
-  FOR_CURVE(curve, CALL)
-#undef CALL
-  return part;
+  switch (curve) {
+    case GELU: return backward_span(grad, x, grad_x, n, g, GELU);
+    case GELU_TANH: return backward_span(grad, x, grad_x, n, g, GELU_TANH);
+    case SILU: return backward_span(grad, x, grad_x, n, g, SILU);
+    default: return backward_span(grad, x, grad_x, n, g, HARDSWISH);
+  }
 }
 
 /* codes of curve(x), and whether there was a NaN */

@@ -3,7 +3,6 @@
 What the function makes of its input is never written, but for softmax, whose probabilities its own gradient needs.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -118,7 +117,7 @@ def quantize_curve(
 
 
 def quantize_softmax(
-    x: Codes | Tensor, quantizer: Quantizer, axis: int, multiplier: float | None = None,
+    x: Codes | Tensor, quantizer: Quantizer, axis: int, multiplier: float = 1.0,
     softmax: nn.Module | None = None,
 ) -> Codes | Tensor:  # fmt: skip
     """quantizer(softmax(x * multiplier)), as codes where kernels apply.
@@ -127,15 +126,15 @@ def quantize_softmax(
         x: the scores.
         quantizer: whose codes are wanted.
         axis: of softmax.
-        multiplier: of the scores; None for none.
+        multiplier: of the scores.
         softmax: the layer that computes it; None for a function.
     """
     x = decode(x)
     last = axis in (-1, x.dim() - 1)
-    if _ready(x, quantizer, softmax) and last and x.is_contiguous() and math.isfinite(multiplier or 0.0):
+    if _ready(x, quantizer, softmax) and last and x.is_contiguous():
         learned = learned_by(quantizer, x)
-        return Codes(*QuantizeSoftmaxFunction.apply(x, *learned, 1.0 if multiplier is None else multiplier)[:3])
-    scores = x if multiplier is None else x * multiplier
+        return Codes(*QuantizeSoftmaxFunction.apply(x, *learned, multiplier)[:3])
+    scores = x if multiplier == 1 else x * multiplier
     y: Tensor = quantizer(torch.softmax(scores, axis) if softmax is None else softmax(scores))
     return y
 

@@ -29,7 +29,7 @@ def positional(forward: Forward) -> Forward:
     """Decorator for the forward of a Function with setup_context, under @staticmethod.
 
     `torch.autograd.Function.apply` asks for the signature of such a forward and binds the arguments to it, at every
-    call: 30 of the 40 microseconds that it takes. A model of 50 layers calls 120 times a step.
+    call: three quarters of the time that a call with ten arguments takes. A model of 50 layers calls 120 times a step.
 
     >>> @positional
     ... def forward(x, y): ...

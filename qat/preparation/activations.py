@@ -36,7 +36,7 @@ class Activation:
         bounds: floor and ceiling of a clip.
         curve: name of a curve, or None.
         axis: of a softmax, or None.
-        multiplier: of a softmax's scores, or None.
+        multiplier: of a softmax's scores.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -44,7 +44,7 @@ class Activation:
     bounds: tuple[float, float] = NO_CLIP
     curve: str | None = None
     axis: int | None = None
-    multiplier: float | None = None
+    multiplier: float = 1.0
 
     @property
     def module(self) -> str | None:
