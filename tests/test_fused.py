@@ -272,7 +272,7 @@ def test_products_in_float_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
         in_float = quantized(x)
     assert calls == []
     in_integers = quantized(x)
-    assert calls == ([(400, 64), (400, 48)] if products.are_exact() else [])
+    assert calls == ([(400, 64), (400, 48)] if products.are_exact("dense") else [])
     assert torch.allclose(in_float, in_integers, rtol=1e-5, atol=1e-6)
 
 
@@ -281,7 +281,7 @@ def test_where_integers_are_wrong_they_are_not_used(monkeypatch: pytest.MonkeyPa
     products.are_exact.cache_clear()
     original = products.convolution
     monkeypatch.setattr(products, "convolution", lambda *operands: original(*operands).clamp(-100000, 100000))
-    assert not products.are_exact()
+    assert not products.are_exact("dense")
     x = torch.randn(400, 64)
     model = prepared(nn.Sequential(nn.Linear(64, 8)), x)
     monkeypatch.setattr(products, "convolution", lambda *operands: pytest.fail("multiplied in integers"))

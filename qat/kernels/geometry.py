@@ -14,6 +14,16 @@ FEWEST_ROWS, FEWEST_ROWS_QUICKLY_PACKED = 512, 160
 where it need not sum the weight up for a zero point."""
 
 FEWEST_INPUTS = 16
+"""Products of one output value."""
+
+FEWEST_INPUTS_OF_GROUPS, SMALLEST_IN_GROUPS = 32, 1 << 17
+"""Of a convolution in groups, and the elements of its input."""
+
+SMALLEST_DEPTHWISE, SMALLEST_DEPTHWISE_QUICKLY_PACKED = 3 << 19, 1 << 20
+"""Elements of the input of a depthwise convolution. What integers save there is decoding it: few products follow."""
+
+MOST_ROWS_AS_MATRICES = 2048
+"""Up to here the gradients of a 1x1 convolution are faster as matrix products: by a tenth to a quarter."""
 
 NEAREST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """The memory formats with channels innermost, by the number of axes."""
@@ -40,10 +50,28 @@ class Geometry(NamedTuple):
 
     def pays_in_integers(self, x: torch.Size, weight: torch.Size, zero: float) -> bool:
         """A rule, not a measurement, so that a resumed run computes as the first did."""
-        if self.groups != 1 or (self.stride and len(self.stride) != 2) or math.prod(weight[1:]) < FEWEST_INPUTS:
+        if self.stride and len(self.stride) != 2:
             return False
+        inputs, size = math.prod(weight[1:]), math.prod(x)
+        if self.is_depthwise(weight):
+            return size >= (SMALLEST_DEPTHWISE_QUICKLY_PACKED if zero == 0 else SMALLEST_DEPTHWISE)
+        if self.groups != 1:
+            return (
+                inputs >= FEWEST_INPUTS_OF_GROUPS and size >= SMALLEST_IN_GROUPS and self.rows(x, weight) >= FEWEST_ROWS
+            )
         quickly_packed = zero == 0 or math.prod(weight[2:]) == 1
-        return self.rows(x, weight) >= (FEWEST_ROWS_QUICKLY_PACKED if quickly_packed else FEWEST_ROWS)
+        fewest = FEWEST_ROWS_QUICKLY_PACKED if quickly_packed else FEWEST_ROWS
+        return inputs >= FEWEST_INPUTS and self.rows(x, weight) >= fewest
+
+    def is_depthwise(self, weight: torch.Size) -> bool:
+        """Whether every output channel has one input channel."""
+        return self.groups != 1 and weight[1] == 1
+
+    def is_exact(self, weight: torch.Size) -> bool:
+        """Whether this machine's integer products of this kind are right."""
+        if self.is_depthwise(weight):
+            return products.are_exact("depthwise")
+        return products.are_exact("dense" if self.groups == 1 else "grouped")
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """In float."""
@@ -67,18 +95,27 @@ class Geometry(NamedTuple):
         self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of x, weight and bias."""
-        if self.stride:
-            found: Any = torch.ops.aten.convolution_backward(
-                grad, x, weight, [weight.shape[0]], self.stride, self.padding, self.dilation, False,
-                [0] * len(self.stride), self.groups, needs,
-            )  # fmt: skip
-            return found[0], found[1], found[2]
-        rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        if not self.stride:
+            return _gradients_of_rows(grad, x, weight, needs)
+        if self._is_product_of_rows(grad, x, weight):
+            rows, inputs = grad.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1)
+            of_x, of_weight, of_bias = _gradients_of_rows(rows, inputs, weight.flatten(1), needs)
+            of_x = None if of_x is None else of_x.permute(0, 3, 1, 2)
+            of_weight = None if of_weight is None else of_weight.as_strided(weight.shape, weight.stride())
+            return of_x, of_weight, of_bias
+        found: Any = torch.ops.aten.convolution_backward(
+            grad, x, weight, [weight.shape[0]], self.stride, self.padding, self.dilation, False,
+            [0] * len(self.stride), self.groups, needs,
+        )  # fmt: skip
+        return found[0], found[1], found[2]
+
+    def _is_product_of_rows(self, grad: Tensor, x: Tensor, weight: Tensor) -> bool:
+        """Whether it is a 1x1 convolution of few pixels, channels innermost."""
         return (
-            products.product(rows, weight.T).view(x.shape) if needs[0] else None,
-            rows.T @ inputs if needs[1] else None,
-            rows.sum(0) if needs[2] else None,
-        )
+            self.stride == [1, 1] and self.padding == [0, 0] and self.groups == 1 and weight.shape[2:] == (1, 1)
+            and self.rows(x.shape, weight.shape) <= MOST_ROWS_AS_MATRICES
+            and all(t.is_contiguous(memory_format=torch.channels_last) for t in (grad, x))
+        )  # fmt: skip
 
     def arranged(self, y: Tensor, x: Tensor, weight: Tensor, integers: bool) -> Tensor:
         """The product in the memory format that depends on nothing that only a run knows.
@@ -89,6 +126,18 @@ class Geometry(NamedTuple):
         if nearest is None:
             return y.contiguous()
         inner = any(not t.is_contiguous() and t.is_contiguous(memory_format=nearest) for t in (x, weight))
-        if inner or (integers and products.are_exact() and self.pays_in_integers(x.shape, weight.shape, 0)):
+        if inner or (integers and self.pays_in_integers(x.shape, weight.shape, 0) and self.is_exact(weight.shape)):
             return y.contiguous(memory_format=nearest)
         return y.contiguous()
+
+
+def _gradients_of_rows(
+    grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of a linear layer's x, weight and bias."""
+    rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    return (
+        products.product(rows, weight.T).view(x.shape) if needs[0] else None,
+        rows.T @ inputs if needs[1] else None,
+        rows.sum(0) if needs[2] else None,
+    )

@@ -14,7 +14,6 @@ from qat.kernels.cpu import like, quantize_rows, quantize_rows_backward
 from qat.kernels.geometry import Geometry
 from qat.kernels.learned import Levels, grid_in_force, scale_gradient, step_and_zero
 from qat.kernels.operator import operator
-from qat.kernels.products import are_exact
 
 
 def _product(
@@ -32,7 +31,7 @@ def codes_product(
 ) -> Tensor:  # fmt: skip
     """product((codes - zero) * step, weight on its grid) + bias; in integers where they are allowed, exact and pay."""
     geometry, (step, zero) = Geometry(stride, padding, dilation, groups), step_and_zero(numbers)
-    if integers and geometry.pays_in_integers(codes.shape, weight.shape, zero) and are_exact():
+    if integers and geometry.pays_in_integers(codes.shape, weight.shape, zero) and geometry.is_exact(weight.shape):
         rounded, steps = torch.empty_like(weight, dtype=torch.int8), scales.new_empty(scales.numel())
         quantize_rows(weight, scales, low, high, smallest, codes=rounded, steps=steps)
         steps = steps if len(steps) == weight.shape[0] else steps.expand(weight.shape[0]).contiguous()

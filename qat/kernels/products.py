@@ -73,24 +73,47 @@ def _has_float_product() -> bool:
         return False
 
 
+KINDS = {"dense": 1, "grouped": 6, "depthwise": 96}
+"""Convolutions that oneDNN computes in different ways, each with the groups of an example of 96 channels."""
+
+
 @functools.cache
-def are_exact() -> bool:
-    """Whether this machine's integer convolution and product are right to the last unit, at the extremes too."""
+def are_exact(kind: str) -> bool:
+    """Whether this machine's integer products are right to the last unit, at the extremes too.
+
+    Args:
+        kind: one of `KINDS`; matrix products belong to the dense ones.
+    """
     try:
-        generator = torch.Generator().manual_seed(0)
-        codes = torch.randint(0, 256, (2, 96, 9, 9), dtype=torch.uint8, generator=generator)
-        weight = torch.randint(-127, 128, (32, 96, 3, 3), dtype=torch.int8, generator=generator)
-        codes[0], weight[:4], weight[4:8] = 255, 127, -127  # pairs whose sum leaves 16 bits
-        ones, steps = torch.ones(32), 2.0 ** (torch.arange(32) % 5 - 2)  # powers of two change no digit
-        got = convolution(codes, 0.5, 3.0, weight, steps, None, [1, 1], [1, 1], [1, 1], 1)
-        expected = torch.nn.functional.conv2d(codes.double() - 3, weight.double(), padding=1)
-        exact = bool(torch.equal(got.double(), expected * steps.double().view(-1, 1, 1) * 0.5))
-        rows, square = codes.flatten(2).mT.reshape(-1, 96), weight[:, :, 0, 0].contiguous()
-        product = linear(rows.contiguous(), 1.0, 3.0, square, ones, None)
-        exact &= bool(torch.equal(product.double(), (rows.double() - 3) @ square.double().T))
+        exact = _convolves_exactly(KINDS[kind]) and (kind != "dense" or _multiplies_exactly())
     except (RuntimeError, AttributeError, NotImplementedError) as error:  # a torch without oneDNN, another processor
-        log.info("integer convolutions: not available (%s); training computes in float", str(error).splitlines()[0])
+        reason = str(error).splitlines()[0]
+        log.info("%s integer convolutions: not available (%s); training computes in float", kind, reason)
         return False
     if not exact:
-        log.info("integer convolutions: wrong on this processor (no VNNI?); training computes in float")
+        log.info("%s integer convolutions: wrong on this processor (no VNNI?); training computes in float", kind)
     return exact
+
+
+def _example(groups: int) -> tuple[Tensor, Tensor]:
+    """Codes and weight, with pairs whose sum leaves 16 bits."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (2, 96, 9, 9), dtype=torch.uint8, generator=generator)
+    weight = torch.randint(-127, 128, (96, 96 // groups, 3, 3), dtype=torch.int8, generator=generator)
+    codes[0], weight[:4], weight[4:8] = 255, 127, -127
+    return codes, weight
+
+
+def _convolves_exactly(groups: int) -> bool:
+    codes, weight = _example(groups)
+    steps = 2.0 ** (torch.arange(96) % 5 - 2)  # powers of two change no digit
+    expected = torch.nn.functional.conv2d(codes.double() - 3, weight.double(), padding=1, groups=groups)
+    got = convolution(codes, 0.5, 3.0, weight, steps, None, [1, 1], [1, 1], [1, 1], groups)
+    return bool(torch.equal(got.double(), expected * steps.double().view(-1, 1, 1) * 0.5))
+
+
+def _multiplies_exactly() -> bool:
+    codes, weight = _example(1)
+    rows, square = codes.flatten(2).mT.reshape(-1, 96), weight[:, :, 0, 0].contiguous()
+    got = linear(rows.contiguous(), 1.0, 3.0, square, torch.ones(96), None)
+    return bool(torch.equal(got.double(), (rows.double() - 3) @ square.double().T))

@@ -51,7 +51,8 @@ class PreparedGraph(fx.GraphModule):
         """What training runs where kernels apply, made anew if the graph changed; None where nothing can be fused."""
         kind: Any = type(self)
         if not kind.derived and library() is not None:
-            products.are_exact()  # now, since nothing can be tried out while torch.compile looks on
+            for each in products.KINDS:  # now, since nothing can be tried out while torch.compile looks on
+                products.are_exact(each)
             kind.derived, kind.fused = True, fused_forward(self)
         found: FusedForward | None = kind.fused
         return found
