@@ -94,6 +94,13 @@ double squared_error(const float *x, i64 n, Grid g, int threads) {
   return sum;
 }
 
+int all_finite(const float *const *tensors, const i64 *sizes, i64 count) {
+  float bad = 0;
+  for (i64 k = 0; k < count; k++)
+    for (i64 i = 0; i < sizes[k]; i++) bad += tensors[k][i] - tensors[k][i];
+  return bad == bad;
+}
+
 double dot(const float *a, const float *b, i64 n, int threads) {
   double sum = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)

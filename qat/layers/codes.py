@@ -4,7 +4,6 @@ A quantizer's output is a float tensor four times the size of its codes, and eve
 codes. `Codes` holds them; the gradient flows through a carrier, a tensor of the same shape that takes no memory.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from qat.layers.first_derivative import first_derivative
 from qat.layers.positional import positional
 from qat.quantizer import Quantizer
 from qat.quantizer.lsq import LSQQuantizer
-from qat.quantizer.positive import FLOOR_SHARE
 
 SHIFT = 128
 """Added to the codes and zero points of signed grids, so that all codes are uint8."""
@@ -97,27 +95,11 @@ def is_unwatched(module: Any) -> bool:
 
 
 def learned_by(quantizer: Quantizer, x: Tensor) -> Learned:
-    """Repair the learned scale if need be, and collect what the kernels need; x is what will be quantized."""
-    repair(quantizer)
+    """What the kernels need of a quantizer, whose scale is finite; x is what will be quantized."""
     low, high = quantizer.bounds()
     shift = SHIFT if quantizer.spec.signed else 0
     levels = Levels(low, high, shift, quantizer.gradient_factor(x), quantizer.relative_steps)
     return Learned(quantizer.scale, quantizer.smallest_scale, quantizer.zero_point, levels)
-
-
-def repair(quantizer: Quantizer) -> None:
-    """Put back scales that became NaN or infinite; looking first is cheaper than the operations."""
-    if torch.compiler.is_compiling():
-        _put_back(quantizer.scale, quantizer.smallest_scale)
-    elif not math.isfinite(quantizer.scale.detach().sum().item()):
-        quantizer.repair()
-
-
-@torch.library.custom_op("qat::put_back", mutates_args=("scale",))
-def _put_back(scale: Tensor, smallest: Tensor) -> None:
-    """As `Quantizer.repair`; compiled code cannot look, and would keep a copy of the scale for backward."""
-    if not math.isfinite(scale.sum().item()):
-        scale.copy_(torch.where(scale.isfinite(), scale, smallest / FLOOR_SHARE))
 
 
 def carrier_for(codes: Tensor) -> Tensor:

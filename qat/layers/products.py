@@ -16,7 +16,7 @@ from qat.kernels.geometry import Geometry
 from qat.kernels.learned import Levels
 from qat.kernels.product_operators import codes_product, codes_product_backward, input_scale_gradient
 from qat.layers.base import QuantLayer
-from qat.layers.codes import Codes, decode, in_training, is_unwatched, repair
+from qat.layers.codes import Codes, decode, in_training, is_unwatched
 from qat.layers.conv import QuantConvolution
 from qat.layers.first_derivative import first_derivative
 from qat.layers.function import CONVOLUTIONS, QuantFunction
@@ -121,7 +121,6 @@ def multiply(layer: QuantLayer, x: Codes | Tensor, grid: Quantizer, *operands: T
     ):  # fmt: skip
         y: Tensor = layer(decode(x), *operands, grid=grid)
         return y
-    repair(quantizer)
     low, high = quantizer.bounds()
     levels = Levels(low, high, 0, quantizer.gradient_factor(weight), quantizer.relative_steps)
     of_weight = (weight, quantizer.scale, quantizer.smallest_scale)

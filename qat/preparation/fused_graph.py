@@ -17,6 +17,7 @@ from qat.layers.curves import quantize_curve, quantize_softmax
 from qat.layers.matmuls import matmul
 from qat.layers.pools import max_pool
 from qat.layers.products import multiply
+from qat.layers.repair import repair
 from qat.preparation.activations import NO_CLIP
 from qat.preparation.carried import DROPOUTS, asks_for_shape, reshapes, window
 from qat.preparation.codes_plan import CodesPlan
@@ -59,10 +60,15 @@ class _Rewriting:
         self.graph = fx.Graph()
         self.floats: dict[fx.Node, fx.Node] = {}
         self.codes: dict[fx.Node, fx.Node] = {}
+        self.modules: dict[str, fx.Node] = {}
 
     def rewritten(self) -> fx.Graph:
         """The new graph."""
+        begun = False
         for node in self.plan.nodes:
+            if not begun and node.op != "placeholder":
+                self._repair()
+                begun = True
             if node in self.plan.absorbed:
                 continue
             if node in self.plan.readers:
@@ -80,6 +86,19 @@ class _Rewriting:
         self.graph.lint()
         return self.graph
 
+    def _repair(self) -> None:
+        """First of all the scales are put in order."""
+        names = [str(node.target) for node in self.plan.chains]
+        names += [f"{node.target}.weight_quantizer" for node in self.plan.readers]
+        by_identity = {id(self.model.get_submodule(name)): name for name in sorted(names)}
+        self.graph.call_function(repair, tuple(map(self._module, by_identity.values())))
+
+    def _module(self, name: str) -> fx.Node:
+        """A part of the model; looked up once, since that is what takes a graph's own time."""
+        if name not in self.modules:
+            self.modules[name] = self.graph.get_attr(name)
+        return self.modules[name]
+
     def _float(self, node: fx.Node) -> fx.Node:
         """The node's float tensor in the new graph."""
         if node not in self.floats:
@@ -96,9 +115,9 @@ class _Rewriting:
         """The node's value in the new graph as codes, unless a dropout took it off its grid."""
         quantizer = self.plan.grid(node)
         assert quantizer is not None
-        grid = self.graph.get_attr(str(quantizer.target))
+        grid = self._module(str(quantizer.target))
         dropouts = [step for step in self.plan.way(node) if isinstance(submodule_of(self.model, step), DROPOUTS)]
-        checked = [self.graph.get_attr(str(step.target)) for step in dropouts]
+        checked = [self._module(str(step.target)) for step in dropouts]
         return self.graph.call_function(encode, (value, grid, *checked))
 
     def _carry(self, node: fx.Node) -> fx.Node:
@@ -106,7 +125,7 @@ class _Rewriting:
         x, *args = node.args
         assert isinstance(x, fx.Node)
         coded, module = self._coded(x), submodule_of(self.model, node)
-        held = None if module is None else self.graph.get_attr(str(node.target))
+        held = None if module is None else self._module(str(node.target))
         pooled = window(node, module)
         if pooled is not None:
             return self.graph.call_function(max_pool, (coded, tuple(pooled), held))
@@ -127,7 +146,7 @@ class _Rewriting:
         """A layer on codes; its BatchNorm follows, unless a chain takes it over."""
         x, *operands = node.args
         assert isinstance(x, fx.Node)
-        layer, grid = self.graph.get_attr(str(node.target)), self.floats[node.kwargs["grid"]]  # type: ignore[index]
+        layer, grid = self._module(str(node.target)), self.floats[node.kwargs["grid"]]  # type: ignore[index]
         others = [self._float(operand) if isinstance(operand, fx.Node) else operand for operand in operands]
         y = self.graph.call_function(multiply, (layer, self._coded(x), grid, *others))
         norm = node.kwargs.get("norm")
@@ -138,9 +157,9 @@ class _Rewriting:
     def _quantized(self, node: fx.Node) -> fx.Node:
         """A quantizer with what it takes over."""
         chain, activation = self.plan.chains[node], self.plan.chains[node].activation
-        quantizer, module = self.graph.get_attr(str(node.target)), None
+        quantizer, module = self._module(str(node.target)), None
         if activation is not None and activation.module is not None:
-            module = self.graph.get_attr(activation.module)
+            module = self._module(activation.module)
         bounds = NO_CLIP if activation is None else activation.bounds
         if chain.operands is not None:
             a, b = map(self._coded, chain.operands)

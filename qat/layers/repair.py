@@ -1,0 +1,39 @@
+"""Learned scales that an optimizer made NaN or infinite are put back before kernels read them, all at once."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from qat.kernels.cpu import compiled, is_plain
+from qat.quantizer import Quantizer
+from qat.quantizer.positive import FLOOR_SHARE
+
+
+def repair(*quantizers: Quantizer) -> None:
+    """`Quantizer.repair` of those that train and are calibrated; looking first is cheaper than the operations."""
+    ready = [each for each in quantizers if each.training and each.observer is None]
+    if not torch.compiler.is_compiling():
+        if not all_finite([each.scale.detach() for each in ready]):
+            for each in ready:
+                each.repair()
+    elif ready:
+        _put_back([each.scale for each in ready], [each.smallest_scale for each in ready])
+
+
+@torch.library.custom_op("qat::put_back", mutates_args=("scales",))
+def _put_back(scales: list[Tensor], smallest: list[Tensor]) -> None:
+    """As `Quantizer.repair`; compiled code cannot look, and would keep copies of the scales for backward."""
+    if not all_finite(scales):
+        for scale, least in zip(scales, smallest, strict=True):
+            scale.copy_(torch.where(scale.isfinite(), scale, least / FLOOR_SHARE))
+
+
+def all_finite(tensors: list[Tensor]) -> bool:
+    """Whether there is no NaN and no infinity in any of them."""
+    if not all(is_plain(each) and each.is_contiguous() for each in tensors):
+        return all(bool(each.isfinite().all()) for each in tensors)
+    count = len(tensors)
+    addresses = (ctypes.c_void_p * count)(*[each.data_ptr() for each in tensors])
+    sizes = (ctypes.c_int64 * count)(*[each.numel() for each in tensors])
+    return bool(compiled().all_finite(addresses, sizes, ctypes.c_int64(count)))
