@@ -16,6 +16,7 @@ from qat.kernels import compiler, float_products, plain_formulas, products
 from qat.layers.codes import Codes, DecodeFunction
 from qat.preparation.fused_graph import fused_forward
 from qat.preparation.prepared_graph import PreparedGraph
+from qat.quantizer import Quantizer
 
 __all__ = ["counted", "two_threads"]  # fixtures
 
@@ -287,6 +288,52 @@ def test_where_integers_are_wrong_they_are_not_used(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(products, "convolution", lambda *operands: pytest.fail("multiplied in integers"))
     assert model(x).isfinite().all()
     products.are_exact.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["scale", "smallest_scale", "zero_point"])
+@pytest.mark.parametrize("quantizer", ["input_quantizer", "conv1_quantizer", "conv2.weight_quantizer"])
+def test_numbers_that_are_no_float32_are_not_read_as_such(quantizer: str, name: str) -> None:
+    x = images()
+    model = prepared(Block(), x)
+    held = getattr(model.get_submodule(quantizer), name)
+    if held is None:
+        pytest.skip("symmetric")
+    held.data = held.data.double()
+    assert_same(model, x)
+
+
+class Residual(nn.Module):
+    """A sum of quantized tensors that is quantized itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.a(x))
+        return self.c(F.relu(self.b(y) + y))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["scale", "smallest_scale"])
+def test_nor_are_those_behind_a_sum(name: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(40, 32)
+    model = prepared(Residual(), x)
+    for each in model.children():
+        if isinstance(each, Quantizer):
+            getattr(each, name).data = getattr(each, name).double()
+    assert_same(model, x)
+
+
+def test_the_default_dtype_is_not_the_kernels() -> None:
+    x = torch.randn(600, 64)
+    model = prepared(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 4)), x)
+    expected = model(x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(model(x), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_codes_know_their_shape() -> None:

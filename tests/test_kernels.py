@@ -15,8 +15,8 @@ from torch import Tensor
 
 from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize
 from qat.kernels import choose, compiler, plain_formulas
-from qat.kernels.chains import quantize_codes, statistics
-from qat.kernels.cpu import Grid
+from qat.kernels.norms import statistics
+from qat.kernels.quantizers import quantize_codes
 from qat.ranges import initial_range
 from qat.spec import QuantSpec
 
@@ -164,10 +164,12 @@ def test_moments_keep_their_digits_far_from_zero(nearest: bool) -> None:
 @needs_kernels
 def test_codes_say_whether_there_was_a_nan() -> None:
     x = draw(1000)
-    codes, bad = quantize_codes(x, Grid(0.02, 128, 0, 255))
-    assert not bad and torch.equal(codes.float(), torch.clamp(torch.round(x / 0.02) + 128, 0, 255))
+    grid = (torch.tensor(0.02), torch.tensor(0.01), None, -128, 127, 128, 1.0, False)
+    codes, numbers = quantize_codes(x, *grid)
+    assert torch.equal(codes.float(), torch.clamp(torch.round(x / 0.02), -128, 127) + 128)
+    assert torch.equal(numbers, torch.tensor([0.02, 128]))
     x[700] = float("nan")
-    assert quantize_codes(x, Grid(0.02, 128, 0, 255))[1]
+    assert quantize_codes(x, *grid)[1][0].isnan()
 
 
 @needs_kernels

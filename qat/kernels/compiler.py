@@ -12,6 +12,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from qat.kernels.structures import declare
+
 HERE = Path(__file__).parent
 
 SOURCES = (HERE / "quantizers.c", HERE / "norms.c", HERE / "pools.c", HERE / "curves.c")
@@ -47,7 +49,9 @@ def library() -> ctypes.CDLL | None:
         log.warning("no C compiler found (cc, gcc, clang or $CC): quantizers run as plain torch operations, slower")
         return None
     try:
-        return ctypes.CDLL(str(_built(compiler)))
+        found = ctypes.CDLL(str(_built(compiler)))
+        declare(found)
+        return found
     except (OSError, subprocess.SubprocessError) as error:
         log.warning(
             "the C kernels could not be built with %s (%s): quantizers run as plain torch operations, slower",

@@ -8,31 +8,15 @@ import torch
 from torch import Tensor
 
 from qat.kernels.compiler import library
+from qat.kernels.structures import Grid, Rows
 
 FEW = 1 << 15
 """Tensors up to this size are not worth a second thread."""
 
 
-class Grid(ctypes.Structure):
-    """An integer grid as the kernels take it: code = clamp(rint(x / step) + zero, low, high)."""
-
-    _fields_ = [("step", ctypes.c_float), ("zero", ctypes.c_float), ("low", ctypes.c_float), ("high", ctypes.c_float)]
-
-
-class Extent(ctypes.Structure):
-    """A tensor with channels as the kernels see it: `outer` blocks of channels x inner elements."""
-
-    _fields_ = [("outer", ctypes.c_int64), ("channels", ctypes.c_int64), ("inner", ctypes.c_int64)]
-
-
 def threads_for(elements: int) -> int:
     """As many as torch uses, for tensors that are worth it."""
     return 1 if elements <= FEW else torch.get_num_threads()
-
-
-def address(x: Tensor | None) -> ctypes.c_void_p:
-    """Where a tensor lies; NULL for None."""
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 def is_plain(x: Tensor) -> bool:
@@ -100,9 +84,8 @@ class CPUKernels:
             quantize_rows(x, scale, qmin, qmax, values=y)
             return y
         compiled().fake_quantize(
-            address(x), address(y), ctypes.c_int64(x.numel()), _grid(scale, zero_point, qmin, qmax),
-            threads_for(x.numel()),
-        )  # fmt: skip
+            x.data_ptr(), y.data_ptr(), x.numel(), _grid(scale, zero_point, qmin, qmax), threads_for(x.numel())
+        )
         return y
 
     @staticmethod
@@ -120,37 +103,23 @@ class CPUKernels:
         if scale.numel() > 1:
             grad_x = torch.empty_like(x) if needs[0] else None
             return grad_x, quantize_rows_backward(grad, x, scale, qmin, qmax, grad_x), None
-        grad_x, of_step, outside = grid_gradients(grad, x, _grid(scale, zero_point, qmin, qmax), needs[0])
-        grad_scale = torch.full_like(scale, of_step)
-        return grad_x, grad_scale, None if zero_point is None else -scale.detach() * outside
-
-
-def grid_gradients(grad: Tensor, x: Tensor, grid: Grid, needs_x: bool) -> tuple[Tensor | None, float, float]:
-    """The gradient of x (if wanted) and of the step, and the sum of grad outside the grid; strides as x's."""
-    grad_x = torch.empty_like(x) if needs_x else None
-    total = (ctypes.c_double * 2)()
-    compiled().fake_quantize_backward(
-        address(grad), address(x), address(grad_x), ctypes.c_int64(x.numel()), grid, total, threads_for(x.numel())
-    )
-    return grad_x, total[0], total[1]
+        grad_x, total = torch.empty_like(x) if needs[0] else None, (ctypes.c_double * 2)()
+        compiled().fake_quantize_backward(
+            grad.data_ptr(), x.data_ptr(), _address(grad_x), x.numel(),
+            _grid(scale, zero_point, qmin, qmax), total, threads_for(x.numel()),
+        )  # fmt: skip
+        grad_scale = torch.full_like(scale, total[0])
+        return grad_x, grad_scale, None if zero_point is None else -scale.detach() * total[1]
 
 
 def squared_error(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> float:
     """The sum of the squared differences between x and x on the grid, without a tensor in between."""
-    function = compiled().squared_error
-    function.restype = ctypes.c_double
-    return float(
-        function(address(x), ctypes.c_int64(x.numel()), _grid(scale, zero_point, qmin, qmax), threads_for(x.numel()))
-    )
+    grid = _grid(scale, zero_point, qmin, qmax)
+    return float(compiled().squared_error(x.data_ptr(), x.numel(), grid, threads_for(x.numel())))
 
 
-class Rows(ctypes.Structure):
-    """The symmetric grids of a weight's rows as the kernels take them."""
-
-    _fields_ = [
-        ("scales", ctypes.c_void_p), ("smallest", ctypes.c_void_p), ("low", ctypes.c_float), ("high", ctypes.c_float),
-        ("factor", ctypes.c_float), ("relative", ctypes.c_int),
-    ]  # fmt: skip
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
 def quantize_rows(
@@ -169,10 +138,10 @@ def quantize_rows(
         steps: channels numbers, contiguous, to write to: what the scales act as.
     """
     rows = scales.numel()
-    grids = Rows(scales.data_ptr(), None if smallest is None else smallest.data_ptr(), qmin, qmax, 1.0, 0)
+    grids = Rows(scales.data_ptr(), _address(smallest), qmin, qmax, 1.0, False)
     compiled().quantize_rows(
-        address(w), grids, address(codes), address(values), address(steps), ctypes.c_int64(rows),
-        ctypes.c_int64(w.numel() // rows), threads_for(w.numel()),
+        w.data_ptr(), grids, _address(codes), _address(values), _address(steps), rows, w.numel() // rows,
+        threads_for(w.numel()),
     )  # fmt: skip
 
 
@@ -182,9 +151,9 @@ def quantize_rows_backward(
 ) -> Tensor:  # fmt: skip
     """The gradient of the scales, in their shape; that of w is written to grad_w, which may be grad itself."""
     grad_scales, rows = torch.empty_like(scales), scales.numel()
-    grids = Rows(scales.data_ptr(), None if smallest is None else smallest.data_ptr(), qmin, qmax, factor, relative)
+    grids = Rows(scales.data_ptr(), _address(smallest), qmin, qmax, factor, relative)
     compiled().quantize_rows_backward(
-        address(grad), address(w), grids, address(grad_w), address(grad_scales), ctypes.c_int64(rows),
-        ctypes.c_int64(w.numel() // rows), threads_for(w.numel()),
+        grad.data_ptr(), w.data_ptr(), grids, _address(grad_w), grad_scales.data_ptr(), rows, w.numel() // rows,
+        threads_for(w.numel()),
     )  # fmt: skip
     return grad_scales

@@ -108,22 +108,24 @@ static float backward_chosen(const float *grad, const float *x, float *grad_x, i
   }
 }
 
-/* codes of curve(x), and whether there was a NaN */
-int curve_quantize(const float *x, uint8_t *codes, i64 n, Grid g, int curve, int threads) {
+/* codes of curve(x) */
+void curve_quantize(const float *x, uint8_t *codes, i64 n, Learned q, int curve, float *numbers, int threads) {
+  const Grid g = grid_of(q);
   float bad = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK)
     bad += quantize_chosen(x + start, codes + start, n - start < CHUNK ? n - start : CHUNK, g, curve);
-  return bad != bad;
+  write_numbers(numbers, g, bad);
 }
 
-/* grad_x; returns the sum for the step */
-double curve_quantize_backward(const float *grad, const float *x, float *grad_x, i64 n, Grid g, int curve, int threads) {
+void curve_quantize_backward(const float *grad, const float *x, float *grad_x, i64 n, Learned q, int curve,
+                             float *grad_scale, int threads) {
+  const Grid g = grid_of(q);
   double sum = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK)
     sum += backward_chosen(grad + start, x + start, grad_x + start, n - start < CHUNK ? n - start : CHUNK, g, curve);
-  return sum;
+  *grad_scale = gradient_of(sum, q);
 }
 
 /* ---- softmax of rows ---- */
@@ -152,12 +154,14 @@ static float softmax_row(const float *restrict x, float *restrict p, uint8_t *re
   return bad;
 }
 
-/* p = softmax(x * factor) of every row of n, and its codes; returns whether there was a NaN */
-int softmax_quantize(const float *x, float *p, uint8_t *codes, i64 rows, i64 n, float factor, Grid g, int threads) {
+/* p = softmax(x * factor) of every row of n, and its codes */
+void softmax_quantize(const float *x, float *p, uint8_t *codes, i64 rows, i64 n, float factor, Learned q,
+                      float *numbers, int threads) {
+  const Grid g = grid_of(q);
   float bad = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
   for (i64 r = 0; r < rows; r++) bad += softmax_row(x + r * n, p + r * n, codes + r * n, n, factor, g);
-  return bad != bad;
+  write_numbers(numbers, g, bad);
 }
 
 static float softmax_row_backward(const float *restrict grad, const float *restrict p, float *restrict grad_x, i64 n,
@@ -176,12 +180,12 @@ static float softmax_row_backward(const float *restrict grad, const float *restr
   return part;
 }
 
-/* grad_x; returns the sum for the step */
-double softmax_quantize_backward(const float *grad, const float *p, float *grad_x, i64 rows, i64 n, float factor,
-                                 Grid g, int threads) {
+void softmax_quantize_backward(const float *grad, const float *p, float *grad_x, i64 rows, i64 n, float factor,
+                               Learned q, float *grad_scale, int threads) {
+  const Grid g = grid_of(q);
   double sum = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
   for (i64 r = 0; r < rows; r++)
     sum += softmax_row_backward(grad + r * n, p + r * n, grad_x + r * n, n, factor, g);
-  return sum;
+  *grad_scale = gradient_of(sum, q);
 }

@@ -1,12 +1,10 @@
 """Operators that quantize what an activation function or softmax makes of a tensor, in one pass."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from qat.kernels.cpu import address, compiled, like, threads_for
-from qat.kernels.learned import Levels, grid_in_force, numbers_of, scale_gradient
+from qat.kernels.cpu import compiled, like, threads_for
+from qat.kernels.learned import learned_grid
 from qat.kernels.operator import operator
 
 CURVES = ("gelu", "gelu_tanh", "silu", "hardswish")
@@ -18,13 +16,14 @@ def curve_quantize(
     x: Tensor, curve: str, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int,
     factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes of curve(x), one of `CURVES`; x: dense. As of `qat.kernels.operators`."""
-    grid = grid_in_force(scale, smallest, zero_point, Levels(low, high, shift, factor, relative))
-    codes = torch.empty_like(x, dtype=torch.uint8)
-    bad = compiled().curve_quantize(
-        address(x), address(codes), ctypes.c_int64(x.numel()), grid, CURVES.index(curve), threads_for(x.numel())
-    )
-    return codes, numbers_of(grid, bool(bad))
+    """Codes of curve(x), one of `CURVES`; x: dense. As of `qat.kernels.quantizers`."""
+    grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
+    codes, numbers = torch.empty_like(x, dtype=torch.uint8), x.new_empty(2)
+    compiled().curve_quantize(
+        x.data_ptr(), codes.data_ptr(), x.numel(), grid, CURVES.index(curve), numbers.data_ptr(),
+        threads_for(x.numel()),
+    )  # fmt: skip
+    return codes, numbers
 
 
 @operator(lambda grad, x, curve, scale, *rest: (torch.empty_like(x), torch.empty_like(scale)))
@@ -33,15 +32,13 @@ def curve_quantize_backward(
     high: int, shift: int, factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of x and scale."""
-    levels = Levels(low, high, shift, factor, relative)
-    grad, grad_x = like(grad, x), torch.empty_like(x)
-    function = compiled().curve_quantize_backward
-    function.restype = ctypes.c_double
-    total = function(
-        address(grad), address(x), address(grad_x), ctypes.c_int64(x.numel()),
-        grid_in_force(scale, smallest, zero_point, levels), CURVES.index(curve), threads_for(x.numel()),
+    grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
+    grad, grad_x, grad_scale = like(grad, x), torch.empty_like(x), torch.empty_like(scale)
+    compiled().curve_quantize_backward(
+        grad.data_ptr(), x.data_ptr(), grad_x.data_ptr(), x.numel(), grid, CURVES.index(curve), grad_scale.data_ptr(),
+        threads_for(x.numel()),
     )  # fmt: skip
-    return grad_x, scale_gradient(total, scale, smallest, levels)
+    return grad_x, grad_scale
 
 
 @operator(
@@ -52,29 +49,29 @@ def softmax_quantize(
     shift: int, factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """softmax(x * multiplier, -1), its codes, and their numbers; x: contiguous."""
-    grid = grid_in_force(scale, smallest, zero_point, Levels(low, high, shift, factor, relative))
+    grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     probabilities, codes = torch.empty_like(x), torch.empty_like(x, dtype=torch.uint8)
-    columns = x.shape[-1]
-    bad = compiled().softmax_quantize(
-        address(x), address(probabilities), address(codes), ctypes.c_int64(x.numel() // columns),
-        ctypes.c_int64(columns), ctypes.c_float(multiplier), grid, threads_for(x.numel()),
+    numbers, columns = x.new_empty(2), x.shape[-1]
+    compiled().softmax_quantize(
+        x.data_ptr(), probabilities.data_ptr(), codes.data_ptr(), x.numel() // columns, columns, multiplier, grid,
+        numbers.data_ptr(), threads_for(x.numel()),
     )  # fmt: skip
-    return probabilities, codes, numbers_of(grid, bool(bad))
+    return probabilities, codes, numbers
 
 
-@operator(lambda grad, probabilities, multiplier, scale, *rest: (torch.empty_like(grad), torch.empty_like(scale)))
+@operator(
+    lambda grad, probabilities, multiplier, scale, *rest: (torch.empty_like(probabilities), torch.empty_like(scale))
+)  # fmt: skip
 def softmax_quantize_backward(
     grad: Tensor, probabilities: Tensor, multiplier: float, scale: Tensor, smallest: Tensor,
     zero_point: Tensor | None, low: int, high: int, shift: int, factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of x and scale."""
-    levels = Levels(low, high, shift, factor, relative)
-    grad, grad_x, columns = like(grad, probabilities), torch.empty_like(probabilities), probabilities.shape[-1]
-    function = compiled().softmax_quantize_backward
-    function.restype = ctypes.c_double
-    total = function(
-        address(grad), address(probabilities), address(grad_x), ctypes.c_int64(grad.numel() // columns),
-        ctypes.c_int64(columns), ctypes.c_float(multiplier), grid_in_force(scale, smallest, zero_point, levels),
-        threads_for(grad.numel()),
+    grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
+    grad, columns = like(grad, probabilities), probabilities.shape[-1]
+    grad_x, grad_scale = torch.empty_like(probabilities), torch.empty_like(scale)
+    compiled().softmax_quantize_backward(
+        grad.data_ptr(), probabilities.data_ptr(), grad_x.data_ptr(), grad.numel() // columns, columns, multiplier,
+        grid, grad_scale.data_ptr(), threads_for(grad.numel()),
     )  # fmt: skip
-    return grad_x, scale_gradient(total, scale, smallest, levels)
+    return grad_x, grad_scale

@@ -42,4 +42,40 @@ static inline float slope_of(float x, Grid g, int *inside) {
   return *inside ? rintf(v) - v : bounded;
 }
 
+/* ---- a step that is learned; `LearnedGrid` and `Rows` of structures.py ---- */
+
+#define LARGEST 1e12f /* what a learned scale acts as at most */
+
+typedef struct {
+  const float *scale, *smallest, *zero_point; /* the last NULL: 0 */
+  float low, high, shift;
+  double factor;
+  int relative;
+} Learned;
+
+static inline float step_in_force(float scale, float smallest) { return clampf(scale, smallest, LARGEST); }
+
+static inline Grid grid_of(Learned q) {
+  const float zero = q.zero_point ? *q.zero_point : 0;
+  const Grid g = {step_in_force(*q.scale, *q.smallest), zero + q.shift, q.low + q.shift, q.high + q.shift};
+  return g;
+}
+
+/* Step and zero for those who read the codes; the step is NaN if there was one among the values. */
+static inline void write_numbers(float *numbers, Grid g, float bad) {
+  numbers[0] = bad != bad ? NAN : g.step;
+  numbers[1] = g.zero;
+}
+
+/* The scale's gradient from that of the step. Where a scale acts as more than it is, a gradient that would lower it
+   further is dropped. */
+static inline float learned_gradient(double total, float scale, float smallest, double factor, int relative) {
+  const double step = step_in_force(scale, smallest), gradient = total * factor * (relative ? step * step : 1);
+  return scale < smallest && gradient > 0 ? 0.0f : (float)gradient;
+}
+
+static inline float gradient_of(double total, Learned q) {
+  return learned_gradient(total, *q.scale, *q.smallest, q.factor, q.relative);
+}
+
 #endif

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from qat.kernels.chains import dequantize
 from qat.kernels.cpu import like
-from qat.kernels.learned import step_and_zero
+from qat.kernels.learned import dequantize
 from qat.kernels.operator import operator
 
 
@@ -46,5 +45,5 @@ def arranged(codes: Tensor) -> Tensor:
 def _decoded(codes: Tensor, numbers: Tensor) -> Tensor:
     """Three axes."""
     turned = not codes.is_contiguous()
-    x = dequantize(codes.mT if turned else codes, *step_and_zero(numbers)).flatten(0, -3)
+    x = dequantize(codes.mT if turned else codes, numbers).flatten(0, -3)
     return x.mT if turned else x

@@ -110,9 +110,10 @@ static void moments(const float *y, Shape s, double *sums, double *squares, floa
   }
 }
 
-/* mean, 1 / sqrt(var + eps), and the running ones (NULL: none) moved by `share` towards mean and unbiased variance */
-void statistics(const float *y, Shape s, double eps, float *mean, float *inverse, float *running_mean,
-                float *running_var, double share, int threads) {
+/* mean, 1 / sqrt(var + eps), the unbiased variance (NULL: not wanted), and the running mean and variance (NULL: none)
+   moved by `share` towards them */
+void statistics(const float *y, Shape s, double eps, float *mean, float *inverse, float *unbiased_var,
+                float *running_mean, float *running_var, double share, int threads) {
   double *sums = malloc(2 * s.channels * sizeof(double)), *squares = sums + s.channels;
   const double count = (double)s.outer * s.inner;
   moments(y, s, sums, squares, mean, threads);
@@ -121,8 +122,9 @@ void statistics(const float *y, Shape s, double eps, float *mean, float *inverse
     const double variance = spread > 0 || spread != spread ? spread : 0;
     mean[c] = (float)(mean[c] + offset);
     inverse[c] = (float)(1 / sqrt(variance + eps));
+    const double unbiased = variance * (count / (count > 1 ? count - 1 : 1));
+    if (unbiased_var) unbiased_var[c] = (float)unbiased;
     if (running_mean) {
-      const double unbiased = variance * (count / (count > 1 ? count - 1 : 1));
       running_mean[c] = (float)(running_mean[c] + share * (mean[c] - running_mean[c]));
       running_var[c] = (float)(running_var[c] + share * (unbiased - running_var[c]));
     }
@@ -154,8 +156,9 @@ static float norm_span(const float *restrict y, uint8_t *restrict codes, i64 n, 
   return bad;
 }
 
-int norm_quantize(const float *y, uint8_t *codes, Shape s, Norm norm, Grid g, float floor, float ceiling,
-                  int threads) {
+void norm_quantize(const float *y, uint8_t *codes, Shape s, Norm norm, Learned q, float floor, float ceiling,
+                   float *numbers, int threads) {
+  const Grid g = grid_of(q);
   float bad = 0;
   const i64 channels = s.channels, inner = s.inner;
   float *alpha = malloc(2 * channels * sizeof(float)), *beta = alpha + channels;
@@ -170,14 +173,15 @@ int norm_quantize(const float *y, uint8_t *codes, Shape s, Norm norm, Grid g, fl
       bad += norm_row(y + r * w, codes + r * w, length_of(j, s, r), a, b, g, floor, ceiling);
     free(a);
     free(alpha);
-    return bad != bad;
+    write_numbers(numbers, g, bad);
+    return;
   }
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
   for (i64 k = 0; k < s.outer * channels; k++)
     bad += norm_span(y + k * inner, codes + k * inner, inner, alpha[k % channels], beta[k % channels], g, floor,
                      ceiling);
   free(alpha);
-  return bad != bad;
+  write_numbers(numbers, g, bad);
 }
 
 /* the gradient behind clamp and quantizer, at y */
@@ -309,11 +313,12 @@ static void through_norm(const float *grad, const float *y, float *grad_y, Shape
   }
 }
 
-/* The gradients of the chain: grad_y (NULL: not wanted), gamma, beta; returns the step's. With `follows_batch` the
+/* The gradients of the chain: grad_y (NULL: not wanted), gamma, beta and scale. With `follows_batch` the
    statistics are the batch's, and y changes them too. */
-double norm_quantize_backward(const float *grad, const float *y, float *grad_y, Shape s, Norm norm, Grid g,
-                              float floor, float ceiling, int follows_batch, float *grad_gamma, float *grad_beta,
-                              int threads) {
+void norm_quantize_backward(const float *grad, const float *y, float *grad_y, Shape s, Norm norm, Learned q,
+                            float floor, float ceiling, int follows_batch, float *grad_gamma, float *grad_beta,
+                            float *grad_scale, int threads) {
+  const Grid g = grid_of(q);
   const i64 n = s.channels;
   const double count = (double)s.outer * s.inner;
   double *sums = malloc(2 * n * sizeof(double)), *products = sums + n;
@@ -332,7 +337,7 @@ double norm_quantize_backward(const float *grad, const float *y, float *grad_y, 
   }
   if (grad_y)
     through_norm(grad, y, grad_y, s, norm.mean, alpha, shift, g, floor, ceiling, offset, factor, threads);
+  *grad_scale = gradient_of(total, q);
   free(alpha);
   free(sums);
-  return total;
 }

@@ -1,27 +1,14 @@
 """Max pooling of codes: (N, C, H, W), channels innermost or images."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from qat.kernels.cpu import address, compiled, like, threads_for
+from qat.kernels.cpu import compiled, like, threads_for
 from qat.kernels.operator import operator
+from qat.kernels.structures import Pool
 
 LARGEST_WINDOW = 256
 """Elements of a window: which of them was the largest is kept in one byte."""
-
-
-class Pool(ctypes.Structure):
-    """A pool as the kernels take it."""
-
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            "n", "channels", "height", "width", "out_height", "out_width", "kernel_h", "kernel_w", "stride_h",
-            "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w",
-        )
-    ]  # fmt: skip
 
 
 def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
@@ -55,7 +42,7 @@ def max_pool_codes(
     pool = Pool(*codes.shape, *out.shape[2:], *kernel, *stride, *padding, *dilation)
     nearest = int(not codes.is_contiguous())
     compiled().max_pool(
-        address(codes), address(out), address(where), pool, nearest, threads_for(codes.numel())
+        codes.data_ptr(), out.data_ptr(), where.data_ptr(), pool, nearest, threads_for(codes.numel())
     )  # fmt: skip
     return out, where
 
@@ -74,6 +61,6 @@ def max_pool_codes_backward(
     pool = Pool(*grad_in.shape, *where.shape[2:], *kernel, *stride, *padding, *dilation)
     nearest = int(not where.is_contiguous())
     compiled().max_pool_backward(
-        address(grad), address(where), address(grad_in), pool, nearest, threads_for(grad_in.numel())
+        grad.data_ptr(), where.data_ptr(), grad_in.data_ptr(), pool, nearest, threads_for(grad_in.numel())
     )
     return grad_in

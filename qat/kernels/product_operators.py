@@ -9,10 +9,9 @@ import math
 import torch
 from torch import Tensor
 
-from qat.kernels.chains import dequantize, dot, step_slopes
-from qat.kernels.cpu import like, quantize_rows, quantize_rows_backward
+from qat.kernels.cpu import compiled, like, quantize_rows, quantize_rows_backward, threads_for
 from qat.kernels.geometry import Geometry
-from qat.kernels.learned import Levels, grid_in_force, scale_gradient, step_and_zero
+from qat.kernels.learned import dequantize, learned_grid, step_and_zero
 from qat.kernels.operator import operator
 
 
@@ -38,7 +37,7 @@ def codes_product(
         y = geometry.multiply_integers(codes, step, zero, rounded, steps, bias)
         y = y.fill_(math.nan) if step != step else y
     else:
-        y = geometry.multiply(dequantize(codes, step, zero), _on_grid(weight, scales, smallest, low, high), bias)
+        y = geometry.multiply(dequantize(codes, numbers), _on_grid(weight, scales, smallest, low, high), bias)
     return geometry.arranged(y, codes, weight, integers)
 
 
@@ -63,7 +62,7 @@ def codes_product_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of the tensor behind the codes, of weight, scales and bias; both operands are quantized anew."""
     grad_x, grad_values, grad_bias = Geometry(stride, padding, dilation, groups).gradients(
-        grad, dequantize(codes, *step_and_zero(numbers)), _on_grid(weight, scales, smallest, low, high),
+        grad, dequantize(codes, numbers), _on_grid(weight, scales, smallest, low, high),
         (needs_x, needs_weight, needs_bias),
     )  # fmt: skip
     grad_weight, grad_scales = grad.new_empty(0), grad.new_empty(0)
@@ -87,8 +86,13 @@ def input_scale_gradient(
     weight_low: int, weight_high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int,
 ) -> Tensor:  # fmt: skip
     """sum(grad * product(dx/dscale, weight)): the gradient of the scale that x, an input of the model, is put on."""
-    levels = Levels(low, high, shift, factor, relative)
+    grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
+    slopes, grad_scale = torch.empty_like(x), torch.empty_like(scale)
+    compiled().step_slopes(x.data_ptr(), slopes.data_ptr(), x.numel(), grid, threads_for(x.numel()))
     values = _on_grid(weight, weight_scales, weight_smallest, weight_low, weight_high)
-    slopes = step_slopes(x, grid_in_force(scale, smallest, zero_point, levels))
     derivative = Geometry(stride, padding, dilation, groups).multiply(slopes, values, None)
-    return scale_gradient(dot(like(grad, derivative), derivative), scale, smallest, levels)
+    grad, count = like(grad, derivative), derivative.numel()
+    compiled().gradient_by_slopes(
+        grad.data_ptr(), derivative.data_ptr(), count, grid, grad_scale.data_ptr(), threads_for(count)
+    )
+    return grad_scale

@@ -15,16 +15,17 @@ static float quantize_span(const float *restrict x, uint8_t *restrict codes, i64
   return bad;
 }
 
-/* codes, and whether there was a NaN, for which there is no code */
-int quantize_codes(const float *x, uint8_t *codes, i64 n, Grid g, int threads) {
+void quantize_codes(const float *x, uint8_t *codes, i64 n, Learned q, float *numbers, int threads) {
+  const Grid g = grid_of(q);
   float bad = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK)
     bad += quantize_span(x + start, codes + start, n - start < CHUNK ? n - start : CHUNK, g);
-  return bad != bad;
+  write_numbers(numbers, g, bad);
 }
 
-void dequantize(const uint8_t *codes, float *y, i64 n, float step, float zero, int threads) {
+void dequantize(const uint8_t *codes, float *y, i64 n, const float *numbers, int threads) {
+  const float step = numbers[0], zero = numbers[1];
 #pragma omp parallel for simd num_threads(threads) schedule(static)
   for (i64 i = 0; i < n; i++) y[i] = ((float)(int32_t)codes[i] - zero) * step;
 }
@@ -35,7 +36,8 @@ void fake_quantize(const float *x, float *y, i64 n, Grid g, int threads) {
 }
 
 /* dy/dstep of every element */
-void step_slopes(const float *restrict x, float *restrict slopes, i64 n, Grid g, int threads) {
+void step_slopes(const float *restrict x, float *restrict slopes, i64 n, Learned q, int threads) {
+  const Grid g = grid_of(q);
 #pragma omp parallel for simd num_threads(threads) schedule(static)
   for (i64 i = 0; i < n; i++) {
     int inside;
@@ -43,7 +45,7 @@ void step_slopes(const float *restrict x, float *restrict slopes, i64 n, Grid g,
   }
 }
 
-/* grad_x (NULL: not wanted); returns the sums for step in total[0] and, for a zero point, in total[1] */
+/* grad_x (NULL: not wanted), and the sums for step in total[0] and, for a zero point, in total[1] */
 void fake_quantize_backward(const float *grad, const float *x, float *grad_x, i64 n, Grid g, double *total,
                             int threads) {
   double sum = 0, sum_out = 0;
@@ -77,6 +79,13 @@ void fake_quantize_backward(const float *grad, const float *x, float *grad_x, i6
   total[1] = sum_out;
 }
 
+void quantize_codes_backward(const float *grad, const float *x, float *grad_x, i64 n, Learned q, float *grad_scale,
+                             int threads) {
+  double total[2];
+  fake_quantize_backward(grad, x, grad_x, n, grid_of(q), total, threads);
+  *grad_scale = gradient_of(total[0], q);
+}
+
 /* the sum of (y - x)^2, y being x on the grid */
 double squared_error(const float *x, i64 n, Grid g, int threads) {
   double sum = 0;
@@ -101,7 +110,8 @@ int all_finite(const float *const *tensors, const i64 *sizes, i64 count) {
   return bad == bad;
 }
 
-double dot(const float *a, const float *b, i64 n, int threads) {
+/* the scale's gradient from grad and the derivative by the step at every place */
+void gradient_by_slopes(const float *a, const float *b, i64 n, Learned q, float *grad_scale, int threads) {
   double sum = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK) {
@@ -111,29 +121,21 @@ double dot(const float *a, const float *b, i64 n, int threads) {
     for (i64 i = start; i < end; i++) part += a[i] * b[i];
     sum += part;
   }
-  return sum;
+  *grad_scale = gradient_of(sum, q);
 }
 
 /* ---- per channel: weights with the channel on the first axis, `inner` elements each, symmetric ---- */
 
-#define LARGEST 1e12f /* as in learned.py */
-
-/* The grids of a weight's rows. A learned scale acts as at least `smallest` (NULL: the scales are the steps). */
+/* The grids of a weight's rows; smallest NULL: the scales act as they are. */
 typedef struct {
   const float *scales, *smallest;
-  float low, high, factor; /* factor: of the scales' gradient; relative: times the square of the step */
+  float low, high;
+  double factor;
   int relative;
 } Rows;
 
 static inline float step_of(Rows rows, i64 c) {
-  const float scale = rows.scales[c];
-  return rows.smallest ? clampf(scale, rows.smallest[c], LARGEST) : scale;
-}
-
-/* A gradient that would lower a scale further where it acts as more than it is, is dropped. */
-static inline float learned_gradient(double total, Rows rows, i64 c) {
-  const float step = step_of(rows, c), gradient = (float)total * rows.factor * (rows.relative ? step * step : 1.0f);
-  return rows.smallest && rows.scales[c] < rows.smallest[c] && gradient > 0 ? 0.0f : gradient;
+  return rows.smallest ? step_in_force(rows.scales[c], rows.smallest[c]) : rows.scales[c];
 }
 
 /* codes, values on the grid, and steps in force (NULL each: not wanted) */
@@ -179,7 +181,8 @@ void quantize_rows_backward(const float *grad, const float *w, Rows rows, float 
       }
       sum += part;
     }
-    grad_scales[c] = learned_gradient(sum, rows, c);
+    const float smallest = rows.smallest ? rows.smallest[c] : rows.scales[c];
+    grad_scales[c] = learned_gradient(sum, rows.scales[c], smallest, rows.factor, rows.relative);
   }
 }
 
@@ -187,15 +190,24 @@ void quantize_rows_backward(const float *grad, const float *w, Rows rows, float 
 
 typedef struct {
   const uint8_t *codes;
-  float step, zero;
+  const float *numbers;
 } Operand;
 
-static inline float sum_at(uint8_t a, uint8_t b, Operand first, Operand second) {
+typedef struct {
+  float step, zero;
+} Numbers;
+
+static Numbers numbers_of(Operand a) {
+  const Numbers n = {a.numbers[0], a.numbers[1]};
+  return n;
+}
+
+static inline float sum_at(uint8_t a, uint8_t b, Numbers first, Numbers second) {
   return ((float)(int32_t)a - first.zero) * first.step + ((float)(int32_t)b - second.zero) * second.step;
 }
 
 static float add_span(const uint8_t *restrict a, const uint8_t *restrict b, uint8_t *restrict codes, i64 n,
-                      Operand first, Operand second, Grid g, float floor, float ceiling) {
+                      Numbers first, Numbers second, Grid g, float floor, float ceiling) {
   float bad = 0;
 #pragma omp simd reduction(+ : bad)
   for (i64 i = 0; i < n; i++) {
@@ -206,17 +218,20 @@ static float add_span(const uint8_t *restrict a, const uint8_t *restrict b, uint
   return bad;
 }
 
-int add_quantize(Operand a, Operand b, uint8_t *codes, i64 n, Grid g, float floor, float ceiling, int threads) {
+void add_quantize(Operand a, Operand b, uint8_t *codes, i64 n, Learned q, float floor, float ceiling, float *numbers,
+                  int threads) {
+  const Grid g = grid_of(q);
+  const Numbers first = numbers_of(a), second = numbers_of(b);
   float bad = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK)
-    bad += add_span(a.codes + start, b.codes + start, codes + start, n - start < CHUNK ? n - start : CHUNK, a, b, g,
-                    floor, ceiling);
-  return bad != bad;
+    bad += add_span(a.codes + start, b.codes + start, codes + start, n - start < CHUNK ? n - start : CHUNK, first,
+                    second, g, floor, ceiling);
+  write_numbers(numbers, g, bad);
 }
 
 static float add_backward_span(const float *restrict grad, const uint8_t *restrict a, const uint8_t *restrict b,
-                               float *restrict grad_sum, i64 n, Operand first, Operand second, Grid g, float floor,
+                               float *restrict grad_sum, i64 n, Numbers first, Numbers second, Grid g, float floor,
                                float ceiling) {
   float part = 0;
 #pragma omp simd reduction(+ : part)
@@ -231,12 +246,14 @@ static float add_backward_span(const float *restrict grad, const uint8_t *restri
   return part;
 }
 
-void add_quantize_backward(const float *grad, Operand a, Operand b, float *grad_sum, i64 n, Grid g, float floor,
-                           float ceiling, double *total, int threads) {
+void add_quantize_backward(const float *grad, Operand a, Operand b, float *grad_sum, i64 n, Learned q, float floor,
+                           float ceiling, float *grad_scale, int threads) {
+  const Grid g = grid_of(q);
+  const Numbers first = numbers_of(a), second = numbers_of(b);
   double sum = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK)
     sum += add_backward_span(grad + start, a.codes + start, b.codes + start, grad_sum + start,
-                             n - start < CHUNK ? n - start : CHUNK, a, b, g, floor, ceiling);
-  total[0] = sum;
+                             n - start < CHUNK ? n - start : CHUNK, first, second, g, floor, ceiling);
+  *grad_scale = gradient_of(sum, q);
 }

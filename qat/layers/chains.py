@@ -4,6 +4,7 @@ Forward and backward read what they need from the layer's float output and recom
 normalised tensor, nor ReLU's, nor the quantized one is ever written, or kept for backward.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.kernels.chains import sizes_of, statistics
 from qat.kernels.cpu import is_dense, is_plain
 from qat.kernels.learned import Levels
-from qat.kernels.operators import (
-    add_quantize,
-    add_quantize_backward,
-    batch_statistics,
-    norm_quantize,
-    norm_quantize_backward,
-)
+from qat.kernels.norms import batch_statistics, norm_quantize, norm_quantize_backward, sizes_of, statistics
+from qat.kernels.quantizers import add_quantize, add_quantize_backward
 from qat.layers.codes import (
     Codes,
     carrier_for,
@@ -158,7 +153,7 @@ def quantize_chain(
         activation: the ReLU, if it is a module.
     """
     y, clip = decode(y), Clip(floor, ceiling, activation)
-    ready = is_plain(y) and y.numel() > 0 and is_plain(quantizer.scale) and in_training(quantizer)
+    ready = is_plain(y) and y.numel() > 0 and in_training(quantizer)
     if ready and clip.is_unwatched():
         if norm is None and not clip.clips:
             if is_dense(y):
@@ -205,7 +200,8 @@ def _is_simple(norm: nn.Module, y: Tensor) -> bool:
 
 def _constants(channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
     """A norm that does nothing; four tensors, since torch.compile takes none twice."""
-    return torch.ones(channels), torch.zeros(channels), torch.zeros(channels), torch.ones(channels), False
+    ones, zeros = (functools.partial(make, channels, dtype=torch.float32) for make in (torch.ones, torch.zeros))
+    return ones(), zeros(), zeros(), ones(), False
 
 
 def _statistics(norm: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qat.kernels.chains import dequantize
 from qat.kernels.cpu import is_dense, is_plain
-from qat.kernels.learned import Levels, step_and_zero
-from qat.kernels.operators import quantize_codes, quantize_codes_backward
+from qat.kernels.learned import Levels, dequantize
+from qat.kernels.quantizers import quantize_codes, quantize_codes_backward
 from qat.layers.first_derivative import first_derivative
 from qat.layers.positional import positional
 from qat.quantizer import Quantizer
@@ -83,8 +82,13 @@ def has_codes(quantizer: Any) -> bool:
 
 
 def in_training(quantizer: Quantizer) -> bool:
-    """Whether it quantizes as in training: calibrated, not observing, nobody hooked to its calls."""
-    return quantizer.training and quantizer.observer is None and quantizer.is_calibrated and is_unwatched(quantizer)
+    """Whether it quantizes as in training: calibrated, not observing, nobody hooked to its calls, in float32."""
+    ready = quantizer.training and quantizer.observer is None and quantizer.is_calibrated and is_unwatched(quantizer)
+    zero_point = quantizer.zero_point
+    return (
+        ready and is_plain(quantizer.scale) and is_plain(quantizer.smallest_scale)
+        and (zero_point is None or is_plain(zero_point))
+    )  # fmt: skip
 
 
 def is_unwatched(module: Any) -> bool:
@@ -149,7 +153,7 @@ class DecodeFunction(torch.autograd.Function):
         """One pass; compiled code makes it part of what follows."""
         if torch.compiler.is_compiling():
             return (codes.to(torch.float32) - numbers[1]) * numbers[0]
-        return dequantize(codes, *step_and_zero(numbers))
+        return dequantize(codes, numbers)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

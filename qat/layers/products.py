@@ -176,11 +176,9 @@ def _geometry(layer: Any) -> Geometry | None:
 
 
 def _takes(weight: Tensor, quantizer: Quantizer) -> bool:
-    scale = quantizer.scale
     return (
         is_plain(weight)
-        and is_plain(scale)
         and weight.numel() > 0
-        and bool(rows_of(weight, scale))
+        and bool(rows_of(weight, quantizer.scale))
         and (weight.is_contiguous() or (weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)))
     )

@@ -11,7 +11,7 @@ from qat.quantizer.positive import FLOOR_SHARE
 
 
 def repair(*quantizers: Quantizer) -> None:
-    """`Quantizer.repair` of those that train and are calibrated; looking first is cheaper than the operations."""
+    """`Quantizer.repair` of those that train and do not observe; looking first is cheaper than the operations."""
     ready = [each for each in quantizers if each.training and each.observer is None]
     if not torch.compiler.is_compiling():
         if not all_finite([each.scale.detach() for each in ready]):
@@ -36,4 +36,4 @@ def all_finite(tensors: list[Tensor]) -> bool:
     count = len(tensors)
     addresses = (ctypes.c_void_p * count)(*[each.data_ptr() for each in tensors])
     sizes = (ctypes.c_int64 * count)(*[each.numel() for each in tensors])
-    return bool(compiled().all_finite(addresses, sizes, ctypes.c_int64(count)))
+    return bool(compiled().all_finite(addresses, sizes, count))

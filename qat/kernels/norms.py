@@ -1,0 +1,103 @@
+"""Operators that take a BatchNorm, a clamp and the quantizer behind them in one pass; arguments as in `quantizers`."""
+
+import torch
+from torch import Tensor
+
+from qat.kernels.cpu import compiled, like, threads_for
+from qat.kernels.learned import learned_grid
+from qat.kernels.operator import operator
+from qat.kernels.structures import Extent, Norm
+
+
+def sizes_of(y: Tensor) -> tuple[int, int, int] | None:
+    """The fields of `Extent`: where the channels lie in memory (axis 1; of 2-D and 3-D tensors the last one).
+
+    None if neither way fits.
+    """
+    if y.dim() < 4:
+        return (y.numel() // y.shape[-1], y.shape[-1], 1) if y.is_contiguous() else None
+    channels = y.shape[1]
+    if y.is_contiguous():
+        return y.shape[0], channels, y.numel() // (y.shape[0] * channels)
+    nearest = torch.channels_last if y.dim() == 4 else torch.channels_last_3d
+    return (y.numel() // channels, channels, 1) if y.is_contiguous(memory_format=nearest) else None
+
+
+def _extent_of(y: Tensor) -> Extent:
+    """Of a tensor that fits."""
+    sizes = sizes_of(y)
+    assert sizes is not None
+    return Extent(*sizes)
+
+
+def _pointers(gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor) -> Norm:
+    return Norm(gamma.data_ptr(), beta.data_ptr(), mean.data_ptr(), inverse.data_ptr())
+
+
+def statistics(y: Tensor, eps: float, running: tuple[Tensor, Tensor], share: float) -> tuple[Tensor, Tensor]:
+    """Mean and 1 / sqrt(variance + eps) of every channel, summed in float64.
+
+    Args:
+        y: the tensor.
+        eps: of the norm.
+        running: mean and variance that are moved towards the batch's (the unbiased one) by `share`, in place.
+        share: the momentum.
+    """
+    extent = _extent_of(y)
+    mean, inverse = y.new_empty(extent.channels), y.new_empty(extent.channels)
+    compiled().statistics(
+        y.data_ptr(), extent, eps, mean.data_ptr(), inverse.data_ptr(), None, running[0].data_ptr(),
+        running[1].data_ptr(), share, threads_for(y.numel()),
+    )  # fmt: skip
+    return mean, inverse
+
+
+@operator(lambda y, eps: tuple(y.new_empty(y.shape[1 if y.dim() > 3 else -1]) for _ in range(3)))
+def batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every channel the mean, 1 / sqrt(variance + eps), and the unbiased variance."""
+    extent = _extent_of(y)
+    mean, inverse, variance = (y.new_empty(extent.channels) for _ in range(3))
+    compiled().statistics(
+        y.data_ptr(), extent, eps, mean.data_ptr(), inverse.data_ptr(), variance.data_ptr(), None, None, 0.0,
+        threads_for(y.numel()),
+    )  # fmt: skip
+    return mean, inverse, variance
+
+
+@operator(lambda y, *rest: (torch.empty_like(y, dtype=torch.uint8), y.new_empty(2)))
+def norm_quantize(
+    y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, floor: float, ceiling: float,
+    scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,
+    relative: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Codes of clamp((y - mean) * inverse * gamma + beta, floor, ceiling)."""
+    codes, numbers = torch.empty_like(y, dtype=torch.uint8), y.new_empty(2)
+    grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
+    compiled().norm_quantize(
+        y.data_ptr(), codes.data_ptr(), _extent_of(y), _pointers(gamma, beta, mean, inverse), grid, floor, ceiling,
+        numbers.data_ptr(), threads_for(y.numel()),
+    )  # fmt: skip
+    return codes, numbers
+
+
+@operator(
+    lambda grad, y, gamma, beta, mean, inverse, floor, ceiling, scale, *rest: (
+        torch.empty_like(y) if rest[-1] else y.new_empty(0), torch.empty_like(mean), torch.empty_like(mean),
+        torch.empty_like(scale),
+    )
+)  # fmt: skip
+def norm_quantize_backward(
+    grad: Tensor, y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, floor: float, ceiling: float,
+    scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,
+    relative: bool, follows_batch: bool, needs_y: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of y, gamma, beta and scale."""
+    grad, grad_y = like(grad, y), torch.empty_like(y) if needs_y else y.new_empty(0)
+    grad_gamma, grad_beta, grad_scale = torch.empty_like(mean), torch.empty_like(mean), torch.empty_like(scale)
+    grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
+    compiled().norm_quantize_backward(
+        grad.data_ptr(), y.data_ptr(), grad_y.data_ptr() if needs_y else None, _extent_of(y),
+        _pointers(gamma, beta, mean, inverse), grid, floor, ceiling, follows_batch, grad_gamma.data_ptr(),
+        grad_beta.data_ptr(), grad_scale.data_ptr(), threads_for(y.numel()),
+    )  # fmt: skip
+    return grad_y, grad_gamma, grad_beta, grad_scale

@@ -1,0 +1,89 @@
+"""Operators that quantize: a tensor, and a sum of two quantized tensors.
+
+All take a quantizer's own tensors (scale, smallest, zero_point) and the fields of its `Levels`, and return codes with
+`numbers`, the step and zero that stand for them. A gradient that is not wanted comes back empty.
+"""
+
+import torch
+from torch import Tensor
+
+from qat.kernels.cpu import compiled, like, threads_for
+from qat.kernels.learned import learned_grid
+from qat.kernels.operator import operator
+from qat.kernels.structures import Operand
+
+
+def _codes_like(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, dtype=torch.uint8), torch.empty(2, dtype=torch.float32)
+
+
+def _operand(codes: Tensor, numbers: Tensor) -> Operand:
+    return Operand(codes.data_ptr(), numbers.data_ptr())
+
+
+@operator(_codes_like)
+def quantize_codes(
+    x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int,
+    factor: float, relative: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """codes = clamp(round(x / step) + zero_point, low, high) + shift."""
+    codes, numbers = _codes_like(x)
+    grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
+    compiled().quantize_codes(
+        x.data_ptr(), codes.data_ptr(), x.numel(), grid, numbers.data_ptr(), threads_for(x.numel())
+    )
+    return codes, numbers
+
+
+@operator(
+    lambda grad, x, scale, smallest, zero_point, low, high, shift, factor, relative, needs_x: (
+        torch.empty_like(x) if needs_x else x.new_empty(0), torch.empty_like(scale)
+    )
+)  # fmt: skip
+def quantize_codes_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int,
+    shift: int, factor: float, relative: bool, needs_x: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of x and scale."""
+    grad, grad_x = like(grad, x), torch.empty_like(x) if needs_x else x.new_empty(0)
+    grad_scale = torch.empty_like(scale)
+    grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
+    compiled().quantize_codes_backward(
+        grad.data_ptr(), x.data_ptr(), grad_x.data_ptr() if needs_x else None, x.numel(), grid, grad_scale.data_ptr(),
+        threads_for(x.numel()),
+    )  # fmt: skip
+    return grad_x, grad_scale
+
+
+@operator(_codes_like)
+def add_quantize(
+    a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor, floor: float, ceiling: float, scale: Tensor,
+    smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float, relative: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Codes of clamp(a + b, floor, ceiling), both codes themselves, of the same strides."""
+    codes, numbers = _codes_like(a)
+    grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
+    compiled().add_quantize(
+        _operand(a, a_numbers), _operand(b, b_numbers), codes.data_ptr(), a.numel(), grid, floor, ceiling,
+        numbers.data_ptr(), threads_for(a.numel()),
+    )  # fmt: skip
+    return codes, numbers
+
+
+@operator(lambda grad, a, b, a_numbers, b_numbers, floor, ceiling, scale, *rest: (
+    torch.empty_like(a, dtype=grad.dtype), torch.empty_like(scale)
+))  # fmt: skip
+def add_quantize_backward(
+    grad: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor, floor: float, ceiling: float,
+    scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,
+    relative: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradient of the sum, which is that of both operands, and of scale."""
+    grad = like(grad, a)
+    grad_sum, grad_scale = torch.empty_like(grad), torch.empty_like(scale)
+    grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
+    compiled().add_quantize_backward(
+        grad.data_ptr(), _operand(a, a_numbers), _operand(b, b_numbers), grad_sum.data_ptr(), a.numel(), grid, floor,
+        ceiling, grad_scale.data_ptr(), threads_for(a.numel()),
+    )  # fmt: skip
+    return grad_sum, grad_scale
