@@ -328,10 +328,12 @@ def test_nor_are_those_behind_a_sum(name: str) -> None:
 def test_the_default_dtype_is_not_the_kernels() -> None:
     x = torch.randn(600, 64)
     model = prepared(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 4)), x)
-    expected = model(x)
+    expected, exact = model(x), {kind: products.are_exact(kind) for kind in products.KINDS}
     torch.set_default_dtype(torch.float64)
     try:
         assert torch.equal(model(x), expected)
+        products.are_exact.cache_clear()
+        assert {kind: products.are_exact(kind) for kind in products.KINDS} == exact
     finally:
         torch.set_default_dtype(torch.float32)
 

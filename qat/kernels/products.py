@@ -31,7 +31,9 @@ def convolution(
     point = int(zero)
     zeros = torch.zeros(steps.numel(), dtype=torch.int32)
     # Packing does not look at the scale, but would read every number of it one by one.
-    packed = ops.qconv_prepack(weight, torch.ones(1), step, point, stride, padding, dilation, groups, None)
+    packed = ops.qconv_prepack(
+        weight, torch.ones(1, dtype=torch.float32), step, point, stride, padding, dilation, groups, None
+    )
     y: Tensor = ops.qconv_pointwise(
         codes, step, point, packed, steps, zeros, bias, stride, padding, dilation, groups, 1.0, 0, torch.float32,
         "none", [], "",
@@ -106,7 +108,7 @@ def _example(groups: int) -> tuple[Tensor, Tensor]:
 
 def _convolves_exactly(groups: int) -> bool:
     codes, weight = _example(groups)
-    steps = 2.0 ** (torch.arange(96) % 5 - 2)  # powers of two change no digit
+    steps = torch.exp2((torch.arange(96) % 5 - 2).to(torch.float32))  # powers of two change no digit
     expected = torch.nn.functional.conv2d(codes.double() - 3, weight.double(), padding=1, groups=groups)
     got = convolution(codes, 0.5, 3.0, weight, steps, None, [1, 1], [1, 1], [1, 1], groups)
     return bool(torch.equal(got.double(), expected * steps.double().view(-1, 1, 1) * 0.5))
@@ -115,5 +117,5 @@ def _convolves_exactly(groups: int) -> bool:
 def _multiplies_exactly() -> bool:
     codes, weight = _example(1)
     rows, square = codes.flatten(2).mT.reshape(-1, 96), weight[:, :, 0, 0].contiguous()
-    got = linear(rows.contiguous(), 1.0, 3.0, square, torch.ones(96), None)
+    got = linear(rows.contiguous(), 1.0, 3.0, square, torch.ones(96, dtype=torch.float32), None)
     return bool(torch.equal(got.double(), (rows.double() - 3) @ square.double().T))
