@@ -147,3 +147,11 @@ def test_masked_scores() -> None:
     x[0] = -math.inf
     probabilities, _, numbers = softmax_quantize(x, 0.3, *grid)
     assert probabilities[0].isnan().all() and probabilities[1].tolist() == [0.0, 1.0, 0.0] and numbers[0].isnan()
+
+
+def test_compiled_code_knows_the_strides_of_softmaxs_gradient() -> None:
+    """Where the probabilities' gradient comes transposed."""
+    probabilities, grad = torch.softmax(torch.randn(2, 5, 7), -1), torch.randn(2, 7, 5).mT
+    learned = (torch.tensor(0.01), torch.tensor(0.001), None, 0, 255, 0, 1.0, False)
+    operator = torch.ops.qat.softmax_quantize_backward.default
+    torch.library.opcheck(operator, (grad, probabilities, 1.0, *learned), test_utils="test_faketensor")

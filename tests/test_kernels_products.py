@@ -1,5 +1,6 @@
 """Products of integer codes: exact in every kind of convolution, used where they pay, and their gradients."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -76,10 +77,19 @@ def test_what_pays_runs_on_integers(groups: int, monkeypatch: pytest.MonkeyPatch
     assert torch.allclose(in_float, in_integers, rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture
+def untried() -> Iterator[None]:
+    """The self-tests run anew, and leave nothing behind."""
+    products.are_exact.cache_clear()
+    yield
+    products.are_exact.cache_clear()
+
+
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("wrong", ["grouped", "depthwise"])
 def test_a_kind_that_is_wrong_is_not_used(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_exact("dense")
-    products.are_exact.cache_clear()
+    products.are_exact.cache_clear()  # it has been tried just now
     original, calls = products.convolution, []
 
     def saturating(*operands: Any) -> Tensor:
@@ -95,7 +105,6 @@ def test_a_kind_that_is_wrong_is_not_used(wrong: str, monkeypatch: pytest.Monkey
     calls.clear()
     assert quantized(x).isfinite().all()
     assert calls == []
-    products.are_exact.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -50,28 +50,29 @@ class Geometry(NamedTuple):
 
     def pays_in_integers(self, x: torch.Size, weight: torch.Size, zero: float) -> bool:
         """A rule, not a measurement, so that a resumed run computes as the first did."""
-        if self.stride and len(self.stride) != 2:
+        kind, inputs, size = self.kind(weight), math.prod(weight[1:]), math.prod(x)
+        if kind is None or (self.stride and len(self.stride) != 2):
             return False
-        inputs, size = math.prod(weight[1:]), math.prod(x)
-        if self.is_depthwise(weight):
+        if kind == "depthwise":
             return size >= (SMALLEST_DEPTHWISE_QUICKLY_PACKED if zero == 0 else SMALLEST_DEPTHWISE)
-        if self.groups != 1:
-            several = weight[1] == 1  # depthwise, with several outputs for an input: no self-test covers it
-            return not several and (
-                inputs >= FEWEST_INPUTS_OF_GROUPS and size >= SMALLEST_IN_GROUPS and self.rows(x, weight) >= FEWEST_ROWS
-            )
+        rows = self.rows(x, weight)
+        if kind == "grouped":
+            return inputs >= FEWEST_INPUTS_OF_GROUPS and size >= SMALLEST_IN_GROUPS and rows >= FEWEST_ROWS
         quickly_packed = zero == 0 or math.prod(weight[2:]) == 1
-        fewest = FEWEST_ROWS_QUICKLY_PACKED if quickly_packed else FEWEST_ROWS
-        return inputs >= FEWEST_INPUTS and self.rows(x, weight) >= fewest
+        return inputs >= FEWEST_INPUTS and rows >= (FEWEST_ROWS_QUICKLY_PACKED if quickly_packed else FEWEST_ROWS)
 
-    def is_depthwise(self, weight: torch.Size) -> bool:
-        """Whether every channel is a group."""
-        return self.groups != 1 and weight[1] == 1 and weight[0] == self.groups
+    def kind(self, weight: torch.Size) -> str | None:
+        """One of `products.KINDS`; None for depthwise with several outputs for an input, which no self-test covers."""
+        if self.groups == 1:
+            return "dense"
+        if weight[1] > 1:
+            return "grouped"
+        return "depthwise" if weight[0] == self.groups else None
 
     def is_exact(self, weight: torch.Size) -> bool:
         """Whether this machine's integer products of this kind are right."""
-        kind = "dense" if self.groups == 1 else "depthwise" if self.is_depthwise(weight) else "grouped"
-        return products.are_exact("dense") and products.are_exact(kind)
+        kind = self.kind(weight)
+        return kind is not None and products.are_exact("dense") and products.are_exact(kind)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """In float."""

@@ -64,11 +64,11 @@ class _Rewriting:
 
     def rewritten(self) -> fx.Graph:
         """The new graph."""
-        begun = False
-        for node in self.plan.nodes:
-            if not begun and node.op != "placeholder":
-                self._repair()
-                begun = True
+        inputs = [node for node in self.plan.nodes if node.op == "placeholder"]
+        for node in inputs:
+            self.floats[node] = self.graph.node_copy(node, self._float)
+        self._repair()
+        for node in self.plan.nodes[len(inputs) :]:  # inputs come first in a graph
             if node in self.plan.absorbed:
                 continue
             if node in self.plan.readers:
