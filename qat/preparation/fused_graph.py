@@ -64,11 +64,11 @@ class _Rewriting:
 
     def rewritten(self) -> fx.Graph:
         """The new graph."""
-        inputs = [node for node in self.plan.nodes if node.op == "placeholder"]
-        for node in inputs:
-            self.floats[node] = self.graph.node_copy(node, self._float)
-        self._repair()
-        for node in self.plan.nodes[len(inputs) :]:  # inputs come first in a graph
+        begun = False
+        for node in self.plan.nodes:
+            if not begun and node.op != "placeholder":  # placeholders may come later too, behind an input's quantizer
+                self._repair()
+                begun = True
             if node in self.plan.absorbed:
                 continue
             if node in self.plan.readers:
