@@ -9,7 +9,7 @@ import pytest
 from qat.kernels import compiler, structures
 from qat.kernels.structures import DOUBLE, FLOAT, INT, POINTER, SIZE
 
-SOURCE = "\n".join(path.read_text() for path in (compiler.HEADER, *compiler.SOURCES))
+SOURCE = "\n".join(path.read_text() for path in (*compiler.HEADERS, *compiler.SOURCES))
 
 STRUCTURES: dict[str, Any] = {
     "Grid": structures.Grid, "Learned": structures.LearnedGrid, "Rows": structures.Rows, "Operand": structures.Operand,

@@ -16,9 +16,9 @@ from qat.kernels.structures import declare
 
 HERE = Path(__file__).parent
 
-SOURCES = (HERE / "quantizers.c", HERE / "norms.c", HERE / "pools.c", HERE / "curves.c")
+SOURCES = tuple(HERE / f"{name}.c" for name in ("quantizers", "statistics", "norms", "pools", "curves"))
 
-HEADER = HERE / "grids.h"
+HEADERS = (HERE / "grids.h", HERE / "rows.h")
 
 FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 
@@ -65,7 +65,7 @@ def _built(compiler: str) -> Path:
     """Where the library lies, built if it is not there yet."""
     folder = _cache_folder()
     key = hashlib.sha256()
-    for source in (HEADER, *SOURCES):
+    for source in (*HEADERS, *SOURCES):
         key.update(source.read_bytes() + b"\0")
     for part in (compiler, _version(compiler), _processor(), *FLAGS):
         key.update(part.encode() + b"\0")

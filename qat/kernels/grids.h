@@ -56,7 +56,7 @@ typedef struct {
 static inline float step_in_force(float scale, float smallest) { return clampf(scale, smallest, LARGEST); }
 
 static inline Grid grid_of(Learned q) {
-  const float zero = q.zero_point ? *q.zero_point : 0;
+  const float zero = q.zero_point ? clampf(rintf(*q.zero_point), q.low, q.high) : 0;
   const Grid g = {step_in_force(*q.scale, *q.smallest), zero + q.shift, q.low + q.shift, q.high + q.shift};
   return g;
 }
