@@ -37,7 +37,7 @@ def test_max_pooling_of_codes_is_that_of_the_tensor(name: str, channels_last: bo
     expected = pool(x)
     grad = torch.randn(expected.shape, generator=generator)
     expected.backward(grad)
-    carrier = carrier_for(codes).requires_grad_()
+    carrier = carrier_for(codes, torch.empty(())).requires_grad_()
     window = window_of(pool)
     assert window is not None
     pooled = max_pool(Codes(carrier, codes, torch.tensor([0.5, 3.0])), window, pool)
@@ -49,13 +49,24 @@ def test_max_pooling_of_codes_is_that_of_the_tensor(name: str, channels_last: bo
     assert torch.allclose(carrier.grad, x.grad, atol=1e-6)
 
 
+def test_a_window_that_lies_in_the_padding_is_left_to_torch() -> None:
+    codes = torch.full((1, 1, 1, 1), 7, dtype=torch.uint8)
+    pool = nn.MaxPool2d(2, padding=1, dilation=2)
+    window = window_of(pool)
+    assert window is not None
+    y = max_pool(Codes(carrier_for(codes, torch.empty(())), codes, torch.tensor([0.5, 3.0])), window, pool)
+    assert isinstance(y, Tensor) and torch.equal(y, pool((codes.float() - 3) * 0.5))
+
+
 def test_a_pool_with_a_hook_is_called() -> None:
     pool, seen = nn.MaxPool2d(2), []
     pool.register_forward_hook(lambda *_: seen.append(1))
     codes = torch.randint(0, 6, (2, 5, 8, 8), dtype=torch.uint8)
     window = window_of(pool)
     assert window is not None
-    assert isinstance(max_pool(Codes(carrier_for(codes), codes, torch.tensor([0.5, 3.0])), window, pool), Tensor)
+    assert isinstance(
+        max_pool(Codes(carrier_for(codes, torch.empty(())), codes, torch.tensor([0.5, 3.0])), window, pool), Tensor
+    )
     assert seen == [1]
 
 

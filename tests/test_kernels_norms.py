@@ -1,4 +1,4 @@
-"""The backward of BatchNorm, clamp and quantizer where rounding decides: at the ends of grid and clamp, to the float."""
+"""The backward of BatchNorm, clamp and quantizer where rounding decides: at the ends of grid and clamp."""
 
 import itertools
 import math

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu import compiled, like, threads_for
+from qat.kernels.formulas import curves as formulas
 from qat.kernels.learned import learned_grid
 from qat.kernels.operator import operator
 
@@ -11,7 +12,7 @@ CURVES = ("gelu", "gelu_tanh", "silu", "hardswish")
 """In the order of the kernels' own numbers."""
 
 
-@operator(lambda x, *rest: (torch.empty_like(x, dtype=torch.uint8), x.new_empty(2)))
+@operator(lambda x, *rest: (torch.empty_like(x, dtype=torch.uint8), x.new_empty(2)), formulas.curve_quantize)
 def curve_quantize(
     x: Tensor, curve: str, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int,
     factor: float, relative: bool,
@@ -26,7 +27,10 @@ def curve_quantize(
     return codes, numbers
 
 
-@operator(lambda grad, x, curve, scale, *rest: (torch.empty_like(x), torch.empty_like(scale)))
+@operator(
+    lambda grad, x, curve, scale, *rest: (torch.empty_like(x), torch.empty_like(scale)),
+    formulas.curve_quantize_backward,
+)
 def curve_quantize_backward(
     grad: Tensor, x: Tensor, curve: str, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int,
     high: int, shift: int, factor: float, relative: bool,
@@ -42,8 +46,9 @@ def curve_quantize_backward(
 
 
 @operator(
-    lambda x, *rest: (torch.empty_like(x), torch.empty_like(x, dtype=torch.uint8), x.new_empty(2))
-)  # fmt: skip
+    lambda x, *rest: (torch.empty_like(x), torch.empty_like(x, dtype=torch.uint8), x.new_empty(2)),
+    formulas.softmax_quantize,
+)
 def softmax_quantize(
     x: Tensor, multiplier: float, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int,
     shift: int, factor: float, relative: bool,
@@ -60,8 +65,9 @@ def softmax_quantize(
 
 
 @operator(
-    lambda grad, probabilities, multiplier, scale, *rest: (torch.empty_like(probabilities), torch.empty_like(scale))
-)  # fmt: skip
+    lambda grad, probabilities, multiplier, scale, *rest: (torch.empty_like(probabilities), torch.empty_like(scale)),
+    formulas.softmax_quantize_backward,
+)
 def softmax_quantize_backward(
     grad: Tensor, probabilities: Tensor, multiplier: float, scale: Tensor, smallest: Tensor,
     zero_point: Tensor | None, low: int, high: int, shift: int, factor: float, relative: bool,

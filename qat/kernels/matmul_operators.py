@@ -4,11 +4,15 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu import like
+from qat.kernels.formulas import matmuls as formulas
 from qat.kernels.learned import dequantize
 from qat.kernels.operator import operator
 
 
-@operator(lambda a, b, a_numbers, b_numbers: torch.empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32))
+@operator(
+    lambda a, b, a_numbers, b_numbers: torch.empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32),
+    formulas.codes_matmul,
+)
 def codes_matmul(a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor) -> Tensor:
     """a @ b of codes, in float32.
 
@@ -22,8 +26,9 @@ def codes_matmul(a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor) -> 
 
 
 @operator(
-    lambda grad, a, b, *rest: (torch.empty_like(a, dtype=grad.dtype), torch.empty_like(b, dtype=grad.dtype))
-)  # fmt: skip
+    lambda grad, a, b, *rest: (torch.empty_like(a, dtype=grad.dtype), torch.empty_like(b, dtype=grad.dtype)),
+    formulas.codes_matmul_backward,
+)
 def codes_matmul_backward(
     grad: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu import compiled, like, threads_for
+from qat.kernels.formulas import norms as formulas
 from qat.kernels.learned import learned_grid
 from qat.kernels.operator import operator
 from qat.kernels.structures import Extent, Norm
@@ -52,7 +53,9 @@ def statistics(y: Tensor, eps: float, running: tuple[Tensor, Tensor], share: flo
     return mean, inverse
 
 
-@operator(lambda y, eps: tuple(y.new_empty(y.shape[1 if y.dim() > 3 else -1]) for _ in range(3)))
+@operator(
+    lambda y, eps: tuple(y.new_empty(y.shape[1 if y.dim() > 3 else -1]) for _ in range(3)), formulas.batch_statistics
+)
 def batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Of every channel the mean, 1 / sqrt(variance + eps), and the unbiased variance."""
     extent = _extent_of(y)
@@ -64,7 +67,7 @@ def batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return mean, inverse, variance
 
 
-@operator(lambda y, *rest: (torch.empty_like(y, dtype=torch.uint8), y.new_empty(2)))
+@operator(lambda y, *rest: (torch.empty_like(y, dtype=torch.uint8), y.new_empty(2)), formulas.norm_quantize)
 def norm_quantize(
     y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, floor: float, ceiling: float,
     scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,
@@ -84,7 +87,8 @@ def norm_quantize(
     lambda grad, y, gamma, beta, mean, inverse, floor, ceiling, scale, *rest: (
         torch.empty_like(y) if rest[-1] else y.new_empty(0), torch.empty_like(mean), torch.empty_like(mean),
         torch.empty_like(scale),
-    )
+    ),
+    formulas.norm_quantize_backward,
 )  # fmt: skip
 def norm_quantize_backward(
     grad: Tensor, y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, floor: float, ceiling: float,

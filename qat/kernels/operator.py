@@ -1,10 +1,14 @@
-"""Kernels as operators of torch, which torch.compile takes into its graphs whole."""
+"""Kernels as operators of torch, which torch.compile takes into its graphs whole; on CUDA, formulas that it fuses."""
 
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+
+from qat.kernels.cpu import is_plain
+from qat.kernels.switches import formulas_wanted
 
 Result = TypeVar("Result")
 
@@ -12,7 +16,25 @@ Result = TypeVar("Result")
 _library: Any = torch.library.Library("qat", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def operator(shapes: Callable[..., Any]) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of the tensors that formulas take."""
+
+
+def by_formula(x: Tensor) -> bool:
+    """Whether kernels are formulas for this tensor: on CUDA, where torch.compile makes kernels of them."""
+    return x.is_cuda or formulas_wanted()
+
+
+def is_taken(x: Tensor) -> bool:
+    """Whether operators take a tensor: float32 on the CPU, by formula what mixed precision is made of, no subclass."""
+    if by_formula(x):
+        return x.dtype in DTYPES and type(x) in (Tensor, torch.nn.Parameter)
+    return is_plain(x)
+
+
+def operator(
+    shapes: Callable[..., Any], formula: Callable[..., Any]
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Decorator that makes a function of tensors and numbers the operator torch.ops.qat.<name>.
 
     Called as ever it runs at once; where torch.compile looks on it becomes one node, which nothing looks into. It has
@@ -21,6 +43,7 @@ def operator(shapes: Callable[..., Any]) -> Callable[[Callable[..., Result]], Ca
 
     Args:
         shapes: takes the same arguments and returns empty tensors of the shapes, types and strides of the result.
+        formula: takes the same arguments and returns the same, made of torch's operations; what `by_formula` asks for.
     """
 
     def decorated(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -34,6 +57,9 @@ def operator(shapes: Callable[..., Any]) -> Callable[[Callable[..., Result]], Ca
 
         @functools.wraps(function)
         def call(*args: Any) -> Result:
+            if by_formula(args[0]):
+                found: Result = formula(*args)
+                return found
             if torch.compiler.is_compiling():
                 result: Result = registered(*args)
                 return result

@@ -4,18 +4,12 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu import compiled, like, threads_for
+from qat.kernels.formulas import pools as formulas
 from qat.kernels.operator import operator
 from qat.kernels.structures import Pool
 
 LARGEST_WINDOW = 256
 """Elements of a window: which of them was the largest is kept in one byte."""
-
-
-def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
-    """Length of an axis behind a pool, as torch has it: with ceil_mode no window begins in the padding behind."""
-    reach = size + 2 * padding - dilation * (kernel - 1) - 1
-    windows = (reach + (stride - 1 if ceil_mode else 0)) // stride + 1
-    return windows - 1 if ceil_mode and (windows - 1) * stride >= size + padding else windows
 
 
 def _layout(codes: Tensor) -> torch.memory_format:
@@ -26,14 +20,14 @@ def _pooled(
     codes: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
 ) -> tuple[Tensor, Tensor]:
     sizes = [
-        pooled_size(*numbers, ceil_mode)
+        formulas.pooled_size(*numbers, ceil_mode)
         for numbers in zip(codes.shape[2:], kernel, stride, padding, dilation, strict=True)
     ]
     out = torch.empty((*codes.shape[:2], *sizes), dtype=torch.uint8, memory_format=_layout(codes))
     return out, torch.empty_like(out)
 
 
-@operator(_pooled)
+@operator(_pooled, formulas.max_pool_codes)
 def max_pool_codes(
     codes: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
 ) -> tuple[Tensor, Tensor]:
@@ -51,7 +45,7 @@ def _unpooled(grad: Tensor, where: Tensor, height: int, width: int, *rest: objec
     return torch.empty((*where.shape[:2], height, width), dtype=grad.dtype, memory_format=_layout(where))
 
 
-@operator(_unpooled)
+@operator(_unpooled, formulas.max_pool_codes_backward)
 def max_pool_codes_backward(
     grad: Tensor, where: Tensor, height: int, width: int, kernel: list[int], stride: list[int], padding: list[int],
     dilation: list[int],

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu import compiled, like, quantize_rows, quantize_rows_backward, threads_for
+from qat.kernels.formulas import products as formulas
 from qat.kernels.geometry import Geometry
 from qat.kernels.learned import dequantize, learned_grid, step_and_zero
 from qat.kernels.operator import operator
@@ -23,7 +24,7 @@ def _product(
     return geometry.arranged(geometry.multiply(codes.to(weight.dtype), weight, bias), codes, weight, integers)
 
 
-@operator(_product)
+@operator(_product, formulas.codes_product)
 def codes_product(
     codes: Tensor, numbers: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, bias: Tensor | None, low: int,
     high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int, integers: bool,
@@ -53,7 +54,8 @@ def _on_grid(weight: Tensor, scales: Tensor, smallest: Tensor, low: int, high: i
         torch.empty_like(weight) if rest[-2] else grad.new_empty(0),
         torch.empty_like(scales) if rest[-2] else grad.new_empty(0),
         grad.new_empty(weight.shape[0] if rest[-1] else 0),
-    )
+    ),
+    formulas.codes_product_backward,
 )  # fmt: skip
 def codes_product_backward(
     grad: Tensor, codes: Tensor, numbers: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, low: int,
@@ -79,7 +81,7 @@ def codes_product_backward(
     )
 
 
-@operator(lambda grad, x, scale, *rest: torch.empty_like(scale))
+@operator(lambda grad, x, scale, *rest: torch.empty_like(scale), formulas.input_scale_gradient)
 def input_scale_gradient(
     grad: Tensor, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int,
     shift: int, factor: float, relative: bool, weight: Tensor, weight_scales: Tensor, weight_smallest: Tensor,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu import compiled, like, threads_for
+from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.learned import learned_grid
 from qat.kernels.operator import operator
 from qat.kernels.structures import Operand
@@ -21,7 +22,7 @@ def _operand(codes: Tensor, numbers: Tensor) -> Operand:
     return Operand(codes.data_ptr(), numbers.data_ptr())
 
 
-@operator(_codes_like)
+@operator(_codes_like, formulas.quantize_codes)
 def quantize_codes(
     x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int,
     factor: float, relative: bool,
@@ -38,7 +39,8 @@ def quantize_codes(
 @operator(
     lambda grad, x, scale, smallest, zero_point, low, high, shift, factor, relative, needs_x: (
         torch.empty_like(x) if needs_x else x.new_empty(0), torch.empty_like(scale)
-    )
+    ),
+    formulas.quantize_codes_backward,
 )  # fmt: skip
 def quantize_codes_backward(
     grad: Tensor, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int,
@@ -55,7 +57,7 @@ def quantize_codes_backward(
     return grad_x, grad_scale
 
 
-@operator(_codes_like)
+@operator(_codes_like, formulas.add_quantize)
 def add_quantize(
     a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor, floor: float, ceiling: float, scale: Tensor,
     smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float, relative: bool,
@@ -72,7 +74,7 @@ def add_quantize(
 
 @operator(lambda grad, a, b, a_numbers, b_numbers, floor, ceiling, scale, *rest: (
     torch.empty_like(a, dtype=grad.dtype), torch.empty_like(scale)
-))  # fmt: skip
+), formulas.add_quantize_backward)  # fmt: skip
 def add_quantize_backward(
     grad: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor, floor: float, ceiling: float,
     scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,

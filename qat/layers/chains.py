@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.kernels.cpu import is_dense, is_plain
+from qat.kernels.cpu import is_dense
 from qat.kernels.learned import Levels
 from qat.kernels.norms import batch_statistics, norm_quantize, norm_quantize_backward, sizes_of, statistics
+from qat.kernels.operator import by_formula, is_taken
 from qat.kernels.quantizers import add_quantize, add_quantize_backward
 from qat.layers.codes import (
     Codes,
@@ -84,7 +85,7 @@ class QuantizeChainFunction(torch.autograd.Function):
         codes, numbers = norm_quantize(
             y, gamma, beta, mean, inverse, *bounds, scale, smallest, zero_point, *levels
         )  # fmt: skip
-        return carrier_for(codes), codes, numbers
+        return carrier_for(codes, y), codes, numbers
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -118,7 +119,7 @@ class AddQuantizeFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The first three of `Codes`; a and b are codes, bounds floor and ceiling of the clip."""
         codes, numbers = add_quantize(a, b, a_numbers, b_numbers, *bounds, scale, smallest, zero_point, *levels)
-        return carrier_for(codes), codes, numbers
+        return carrier_for(codes, a_carrier), codes, numbers
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -153,13 +154,13 @@ def quantize_chain(
         activation: the ReLU, if it is a module.
     """
     y, clip = decode(y), Clip(floor, ceiling, activation)
-    ready = is_plain(y) and y.numel() > 0 and in_training(quantizer)
+    ready = is_taken(y) and y.numel() > 0 and in_training(quantizer)
     if ready and clip.is_unwatched():
         if norm is None and not clip.clips:
             if is_dense(y):
                 return quantize(y, quantizer)
         elif (sizes := sizes_of(y)) is not None and (norm is None or _is_simple(norm, y)):
-            *numbers, follows = _constants(sizes[1]) if norm is None else _statistics(norm, y)
+            *numbers, follows = _constants(sizes[1], y) if norm is None else _statistics(norm, y)
             learned = learned_by(quantizer, y)
             return Codes(*QuantizeChainFunction.apply(y, *numbers, *learned, (floor, ceiling), follows))
     z: Tensor = quantizer(clip(y if norm is None else norm(y)))
@@ -193,14 +194,16 @@ def _is_simple(norm: nn.Module, y: Tensor) -> bool:
     return (
         type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
         and is_unwatched(norm)
-        and all(tensor is None or (is_plain(tensor) and tensor.is_contiguous()) for tensor in tensors)
+        and all(tensor is None or (is_taken(tensor) and tensor.is_contiguous()) for tensor in tensors)
         and (y.dim() > 3 or y.dim() == 2)
     )
 
 
-def _constants(channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+def _constants(channels: int, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
     """A norm that does nothing; four tensors, since torch.compile takes none twice."""
-    ones, zeros = (functools.partial(make, channels, dtype=torch.float32) for make in (torch.ones, torch.zeros))
+    ones, zeros = (
+        functools.partial(make, channels, dtype=torch.float32, device=y.device) for make in (torch.ones, torch.zeros)
+    )
     return ones(), zeros(), zeros(), ones(), False
 
 
@@ -214,10 +217,11 @@ def _statistics(norm: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, b
     else:
         norm.num_batches_tracked.add_(1)
         share = 1.0 / norm.num_batches_tracked.float() if norm.momentum is None else norm.momentum
-        if torch.compiler.is_compiling():  # an operator that writes would cost a copy of what it writes to
+        if torch.compiler.is_compiling() or by_formula(y):
+            # An operator that writes would cost a copy of what it writes to.
             mean, inverse, variance = batch_statistics(y.detach(), norm.eps)
-            norm.running_mean.lerp_(mean, share)
-            norm.running_var.lerp_(variance, share)
+            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
+            norm.running_var.lerp_(variance.to(norm.running_var.dtype), share)
         else:
             mean, inverse = statistics(y, norm.eps, (norm.running_mean, norm.running_var), float(share))
     gamma = torch.ones_like(mean) if norm.weight is None else norm.weight

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qat.kernels.cpu import is_dense, is_plain
+from qat.kernels.cpu import is_dense
 from qat.kernels.learned import Levels, dequantize
+from qat.kernels.operator import by_formula, is_taken
 from qat.kernels.quantizers import quantize_codes, quantize_codes_backward
 from qat.layers.first_derivative import first_derivative
 from qat.layers.positional import positional
@@ -50,7 +51,7 @@ class Codes(NamedTuple):
     """A quantized tensor: (codes - zero) * step.
 
     Attributes:
-        carrier: float32 of the tensor's shape, which stands for it in autograd and holds no values.
+        carrier: of the tensor's shape, which stands for it in autograd and holds no values.
         codes: uint8.
         numbers: step and zero, which is shifted as the codes are; step is NaN if there was a NaN among the values.
         source: of an input of the model, what it was made of; the carrier is then not connected to the scale.
@@ -86,8 +87,8 @@ def in_training(quantizer: Quantizer) -> bool:
     ready = quantizer.training and quantizer.observer is None and quantizer.is_calibrated and is_unwatched(quantizer)
     zero_point = quantizer.zero_point
     return (
-        ready and is_plain(quantizer.scale) and is_plain(quantizer.smallest_scale)
-        and (zero_point is None or is_plain(zero_point))
+        ready and is_taken(quantizer.scale) and is_taken(quantizer.smallest_scale)
+        and (zero_point is None or is_taken(zero_point))
     )  # fmt: skip
 
 
@@ -106,9 +107,9 @@ def learned_by(quantizer: Quantizer, x: Tensor) -> Learned:
     return Learned(quantizer.scale, quantizer.smallest_scale, quantizer.zero_point, levels)
 
 
-def carrier_for(codes: Tensor) -> Tensor:
-    """A float32 tensor of this shape in one element of memory."""
-    return torch.empty((), dtype=torch.float32).expand(codes.shape)
+def carrier_for(codes: Tensor, x: Tensor) -> Tensor:
+    """A tensor of this shape in one element of memory, in the dtype of x: that of the gradients which it will carry."""
+    return torch.empty((), dtype=x.dtype, device=codes.device).expand(codes.shape)
 
 
 class QuantizeFunction(torch.autograd.Function):
@@ -121,7 +122,7 @@ class QuantizeFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The first three of `Codes`."""
         codes, numbers = quantize_codes(x, scale, smallest, zero_point, *levels)
-        return carrier_for(codes), codes, numbers
+        return carrier_for(codes, x), codes, numbers
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -151,7 +152,7 @@ class DecodeFunction(torch.autograd.Function):
     @positional
     def forward(carrier: Tensor, codes: Tensor, numbers: Tensor) -> Tensor:
         """One pass; compiled code makes it part of what follows."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or by_formula(codes):
             return (codes.to(torch.float32) - numbers[1]) * numbers[0]
         return dequantize(codes, numbers)
 
@@ -179,7 +180,7 @@ class EncodeFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The first three of `Codes`."""
         codes, numbers = quantize_codes(x, scale, smallest, zero_point, *levels)
-        return carrier_for(codes), codes, numbers
+        return carrier_for(codes, x), codes, numbers
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -199,7 +200,7 @@ def quantize(x: Tensor, quantizer: Quantizer) -> Codes:
     if x.requires_grad or not quantizer.scale.requires_grad:
         return Codes(*QuantizeFunction.apply(x, *learned))
     codes, numbers = quantize_codes(x, learned.scale.detach(), *learned[1:3], *learned.levels)
-    return Codes(carrier_for(codes), codes, numbers, Source(x, learned))
+    return Codes(carrier_for(codes, x), codes, numbers, Source(x, learned))
 
 
 def connected(x: Codes) -> Codes:
@@ -223,7 +224,7 @@ def encode(x: Codes | Tensor, quantizer: Quantizer, *dropouts: Any) -> Codes | T
         quantizer: whose grid it is.
         dropouts: the layers that it went through; an active one takes it off the grid.
     """
-    if not isinstance(x, Tensor) or not (is_plain(x) and x.numel() and is_dense(x) and in_training(quantizer)):
+    if not isinstance(x, Tensor) or not (is_taken(x) and x.numel() and is_dense(x) and in_training(quantizer)):
         return x
     if any(dropout.training and dropout.p > 0 for dropout in dropouts):
         return x

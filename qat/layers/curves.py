@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.kernels.cpu import is_dense, is_plain
+from qat.kernels.cpu import is_dense
 from qat.kernels.curves import (
     curve_quantize,
     curve_quantize_backward,
@@ -19,6 +19,7 @@ from qat.kernels.curves import (
     softmax_quantize_backward,
 )
 from qat.kernels.learned import Levels
+from qat.kernels.operator import is_taken
 from qat.layers.codes import Codes, carrier_for, decode, in_training, is_unwatched, learned_by
 from qat.layers.first_derivative import first_derivative
 from qat.layers.positional import positional
@@ -46,7 +47,7 @@ class QuantizeCurveFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The first three of `Codes`."""
         codes, numbers = curve_quantize(x, curve, scale, smallest, zero_point, *levels)
-        return carrier_for(codes), codes, numbers
+        return carrier_for(codes, x), codes, numbers
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -79,7 +80,7 @@ class QuantizeSoftmaxFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The first three of `Codes`, and the probabilities."""
         probabilities, codes, numbers = softmax_quantize(x, multiplier, scale, smallest, zero_point, *levels)
-        return carrier_for(codes), codes, numbers, probabilities
+        return carrier_for(codes, x), codes, numbers, probabilities
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -141,6 +142,6 @@ def quantize_softmax(
 
 def _ready(x: Tensor, quantizer: Quantizer, module: nn.Module | None) -> bool:
     return (
-        is_plain(x) and x.numel() > 0 and is_plain(quantizer.scale) and in_training(quantizer)
+        is_taken(x) and x.numel() > 0 and is_taken(quantizer.scale) and in_training(quantizer)
         and (module is None or is_unwatched(module))
     )  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qat.kernels.formulas.pools import pooled_size
 from qat.kernels.pools import LARGEST_WINDOW, max_pool_codes, max_pool_codes_backward
 from qat.layers.codes import Codes, carrier_for, connected, decode, is_unwatched
 from qat.layers.first_derivative import first_derivative
@@ -35,7 +36,7 @@ class MaxPoolFunction(torch.autograd.Function):
     def forward(carrier: Tensor, codes: Tensor, window: Window) -> tuple[Tensor, Tensor, Tensor]:
         """Carrier, codes, and the number of the largest element in every window."""
         out, where = max_pool_codes(codes, *window)
-        return carrier_for(out), out, where
+        return carrier_for(out, carrier), out, where
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -67,13 +68,24 @@ def max_pool(x: Codes | Tensor, window: tuple[Any, ...], module: nn.Module | Non
     )
     kernel, stride, padding, dilation, ceil_mode = window
     numbers = Window(list(kernel), list(stride), list(padding), list(dilation), ceil_mode)
-    fits = dense and x.dim() == 4 and math.prod(kernel) <= LARGEST_WINDOW
+    fits = dense and x.dim() == 4 and math.prod(kernel) <= LARGEST_WINDOW and not has_empty_windows(x.shape, numbers)
     if not isinstance(x, Codes) or not fits or not (module is None or is_unwatched(module)):
         y: Tensor = F.max_pool2d(decode(x), *window) if module is None else module(decode(x))
         return y
     x = connected(x)
     carrier, codes, _ = MaxPoolFunction.apply(x.carrier, x.codes, numbers)
     return Codes(carrier, codes, x.numbers)
+
+
+def has_empty_windows(shape: torch.Size, window: Window) -> bool:
+    """Whether a window lies in the padding altogether, as dilated ones may: there is no largest code in it."""
+    for size, kernel, stride, padding, dilation in zip(shape[2:], *window[:4], strict=True):
+        if dilation > 1 and padding > 0:
+            starts = range(pooled_size(size, kernel, stride, padding, dilation, window.ceil_mode))
+            places = [range(k * stride - padding, k * stride - padding + kernel * dilation, dilation) for k in starts]
+            if not all(any(0 <= place < size for place in each) for each in places):
+                return True
+    return False
 
 
 def window_of(pool: Any) -> Window | None:

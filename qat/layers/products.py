@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.kernels import integers_allowed
-from qat.kernels.cpu import is_plain, rows_of
+from qat.kernels.cpu import rows_of
 from qat.kernels.geometry import Geometry
 from qat.kernels.learned import Levels
+from qat.kernels.operator import is_taken
 from qat.kernels.product_operators import codes_product, codes_product_backward, input_scale_gradient
 from qat.layers.base import QuantLayer
 from qat.layers.codes import Codes, decode, in_training, is_unwatched
@@ -116,7 +117,7 @@ def multiply(layer: QuantLayer, x: Codes | Tensor, grid: Quantizer, *operands: T
     if (
         not isinstance(x, Codes) or geometry is None or not layer.training or layer.input_quantizer is not None
         or not is_unwatched(layer) or not in_training(quantizer) or not _takes(weight, quantizer)
-        or not (bias is None or is_plain(bias)) or (geometry.stride and x.dim() != len(geometry.stride) + 2)
+        or not (bias is None or is_taken(bias)) or (geometry.stride and x.dim() != len(geometry.stride) + 2)
         or getattr(layer, "calibrating", False)
     ):  # fmt: skip
         y: Tensor = layer(decode(x), *operands, grid=grid)
@@ -177,7 +178,7 @@ def _geometry(layer: Any) -> Geometry | None:
 
 def _takes(weight: Tensor, quantizer: Quantizer) -> bool:
     return (
-        is_plain(weight)
+        is_taken(weight)
         and weight.numel() > 0
         and bool(rows_of(weight, quantizer.scale))
         and (weight.is_contiguous() or (weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)))

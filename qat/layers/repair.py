@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu import compiled, is_plain
+from qat.kernels.operator import by_formula
 from qat.quantizer import Quantizer
 from qat.quantizer.positive import FLOOR_SHARE
 
@@ -24,7 +25,12 @@ def repair(*quantizers: Quantizer) -> None:
 @torch.library.custom_op("qat::put_back", mutates_args=("scales",))
 def _put_back(scales: list[Tensor], smallest: list[Tensor]) -> None:
     """As `Quantizer.repair`; compiled code cannot look, and would keep copies of the scales for backward."""
-    if not all_finite(scales):
+    if by_formula(scales[0]):  # looking would wait for the device
+        found, least = (torch.cat([each.flatten() for each in tensors]) for tensors in (scales, smallest))
+        found = torch.where(found.isfinite(), found, least / FLOOR_SHARE)
+        for scale, values in zip(scales, torch.split(found, [each.numel() for each in scales]), strict=True):
+            scale.copy_(values.view(scale.shape))
+    elif not all_finite(scales):
         for scale, least in zip(scales, smallest, strict=True):
             scale.copy_(torch.where(scale.isfinite(), scale, least / FLOOR_SHARE))
 

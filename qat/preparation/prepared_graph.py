@@ -10,9 +10,10 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from qat.kernels import plain_here, plain_wanted, products
+from qat.kernels import formulas_wanted, plain_here, plain_wanted, products
 from qat.kernels.compiler import library
-from qat.kernels.cpu import is_plain
+from qat.kernels.formulas.products import try_int_mm
+from qat.kernels.operator import is_taken
 from qat.preparation.fused_graph import FusedForward, fused_forward
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class PreparedGraph(fx.GraphModule):
     """
 
     derived: ClassVar[bool] = False
+    has_library: ClassVar[bool] = False
     fused: ClassVar[FusedForward | None] = None
 
     def recompile(self) -> Any:
@@ -50,29 +52,46 @@ class PreparedGraph(fx.GraphModule):
     def derive(self) -> FusedForward | None:
         """What training runs where kernels apply, made anew if the graph changed; None where nothing can be fused."""
         kind: Any = type(self)
-        if not kind.derived and library() is not None:
-            for each in products.KINDS:  # now, since nothing can be tried out while torch.compile looks on
-                products.are_exact(each)
-            kind.derived, kind.fused = True, fused_forward(self)
+        if not kind.derived:
+            kind.derived, kind.has_library, kind.fused = True, library() is not None, fused_forward(self)
+            self._try_products()
         found: FusedForward | None = kind.fused
         return found
 
+    def _try_products(self) -> None:
+        """Integer products are tried out now, since nothing can be while torch.compile looks on."""
+        if formulas_wanted() or torch.cuda.is_available():
+            for device in {parameter.device for parameter in self.parameters()}:
+                try_int_mm(device)
+        if type(self).has_library:
+            for each in products.KINDS:
+                products.are_exact(each)
+
     def train(self, mode: bool = True) -> "Self":
         """As of any module; torch.compile, which may come next, can only run what is derived already."""
-        if mode and any(parameter.device.type == "cpu" for parameter in self.parameters()):
+        if mode and any(parameter.device.type in ("cpu", "cuda") for parameter in self.parameters()):
             self.derive()
+            self._try_products()  # the model may have been moved
         return super().train(mode)
 
     def _fused_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         """What to run instead of the graph, if these inputs are for the kernels."""
         compiling = torch.compiler.is_compiling()
-        if not self.training or (plain_wanted() if compiling else plain_here()) or torch.is_autocast_enabled("cpu"):
+        if not self.training or (plain_wanted() if compiling else plain_here()):
             return None
-        given = [*args, *kwargs.values()]
-        if not any(isinstance(x, torch.Tensor) and is_plain(x) for x in given) or _has_any_global_hook():  # type: ignore[no-untyped-call]
-            return None
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and is_taken(x)]
         fused = type(self).fused if compiling else self.derive()
+        if not given or not self._has_kernels(given[0], compiling) or _has_any_global_hook():  # type: ignore[no-untyped-call]
+            return None
         return fused.run if fused is not None and fused.fits(self) else None
+
+    def _has_kernels(self, x: torch.Tensor, compiling: bool) -> bool:
+        """Whether kernels are faster here: on CUDA those that torch.compile makes of formulas, else those in C."""
+        if x.is_cuda:
+            return compiling
+        if formulas_wanted():
+            return True
+        return type(self).has_library and not torch.is_autocast_enabled("cpu")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickle, which would make a plain graph module of it."""

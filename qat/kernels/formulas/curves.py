@@ -1,0 +1,98 @@
+"""Formulas that quantize what an activation function or softmax makes of a tensor; operators of `qat.kernels.curves`.
+
+The functions are torch's own, accurate to a few units in the last place as those of the C kernels are: a value next to
+a tie may fall on the other level.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from qat.kernels.formulas.grids import encoded, learned_gradient, learned_grid, like, slopes_on
+
+
+def gelu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x * Phi(x), and Phi(x) + x * phi(x); by erfc, which keeps its digits far below zero."""
+    share = torch.special.erfc(x * -math.sqrt(0.5)) * 0.5
+    return x * share, share + x * (torch.exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi)))
+
+
+def gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x * s and s + x * s * (1 - s) * u', with s = sigmoid(u), u = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+
+    (1 + tanh(v)) / 2 = sigmoid(2 v). Beyond +-20 s is 0 or 1, and the cube of x may be infinite.
+    """
+    near, twice = x.clamp(-20.0, 20.0), 2 * math.sqrt(2 / math.pi)
+    square = near * near
+    share = torch.sigmoid(twice * (near + 0.044715 * (near * square)))
+    return x * share, share + x * share * (1 - share) * (twice * (1 + 3 * 0.044715 * square))
+
+
+def silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x * s, and s + x * s * (1 - s), with s = sigmoid(x)."""
+    share = torch.sigmoid(x)
+    return x * share, share + x * share * (1 - share)
+
+
+def hardswish(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x * clamp(x + 3, 0, 6) / 6, and its slope: x / 3 + 1/2 between -3 and 3."""
+    rise = torch.where(x <= -3, 0.0, torch.where(x < 3, x * (1 / 3) + 0.5, 1.0))
+    return x * (x + 3).clamp(0.0, 6.0) / 6, rise
+
+
+CURVES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "hardswish": hardswish,
+}  # fmt: skip
+"""Of float32: the function's value, and its slope."""
+
+
+def curve_quantize(
+    x: Tensor, curve: str, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int,
+    factor: float, relative: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Codes of curve(x), one of `CURVES`."""
+    value, _ = CURVES[curve](x.to(torch.float32))
+    return encoded(value, learned_grid(scale, smallest, zero_point, low, high, shift), x)
+
+
+def curve_quantize_backward(
+    grad: Tensor, x: Tensor, curve: str, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int,
+    high: int, shift: int, factor: float, relative: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dx = grad * curve'(x) inside the grid;  dscale = factor * sum(grad * slope)."""
+    value, rise = CURVES[curve](x.to(torch.float32))
+    inside, slope = slopes_on(value, learned_grid(scale, smallest, zero_point, low, high, shift))
+    full = grad.to(torch.float32)
+    grad_x = like(torch.where(inside, full * rise, 0.0), x, x.dtype)
+    return grad_x, learned_gradient((full * slope).sum(), scale, smallest, factor, relative)
+
+
+def softmax_quantize(
+    x: Tensor, multiplier: float, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int,
+    shift: int, factor: float, relative: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """softmax(x * multiplier, -1), its codes, and their numbers; x: contiguous.
+
+    The codes are those of the probabilities in float32; what is returned, for the backward to keep, is in x's dtype.
+    """
+    probabilities = torch.softmax(x.to(torch.float32) * multiplier, -1)
+    codes, numbers = encoded(probabilities, learned_grid(scale, smallest, zero_point, low, high, shift), x)
+    return like(probabilities, x, x.dtype), codes, numbers
+
+
+def softmax_quantize_backward(
+    grad: Tensor, probabilities: Tensor, multiplier: float, scale: Tensor, smallest: Tensor,
+    zero_point: Tensor | None, low: int, high: int, shift: int, factor: float, relative: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of x and scale: with passed = grad inside the grid, 0 elsewhere, and probabilities p
+
+        dx = multiplier * p * (passed - sum(passed * p));  dscale = factor * sum(grad * slope)
+    """  # fmt: skip
+    p, full = probabilities.to(torch.float32), grad.to(torch.float32)
+    inside, slope = slopes_on(p, learned_grid(scale, smallest, zero_point, low, high, shift))
+    passed = torch.where(inside, full, 0.0)
+    grad_x = (passed - (passed * p).sum(-1, keepdim=True)) * p * multiplier
+    grad_scale = learned_gradient((full * slope).sum(), scale, smallest, factor, relative)
+    return like(grad_x, probabilities, probabilities.dtype), grad_scale

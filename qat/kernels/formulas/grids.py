@@ -1,0 +1,114 @@
+"""A learned grid in torch operations, as `grids.h` has it in C: codes of values, slopes, the gradient of the scale.
+
+    code = clamp(round(x / step) + zero, low, high), all of them shifted so that codes fit uint8
+
+Step and zero stay tensors, so that nobody waits for their values.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+LARGEST = 1e12
+"""What a learned scale acts as at most."""
+
+
+class Grid(NamedTuple):
+    """Of one tensor.
+
+    Attributes:
+        step: float32, no axes.
+        zero: as step; a number on a symmetric grid.
+        low, high: lowest and highest code.
+    """
+
+    step: Tensor
+    zero: Tensor | float
+    low: int
+    high: int
+
+
+def step_in_force(scale: Tensor, smallest: Tensor) -> Tensor:
+    """clamp(scale, smallest, 1e12) in float32; NaN stays NaN."""
+    return torch.maximum(scale.to(torch.float32), smallest.to(torch.float32)).clamp(max=LARGEST)
+
+
+def learned_grid(
+    scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int
+) -> Grid:  # fmt: skip
+    """The grid of a quantizer's tensors, one number each, and of fields of its `Levels`."""
+    step = step_in_force(scale.reshape(()), smallest.reshape(()))
+    if zero_point is None:
+        return Grid(step, float(shift), low + shift, high + shift)
+    zero = zero_point.reshape(()).to(torch.float32).round().clamp(low, high)
+    return Grid(step, zero + shift, low + shift, high + shift)
+
+
+def encoded(values: Tensor, grid: Grid, pattern: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of float32 values, in the strides of `pattern`, and `numbers`: step and zero, float32.
+
+    The step is NaN if there is a NaN among the values, whose codes are arbitrary. Codes being finite and small, their
+    sum is NaN then and only then: no value has to be looked at.
+    """
+    codes = (values / grid.step).round_().add_(grid.zero).clamp_(grid.low, grid.high)
+    total = codes.sum()
+    step = torch.where(total.isnan(), total, grid.step)
+    zero = grid.zero if isinstance(grid.zero, Tensor) else torch.full_like(step, grid.zero)
+    return like(codes, pattern, torch.uint8), torch.stack([step, zero])
+
+
+def decoded(codes: Tensor, numbers: Tensor) -> Tensor:
+    """(codes - zero) * step in float32."""
+    return (codes - numbers[1]).mul_(numbers[0])
+
+
+def slopes(v: Tensor, low: Any, high: Any) -> tuple[Tensor, Tensor]:
+    """Whether the gradient passes at v = x / step, and the slope with respect to the step.
+
+        inside:  low <= v <= high
+        slope:   round(v) - v inside, the bound outside
+
+    Args:
+        v: float32.
+        low, high: bounds of v, numbers or tensors without axes.
+    """
+    bounded = torch.clamp(v, low, high)
+    inside = bounded == v
+    return inside, torch.where(inside, torch.round(v) - v, bounded)
+
+
+def slopes_on(values: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """`slopes` of float32 values on a grid."""
+    return slopes(values / grid.step, grid.low - grid.zero, grid.high - grid.zero)
+
+
+def clipped_slopes(values: Tensor, floor: float, ceiling: float, grid: Grid) -> tuple[Tensor, Tensor]:
+    """`slopes_on` behind a clamp, where a gradient passes strictly between floor and ceiling only."""
+    inside, slope = slopes_on(values.clamp(floor, ceiling), grid)
+    return inside & (values > floor) & (values < ceiling), slope
+
+
+def learned_gradient(total: Tensor, scale: Tensor, smallest: Tensor, factor: float, relative: bool) -> Tensor:
+    """The gradient of scales, in their shape and dtype: total * factor, times step^2 if it is relative.
+
+    Where a scale acts as more than it is, a gradient that would lower it further is dropped.
+
+    Args:
+        total: float32, the gradient of every step.
+        scale, smallest: as many numbers.
+        factor, relative: of the quantizer's `Levels`.
+    """
+    gradient = total.reshape(scale.shape) * factor
+    least = smallest.reshape(scale.shape)
+    if relative:
+        step = step_in_force(scale, least)
+        gradient = gradient * step * step  # one after the other: the square of a small step may be no normal number
+    return torch.where((scale < least) & (gradient > 0), 0.0, gradient).to(scale.dtype)
+
+
+def like(x: Tensor, pattern: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in another dtype, its elements in the order of pattern's; itself if it is so already."""
+    if x.dtype is dtype and x.stride() == pattern.stride():
+        return x
+    return torch.empty_like(pattern, dtype=dtype).copy_(x)

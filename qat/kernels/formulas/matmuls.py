@@ -1,0 +1,44 @@
+"""Formulas of the product of two quantized tensors, batch by batch; operators of `qat.kernels.matmul_operators`."""
+
+import torch
+from torch import Tensor
+
+from qat.kernels.formulas.autocasting import result_dtype, without_autocast
+from qat.kernels.formulas.grids import decoded, like
+
+
+def codes_matmul(a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor) -> Tensor:
+    """((a - a_zero) @ (b - b_zero)) * (a_step * b_step), in float32 or in autocast's dtype.
+
+    The integers are multiplied, which bfloat16 and TF32 hold exactly. In float16 the values are: sums of integers would
+    be infinite from 65504 on, the values' sums are no larger than those of a model in float16 anyway.
+
+    Args:
+        a: uint8, (..., L, E).
+        b: uint8, (..., E, S), the same sizes before the last two.
+        a_numbers, b_numbers: step and zero of each.
+    """
+    dtype = result_dtype(a, torch.float32)
+    with without_autocast(a):
+        if dtype is torch.float16:
+            y = torch.bmm(_rows(decoded(a, a_numbers), dtype), _rows(decoded(b, b_numbers), dtype))
+        else:
+            x, z = (codes - numbers[1].to(dtype) for codes, numbers in ((a, a_numbers), (b, b_numbers)))
+            y = (torch.bmm(_rows(x, dtype), _rows(z, dtype)) * (a_numbers[:1] * b_numbers[:1])).to(dtype)
+    return y.view(*a.shape[:-1], b.shape[-1])
+
+
+def codes_matmul_backward(
+    grad: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor
+) -> tuple[Tensor, Tensor]:
+    """da = grad @ b^T;  db = a^T @ grad, of the values in grad's dtype, each in the strides of its operand."""
+    rows = grad.reshape(-1, *grad.shape[-2:])
+    x, z = _rows(decoded(a, a_numbers), grad.dtype), _rows(decoded(b, b_numbers), grad.dtype)
+    with without_autocast(grad):
+        grad_a, grad_b = torch.bmm(rows, z.mT), torch.bmm(x.mT, rows)
+    return like(grad_a.view(a.shape), a, grad.dtype), like(grad_b.view(b.shape), b, grad.dtype)
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Three axes."""
+    return x.to(dtype).flatten(0, -3)

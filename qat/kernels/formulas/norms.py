@@ -1,0 +1,84 @@
+"""Formulas of a BatchNorm, a clamp and the quantizer behind them; operators of `qat.kernels.norms`.
+
+    z = y * alpha + offset, with alpha = gamma * inverse and offset = beta - mean * alpha
+
+Channels are axis 1; of tensors with fewer than four axes the last one. Statistics are float32 whatever y is.
+"""
+
+import torch
+from torch import Tensor
+
+from qat.kernels.formulas.grids import clipped_slopes, encoded, learned_gradient, learned_grid, like
+
+
+def batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every channel the mean, 1 / sqrt(variance + eps), and the unbiased variance; 0 of a single value."""
+    axes = _others(y)
+    variance, mean = torch.var_mean(y.to(torch.float32), axes, correction=0)
+    count = y.numel() // mean.numel()
+    return mean, torch.rsqrt(variance + eps), variance * (count / max(count - 1, 1))
+
+
+def norm_quantize(
+    y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, floor: float, ceiling: float,
+    scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,
+    relative: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Codes of clamp((y - mean) * inverse * gamma + beta, floor, ceiling).
+
+    C rounds y * alpha + offset once, torch on the CPU twice: a value next to a tie may fall on the other level.
+    """
+    alpha, offset = _linear_form(y, gamma, beta, mean, inverse)
+    z = torch.addcmul(offset, y.to(torch.float32), alpha).clamp_(floor, ceiling)
+    return encoded(z, learned_grid(scale, smallest, zero_point, low, high, shift), y)
+
+
+def norm_quantize_backward(
+    grad: Tensor, y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, floor: float, ceiling: float,
+    scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,
+    relative: bool, follows_batch: bool, needs_y: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of y, gamma, beta and scale.
+
+    With masked = grad inside grid and clamp, 0 elsewhere:
+        dbeta = sum(masked);  dgamma = inverse * sum(masked * (y - mean));  dscale = factor * sum(grad * slope)
+        dy = alpha * masked, and with statistics of the batch
+        dy = alpha * (masked - mean(masked) - (y - mean) * mean(masked * (y - mean)) * inverse^2)
+    """
+    axes, wide, full = _others(y), y.to(torch.float32), grad.to(torch.float32)
+    alpha, offset = _linear_form(y, gamma, beta, mean, inverse)
+    grid = learned_grid(scale, smallest, zero_point, low, high, shift)
+    passes, slope = clipped_slopes(torch.addcmul(offset, wide, alpha), floor, ceiling, grid)
+    total = (full * slope).sum()
+    masked = torch.where(passes, full, 0.0)
+    centred = wide - _along(mean, y)
+    sums, products = masked.sum(axes), (masked * centred).sum(axes)
+    spread = inverse.to(torch.float32)
+    grad_y = y.new_empty(0)
+    if needs_y:
+        if follows_batch:
+            count = y.numel() // sums.numel()
+            masked = masked - _along(sums / count, y)
+            masked = torch.addcmul(masked, centred, _along(products * (spread * spread / count), y), value=-1)
+        grad_y = like(masked * alpha, y, y.dtype)
+    return (
+        grad_y, (products * spread).to(gamma.dtype), sums.to(beta.dtype),
+        learned_gradient(total, scale, smallest, factor, relative),
+    )  # fmt: skip
+
+
+def _others(y: Tensor) -> list[int]:
+    """The axes without the channels'."""
+    return [0, *range(2, y.dim())] if y.dim() > 3 else list(range(y.dim() - 1))
+
+
+def _along(numbers: Tensor, y: Tensor) -> Tensor:
+    """One number a channel, in float32, shaped to go with y."""
+    wide = numbers.to(torch.float32)
+    return wide.reshape(-1, *[1] * (y.dim() - 2)) if y.dim() > 3 else wide
+
+
+def _linear_form(y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """alpha and offset, shaped to go with y."""
+    alpha = inverse.to(torch.float32) * gamma.to(torch.float32)
+    return _along(alpha, y), _along(beta.to(torch.float32) - mean.to(torch.float32) * alpha, y)

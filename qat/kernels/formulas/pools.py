@@ -1,0 +1,86 @@
+"""Formulas of max pooling of codes, (N, C, H, W); operators of `qat.kernels.pools`.
+
+Both go over the elements of the window, each a strided slice of the whole tensor: no indices of eight bytes, and no
+two windows ever write to one place at once, so that the gradient's sums have one order on every device.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+OUTSIDE = -1
+"""What pads an image of codes: less than every code."""
+
+
+def max_pool_codes(
+    codes: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
+) -> tuple[Tensor, Tensor]:
+    """The largest code of every window and its number in the window, the first of several.
+
+    A window that lies in the padding with all its elements, as a dilated one can, gets some code and no gradient.
+    """
+    sizes = [
+        pooled_size(*numbers, ceil_mode)
+        for numbers in zip(codes.shape[2:], kernel, stride, padding, dilation, strict=True)
+    ]
+    around = _pads(list(codes.shape[2:]), sizes, kernel, stride, padding, dilation)
+    padded = F.pad(codes.to(torch.int16), around, "constant", OUTSIDE)
+    largest = _slice(padded, 0, sizes, kernel, stride, dilation)
+    where = torch.zeros_like(largest, dtype=torch.uint8)
+    for k in range(1, kernel[0] * kernel[1]):
+        each = _slice(padded, k, sizes, kernel, stride, dilation)
+        where.masked_fill_(each > largest, k)
+        largest = torch.maximum(largest, each)
+    layout = _layout(codes)
+    out = torch.empty(largest.shape, dtype=torch.uint8, device=codes.device, memory_format=layout)
+    return out.copy_(largest), torch.empty_like(out).copy_(where)
+
+
+def max_pool_codes_backward(
+    grad: Tensor, where: Tensor, height: int, width: int, kernel: list[int], stride: list[int], padding: list[int],
+    dilation: list[int],
+) -> Tensor:  # fmt: skip
+    """The gradient of what was pooled, images of height x width: of every window to its largest element."""
+    sizes = list(where.shape[2:])
+    left, right, above, below = _pads([height, width], sizes, kernel, stride, padding, dilation)
+    layout, full = _layout(where), grad.to(torch.float32)
+    shape = (*where.shape[:2], above + height + below, left + width + right)
+    padded = torch.empty(shape, dtype=torch.float32, device=grad.device, memory_format=layout).zero_()
+    for k in range(kernel[0] * kernel[1]):
+        _slice(padded, k, sizes, kernel, stride, dilation).add_(torch.where(where == k, full, 0.0))
+    image = padded[:, :, above : above + height, left : left + width]
+    return torch.empty(image.shape, dtype=grad.dtype, device=grad.device, memory_format=layout).copy_(image)
+
+
+def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
+    """Length of an axis behind a pool, as torch has it: with ceil_mode no window begins in the padding behind."""
+    reach = size + 2 * padding - dilation * (kernel - 1) - 1
+    windows = (reach + (stride - 1 if ceil_mode else 0)) // stride + 1
+    return windows - 1 if ceil_mode and (windows - 1) * stride >= size + padding else windows
+
+
+def _pads(
+    images: list[int], sizes: list[int], kernel: list[int], stride: list[int], padding: list[int],
+    dilation: list[int],
+) -> list[int]:  # fmt: skip
+    """What has to be added left, right, above and below, so that every window lies inside."""
+    behind = [
+        max((windows - 1) * step + (length - 1) * spread + 1 - size - pad, 0)
+        for size, windows, length, step, pad, spread in zip(
+            images, sizes, kernel, stride, padding, dilation, strict=True
+        )
+    ]
+    return [padding[1], behind[1], padding[0], behind[0]]
+
+
+def _slice(
+    padded: Tensor, k: int, sizes: list[int], kernel: list[int], stride: list[int], dilation: list[int]
+) -> Tensor:
+    """Element k of all windows, a view."""
+    y, x = k // kernel[1] * dilation[0], k % kernel[1] * dilation[1]
+    rows = slice(y, y + (sizes[0] - 1) * stride[0] + 1, stride[0])
+    return padded[:, :, rows, x : x + (sizes[1] - 1) * stride[1] + 1 : stride[1]]
+
+
+def _layout(x: Tensor) -> torch.memory_format:
+    return torch.contiguous_format if x.is_contiguous() else torch.channels_last

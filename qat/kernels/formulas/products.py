@@ -1,0 +1,223 @@
+"""Formulas of a product of codes and a weight, which is put on its grid; operators of `qat.kernels.product_operators`.
+
+    y = product(codes - zero, integers) * (step * steps) + bias, integers = clamp(round(weight / steps), low, high)
+
+The operands of a product are these integers, not the values: integers up to 256 are exact in bfloat16 and in TF32, in
+which the values of a grid would be rounded. float16 is the exception, see `_operands`.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from qat.kernels.formulas.autocasting import result_dtype, without_autocast
+from qat.kernels.formulas.grids import decoded, learned_gradient, learned_grid, like, slopes, slopes_on, step_in_force
+from qat.kernels.geometry import NEAREST, Geometry
+
+log = logging.getLogger("qat.kernels")
+
+MOST_INPUTS = 1 << 16
+"""Products of codes by a weight, 255 * 127 at most, whose sum fits int32."""
+
+
+def codes_product(
+    codes: Tensor, numbers: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, bias: Tensor | None, low: int,
+    high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int, integers: bool,
+) -> Tensor:  # fmt: skip
+    """product((codes - zero) * step, weight on its grid) + bias, in autocast's dtype or else in weight's.
+
+    Exact in int32 where integers are allowed and it is a product of matrices that `fits_int_mm`, else in floating
+    numbers. The result has its channels innermost where codes' or weight's are and else is contiguous: a rule that,
+    unlike `Geometry.arranged`, does not ask whether integers would pay.
+    """
+    geometry, dtype = Geometry(stride, padding, dilation, groups), result_dtype(codes, weight.dtype)
+    rounded, steps = _on_grid(weight, scales, smallest, low, high)
+    rows = geometry.rows(codes.shape, weight.shape)
+    fits = _is_of_matrices(geometry, weight) and fits_int_mm(rows, weight.shape[1], weight.shape[0])
+    if integers and fits and has_int_mm(codes.device):
+        y = _multiply_integers(codes, numbers[1], rounded, rows)
+        # int8 knows no NaN: a weight that has one is told by its row's factor.
+        factor = steps * numbers[0] + (rounded - rounded).flatten(1).sum(1)
+    else:
+        x, values, factor = _operands(codes, numbers, rounded, steps, dtype)
+        with without_autocast(codes):
+            y = geometry.multiply(x, values, None)
+    y = y * _along_channels(factor, geometry)
+    if bias is not None:
+        y = y + _along_channels(bias.to(torch.float32), geometry)
+    return _arranged(y, codes, weight, geometry, dtype)
+
+
+def codes_product_backward(
+    grad: Tensor, codes: Tensor, numbers: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, low: int,
+    high: int, factor: float, relative: bool, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    needs_x: bool, needs_weight: bool, needs_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of the tensor behind the codes, of weight, scales and bias.
+
+    dx = that of the product with the weight's values, in grad's dtype
+    dvalues = that of the product with the integers of the codes, times step in float32;  then LSQ's, per row:
+        dweight = dvalues inside the grid;  dscales = factor * sum(dvalues * slope), in their own dtypes
+    dbias = sum(grad) in float32, in weight's dtype
+    """
+    geometry = Geometry(stride, padding, dilation, groups)
+    rounded, steps = _on_grid(weight, scales, smallest, low, high)
+    values = (rounded * _along_rows(steps, weight)).to(grad.dtype)
+    x, left = _integers(codes, numbers, grad.dtype)
+    with without_autocast(grad):
+        found_x, found_values = _gradients(geometry, grad, x, values, needs_x, needs_weight)
+    grad_x = grad_weight = grad_scales = grad_bias = grad.new_empty(0)
+    if found_x is not None:
+        grad_x = like(found_x, codes, grad.dtype)
+    if found_values is not None:
+        through = found_values.to(torch.float32) * left
+        inside, slope = slopes(weight.to(torch.float32) / _along_rows(steps, weight), low, high)
+        grad_weight = like(torch.where(inside, through, 0.0), weight, weight.dtype)
+        total = (through * slope).flatten(1).sum(1)
+        total = total if scales.numel() > 1 else total.sum()
+        grad_scales = learned_gradient(total, scales, smallest, factor, relative)
+    if needs_bias:
+        axes = [0, *range(2, grad.dim())] if stride else list(range(grad.dim() - 1))
+        grad_bias = grad.sum(axes, dtype=torch.float32).to(weight.dtype)
+    return grad_x, grad_weight, grad_scales, grad_bias
+
+
+def input_scale_gradient(
+    grad: Tensor, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int,
+    shift: int, factor: float, relative: bool, weight: Tensor, weight_scales: Tensor, weight_smallest: Tensor,
+    weight_low: int, weight_high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+) -> Tensor:  # fmt: skip
+    """sum(grad * product(dx/dscale, weight)): the gradient of the scale that x, an input of the model, is put on.
+
+    The product is computed in grad's dtype, its sum with grad in float32.
+    """
+    geometry = Geometry(stride, padding, dilation, groups)
+    _, slope = slopes_on(x.to(torch.float32), learned_grid(scale, smallest, zero_point, low, high, shift))
+    rounded, steps = _on_grid(weight, weight_scales, weight_smallest, weight_low, weight_high)
+    values = (rounded * _along_rows(steps, weight)).to(grad.dtype)
+    with without_autocast(grad):
+        derivative = geometry.multiply(slope.to(grad.dtype), values, None)
+    total = (grad.to(torch.float32) * derivative.to(torch.float32)).sum()
+    return learned_gradient(total, scale, smallest, factor, relative)
+
+
+def fits_int_mm(rows: int, inputs: int, outputs: int) -> bool:
+    """Whether torch._int_mm takes (rows, inputs) @ (inputs, outputs) on CUDA, whose libraries demand these sizes.
+
+    The first matrix has to lie row by row, the second column by column: as a layer's input and its weight do. One rule
+    for all devices, so that they compute alike.
+    """
+    return rows > 16 and 0 < inputs <= MOST_INPUTS and inputs % 8 == 0 and outputs > 0 and outputs % 8 == 0
+
+
+_int_mm_found: dict[str, bool] = {}
+"""What `try_int_mm` found out, by kind of device."""
+
+
+def has_int_mm(device: torch.device) -> bool:
+    """Whether torch._int_mm is right to the last unit on a device, as far as was tried."""
+    return _int_mm_found.get(device.type, False)
+
+
+def try_int_mm(device: torch.device) -> bool:
+    """Try torch._int_mm on a device, at the extremes too; once, and before anything is compiled or captured."""
+    if device.type not in _int_mm_found:
+        generator = torch.Generator().manual_seed(0)
+        a = torch.randint(-128, 128, (48, 256), dtype=torch.int8, generator=generator)
+        b = torch.randint(-127, 128, (64, 256), dtype=torch.int8, generator=generator)
+        a[:16], b[:8], b[8:16] = 127, 127, -127
+        try:
+            y = torch._int_mm(a.to(device), b.to(device).T).cpu()
+            _int_mm_found[device.type] = torch.equal(y, (a.double() @ b.double().T).to(torch.int32))
+            reason = "wrong"
+        except (RuntimeError, NotImplementedError, AttributeError) as error:  # an older device, another build of torch
+            _int_mm_found[device.type], reason = False, str(error).splitlines()[0]
+        if not _int_mm_found[device.type]:
+            log.info("integer matrix products on %s: %s; training multiplies in floating numbers", device, reason)
+    return _int_mm_found[device.type]
+
+
+def _is_of_matrices(geometry: Geometry, weight: Tensor) -> bool:
+    """A linear layer, or a convolution that is one at every place."""
+    stride, padding, _, groups = geometry
+    return groups == 1 and all(n == 1 for n in (*stride, *weight.shape[2:])) and all(n == 0 for n in padding)
+
+
+def _multiply_integers(codes: Tensor, zero: Tensor, rounded: Tensor, rows: int) -> Tensor:
+    """product(codes - zero, integers) in int32, the channels where the result has them.
+
+    (codes - zero) @ w = (codes - 128) @ w + (128 - zero) * sum(w), since the operands have to be int8.
+    """
+    inner = codes.movedim(1, -1) if rounded.dim() > 2 else codes
+    matrix = inner.reshape(rows, -1).bitwise_xor(128).view(torch.int8)  # codes - 128, bit by bit
+    integers = rounded.flatten(1).to(torch.int8).contiguous()
+    correction = (128.0 - zero).to(torch.int32) * integers.sum(1, dtype=torch.int32)
+    y = torch._int_mm(matrix, integers.T).add_(correction).view(*inner.shape[:-1], -1)
+    return y.movedim(-1, 1) if rounded.dim() > 2 else y
+
+
+def _operands(
+    codes: Tensor, numbers: Tensor, rounded: Tensor, steps: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Both factors of a product in floating numbers, and the factor that is left, a number a row or one.
+
+    A sum of integers leaves float16, which ends at 65504: three products of 255 by 127 do. There the weight's values
+    are multiplied, whose sums are 1 / step times the result.
+    """
+    x = codes - numbers[1].to(dtype)
+    if dtype is torch.float16:
+        return x, (rounded * _along_rows(steps, rounded)).to(dtype), numbers[:1]
+    return x, rounded.to(dtype), steps * numbers[0]
+
+
+def _integers(codes: Tensor, numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A factor of the weight's gradient, and what that is to be multiplied by.
+
+    codes - zero, and step; in float16 the values, and 1: a gradient that a loss scale has brought near 65504 has no
+    room for another factor of 255.
+    """
+    if dtype is torch.float16:
+        return decoded(codes, numbers).to(dtype), torch.ones_like(numbers[0])
+    return codes - numbers[1].to(dtype), numbers[0]
+
+
+def _gradients(
+    geometry: Geometry, grad: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of x and weight; None where it is not wanted."""
+    if geometry.stride:
+        found = torch.ops.aten.convolution_backward(
+            grad, x, weight, None, geometry.stride, geometry.padding, geometry.dilation, False,
+            [0] * len(geometry.stride), geometry.groups, [needs_x, needs_weight, False],
+        )  # fmt: skip
+        return found[0], found[1]
+    rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    return (rows @ weight).view(x.shape) if needs_x else None, rows.T @ inputs if needs_weight else None
+
+
+def _on_grid(weight: Tensor, scales: Tensor, smallest: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+    """Weight's integers in float32, and what the scales act as, one a row or one."""
+    steps = step_in_force(scales, smallest.reshape(scales.shape)).reshape(-1)
+    return (weight.to(torch.float32) / _along_rows(steps, weight)).round_().clamp_(low, high), steps
+
+
+def _along_rows(steps: Tensor, weight: Tensor) -> Tensor:
+    return steps.view(-1, *[1] * (weight.dim() - 1))
+
+
+def _along_channels(numbers: Tensor, geometry: Geometry) -> Tensor:
+    return numbers.view(-1, *[1] * len(geometry.stride))
+
+
+def _arranged(y: Tensor, codes: Tensor, weight: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor:
+    """y in the dtype and memory format that `codes_product` promises."""
+    nearest = NEAREST.get(codes.dim()) if geometry.stride else None
+    layout = torch.contiguous_format
+    if nearest is not None and any(
+        not t.is_contiguous() and t.is_contiguous(memory_format=nearest) for t in (codes, weight)
+    ):
+        layout = nearest
+    if y.dtype is dtype and y.is_contiguous(memory_format=layout):
+        return y
+    return torch.empty(y.shape, dtype=dtype, device=y.device, memory_format=layout).copy_(y)
