@@ -101,7 +101,7 @@ def test_inductor_compiles_it_and_keeps_for_backward_what_the_eager_formulas_kee
     # Inductor rounds y * alpha + offset once: a value next to a tie falls on the other level, here and there.
     assert errors["y"] < 0.01 and sum(errors.values()) < 0.02 * len(errors), errors
     floats, ours = kept(float_model, float_model, x), kept(model, compiled, x)
-    assert 0 < ours < 1.1 * kept(eager, eager, x) and ours < 0.75 * floats, (ours, floats)
+    assert 0 < ours <= kept(eager, eager, x) and ours < 0.75 * floats, (ours, floats)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

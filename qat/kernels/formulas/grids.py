@@ -63,6 +63,15 @@ def decoded(codes: Tensor, numbers: Tensor) -> Tensor:
     return (codes - numbers[1]).mul_(numbers[0])
 
 
+def integers_again(codes: Tensor, zero: Tensor) -> Tensor:
+    """codes - zero, for a backward.
+
+    As a sum, so that torch.compile finds no part of the forward in it: it would keep the forward's floating numbers
+    for the backward, two or four bytes each, and not the codes.
+    """
+    return codes + -zero
+
+
 def slopes(v: Tensor, low: Any, high: Any) -> tuple[Tensor, Tensor]:
     """Whether the gradient passes at v = x / step, and the slope with respect to the step.
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.formulas.autocasting import result_dtype, without_autocast
-from qat.kernels.formulas.grids import decoded, like
+from qat.kernels.formulas.grids import decoded, integers_again, like
 
 
 def codes_matmul(a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor) -> Tensor:
@@ -33,7 +33,10 @@ def codes_matmul_backward(
 ) -> tuple[Tensor, Tensor]:
     """da = grad @ b^T;  db = a^T @ grad, of the values in grad's dtype, each in the strides of its operand."""
     rows = grad.reshape(-1, *grad.shape[-2:])
-    x, z = _rows(decoded(a, a_numbers), grad.dtype), _rows(decoded(b, b_numbers), grad.dtype)
+    x, z = (
+        _rows(integers_again(codes, numbers[1]) * numbers[0], grad.dtype)
+        for codes, numbers in ((a, a_numbers), (b, b_numbers))
+    )
     with without_autocast(grad):
         grad_a, grad_b = torch.bmm(rows, z.mT), torch.bmm(x.mT, rows)
     return like(grad_a.view(a.shape), a, grad.dtype), like(grad_b.view(b.shape), b, grad.dtype)

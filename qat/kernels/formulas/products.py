@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from qat.kernels.formulas.autocasting import result_dtype, without_autocast
-from qat.kernels.formulas.grids import decoded, learned_gradient, learned_grid, like, slopes, slopes_on, step_in_force
+from qat.kernels.formulas.grids import (
+    integers_again,
+    learned_gradient,
+    learned_grid,
+    like,
+    slopes,
+    slopes_on,
+    step_in_force,
+)
 from qat.kernels.geometry import NEAREST, Geometry
 
 log = logging.getLogger("qat.kernels")
@@ -178,8 +186,8 @@ def _integers(codes: Tensor, numbers: Tensor, dtype: torch.dtype) -> tuple[Tenso
     room for another factor of 255.
     """
     if dtype is torch.float16:
-        return decoded(codes, numbers).to(dtype), torch.ones_like(numbers[0])
-    return codes - numbers[1].to(dtype), numbers[0]
+        return (integers_again(codes, numbers[1]) * numbers[0]).to(dtype), torch.ones_like(numbers[0])
+    return integers_again(codes, numbers[1].to(dtype)), numbers[0]
 
 
 def _gradients(
