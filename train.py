@@ -27,7 +27,7 @@ from qat.training.checkpoint import (
 from qat.training.config import RunConfig, StageConfig
 from qat.training.config_file import dump_config, load_config
 from qat.training.data import Data, load_data
-from qat.training.device import autocast, pick_device, seed_everything
+from qat.training.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.engine import StageRun, evaluate, train_stage
 from qat.training.errors import UserError
 from qat.training.imports import import_rules
@@ -76,6 +76,7 @@ def run(config: RunConfig) -> int:
     started = time.perf_counter()
     device = pick_device(config.device)
     autocast(device, config.amp)  # refuses a precision that the device does not have
+    compile_mode(device, config.cuda_graphs)
     seed_everything(config.seed)
     import_rules(config.imports)
     data = load_data(config.data, config.seed, device, config.channels_last)

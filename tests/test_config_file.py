@@ -19,8 +19,8 @@ from qat.training.recipe import build_recipe
 CONFIGS = Path(__file__).parents[1] / "configs"
 SHIPPED = sorted(file.name for file in CONFIGS.glob("*.yaml"))
 TOP_KEYS = (
-    "name, run_dir, resume, imports, seed, device, amp, channels_last, integer_forward, compile, log_every, model,"
-    " data, float, qat, float_finetune, quantization, export"
+    "name, run_dir, resume, imports, seed, device, amp, channels_last, integer_forward, compile, cuda_graphs,"
+    " log_every, model, data, float, qat, float_finetune, quantization, export"
 )
 
 
@@ -344,6 +344,11 @@ BAD_FILES = [
      "got 9223372036854775808"),
     ("seed: " + "1" * 5000, f"seed: expected a whole number >= 0 and < 9223372036854775808, got '{'1' * 76}..."),
     # several keys together
+    ("cuda_graphs: true", "cuda_graphs: true is about compiled models; add compile: true, or leave it out"),
+    (
+        "device: cpu\ncompile: true\ncuda_graphs: true",
+        "cuda_graphs: true needs a CUDA device; on device 'cpu' leave it out",
+    ),
     ("amp: fp16\ndevice: cpu", "amp: 'fp16' needs a CUDA device; on device 'cpu' use 'bf16' or 'none'"),
 ]  # fmt: skip
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qat.training.device import autocast, pick_device, seed_everything
+from qat.training.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.errors import UserError
 from qat.training.logging import format_table
 
@@ -63,3 +63,10 @@ def test_a_table_is_aligned() -> None:
     assert format_table([["model", "top1 %", ""], ["float", "98.10", "x"], ["QAT (best)", "98", ""]]) == (
         "model       top1 %\n----------  ------  -\nfloat        98.10  x\nQAT (best)      98"
     )
+
+
+def test_cuda_graphs_need_cuda() -> None:
+    assert compile_mode(torch.device("cuda"), True) == "reduce-overhead"
+    assert compile_mode(torch.device("cuda"), False) is None and compile_mode(torch.device("cpu"), False) is None
+    with pytest.raises(UserError, match="cuda_graphs: true needs a CUDA device; on device 'cpu' leave it out"):
+        compile_mode(torch.device("cpu"), True)

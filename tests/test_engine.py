@@ -135,6 +135,18 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(stage: QATStageConfig, 
     assert drawn == uncut
 
 
+def test_a_compiled_run_learns_what_a_plain_one_does(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    losses = {}
+    for name, wanted in (("plain", False), ("compiled", True)):
+        model: Any = tiny_model()
+        model.dropout.p = 0.0  # compiled code draws other numbers
+        run = stage_run(tmp_path / name, model, QATStageConfig(epochs=2, lr=0.1), config={"compile": wanted})
+        train(run)
+        losses[name] = [value for _, value in curves(tmp_path / name)["qat/train_loss"]]
+    assert losses["compiled"] == pytest.approx(losses["plain"], rel=1e-3) and len(set(losses["plain"])) > 1
+
+
 def test_a_finished_stage_is_taken_up_as_it_ended(tmp_path: Path) -> None:
     whole = stage_run(tmp_path, tiny_model(), STAGES[0])
     expected = train(whole)

@@ -211,7 +211,9 @@ class RunConfig(Section):
     """`auto`: the training forward multiplies integers where the processor does so exactly and it is faster (CPUs with
     VNNI; see docs/speed.md); `off`: in float on the same grids, as everywhere else."""
     compile: bool = False
-    """Train through torch.compile: a minute or more for the first step, and kernels of torch's own for all steps."""
+    """Train through torch.compile: a minute or more for the first step. On a GPU only these train on codes."""
+    cuda_graphs: bool = False
+    """Compiled steps run as CUDA graphs, which saves the starting of kernels where they are short."""
     log_every: Count = 10
     """Training steps between two points of the curves: the only host-device synchronisation of a step."""
     model: ModelConfig = ModelConfig()
@@ -228,6 +230,10 @@ class RunConfig(Section):
     def _consistent(self) -> "RunConfig":
         if self.amp == "fp16" and self.device == "cpu":
             raise ValueError("amp: 'fp16' needs a CUDA device; on device 'cpu' use 'bf16' or 'none'")
+        if self.cuda_graphs and self.device == "cpu":
+            raise ValueError("cuda_graphs: true needs a CUDA device; on device 'cpu' leave it out")
+        if self.cuda_graphs and not self.compile:
+            raise ValueError("cuda_graphs: true is about compiled models; add compile: true, or leave it out")
         for name, stage in (("float", self.float), ("qat", self.qat)):
             if 0 < stage.epochs < stage.warmup_epochs:
                 raise ValueError(

@@ -51,6 +51,21 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
+def compile_mode(device: torch.device, cuda_graphs: bool) -> str | None:
+    """The mode of torch.compile, None for its default.
+
+    Args:
+        device: where the model runs.
+        cuda_graphs: whether its steps are to be CUDA graphs.
+
+    Raises:
+        UserError: for CUDA graphs on another device.
+    """
+    if cuda_graphs and device.type != "cuda":
+        raise UserError(f"cuda_graphs: true needs a CUDA device; on device {device.type!r} leave it out")
+    return "reduce-overhead" if cuda_graphs else None
+
+
 def autocast(device: torch.device, amp: str) -> AbstractContextManager[object]:
     """A context in which operations run in mixed precision.
 

@@ -14,7 +14,7 @@ from qat.kernels import float_products
 from qat.training.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
 from qat.training.config import QATStageConfig
 from qat.training.curves import Meter, log_epoch, log_window
-from qat.training.device import autocast
+from qat.training.device import autocast, compile_mode
 from qat.training.ema import EMA
 from qat.training.errors import UserError
 from qat.training.evaluation import Batches, Evaluation, TrainBatches, evaluate, split_output, to_device
@@ -38,7 +38,9 @@ class _Machinery:
         self.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.amp == "fp16")
         self.ema = None if run.stage.ema_decay is None else EMA(run.model, run.stage.ema_decay)
         self.rules = RuleSchedule(run.model)
-        self.forward: Callable[[Tensor], Any] = torch.compile(run.model) if run.config.compile else run.model
+        self.forward: Callable[[Tensor], Any] = run.model
+        if run.config.compile:
+            self.forward = torch.compile(run.model, mode=compile_mode(run.device, run.config.cuda_graphs))
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.best_top1 = -1.0
 
@@ -140,6 +142,8 @@ def _train_epoch(run: StageRun, machinery: _Machinery, epoch: int) -> Meter:
 
 def _train_step(run: StageRun, machinery: _Machinery, images: Tensor, labels: Tensor) -> Tensor:
     """One optimizer step; returns (loss, correct predictions, gradient norm) on the device."""
+    # What the step before left in the memory of a CUDA graph is done with.
+    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     loss, logits = _loss_of(run, (images, labels), machinery.forward)
     total = machinery.rules.with_penalty(loss)
     machinery.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
