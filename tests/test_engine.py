@@ -147,6 +147,14 @@ def test_a_compiled_run_learns_what_a_plain_one_does(tmp_path: Path) -> None:
     assert losses["compiled"] == pytest.approx(losses["plain"], rel=1e-3) and len(set(losses["plain"])) > 1
 
 
+def test_plain_training_does_not_load_what_cuda_graphs_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four seconds and 200 MB, for nothing."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: asked.append(1))
+    train(stage_run(tmp_path, tiny_model(), QATStageConfig(epochs=1)))
+    assert not asked
+
+
 def test_a_finished_stage_is_taken_up_as_it_ended(tmp_path: Path) -> None:
     whole = stage_run(tmp_path, tiny_model(), STAGES[0])
     expected = train(whole)

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,10 +14,14 @@ from test_fused_compiled import Everything, images, prepared, step
 from test_kernels_formulas_traced import WAITING, Watch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.speed_memory import saved_bytes
 from qat.kernels import float_products, kernels_by_formula, plain_formulas
 from qat.kernels.formulas import products
+from qat.kernels.switches import _switches
+from qat.layers import repair
+from qat.preparation import prepared_graph
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +30,14 @@ def by_formula() -> Iterator[None]:
     with kernels_by_formula():
         yield
     torch.compiler.reset()
+
+
+@contextmanager
+def formulas_left() -> Iterator[None]:
+    """As behind the end of `kernels_by_formula`."""
+    _switches.by_formula = False
+    yield
+    _switches.by_formula = True
 
 
 class Graphs:
@@ -86,6 +98,49 @@ def test_compiled_it_is_one_graph_each_way_with_integer_products_and_nothing_tha
     assert not {f"aten.{name}" for name in WAITING} & set(names)
     assert not [name for name in names if name.startswith("qat.")]
     assert names.count("auto_functionalized_v2") == 1  # what puts scales back
+
+
+def test_compiled_on_contiguous_images_too() -> None:
+    """Integer products leave channels innermost, and are copied behind; torch 2.11 lost gradients there."""
+    x = images(32, channels_last=False)
+    model = prepared(x)
+    eager = copy.deepcopy(model)
+    found = step(model, x, torch.compile(model, fullgraph=True, backend="aot_eager"))
+    for name, error in differences(step(eager, x, eager), found).items():
+        assert error < (2e-3 if name.endswith("scale") else 1e-4), (name, error)
+
+
+def test_a_backward_outside_of_the_context_knows_halves() -> None:
+    x = images()
+    model = prepared(x)
+    twin = copy.deepcopy(model)
+    losses = []
+    for each in (model, twin):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses.append(each(x).float().square().sum())
+    losses[0].backward()
+    with formulas_left():
+        losses[1].backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=1e-2, atol=1e-2 * float(p.grad.abs().max()))
+
+
+def test_formulas_need_no_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = images()
+    model = prepared(x)
+    expected = step(copy.deepcopy(model), x, model)
+    for module in (repair, prepared_graph):
+        monkeypatch.setattr(module, "library", lambda: None)
+    other = copy.deepcopy(model)
+    found = step(other, x, other)
+    assert torch.equal(expected["y"], found["y"])
+
+
+def test_broken_scales_on_several_devices_are_put_back() -> None:
+    with FakeTensorMode():
+        scales = [torch.ones((), device=device) for device in ("cpu", "cuda", "cpu", "cuda")]
+        repair._put_back._init_fn(scales, [each * 0.1 for each in scales])
+    assert [each.device.type for each in scales] == ["cpu", "cuda", "cpu", "cuda"]
 
 
 def kept(model: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> int:

@@ -59,3 +59,16 @@ def test_a_zero_point_acts_as_the_formulas_does_rounded_and_within_the_grid() ->
     for given, acts in ((2.4, 2), (-7.0, 0), (99.0, 15)):
         found, expected = (gradient(z, 0.2, zero, 0, 15, CLIPS[0]) for zero in (given, float(acts)))
         assert torch.equal(found, expected) and 0 < found.sum() < found.numel()
+
+
+@pytest.mark.parametrize("nearest", [True, False])
+def test_a_clamp_passes_nothing_at_its_ends_when_denormals_are_flushed(nearest: bool) -> None:
+    z = torch.tensor([0.0, 1.0, 6.0]).repeat(4).view(1, 4, 3, 1).expand(1, 4, 3, 2).contiguous()
+    z = z.to(memory_format=torch.channels_last) if nearest else z
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    try:
+        found = gradient(z, 0.1, 0.0, 0, 255, (0.0, 6.0))
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(found, ((z > 0) & (z < 6)).float())

@@ -173,9 +173,9 @@ static double sums_of_images(const float *grad, const float *y, Shape s, Linear 
 
 /* ---- backward, second pass: grad_y = alpha * (masked - offset - (y - mean) * factor) ---- */
 
-/* Where a gradient passes: lowest <= z <= highest is what `masked` finds out by dividing. */
+/* Where a gradient passes: floor < z < ceiling and lowest <= z <= highest is what `masked` finds out by dividing. */
 typedef struct {
-  float lowest, highest;
+  float floor, ceiling, lowest, highest;
 } Window;
 
 /* The largest z with z / step <= bound, an integer >= 0. A quotient up to half a unit of the last place above is
@@ -187,13 +187,13 @@ static float reach(float bound, float step) {
 }
 
 static Window window_of(Grid g, Clip clip) {
-  const float lowest = -reach(g.zero - g.low, g.step), highest = reach(g.high - g.zero, g.step);
-  const float above = nextafterf(clip.floor, INFINITY), below = nextafterf(clip.ceiling, -INFINITY);
-  const Window w = {above > lowest ? above : lowest, below < highest ? below : highest};
+  const Window w = {clip.floor, clip.ceiling, -reach(g.zero - g.low, g.step), reach(g.high - g.zero, g.step)};
   return w;
 }
 
-static inline float passed(float grad, float z, Window w) { return (z >= w.lowest) & (z <= w.highest) ? grad : 0; }
+static inline float passed(float grad, float z, Window w) {
+  return (z > w.floor) & (z < w.ceiling) & (z >= w.lowest) & (z <= w.highest) ? grad : 0;
+}
 
 static void through_row(const float *restrict grad, const float *restrict y, float *restrict grad_y,
                         const float *restrict alpha, const float *restrict shift, const float *restrict mean,

@@ -57,7 +57,7 @@ def operator(
 
         @functools.wraps(function)
         def call(*args: Any) -> Result:
-            if by_formula(args[0]):
+            if by_formula(args[0]) or args[0].dtype in DTYPES[1:]:  # halves, in a backward outside of the context
                 found: Result = formula(*args)
                 return found
             if torch.compiler.is_compiling():

@@ -5,6 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from qat.kernels.compiler import library
 from qat.kernels.cpu import compiled, is_plain
 from qat.kernels.operator import by_formula
 from qat.quantizer import Quantizer
@@ -25,19 +26,25 @@ def repair(*quantizers: Quantizer) -> None:
 @torch.library.custom_op("qat::put_back", mutates_args=("scales",))
 def _put_back(scales: list[Tensor], smallest: list[Tensor]) -> None:
     """As `Quantizer.repair`; compiled code cannot look, and would keep copies of the scales for backward."""
-    if by_formula(scales[0]):  # looking would wait for the device
-        found, least = (torch.cat([each.flatten() for each in tensors]) for tensors in (scales, smallest))
-        found = torch.where(found.isfinite(), found, least / FLOOR_SHARE)
-        for scale, values in zip(scales, torch.split(found, [each.numel() for each in scales]), strict=True):
-            scale.copy_(values.view(scale.shape))
-    elif not all_finite(scales):
-        for scale, least in zip(scales, smallest, strict=True):
-            scale.copy_(torch.where(scale.isfinite(), scale, least / FLOOR_SHARE))
+    for device in {each.device for each in scales}:
+        here = [(scale, least) for scale, least in zip(scales, smallest, strict=True) if scale.device == device]
+        if by_formula(here[0][0]):  # looking would wait for the device
+            _put_back_unseen(*zip(*here, strict=True))
+        elif not all_finite([scale for scale, _ in here]):
+            for scale, least in here:
+                scale.copy_(torch.where(scale.isfinite(), scale, least / FLOOR_SHARE))
+
+
+def _put_back_unseen(scales: tuple[Tensor, ...], smallest: tuple[Tensor, ...]) -> None:
+    found, least = (torch.cat([each.flatten() for each in tensors]) for tensors in (scales, smallest))
+    found = torch.where(found.isfinite(), found, least / FLOOR_SHARE)
+    for scale, values in zip(scales, torch.split(found, [each.numel() for each in scales]), strict=True):
+        scale.copy_(values.view(scale.shape))
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
     """Whether there is no NaN and no infinity in any of them."""
-    if not all(is_plain(each) and each.is_contiguous() for each in tensors):
+    if library() is None or not all(is_plain(each) and each.is_contiguous() for each in tensors):
         return all(bool(each.isfinite().all()) for each in tensors)
     count = len(tensors)
     addresses = (ctypes.c_void_p * count)(*[each.data_ptr() for each in tensors])

@@ -53,25 +53,28 @@ class PreparedGraph(fx.GraphModule):
         """What training runs where kernels apply, made anew if the graph changed; None where nothing can be fused."""
         kind: Any = type(self)
         if not kind.derived:
-            kind.derived, kind.has_library, kind.fused = True, library() is not None, fused_forward(self)
-            self._try_products()
+            kind.derived, kind.fused = True, fused_forward(self)
+            self._look_around()
         found: FusedForward | None = kind.fused
         return found
 
-    def _try_products(self) -> None:
-        """Integer products are tried out now, since nothing can be while torch.compile looks on."""
-        if formulas_wanted() or torch.cuda.is_available():
-            for device in {parameter.device for parameter in self.parameters()}:
-                try_int_mm(device)
-        if type(self).has_library:
+    def _look_around(self) -> None:
+        """What there is where the model lies: now, since nothing can be tried out while torch.compile looks on."""
+        kind: Any = type(self)
+        devices = {parameter.device for parameter in self.parameters()}
+        if any(device.type == "cpu" for device in devices) and library() is not None:
+            kind.has_library = True
             for each in products.KINDS:
                 products.are_exact(each)
+        for device in devices:
+            if device.type == "cuda" or formulas_wanted():
+                try_int_mm(device)
 
     def train(self, mode: bool = True) -> "Self":
         """As of any module; torch.compile, which may come next, can only run what is derived already."""
         if mode and any(parameter.device.type in ("cpu", "cuda") for parameter in self.parameters()):
             self.derive()
-            self._try_products()  # the model may have been moved
+            self._look_around()  # the model may have been moved
         return super().train(mode)
 
     def _fused_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
@@ -80,9 +83,9 @@ class PreparedGraph(fx.GraphModule):
         if not self.training or (plain_wanted() if compiling else plain_here()):
             return None
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and is_taken(x)]
-        fused = type(self).fused if compiling else self.derive()
         if not given or not self._has_kernels(given[0], compiling) or _has_any_global_hook():  # type: ignore[no-untyped-call]
             return None
+        fused = type(self).fused if compiling else self.derive()
         return fused.run if fused is not None and fused.fits(self) else None
 
     def _has_kernels(self, x: torch.Tensor, compiling: bool) -> bool:
@@ -91,7 +94,9 @@ class PreparedGraph(fx.GraphModule):
             return compiling
         if formulas_wanted():
             return True
-        return type(self).has_library and not torch.is_autocast_enabled("cpu")
+        if torch.is_autocast_enabled("cpu"):
+            return False
+        return type(self).has_library if compiling else library() is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickle, which would make a plain graph module of it."""

@@ -142,8 +142,8 @@ def _train_epoch(run: StageRun, machinery: _Machinery, epoch: int) -> Meter:
 
 def _train_step(run: StageRun, machinery: _Machinery, images: Tensor, labels: Tensor) -> Tensor:
     """One optimizer step; returns (loss, correct predictions, gradient norm) on the device."""
-    # What the step before left in the memory of a CUDA graph is done with.
-    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+    if run.config.cuda_graphs:  # what the step before left in their memory is done with
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     loss, logits = _loss_of(run, (images, labels), machinery.forward)
     total = machinery.rules.with_penalty(loss)
     machinery.scaler.scale(total).backward()  # type: ignore[no-untyped-call]

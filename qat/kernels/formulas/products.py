@@ -131,11 +131,11 @@ def has_int_mm(device: torch.device) -> bool:
 def try_int_mm(device: torch.device) -> bool:
     """Try torch._int_mm on a device, at the extremes too; once, and before anything is compiled or captured."""
     if device.type not in _int_mm_found:
-        generator = torch.Generator().manual_seed(0)
-        a = torch.randint(-128, 128, (48, 256), dtype=torch.int8, generator=generator)
-        b = torch.randint(-127, 128, (64, 256), dtype=torch.int8, generator=generator)
-        a[:16], b[:8], b[8:16] = 127, 127, -127
         try:
+            generator = torch.Generator("cpu").manual_seed(0)
+            a = torch.randint(-128, 128, (48, 256), dtype=torch.int8, generator=generator, device="cpu")
+            b = torch.randint(-127, 128, (64, 256), dtype=torch.int8, generator=generator, device="cpu")
+            a[:16], b[:8], b[8:16] = 127, 127, -127
             y = torch._int_mm(a.to(device), b.to(device).T).cpu()
             _int_mm_found[device.type] = torch.equal(y, (a.double() @ b.double().T).to(torch.int32))
             reason = "wrong"
@@ -219,13 +219,17 @@ def _along_channels(numbers: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _arranged(y: Tensor, codes: Tensor, weight: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor:
-    """y in the dtype and memory format that `codes_product` promises."""
+    """y in the dtype and memory format that `codes_product` promises.
+
+    The last operation of a Function's forward must neither write nor do nothing: torch 2.11 compiles such a Function,
+    but without its gradient.
+    """
     nearest = NEAREST.get(codes.dim()) if geometry.stride else None
     layout = torch.contiguous_format
     if nearest is not None and any(
         not t.is_contiguous() and t.is_contiguous(memory_format=nearest) for t in (codes, weight)
     ):
         layout = nearest
-    if y.dtype is dtype and y.is_contiguous(memory_format=layout):
-        return y
-    return torch.empty(y.shape, dtype=dtype, device=y.device, memory_format=layout).copy_(y)
+    if y.dtype is not dtype:
+        return y.to(dtype, memory_format=layout)
+    return y if y.is_contiguous(memory_format=layout) else y.contiguous(memory_format=layout)
