@@ -48,7 +48,10 @@ def float_products() -> Iterator[None]:
 
 @contextmanager
 def kernels_by_formula() -> Iterator[None]:
-    """A context in which compiled models on the CPU get what those on CUDA get: to see that without a GPU."""
+    """A context in which the CPU computes as compiled models on CUDA do, to see that without a GPU.
+
+    Forward and backward belong inside, and `train()` of the model before them.
+    """
     before, _switches.by_formula = _switches.by_formula, True
     try:
         yield
