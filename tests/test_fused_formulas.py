@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases_compiled import Everything, images, prepared, step
+from cases_waiting import WAITING, Watch
 from functorch.compile import make_boxed_func
-from test_fused_compiled import Everything, images, prepared, step
-from test_kernels_formulas_traced import WAITING, Watch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
