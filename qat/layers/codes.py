@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu import is_dense
+from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.learned import Levels, dequantize
 from qat.kernels.operator import by_formula, is_taken
 from qat.kernels.quantizers import quantize_codes, quantize_codes_backward
@@ -153,7 +154,7 @@ class DecodeFunction(torch.autograd.Function):
     def forward(carrier: Tensor, codes: Tensor, numbers: Tensor) -> Tensor:
         """One pass; compiled code makes it part of what follows."""
         if torch.compiler.is_compiling() or by_formula(codes):
-            return (codes.to(torch.float32) - numbers[1]) * numbers[0]
+            return formulas.dequantize(codes, numbers)
         return dequantize(codes, numbers)
 
     @staticmethod

@@ -63,5 +63,5 @@ def add_quantize_backward(
 
 
 def dequantize(codes: Tensor, numbers: Tensor) -> Tensor:
-    """(codes - zero) * step in float32, in the memory format of codes."""
-    return like(decoded(codes, numbers), codes, torch.float32)
+    """(codes - zero) * step in float32; not in place, which as a Function's last operation costs it its gradient."""
+    return (codes.to(torch.float32) - numbers[1]) * numbers[0]
