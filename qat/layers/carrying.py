@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from qat.layers.codes import Codes, connected, decode, is_unwatched
+from qat.layers.codes import Codes, connected, decode
 
 
 def reshape(x: Codes | Tensor, method: str, *args: Any, **kwargs: Any) -> Codes | Tensor:
@@ -14,14 +14,16 @@ def reshape(x: Codes | Tensor, method: str, *args: Any, **kwargs: Any) -> Codes 
 
 
 def reshape_by(x: Codes | Tensor, module: nn.Module) -> Codes | Tensor:
-    """module(x), of codes where x is such and nobody watches: `nn.Flatten` and its like."""
-    return _moved(x, module) if is_unwatched(module) else _in_float(x, module)
+    """module(x), of codes where x is such: `nn.Flatten` and its like."""
+    return _moved(x, module)
 
 
 def drop(x: Codes | Tensor, dropout: Any) -> Codes | Tensor:
     """dropout(x): x itself while nothing is dropped, else the float tensor, which lies on no grid any more."""
-    passes = is_unwatched(dropout) and not (dropout.training and dropout.p > 0)
-    return x if passes else _in_float(x, dropout)
+    if not (dropout.training and dropout.p > 0):
+        return x
+    y: Tensor = dropout(decode(x))
+    return y
 
 
 def shape_of(x: Codes | Tensor) -> Tensor:
@@ -34,8 +36,3 @@ def _moved(x: Codes | Tensor, operation: Callable[[Tensor], Tensor]) -> Codes | 
         return operation(x)
     x = connected(x)
     return Codes(operation(x.carrier), operation(x.codes), x.numbers)
-
-
-def _in_float(x: Codes | Tensor, module: nn.Module) -> Tensor:
-    y: Tensor = module(decode(x))
-    return y

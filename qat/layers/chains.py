@@ -23,8 +23,7 @@ from qat.layers.codes import (
     carrier_for,
     connected,
     decode,
-    in_training,
-    is_unwatched,
+    has_taken_numbers,
     learned_by,
     quantize,
 )
@@ -59,10 +58,6 @@ class Clip:
     def clips(self) -> bool:
         """Whether it does anything."""
         return (self.floor, self.ceiling) != (-math.inf, math.inf)
-
-    def is_unwatched(self) -> bool:
-        """Whether it may be computed without being called."""
-        return self.module is None or is_unwatched(self.module)
 
 
 class QuantizeChainFunction(torch.autograd.Function):
@@ -154,12 +149,11 @@ def quantize_chain(
         activation: the ReLU, if it is a module.
     """
     y, clip = decode(y), Clip(floor, ceiling, activation)
-    ready = is_taken(y) and y.numel() > 0 and in_training(quantizer)
-    if ready and clip.is_unwatched():
+    if is_taken(y) and y.numel() > 0 and has_taken_numbers(quantizer):
         if norm is None and not clip.clips:
             if is_dense(y):
                 return quantize(y, quantizer)
-        elif (sizes := sizes_of(y)) is not None and (norm is None or _is_simple(norm, y)):
+        elif (sizes := sizes_of(y)) is not None and (norm is None or _is_simple(norm, y, sizes[1])):
             *numbers, follows = _constants(sizes[1], y) if norm is None else _statistics(norm, y)
             learned = learned_by(quantizer, y)
             return Codes(*QuantizeChainFunction.apply(y, *numbers, *learned, (floor, ceiling), follows))
@@ -175,7 +169,7 @@ def quantize_sum(
     clip = Clip(floor, ceiling, activation)
     if (
         isinstance(a, Codes) and isinstance(b, Codes) and a.shape == b.shape and a.codes.stride() == b.codes.stride()
-        and in_training(quantizer) and clip.is_unwatched()
+        and has_taken_numbers(quantizer)
         and not (torch.compiler.is_compiling() and a.codes is b.codes)  # torch.compile takes no tensor twice
     ):  # fmt: skip
         a, b, learned = connected(a), connected(b), learned_by(quantizer, a.codes)
@@ -188,14 +182,15 @@ def quantize_sum(
     return z
 
 
-def _is_simple(norm: nn.Module, y: Tensor) -> bool:
-    """Whether it is torch's own BatchNorm, in float32, and unwatched: what the kernels compute."""
-    tensors: tuple[Any, ...] = (norm.weight, norm.bias, norm.running_mean)
-    return (
-        type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-        and is_unwatched(norm)
-        and all(tensor is None or (is_taken(tensor) and tensor.is_contiguous()) for tensor in tensors)
-        and (y.dim() > 3 or y.dim() == 2)
+def _is_simple(norm: Any, y: Tensor, channels: int) -> bool:
+    """Whether it is torch's own BatchNorm for as many channels, in float32: what the kernels compute."""
+    if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or not (y.dim() > 3 or y.dim() == 2):
+        return False
+    tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    counts = None not in (norm.num_batches_tracked, norm.running_mean) or not norm.track_running_stats
+    return counts and all(
+        tensor is None or (is_taken(tensor) and tensor.is_contiguous() and tensor.numel() == channels)
+        for tensor in tensors
     )
 
 

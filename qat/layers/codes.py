@@ -83,21 +83,18 @@ def has_codes(quantizer: Any) -> bool:
     )
 
 
-def in_training(quantizer: Quantizer) -> bool:
-    """Whether it quantizes as in training: calibrated, not observing, nobody hooked to its calls, in float32."""
-    ready = quantizer.training and quantizer.observer is None and quantizer.is_calibrated and is_unwatched(quantizer)
+def in_force(quantizer: Quantizer) -> bool:
+    """Whether it quantizes as in training: calibrated, and not observing."""
+    return quantizer.training and quantizer.observer is None and quantizer.is_calibrated
+
+
+def has_taken_numbers(quantizer: Quantizer) -> bool:
+    """Whether kernels take a quantizer's numbers: float32, no subclass."""
     zero_point = quantizer.zero_point
     return (
-        ready and is_taken(quantizer.scale) and is_taken(quantizer.smallest_scale)
+        is_taken(quantizer.scale) and is_taken(quantizer.smallest_scale)
         and (zero_point is None or is_taken(zero_point))
     )  # fmt: skip
-
-
-def is_unwatched(module: Any) -> bool:
-    """Whether no hook waits for this module to be called; kernels compute without calling it."""
-    return not (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 def learned_by(quantizer: Quantizer, x: Tensor) -> Learned:
@@ -111,6 +108,12 @@ def learned_by(quantizer: Quantizer, x: Tensor) -> Learned:
 def carrier_for(codes: Tensor, x: Tensor) -> Tensor:
     """A tensor of this shape in one element of memory, in the dtype of x: that of the gradients which it will carry."""
     return torch.empty((), dtype=x.dtype, device=codes.device).expand(codes.shape)
+
+
+def owned(y: Tensor) -> Tensor:
+    """What a Function's forward answers with, as autograd's own tensor: a view of something that forward made could
+    not be changed in place by who reads it."""
+    return y if torch.compiler.is_compiling() else y.detach()
 
 
 class QuantizeFunction(torch.autograd.Function):
@@ -225,7 +228,7 @@ def encode(x: Codes | Tensor, quantizer: Quantizer, *dropouts: Any) -> Codes | T
         quantizer: whose grid it is.
         dropouts: the layers that it went through; an active one takes it off the grid.
     """
-    if not isinstance(x, Tensor) or not (is_taken(x) and x.numel() and is_dense(x) and in_training(quantizer)):
+    if not isinstance(x, Tensor) or not (is_taken(x) and x.numel() and is_dense(x) and has_taken_numbers(quantizer)):
         return x
     if any(dropout.training and dropout.p > 0 for dropout in dropouts):
         return x

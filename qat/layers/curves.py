@@ -20,7 +20,7 @@ from qat.kernels.curves import (
 )
 from qat.kernels.learned import Levels
 from qat.kernels.operator import is_taken
-from qat.layers.codes import Codes, carrier_for, decode, in_training, is_unwatched, learned_by
+from qat.layers.codes import Codes, carrier_for, decode, has_taken_numbers, learned_by
 from qat.layers.first_derivative import first_derivative
 from qat.layers.positional import positional
 from qat.quantizer import Quantizer
@@ -111,7 +111,7 @@ def quantize_curve(
         activation: the layer that computes it; None for a function.
     """
     x = decode(x)
-    if _ready(x, quantizer, activation) and is_dense(x):
+    if _ready(x, quantizer) and is_dense(x):
         return Codes(*QuantizeCurveFunction.apply(x, *learned_by(quantizer, x), curve))
     y: Tensor = quantizer(FUNCTIONS[curve](x) if activation is None else activation(x))
     return y
@@ -132,7 +132,7 @@ def quantize_softmax(
     """
     x = decode(x)
     last = axis in (-1, x.dim() - 1)
-    if _ready(x, quantizer, softmax) and last and x.is_contiguous():
+    if _ready(x, quantizer) and last and x.is_contiguous():
         learned = learned_by(quantizer, x)
         return Codes(*QuantizeSoftmaxFunction.apply(x, *learned, multiplier)[:3])
     scores = x if multiplier == 1 else x * multiplier
@@ -140,8 +140,5 @@ def quantize_softmax(
     return y
 
 
-def _ready(x: Tensor, quantizer: Quantizer, module: nn.Module | None) -> bool:
-    return (
-        is_taken(x) and x.numel() > 0 and is_taken(quantizer.scale) and in_training(quantizer)
-        and (module is None or is_unwatched(module))
-    )  # fmt: skip
+def _ready(x: Tensor, quantizer: Quantizer) -> bool:
+    return is_taken(x) and x.numel() > 0 and has_taken_numbers(quantizer)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.matmul_operators import arranged, codes_matmul, codes_matmul_backward
-from qat.layers.codes import Codes, connected, decode
+from qat.layers.codes import Codes, connected, decode, owned
 from qat.layers.first_derivative import first_derivative
 from qat.layers.positional import positional
 
@@ -23,7 +23,7 @@ class MatmulFunction(torch.autograd.Function):
         a_carrier: Tensor, b_carrier: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor
     ) -> Tensor:
         """a and b: codes, arranged."""
-        return codes_matmul(a, b, a_numbers, b_numbers)
+        return owned(codes_matmul(a, b, a_numbers, b_numbers))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

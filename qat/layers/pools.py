@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qat.kernels.formulas.pools import pooled_size
 from qat.kernels.pools import LARGEST_WINDOW, max_pool_codes, max_pool_codes_backward
-from qat.layers.codes import Codes, carrier_for, connected, decode, is_unwatched
+from qat.layers.codes import Codes, carrier_for, connected, decode
 from qat.layers.first_derivative import first_derivative
 from qat.layers.positional import positional
 
@@ -69,7 +69,7 @@ def max_pool(x: Codes | Tensor, window: tuple[Any, ...], module: nn.Module | Non
     kernel, stride, padding, dilation, ceil_mode = window
     numbers = Window(list(kernel), list(stride), list(padding), list(dilation), ceil_mode)
     fits = dense and x.dim() == 4 and math.prod(kernel) <= LARGEST_WINDOW and not has_empty_windows(x.shape, numbers)
-    if not isinstance(x, Codes) or not fits or not (module is None or is_unwatched(module)):
+    if not isinstance(x, Codes) or not fits:
         y: Tensor = F.max_pool2d(decode(x), *window) if module is None else module(decode(x))
         return y
     x = connected(x)

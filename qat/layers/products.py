@@ -17,7 +17,7 @@ from qat.kernels.learned import Levels
 from qat.kernels.operator import is_taken
 from qat.kernels.product_operators import codes_product, codes_product_backward, input_scale_gradient
 from qat.layers.base import QuantLayer
-from qat.layers.codes import Codes, decode, in_training, is_unwatched
+from qat.layers.codes import Codes, decode, has_taken_numbers, in_force, owned
 from qat.layers.conv import QuantConvolution
 from qat.layers.first_derivative import first_derivative
 from qat.layers.function import CONVOLUTIONS, QuantFunction
@@ -43,8 +43,8 @@ class CodesProductFunction(torch.autograd.Function):
         bias: Tensor | None, levels: Levels, geometry: Geometry, integers: bool,
     ) -> Tensor:  # fmt: skip
         """scale and smallest: the weight's; integers: whether they are allowed."""
-        return codes_product(
-            codes, numbers, weight, scale, smallest, bias, levels.low, levels.high, *geometry, integers
+        return owned(
+            codes_product(codes, numbers, weight, scale, smallest, bias, levels.low, levels.high, *geometry, integers)
         )  # fmt: skip
 
     @staticmethod
@@ -83,8 +83,8 @@ class InputScaleFunction(torch.autograd.Function):
         y: Tensor, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, weight: Tensor,
         weight_scale: Tensor, weight_smallest: Tensor, levels: Levels, weight_levels: Levels, geometry: Geometry,
     ) -> Tensor:  # fmt: skip
-        """A view: nothing is computed."""
-        return y.view_as(y)
+        """Nothing is computed."""
+        return y.view_as(y) if torch.compiler.is_compiling() else owned(y)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -96,7 +96,8 @@ class InputScaleFunction(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The product of the slopes with the weight on its grid."""
-        source, weight = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        saved = ctx.saved_tensors  # once: checkpointing hands every tensor out a single time
+        source, weight = saved[:4], saved[4:]
         bounds = ctx.weight_levels[:2]
         grad_scale = input_scale_gradient(grad, *source, *ctx.levels, *weight, *bounds, *ctx.geometry)
         return grad, None, grad_scale, *[None] * 8
@@ -115,13 +116,11 @@ def multiply(layer: QuantLayer, x: Codes | Tensor, grid: Quantizer, *operands: T
     geometry = _geometry(layer)
     quantizer = layer.weight_quantizer
     if (
-        not isinstance(x, Codes) or geometry is None or not layer.training or layer.input_quantizer is not None
-        or not is_unwatched(layer) or not in_training(quantizer) or not _takes(weight, quantizer)
-        or not (bias is None or is_taken(bias)) or (geometry.stride and x.dim() != len(geometry.stride) + 2)
-        or getattr(layer, "calibrating", False)
+        not isinstance(x, Codes) or geometry is None or not has_taken_numbers(quantizer)
+        or not _takes(weight, quantizer) or not (bias is None or is_taken(bias))
+        or (geometry.stride and x.dim() != len(geometry.stride) + 2)
     ):  # fmt: skip
-        y: Tensor = layer(decode(x), *operands, grid=grid)
-        return y
+        return layer.compute(decode(x), weight, bias, grid, None)
     low, high = quantizer.bounds()
     levels = Levels(low, high, 0, quantizer.gradient_factor(weight), quantizer.relative_steps)
     of_weight = (weight, quantizer.scale, quantizer.smallest_scale)
@@ -144,7 +143,8 @@ def takes_codes(layer: object) -> bool:
     assert isinstance(layer, QuantLayer)
     quantizer, spec = layer.weight_quantizer, layer.weight_quantizer.spec
     return (
-        type(quantizer) is LSQQuantizer and spec.symmetric and spec.signed and spec.bits <= 8 and spec.ewgs == "none"
+        layer.training and layer.input_quantizer is None and not getattr(layer, "calibrating", False)
+        and type(quantizer) is LSQQuantizer and in_force(quantizer) and spec.symmetric and spec.signed and spec.bits <= 8 and spec.ewgs == "none"
         and spec.granularity != "group" and _geometry(layer) is not None
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.preparation.nodes import submodule_of
+from qat.preparation.standing_in import may_stand_in
 
 CLIPS: dict[Any, tuple[float, float]] = {
     **dict.fromkeys((F.relu, torch.relu, F.relu_, "relu", "relu_"), (0.0, math.inf)),
@@ -58,6 +59,8 @@ def activation_of(node: fx.Node, model: fx.GraphModule) -> Activation | None:
     if len(node.users) != 1 or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source, module = node.args[0], submodule_of(model, node)
+    if module is not None and not may_stand_in(module):
+        return None
     bounds = _bounds(node, module)
     if bounds is not None:
         return Activation((node,), source, bounds)

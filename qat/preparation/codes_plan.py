@@ -1,6 +1,7 @@
 """What of a prepared graph runs on codes in training: decided here, done in `qat.preparation.fused_graph`."""
 
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,17 +10,16 @@ import torch.nn.functional as F
 from torch import fx
 
 from qat.layers import QuantLayer
-from qat.layers.codes import has_codes
+from qat.layers.codes import has_codes, in_force
 from qat.layers.products import takes_codes
 from qat.preparation.activations import Activation, activation_of
 from qat.preparation.carried import DROPOUTS, RESHAPING_MODULES, reshapes, window
 from qat.preparation.constants import fixed_nodes
 from qat.preparation.nodes import submodule_of
-from qat.preparation.operations import JOINING, changes_in_place, operation_of, passes_grid
+from qat.preparation.operations import JOINING, operation_of, passes_grid
 from qat.preparation.placement import grid_of
-
-WRITING = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
-"""Operators that write into their first operand."""
+from qat.preparation.standing_in import may_stand_in
+from qat.preparation.writing import Memory
 
 FUNCTIONAL_DROPOUTS = (F.dropout,)
 
@@ -47,6 +47,10 @@ class Taken:
 class CodesPlan:
     """What is fused, of which graph.
 
+    Args:
+        model: a prepared model in training.
+        distrusted: names of modules that kernels do not stand in for, whatever they are.
+
     Attributes:
         quantizers: nodes whose output can be held as codes.
         readers: layers that take codes.
@@ -57,14 +61,12 @@ class CodesPlan:
         followed: layers whose BatchNorm a chain computes.
     """
 
-    def __init__(self, model: fx.GraphModule) -> None:
-        self.model = model
+    def __init__(self, model: fx.GraphModule, distrusted: Collection[str] = ()) -> None:
+        self.model, self.distrusted = model, distrusted
         self.nodes: list[fx.Node] = list(model.graph.nodes)
+        self.memory = Memory(model)
         fixed = fixed_nodes(model.graph)
-        self.quantizers = {
-            node for node in self.nodes
-            if has_codes(submodule_of(model, node)) and node not in fixed and not self._changes_later(node)
-        }  # fmt: skip
+        self.quantizers = {node for node in self.nodes if node not in fixed and self._makes_codes(node)}
         self.readers = {node for node in self.nodes if self._reads_codes(node)}
         self.matmuls = {node for node in self.nodes if self._multiplies_codes(node)}
         chains = {node: self._chain(node) for node in self.nodes if node in self.quantizers}
@@ -73,14 +75,18 @@ class CodesPlan:
         taken = self.chains.values()
         self.absorbed = {node for chain in taken if chain.activation is not None for node in chain.activation.nodes}
         self.absorbed |= {chain.source for chain in taken if chain.operands is not None}
-        self.followed = {chain.layer for chain in self.chains.values()}
+        self.followed = {chain.layer for chain in self.chains.values() if self._norm_may_follow(chain)}
 
     def grid(self, node: Any) -> fx.Node | None:
         """The fusible quantizer on whose grid a tensor lies."""
         source = grid_of(node, self.model) if isinstance(node, fx.Node) else None
-        if source not in self.quantizers or any(step.target in FUNCTIONAL_DROPOUTS for step in self.way(node)):
+        if source not in self.quantizers:
             return None
-        return source
+        leaves = any(
+            step.target in FUNCTIONAL_DROPOUTS or (step.op == "call_module" and not self.stands_in(step))
+            for step in self.way(node)
+        )
+        return None if leaves else source
 
     def way(self, node: fx.Node) -> list[fx.Node]:
         """The operations that carry a grid through, from a tensor back to its quantizer."""
@@ -90,18 +96,14 @@ class CodesPlan:
             (node, *_) = node.all_input_nodes
         return way
 
-    def _changes_later(self, quantizer: fx.Node) -> bool:
-        """Whether somebody writes into the quantized tensor, which its codes would not show."""
-        watched = [quantizer]
-        for node in watched:
-            for user in node.users:
-                module = submodule_of(self.model, user)
-                asked = user.kwargs.get("inplace", False) or getattr(module, "inplace", False)
-                if asked or user.target in WRITING or changes_in_place(user):
-                    return True
-                if passes_grid(user, self.model):
-                    watched.append(user)
-        return False
+    def stands_in(self, node: fx.Node) -> bool:
+        """Whether kernels may compute what a call of this node's module would."""
+        return may_stand_in(submodule_of(self.model, node)) and str(node.target) not in self.distrusted
+
+    def _makes_codes(self, node: fx.Node) -> bool:
+        """Whether a node is a quantizer whose output may be codes: nobody writes into it, which they would not show."""
+        module: Any = submodule_of(self.model, node)
+        return has_codes(module) and in_force(module) and self.stands_in(node) and not self.memory.writers(node)
 
     def _reads_codes(self, node: fx.Node) -> bool:
         """Whether a node is a layer that can take its input as codes."""
@@ -109,6 +111,7 @@ class CodesPlan:
         return (
             isinstance(layer, QuantLayer)
             and takes_codes(layer)
+            and self.stands_in(node)
             and bool(node.args)
             and self.grid(node.args[0]) is not None
             and set(node.kwargs) <= {"grid", "norm"}
@@ -128,7 +131,7 @@ class CodesPlan:
         """Walk back from a quantizer over what nobody else reads."""
         source = quantizer.args[0]
         assert isinstance(source, fx.Node)
-        activation = activation_of(source, self.model)
+        activation = self._activation(source)
         if activation is not None:
             source = activation.source
             if activation.curve is not None or activation.axis is not None:
@@ -143,6 +146,21 @@ class CodesPlan:
                     return Taken(source, activation, operands=(a, b))
         return Taken(source, activation)
 
+    def _activation(self, node: fx.Node) -> Activation | None:
+        """What a quantizer may compute together with itself, later than the node does: nobody notices that."""
+        found = activation_of(node, self.model)
+        trusted = found is not None and found.module not in self.distrusted
+        return found if trusted and found is not None and self.memory.can_wait(found.source, found.nodes) else None
+
+    def modules(self) -> set[str]:
+        """Names of all modules that the graph calls or hands to others."""
+        names = set()
+        for node in self.nodes:
+            if node.op == "call_module" or (node.op == "get_attr" and _is_module(self.model, str(node.target))):
+                names.add(str(node.target))
+        layers = {name for name in names if isinstance(self.model.get_submodule(name), QuantLayer)}
+        return names | {f"{name}.weight_quantizer" for name in layers}
+
     def _carried_as_codes(self) -> set[fx.Node]:
         """Max pools, reshapings and dropouts behind which somebody reads codes."""
         return {
@@ -152,16 +170,25 @@ class CodesPlan:
             if step.args and self.grid(step) in self.chains and self._takes_codes(step)
         }
 
+    def _norm_may_follow(self, chain: Taken) -> bool:
+        """Whether a chain may compute the BatchNorm of the layer that it starts from."""
+        norm = chain.layer.kwargs.get("norm") if chain.layer is not None else None
+        if not isinstance(norm, fx.Node):
+            return False
+        return may_stand_in(self.model.get_submodule(str(norm.target))) and str(norm.target) not in self.distrusted
+
     def _takes_codes(self, node: fx.Node) -> bool:
         """Whether an operation that carries a grid through can do so with codes."""
         module = submodule_of(self.model, node)
+        if module is not None and not self.stands_in(node):
+            return False
         if module is not None:
             return isinstance(module, (*DROPOUTS, *RESHAPING_MODULES)) or window(node, module) is not None
         return reshapes(node) is not None or window(node, None) is not None
 
     def _is_worth_it(self, quantizer: fx.Node, chain: Taken, chains: dict[fx.Node, Taken]) -> bool:
         """Whether a quantizer takes a norm or a sum over, or is read as codes; else it is one pass as it is."""
-        if chain.operands is not None or (chain.layer is not None and chain.layer.kwargs.get("norm") is not None):
+        if chain.operands is not None or self._norm_may_follow(chain):
             return True
         return any(self.grid(node) is quantizer for node in self._read(chains))
 
@@ -171,3 +198,8 @@ class CodesPlan:
         read += [operand for product in self.matmuls for operand in product.args]
         read += [operand for chain in chains.values() for operand in chain.operands or ()]
         return [node for node in read if isinstance(node, fx.Node)]
+
+
+def _is_module(model: fx.GraphModule, path: str) -> bool:
+    owner, _, name = path.rpartition(".")
+    return name in model.get_submodule(owner)._modules

@@ -4,11 +4,11 @@ It computes what the prepared graph computes, with the same modules and paramete
 model; this one is derived from it at the first training step, and again after every change.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from qat.layers.carrying import drop, reshape, reshape_by, shape_of
 from qat.layers.chains import quantize_chain, quantize_sum
@@ -22,6 +22,7 @@ from qat.preparation.activations import NO_CLIP
 from qat.preparation.carried import DROPOUTS, asks_for_shape, reshapes, window
 from qat.preparation.codes_plan import CodesPlan
 from qat.preparation.nodes import submodule_of
+from qat.preparation.standing_in import Notes
 
 
 @dataclass(frozen=True)
@@ -29,27 +30,38 @@ class FusedForward:
     """A model's forward on codes.
 
     Attributes:
+        graph: what it computes; None where nothing can be fused.
         run: a function of the model and its inputs.
-        layers: names of the layers in it, which have to be in training mode: in evaluation they fold their norm in.
+        notes: what it takes for granted of the model's modules.
     """
 
-    run: Callable[..., Any]
-    layers: tuple[str, ...]
-
-    def fits(self, model: nn.Module) -> bool:
-        """Whether it may run now."""
-        return all(model.get_submodule(name).training for name in self.layers)
+    graph: fx.Graph | None
+    run: Callable[..., Any] | None
+    notes: Notes
 
 
-def fused_forward(model: fx.GraphModule) -> FusedForward | None:
-    """The model's forward on codes; None if nothing in it can be fused."""
-    plan = CodesPlan(model)
+def fused_forward(model: fx.GraphModule, distrusted: Collection[str] = ()) -> FusedForward:
+    """The model's forward on codes.
+
+    Args:
+        model: a prepared model, in the modes (training, evaluation) that its parts have now.
+        distrusted: names of modules that kernels do not stand in for.
+    """
+    plan = CodesPlan(model, distrusted)
+    notes = Notes(model, plan.modules())
     if not plan.readers:
-        return None
-    code = _Rewriting(plan).rewritten().python_code("self")
+        return FusedForward(None, None, notes)
+    graph = _Rewriting(plan).rewritten()
+    return FusedForward(graph, compiled(graph), notes)
+
+
+def compiled(graph: fx.Graph) -> Callable[..., Any]:
+    """A graph as a function of a model and its inputs."""
+    code = graph.python_code("self")
     space: dict[str, Any] = dict(code.globals)
     exec(compile(code.src, "<fused forward of a prepared model>", "exec"), space)
-    return FusedForward(space["forward"], tuple(sorted({str(node.target) for node in plan.readers})))
+    run: Callable[..., Any] = space["forward"]
+    return run
 
 
 class _Rewriting:
@@ -170,6 +182,7 @@ class _Rewriting:
         if activation is not None and activation.axis is not None:
             arguments = (source, quantizer, activation.axis, activation.multiplier, module)
             return self.graph.call_function(quantize_softmax, arguments)
-        norm = chain.layer.kwargs.get("norm") if chain.layer is not None else None
-        norm = self.floats[norm] if isinstance(norm, fx.Node) else None
+        norm = None
+        if chain.layer is not None and chain.layer in self.plan.followed:
+            norm = self.floats[chain.layer.kwargs["norm"]]  # type: ignore[index]
         return self.graph.call_function(quantize_chain, (source, quantizer, norm, *bounds, module))

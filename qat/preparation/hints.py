@@ -21,6 +21,7 @@ from torch.nn.modules import transformer
 from qat.preparation.constants import attribute
 from qat.preparation.examples import copied
 from qat.preparation.nodes import FACTS, Facts
+from qat.preparation.writing import written_by
 
 
 @has_side_effect
@@ -179,14 +180,19 @@ class HintTracer(fx.Tracer):
     def create_proxy(
         self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any, **named: Any
     ) -> Any:
-        """A node; from an in-place method on, the tensor that was changed is the result of the method."""
+        """A node; once a tensor was changed in place, it is the result of what changed it.
+
+        So the graph reads as if nothing were written: a residual that is added behind `relu(x)` with an in-place ReLU
+        is the ReLU's result, whoever computes that.
+        """
         if self._modes != _context():
             raise TraceError("a part of it runs under no_grad or autocast, which a graph does not keep")
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
-        changed = args[0] if args else None
-        in_place = kind == "call_method" and target.endswith("_") and not target.endswith("__")
-        if in_place and isinstance(changed, fx.Proxy) and not isinstance(changed, Attribute):
-            changed.node = proxy.node
+        changed = kwargs.get("out", args[0] if args else kwargs.get("input"))
+        answers = target is not operator.setitem
+        if answers and isinstance(changed, fx.Proxy) and not isinstance(changed, Attribute):
+            if written_by(proxy.node, self.root) is changed.node:
+                changed.node = proxy.node
         return proxy
 
     def settle(self, proxy: Any) -> Any:

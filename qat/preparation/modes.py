@@ -13,9 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from qat.evaluating import evaluating
 from qat.preparation.examples import Examples
 from qat.preparation.nodes import free_name, scope_of, submodule_of
-from qat.preparation.operations import changes_in_place
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.recording import UntraceableError, check_modules, graph_of
+from qat.preparation.writing import written_by
 
 
 class ByMode(nn.Module):
@@ -129,7 +129,7 @@ def _check_side_effects(node: fx.Node, mode: str, model: nn.Module) -> None:
     target = node.args[0] if node.args else None
     while isinstance(target, fx.Node) and target.op in ("call_method", "call_function") and target.args:
         target = target.args[0]
-    writes = changes_in_place(node) and isinstance(target, fx.Node) and target.op == "get_attr"
+    writes = written_by(node, model) is not None and isinstance(target, fx.Node) and target.op == "get_attr"
     normalises = node.target is F.batch_norm
     if writes or normalises:
         raise UntraceableError(f"{type(model).__name__} changes its own state ({node.name}) in {mode} only")

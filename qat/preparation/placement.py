@@ -7,6 +7,7 @@ tensors in between, and so is add -> ReLU. So a residual block of convolutions s
 while the residual stream of a transformer, which only norms read, stays in float.
 """
 
+import operator
 from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
@@ -26,6 +27,7 @@ from qat.preparation.operations import (
     passes_grid,
 )
 from qat.preparation.reads import SPEAKS_AS
+from qat.preparation.writing import written_by
 from qat.quantizer import Quantizer, create_quantizer
 from qat.recipe import AnyRecipe
 from qat.spec import QuantSpec
@@ -193,13 +195,16 @@ def readings(node: fx.Node, graph_module: fx.GraphModule) -> Iterator[tuple[fx.N
 
 
 def changes_of(node: fx.Node, graph_module: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes that write into a tensor after it was made, through views of it too: its grid is found after them."""
+    """The nodes that write into a tensor after it was made without being its new name: its grid is found after them.
+
+    These are assignments to a part of it, and whatever writes into a view.
+    """
     for user in node.users:
-        if user.args and user.args[0] is node:
-            if changes_in_place(user):
-                yield user
-            elif passes_grid(user, graph_module):
-                yield from changes_of(user, graph_module)
+        if user.target is operator.setitem and user.args[0] is node:
+            yield user
+        elif user.args and user.args[0] is node and passes_grid(user, graph_module):
+            yield from (writer for writer in user.users if written_by(writer, graph_module) is user)
+            yield from changes_of(user, graph_module)
 
 
 def grid_of(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node | None:

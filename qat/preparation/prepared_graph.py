@@ -31,7 +31,6 @@ class PreparedGraph(fx.GraphModule):
     class, of which torch.fx makes one for every model, so that models pickle and copy without it.
     """
 
-    derived: ClassVar[bool] = False
     has_library: ClassVar[bool] = False
     fused: ClassVar[FusedForward | None] = None
 
@@ -46,16 +45,16 @@ class PreparedGraph(fx.GraphModule):
             return plain(self, *args, **kwargs) if run is None else run(self, *args, **kwargs)
 
         kind: Any = type(self)
-        kind.forward, kind.derived, kind.fused = forward, False, None
+        kind.forward, kind.fused = forward, None
         return code
 
-    def derive(self) -> FusedForward | None:
-        """What training runs where kernels apply, made anew if the graph changed; None where nothing can be fused."""
+    def derive(self) -> FusedForward:
+        """What training runs where kernels apply, made anew if the graph or anything in the model changed."""
         kind: Any = type(self)
-        if not kind.derived:
-            kind.derived, kind.fused = True, fused_forward(self)
+        if kind.fused is None or not kind.fused.notes.hold():
+            kind.fused = fused_forward(self)
             self._look_around()
-        found: FusedForward | None = kind.fused
+        found: FusedForward = kind.fused
         return found
 
     def _look_around(self) -> None:
@@ -86,7 +85,7 @@ class PreparedGraph(fx.GraphModule):
         if not given or not self._has_kernels(given[0], compiling) or _has_any_global_hook():  # type: ignore[no-untyped-call]
             return None
         fused = type(self).fused if compiling else self.derive()
-        return fused.run if fused is not None and fused.fits(self) else None
+        return None if fused is None else fused.run
 
     def _has_kernels(self, x: torch.Tensor, compiling: bool) -> bool:
         """Whether kernels are faster here: on CUDA those that torch.compile makes of formulas, else those in C."""
