@@ -1,6 +1,7 @@
 """`calibrate`: set the range of every activation from a few batches, identically on all ranks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 from qat.evaluating import evaluating
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.nodes import model_device
+from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import Quantizer, RangeObserver
 
 
@@ -19,6 +21,7 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
 
     While it runs, activations pass unquantized; each quantizer notes its tensor and then takes the range that its
     spec's `init` finds. Weights get the range of their present values. Train and eval flags are as before afterwards.
+    At the end a fused training step is held to a plain one on a slice of the first batch, see docs/speed.md.
     Under torch.distributed every rank may bring its own batches: all ranks end with the same ranges, found on the
     values of all.
 
@@ -44,7 +47,7 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
             quantizer.observer = observers[name]
         for function in functions:
             function.calibrating = True
-        with evaluating(model):
+        with evaluating(model), _first_calls(model) as calls:
             _run(model, batches)
     finally:
         for quantizer in quantizers.values():
@@ -59,6 +62,26 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
         extremes = quantizer.spec.init == "minmax" and not quantizer.needs_sample
         seen = _gather(observers[name].values(extremes))
         _set_range(name, quantizer, seen, _most_of_all_ranks(observers[name].elements))
+    for graph, (args, kwargs) in calls.items():
+        graph.prove(*args, **kwargs)
+
+
+@contextmanager
+def _first_calls(model: nn.Module) -> Iterator[dict[PreparedGraph, Any]]:
+    """A context that notes what the traced parts of a model are called with first."""
+    calls: dict[PreparedGraph, Any] = {}
+    hooks = [
+        graph.register_forward_pre_hook(
+            lambda called, *inputs: calls.setdefault(called, inputs) and None, with_kwargs=True
+        )
+        for graph in model.modules()
+        if isinstance(graph, PreparedGraph)
+    ]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _run(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from qat.kernels import cpu, triton
 from qat.kernels.switches import plain_wanted
@@ -19,9 +20,17 @@ def plain_here() -> bool:
         or torch._C._functorch.maybe_current_level() is not None
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
+        or _something_watches_functions()
         or torch._C._get_tracing_state() is not None
     )
+
+
+def _something_watches_functions() -> bool:
+    """Whether a mode sees every function of torch, other than `torch.device(...)`, which only says where tensors go."""
+    for place in range(torch._C._len_torch_function_stack()):
+        if not isinstance(torch._C._get_function_stack_at(place), DeviceContext):
+            return True
+    return False
 
 
 def choose(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Kernels | None:

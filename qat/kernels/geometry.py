@@ -25,9 +25,6 @@ SMALLEST_DEPTHWISE, SMALLEST_DEPTHWISE_QUICKLY_PACKED = 3 << 19, 1 << 20
 ROWS_AS_MATRICES = (48, 2048)
 """From here to there the gradients of a 1x1 convolution are faster as matrix products: by a tenth to a half."""
 
-NEAREST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""The memory formats with channels innermost, by the number of axes."""
-
 
 class Geometry(NamedTuple):
     """A convolution's, or a linear layer's, which has no stride."""
@@ -48,14 +45,14 @@ class Geometry(NamedTuple):
             rows *= max((size + 2 * pad - spread * (kernel - 1) - 1) // step + 1, 0)
         return rows
 
-    def pays_in_integers(self, x: torch.Size, weight: torch.Size, zero: float) -> bool:
-        """A rule, not a measurement, so that a resumed run computes as the first did."""
-        kind, inputs, size = self.kind(weight), math.prod(weight[1:]), math.prod(x)
+    def pays_in_integers(self, x: torch.Size, weight: torch.Size, zero: float, copies: int = 1) -> bool:
+        """A rule, not a measurement, so that a resumed run computes as the first did; x counts `copies` times."""
+        kind, inputs, size = self.kind(weight), math.prod(weight[1:]), math.prod(x) * copies
         if kind is None or (self.stride and len(self.stride) != 2):
             return False
         if kind == "depthwise":
             return size >= (SMALLEST_DEPTHWISE_QUICKLY_PACKED if zero == 0 else SMALLEST_DEPTHWISE)
-        rows = self.rows(x, weight)
+        rows = self.rows(x, weight) * copies
         if kind == "grouped":
             return inputs >= FEWEST_INPUTS_OF_GROUPS and size >= SMALLEST_IN_GROUPS and rows >= FEWEST_ROWS
         quickly_packed = zero == 0 or math.prod(weight[2:]) == 1
@@ -119,18 +116,40 @@ class Geometry(NamedTuple):
             and all(t.is_contiguous(memory_format=torch.channels_last) for t in (grad, x))
         )  # fmt: skip
 
-    def arranged(self, y: Tensor, x: Tensor, weight: Tensor, integers: bool) -> Tensor:
-        """The product in the memory format that depends on nothing that only a run knows.
+    def layout(self, x: Tensor, weight: Tensor) -> torch.memory_format:
+        """The memory format of the product: one in which every view of torch's own result is one of ours.
 
-        Channels innermost where an operand's are, or where integers may multiply, which leave them there.
+        Of images it is torch's rule: channels are innermost where those of an operand are. Of volumes, where torch
+        has several rules, it is the plain one.
         """
-        nearest = NEAREST.get(x.dim()) if self.stride else None
-        if nearest is None:
-            return y.contiguous()
-        inner = any(not t.is_contiguous() and t.is_contiguous(memory_format=nearest) for t in (x, weight))
-        if inner or (integers and self.pays_in_integers(x.shape, weight.shape, 0) and self.is_exact(weight.shape)):
-            return y.contiguous(memory_format=nearest)
-        return y.contiguous()
+        images = len(self.stride) == 2 and x.dim() == 4
+        inner = images and (has_channels_innermost(x) or has_channels_innermost(weight))
+        return torch.channels_last if inner else torch.contiguous_format
+
+
+def arranged(y: Tensor, layout: torch.memory_format) -> Tensor:
+    """y in a memory format, with the strides that torch gives it where an axis of length 1 leaves a choice.
+
+    oneDNN answers with others, and torch's own kernels take channels of one image for contiguous by them.
+    """
+    y = y.contiguous(memory_format=layout)
+    inner = layout is torch.channels_last
+    strides, step = [0] * y.dim(), 1
+    for axis in (1, 3, 2, 0) if inner else range(y.dim() - 1, -1, -1):
+        strides[axis] = step
+        step *= max(y.shape[axis], 1)
+    return y if y.stride() == tuple(strides) else y.as_strided(y.shape, strides)
+
+
+def has_channels_innermost(x: Tensor) -> bool:
+    """What torch calls strides like channels_last, which decides for axes of length 1 too (`suggest_memory_format`)."""
+    least = 0
+    for axis in (1, *range(x.dim() - 1, 1, -1), 0):
+        size, stride = x.shape[axis], x.stride(axis)
+        if size == 0 or stride < least or stride == 0 or (axis == 0 and least == x.stride(1)):
+            return False
+        least = stride * size if size > 1 else stride
+    return True
 
 
 def _gradients_of_rows(

@@ -11,27 +11,33 @@ from torch import Tensor
 
 from qat.kernels.cpu import compiled, like, quantize_rows, quantize_rows_backward, threads_for
 from qat.kernels.formulas import products as formulas
-from qat.kernels.geometry import Geometry
+from qat.kernels.geometry import Geometry, arranged
 from qat.kernels.learned import dequantize, learned_grid, step_and_zero
 from qat.kernels.operator import operator
 
 
 def _product(
     codes: Tensor, numbers: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, bias: Tensor | None, low: int,
-    high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int, integers: bool,
+    high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int, copies: int,
 ) -> Tensor:  # fmt: skip
     geometry = Geometry(stride, padding, dilation, groups)
-    return geometry.arranged(geometry.multiply(codes.to(weight.dtype), weight, bias), codes, weight, integers)
+    y = geometry.multiply(codes.to(weight.dtype), weight, bias)
+    return arranged(y, geometry.layout(codes, weight))
 
 
 @operator(_product, formulas.codes_product)
 def codes_product(
     codes: Tensor, numbers: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, bias: Tensor | None, low: int,
-    high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int, integers: bool,
+    high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int, copies: int,
 ) -> Tensor:  # fmt: skip
-    """product((codes - zero) * step, weight on its grid) + bias; in integers where they are allowed, exact and pay."""
+    """product((codes - zero) * step, weight on its grid) + bias; in integers where they are exact and pay for a
+    batch of so many copies; none: in float."""
     geometry, (step, zero) = Geometry(stride, padding, dilation, groups), step_and_zero(numbers)
-    if integers and geometry.pays_in_integers(codes.shape, weight.shape, zero) and geometry.is_exact(weight.shape):
+    if (
+        copies
+        and geometry.pays_in_integers(codes.shape, weight.shape, zero, copies)
+        and geometry.is_exact(weight.shape)
+    ):
         rounded, steps = torch.empty_like(weight, dtype=torch.int8), scales.new_empty(scales.numel())
         quantize_rows(weight, scales, low, high, smallest, codes=rounded, steps=steps)
         steps = steps if len(steps) == weight.shape[0] else steps.expand(weight.shape[0]).contiguous()
@@ -39,7 +45,7 @@ def codes_product(
         y = y.fill_(math.nan) if step != step else y
     else:
         y = geometry.multiply(dequantize(codes, numbers), _on_grid(weight, scales, smallest, low, high), bias)
-    return geometry.arranged(y, codes, weight, integers)
+    return arranged(y, geometry.layout(codes, weight))
 
 
 def _on_grid(weight: Tensor, scales: Tensor, smallest: Tensor, low: int, high: int) -> Tensor:

@@ -135,7 +135,10 @@ class QuantLayer(nn.Module):
         if self.input_quantizer is not None:
             grid = self.input_quantizer
             x = grid(x)
-        if self.training or grid is None or grid.observer is not None or not self._runs_on_integers(grid):
+        estimates = (
+            norm is not None and norm.training
+        )  # its statistics are found anew: what they are not yet cannot fold
+        if self.training or estimates or grid is None or grid.observer is not None or not self._runs_on_integers(grid):
             y = self.operate(x, self.quantized(weight), bias, **options)
             return y if norm is None else norm(y)
         return self._integer_forward(x, self.integers(grid, norm, weight, bias), grid, **options)

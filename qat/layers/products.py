@@ -40,11 +40,11 @@ class CodesProductFunction(torch.autograd.Function):
     @positional
     def forward(
         carrier: Tensor, codes: Tensor, numbers: Tensor, weight: Tensor, scale: Tensor, smallest: Tensor,
-        bias: Tensor | None, levels: Levels, geometry: Geometry, integers: bool,
+        bias: Tensor | None, levels: Levels, geometry: Geometry, copies: int,
     ) -> Tensor:  # fmt: skip
-        """scale and smallest: the weight's; integers: whether they are allowed."""
+        """scale and smallest: the weight's; copies: of `multiply`, or 0 for no integers."""
         return owned(
-            codes_product(codes, numbers, weight, scale, smallest, bias, levels.low, levels.high, *geometry, integers)
+            codes_product(codes, numbers, weight, scale, smallest, bias, levels.low, levels.high, *geometry, copies)
         )  # fmt: skip
 
     @staticmethod
@@ -103,7 +103,9 @@ class InputScaleFunction(torch.autograd.Function):
         return grad, None, grad_scale, *[None] * 8
 
 
-def multiply(layer: QuantLayer, x: Codes | Tensor, grid: Quantizer, *operands: Tensor | None) -> Tensor:
+def multiply(
+    layer: QuantLayer, x: Codes | Tensor, grid: Quantizer, *operands: Tensor | None, copies: int = 1
+) -> Tensor:  # fmt: skip
     """layer(x, *operands, grid=grid) without a norm, on codes where kernels apply.
 
     Args:
@@ -111,6 +113,7 @@ def multiply(layer: QuantLayer, x: Codes | Tensor, grid: Quantizer, *operands: T
         x: its input.
         grid: the quantizer that x comes from.
         operands: weight and bias of a `QuantFunction`.
+        copies: of how many batches like this it decides whether integers pay.
     """
     weight, bias = _parameters(layer, operands)
     geometry = _geometry(layer)
@@ -120,11 +123,12 @@ def multiply(layer: QuantLayer, x: Codes | Tensor, grid: Quantizer, *operands: T
         or not _takes(weight, quantizer) or not (bias is None or is_taken(bias))
         or (geometry.stride and x.dim() != len(geometry.stride) + 2)
     ):  # fmt: skip
-        return layer.compute(decode(x), weight, bias, grid, None)
+        plain: Tensor = layer.compute(decode(x), weight, bias, grid, None)
+        return plain
     low, high = quantizer.bounds()
     levels = Levels(low, high, 0, quantizer.gradient_factor(weight), quantizer.relative_steps)
     of_weight = (weight, quantizer.scale, quantizer.smallest_scale)
-    y = CodesProductFunction.apply(*x[:3], *of_weight, bias, levels, geometry, integers_allowed())
+    y = CodesProductFunction.apply(*x[:3], *of_weight, bias, levels, geometry, copies * integers_allowed())
     if x.source is not None and torch.is_grad_enabled():
         source, learned = x.source
         fixed = (weight.detach(), quantizer.scale.detach(), quantizer.smallest_scale)
@@ -142,10 +146,10 @@ def takes_codes(layer: object) -> bool:
         return False
     assert isinstance(layer, QuantLayer)
     quantizer, spec = layer.weight_quantizer, layer.weight_quantizer.spec
+    ready = layer.training and layer.input_quantizer is None and not getattr(layer, "calibrating", False)
     return (
-        layer.training and layer.input_quantizer is None and not getattr(layer, "calibrating", False)
-        and type(quantizer) is LSQQuantizer and in_force(quantizer) and spec.symmetric and spec.signed and spec.bits <= 8 and spec.ewgs == "none"
-        and spec.granularity != "group" and _geometry(layer) is not None
+        ready and type(quantizer) is LSQQuantizer and in_force(quantizer) and spec.symmetric and spec.signed
+        and spec.bits <= 8 and spec.ewgs == "none" and spec.granularity != "group" and _geometry(layer) is not None
     )  # fmt: skip
 
 

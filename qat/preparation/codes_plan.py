@@ -152,15 +152,6 @@ class CodesPlan:
         trusted = found is not None and found.module not in self.distrusted
         return found if trusted and found is not None and self.memory.can_wait(found.source, found.nodes) else None
 
-    def modules(self) -> set[str]:
-        """Names of all modules that the graph calls or hands to others."""
-        names = set()
-        for node in self.nodes:
-            if node.op == "call_module" or (node.op == "get_attr" and _is_module(self.model, str(node.target))):
-                names.add(str(node.target))
-        layers = {name for name in names if isinstance(self.model.get_submodule(name), QuantLayer)}
-        return names | {f"{name}.weight_quantizer" for name in layers}
-
     def _carried_as_codes(self) -> set[fx.Node]:
         """Max pools, reshapings and dropouts behind which somebody reads codes."""
         return {
@@ -198,8 +189,3 @@ class CodesPlan:
         read += [operand for product in self.matmuls for operand in product.args]
         read += [operand for chain in chains.values() for operand in chain.operands or ()]
         return [node for node in read if isinstance(node, fx.Node)]
-
-
-def _is_module(model: fx.GraphModule, path: str) -> bool:
-    owner, _, name = path.rpartition(".")
-    return name in model.get_submodule(owner)._modules

@@ -4,7 +4,8 @@ It computes what the prepared graph computes, with the same modules and paramete
 model; this one is derived from it at the first training step, and again after every change.
 """
 
-from collections.abc import Callable, Collection
+import hashlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,9 @@ from qat.preparation.activations import NO_CLIP
 from qat.preparation.carried import DROPOUTS, asks_for_shape, reshapes, window
 from qat.preparation.codes_plan import CodesPlan
 from qat.preparation.nodes import submodule_of
+from qat.preparation.replaced import module_names
 from qat.preparation.standing_in import Notes
+from qat.preparation.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -30,29 +33,45 @@ class FusedForward:
     """A model's forward on codes.
 
     Attributes:
-        graph: what it computes; None where nothing can be fused.
+        graph: what it computes; None where nothing can be fused, or where that was found to be another function.
         run: a function of the model and its inputs.
         notes: what it takes for granted of the model's modules.
+        key: what it was derived from, in a word.
+        verdict: what a self-check of it found; None if there was none.
     """
 
     graph: fx.Graph | None
     run: Callable[..., Any] | None
     notes: Notes
+    key: str
+    verdict: Verdict | None
 
 
-def fused_forward(model: fx.GraphModule, distrusted: Collection[str] = ()) -> FusedForward:
+def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict] | None = None) -> FusedForward:
     """The model's forward on codes.
 
     Args:
         model: a prepared model, in the modes (training, evaluation) that its parts have now.
+        verdicts: what self-checks have found.
+    """
+    notes = Notes(model, module_names(model))
+    kinds = sorted({parameter.device.type for parameter in model.parameters()})
+    key = hashlib.sha256(repr((notes.text, model.code, kinds)).encode()).hexdigest()[:16]
+    verdict = (verdicts or {}).get(key)
+    distrusted = () if verdict is None else verdict.distrusted
+    graph = None if distrusted is None else fused_graph(model, distrusted)
+    return FusedForward(graph, None if graph is None else compiled(graph), notes, key, verdict)
+
+
+def fused_graph(model: fx.GraphModule, distrusted: Collection[str] = ()) -> fx.Graph | None:
+    """The graph of the model's forward on codes; None if no layer takes them.
+
+    Args:
+        model: a prepared model.
         distrusted: names of modules that kernels do not stand in for.
     """
     plan = CodesPlan(model, distrusted)
-    notes = Notes(model, plan.modules())
-    if not plan.readers:
-        return FusedForward(None, None, notes)
-    graph = _Rewriting(plan).rewritten()
-    return FusedForward(graph, compiled(graph), notes)
+    return _Rewriting(plan).rewritten() if plan.readers else None
 
 
 def compiled(graph: fx.Graph) -> Callable[..., Any]:

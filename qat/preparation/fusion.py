@@ -127,7 +127,7 @@ def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:
             continue
         producer = node.args[0]
         layer = submodule_of(graph_module, producer) if isinstance(producer, fx.Node) else None
-        if not isinstance(layer, QuantLayer) or not _folds(layer, norm, producer):
+        if not isinstance(layer, QuantLayer) or not folds(layer, norm, producer):
             left[str(node.target)] = "no quantized convolution directly before it"
         elif "norm" in producer.kwargs:
             left[str(node.target)] = f"{producer.target} folds another BatchNorm already"
@@ -144,7 +144,7 @@ def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:
     return left
 
 
-def _folds(layer: QuantLayer, norm: nn.Module | None, producer: fx.Node) -> bool:
+def folds(layer: QuantLayer, norm: nn.Module | None, producer: fx.Node) -> bool:
     """Whether the norm acts along the layer's output channels."""
     if isinstance(layer, QuantLinear):
         # On more axes BatchNorm1d normalises axis 1, and the channels of a linear layer are the last.

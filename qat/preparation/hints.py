@@ -188,11 +188,10 @@ class HintTracer(fx.Tracer):
         if self._modes != _context():
             raise TraceError("a part of it runs under no_grad or autocast, which a graph does not keep")
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
-        changed = kwargs.get("out", args[0] if args else kwargs.get("input"))
-        answers = target is not operator.setitem
-        if answers and isinstance(changed, fx.Proxy) and not isinstance(changed, Attribute):
-            if written_by(proxy.node, self.root) is changed.node:
-                changed.node = proxy.node
+        changed: Any = kwargs.get("out", args[0] if args else kwargs.get("input"))
+        has_name = isinstance(changed, fx.Proxy) and not isinstance(changed, Attribute)
+        if has_name and target is not operator.setitem and written_by(proxy.node, self.root) is changed.node:
+            changed.node = proxy.node
         return proxy
 
     def settle(self, proxy: Any) -> Any:

@@ -169,7 +169,7 @@ def _dropouts_become_modules(graph_module: fx.GraphModule, twins: dict[fx.Node, 
         given, in_evaluation = arguments(node), arguments(other)
         if given.get("training", True) != in_evaluation.get("training", True):
             name = free_name(graph_module, f"{scope_of(node)}.dropout".lstrip("."))
-            graph_module.add_submodule(name, nn.Dropout(given.get("p", 0.5)))
+            graph_module.add_submodule(name, nn.Dropout(given.get("p", 0.5), given.get("inplace", False)))
             node.op, node.target, node.args, node.kwargs = "call_module", name, (given["input"],), {}
         elif not given.get("training", True):
             # The same in both modes is what the model asks for: never here; always would be Monte-Carlo dropout.

@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,10 +16,15 @@ from qat.kernels.compiler import library
 from qat.kernels.formulas.products import try_int_mm
 from qat.kernels.operator import is_taken
 from qat.preparation.fused_graph import FusedForward, fused_forward
+from qat.preparation.replaced import Places, follow_replacements, module_names
+from qat.preparation.report import VERDICTS
+from qat.preparation.self_check import is_wanted, judge
+from qat.preparation.verdict import Verdict
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+log = logging.getLogger("qat")
 
 OF_ONE_MODEL = "GraphModuleImpl"
 """What torch.fx calls the class that it makes for every model; by this name it finds the class behind."""
@@ -28,11 +34,14 @@ class PreparedGraph(fx.GraphModule):
     """An fx.GraphModule whose own attributes (what was left in float, `backbone.out_channels`) survive deepcopy.
 
     Where kernels apply, training runs a graph derived from it; see `qat.preparation.fused_graph`. That belongs to the
-    class, of which torch.fx makes one for every model, so that models pickle and copy without it.
+    class, of which torch.fx makes one for every model, so that models pickle and copy without it. What changes in the
+    model is noticed at its next forward.
     """
 
     has_library: ClassVar[bool] = False
     fused: ClassVar[FusedForward | None] = None
+    places: ClassVar[Places | None] = None
+    said: ClassVar[frozenset[str]] = frozenset()
 
     def recompile(self) -> Any:
         """Make forward anew from the graph."""
@@ -41,21 +50,83 @@ class PreparedGraph(fx.GraphModule):
 
         @functools.wraps(plain)
         def forward(self: PreparedGraph, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling() and self.follow_changes():
+                return self.forward(*args, **kwargs)
             run = self._fused_forward(args, kwargs)
             return plain(self, *args, **kwargs) if run is None else run(self, *args, **kwargs)
 
         kind: Any = type(self)
-        kind.forward, kind.fused = forward, None
+        kind.forward, kind.fused, kind.places = forward, None, None
         return code
+
+    def follow_changes(self) -> bool:
+        """Notice parts that were replaced, and call what is there now as it wants to be called.
+
+        Returns:
+            Whether the graph changed.
+        """
+        kind: Any = type(self)
+        if kind.places is not None and kind.places.hold():
+            return False
+        known = set() if kind.places is None else kind.places.deaf
+        changed = follow_replacements(self)
+        if changed:
+            self.recompile()
+        kind.fused, kind.places = None, Places(self, module_names(self))
+        kind.places.warn(known)
+        return changed
 
     def derive(self) -> FusedForward:
         """What training runs where kernels apply, made anew if the graph or anything in the model changed."""
         kind: Any = type(self)
         if kind.fused is None or not kind.fused.notes.hold():
-            kind.fused = fused_forward(self)
+            kind.fused = fused_forward(self, self._verdicts)
             self._look_around()
         found: FusedForward = kind.fused
         return found
+
+    @property
+    def _verdicts(self) -> dict[str, Verdict]:
+        """What self-checks found, by what they looked at; a copy of the model takes them along."""
+        found: dict[str, Verdict] = vars(self).setdefault(VERDICTS, {})
+        return found
+
+    def self_check(self, *args: Any, **kwargs: Any) -> Verdict | None:
+        """Hold a fused training step to the plain one; from now on the model trains as that allows.
+
+        Args:
+            args, kwargs: of forward; a slice of the batch is looked at.
+
+        Returns:
+            What was found; None where nothing runs on codes, or nothing can be found out.
+        """
+        fused = self.derive()
+        if fused.graph is not None and fused.verdict is None:
+            verdict = judge(self, args, kwargs)
+            if verdict is not None:
+                self._verdicts[fused.key] = verdict
+                type(self).fused = None
+                if verdict.reason:
+                    log.warning("%s", verdict)
+        return self.derive().verdict
+
+    def prove(self, *args: Any, **kwargs: Any) -> Verdict | None:
+        """`self_check` ahead of training, in whatever mode the model is; None where no kernels apply."""
+        flags = [(module, module.training) for module in self.modules()]
+        try:
+            self.train()
+            given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            if (
+                not is_wanted()
+                or plain_here()
+                or self.is_meta_only()
+                or self._refusal(given, compiling=True) is not None
+            ):
+                return None
+            return self.self_check(*args, **kwargs)
+        finally:
+            for module, flag in flags:
+                module.training = flag
 
     def _look_around(self) -> None:
         """What there is where the model lies: now, since nothing can be tried out while torch.compile looks on."""
@@ -71,35 +142,69 @@ class PreparedGraph(fx.GraphModule):
 
     def train(self, mode: bool = True) -> "Self":
         """As of any module; torch.compile, which may come next, can only run what is derived already."""
-        if mode and any(parameter.device.type in ("cpu", "cuda") for parameter in self.parameters()):
-            self.derive()
-            self._look_around()  # the model may have been moved
-        return super().train(mode)
+        model = super().train(mode)
+        if not self.is_meta_only():
+            self.follow_changes()
+            if mode:
+                self.derive()
+                self._look_around()  # the model may have been moved
+        return model
+
+    def is_meta_only(self) -> bool:
+        """Whether the model has no memory that kernels could compute in."""
+        return not any(parameter.device.type in ("cpu", "cuda") for parameter in self.parameters())
 
     def _fused_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         """What to run instead of the graph, if these inputs are for the kernels."""
         compiling = torch.compiler.is_compiling()
         if not self.training or (plain_wanted() if compiling else plain_here()):
             return None
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and is_taken(x)]
-        if not given or not self._has_kernels(given[0], compiling) or _has_any_global_hook():  # type: ignore[no-untyped-call]
+        given: list[Any] = [x for x in (*args, *kwargs.values()) if isinstance(x, (torch.Tensor, fx.Proxy))]
+        if not all(type(x) in (torch.Tensor, nn.Parameter) or compiling for x in given):
+            return None  # somebody looks at the model with tensors that hold no numbers
+        refused = self._refusal(given, compiling)
+        if refused is not None:
+            if refused and not compiling:
+                self._say(refused)
             return None
         fused = type(self).fused if compiling else self.derive()
-        return None if fused is None else fused.run
+        if fused is None or fused.graph is None:
+            return None
+        if fused.verdict is None and is_wanted():
+            if compiling or self.self_check(*args, **kwargs) is None:
+                return None
+            fused = self.derive()
+        return fused.run
 
-    def _has_kernels(self, x: torch.Tensor, compiling: bool) -> bool:
-        """Whether kernels are faster here: on CUDA those that torch.compile makes of formulas, else those in C."""
+    def _refusal(self, given: list[torch.Tensor], compiling: bool) -> str | None:
+        """Why kernels do not apply here, None if they do: on CUDA those that torch.compile makes of formulas, else
+        those in C. Empty where somebody said so already."""
+        floating = next((x for x in given if x.is_floating_point()), None)
+        x = floating if floating is not None else next(iter(given), None)
+        x = next(self.parameters()) if x is None else x
+        if _has_any_global_hook():  # type: ignore[no-untyped-call]
+            return "a hook on all modules is registered, which waits for each to be called"
+        if floating is not None and not is_taken(floating):
+            return f"its input is {floating.dtype} on {floating.device.type}"
         if x.is_cuda:
-            return compiling
+            return None if compiling else ""
         if formulas_wanted():
-            return True
+            return None
         if torch.is_autocast_enabled("cpu"):
-            return False
-        return type(self).has_library if compiling else library() is not None
+            return "autocast is on, and the kernels on the CPU compute in float32"
+        return None if (type(self).has_library if compiling else library() is not None) else ""
+
+    def _say(self, reason: str) -> None:
+        """Tell the log why this model trains as its graph stands, once for each reason."""
+        kind: Any = type(self)
+        if reason not in kind.said:
+            kind.said |= {reason}
+            log.info("training runs the prepared graph operation by operation: %s", reason)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickle, which would make a plain graph module of it."""
         function, arguments = super().__reduce__()
+        arguments[0].pop(VERDICTS, None)  # of this machine
         kind = next(base for base in type(self).__mro__ if base.__qualname__.split(".")[-1] != OF_ONE_MODEL)
         passing = {name: set(module._non_persistent_buffers_set) for name, module in self.named_modules()}
         return unpickled, (kind, function, arguments, passing)

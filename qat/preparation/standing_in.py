@@ -88,31 +88,24 @@ class Notes:
     Args:
         model: a prepared model.
         names: of these modules in it.
+
+    Attributes:
+        text: the same in words, by which a copy of the model is known to be alike.
     """
 
     def __init__(self, model: nn.Module, names: set[str]) -> None:
-        paths = {".".join(steps[:depth]) for name in names for steps in [name.split(".")] for depth in range(1, len(steps) + 1)}
-        modules = {path: model.get_submodule(path) for path in sorted(paths)}
-        parents = {path: model.get_submodule(path.rpartition(".")[0]) for path in modules}
-        self._places = [(parents[path]._modules, path.rpartition(".")[2], module) for path, module in modules.items()]
-        self._facts = []
-        for path in sorted(names):
-            module = modules[path]
-            kind = kind_of(module)
-            read = _READERS.get(kind, _nothing)
-            self._facts.append((module, type(module), read, read(module), is_watched(module)))
-        self._kinds = [(kind, is_changed(kind)) for kind in {kind_of(modules[path]) for path in names} & READ.keys()]
-        #: The same in words, to recognise it in a copy of the model.
-        self.text = repr(
-            [(path, kind.__qualname__, _plain(found), watched) for path, (_, kind, _, found, watched) in
-             zip(sorted(names), self._facts, strict=True)]
-        )
+        modules = {name: model.get_submodule(name) for name in sorted(names)}
+        self._facts = [
+            (module, type(module), read, read(module), is_watched(module))
+            for module in modules.values()
+            for read in [_READERS.get(kind_of(module), _nothing)]
+        ]
+        self._kinds = [(kind, is_changed(kind)) for kind in {kind_of(each) for each in modules.values()} & READ.keys()]
+        words = [(kind.__qualname__, _in_words(found), watched) for _, kind, _, found, watched in self._facts]
+        self.text = repr(list(zip(modules, words, strict=True)))
 
     def hold(self) -> bool:
-        """Whether all of it is still so: the same modules in their places, their numbers, who watches them."""
-        for children, key, module in self._places:
-            if children.get(key) is not module:
-                return False
+        """Whether all of it is still so: classes, numbers, who watches them."""
         for module, kind, read, found, watched in self._facts:
             if type(module) is not kind or read(module) != found or is_watched(module) is not watched:
                 return False
@@ -123,7 +116,7 @@ def _nothing(module: nn.Module) -> None:
     """Of a module that is called as ever, nothing is taken for granted."""
 
 
-def _plain(found: Any) -> str:
+def _in_words(found: Any) -> str:
     """What was read, without the addresses of modules and tensors."""
     values = found if isinstance(found, tuple) else (found,)
     return repr([type(value).__name__ if isinstance(value, (nn.Module, torch.Tensor)) else value for value in values])

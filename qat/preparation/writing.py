@@ -25,17 +25,19 @@ OWN_MEMORY_MODULES = {f"torch.nn.modules.{name}" for name in (
 )}  # fmt: skip
 """Where the modules of torch are defined that answer with memory of their own, but for `inplace` ones and Identity."""
 
-OWN_MEMORY = set(
-    "abs adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d add addmm amax amin avg_pool1d"
-    " avg_pool2d avg_pool3d baddbmm batch_norm bilinear bmm cat clamp clip clone concat conv1d conv2d conv3d"
-    " conv_transpose1d conv_transpose2d conv_transpose3d cos cosine_similarity cumsum div einsum elu embedding"
-    " embedding_bag eq erf exp floordiv ge gelu group_norm gt hardsigmoid hardswish hardtanh instance_norm interpolate"
-    " layer_norm le leaky_relu linear log log_softmax logsigmoid lt masked_fill matmul max max_pool1d max_pool2d"
-    " max_pool3d maximum mean min minimum mish mm mul ne neg ones_like pow prelu prod reciprocal relu relu6 repeat"
-    " repeat_interleave rms_norm roll rsqrt sigmoid silu sin softmax softplus sqrt square stack std sub sum tanh"
-    " topk truediv var where zeros_like".split()
-)
-"""Functions and methods of torch and operators of Python that answer with memory of their own, unless told `inplace`."""
+OWN_MEMORY = {
+    "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "add",
+    "addmm", "amax", "amin", "avg_pool1d", "avg_pool2d", "avg_pool3d", "baddbmm", "batch_norm", "bilinear", "bmm",
+    "cat", "clamp", "clip", "clone", "concat", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+    "conv_transpose3d", "cos", "cosine_similarity", "cumsum", "div", "einsum", "elu", "embedding", "embedding_bag",
+    "eq", "erf", "exp", "floordiv", "ge", "gelu", "group_norm", "gt", "hardsigmoid", "hardswish", "hardtanh",
+    "instance_norm", "interpolate", "layer_norm", "le", "leaky_relu", "linear", "log", "log_softmax", "logsigmoid",
+    "lt", "masked_fill", "matmul", "max", "max_pool1d", "max_pool2d", "max_pool3d", "maximum", "mean", "min",
+    "minimum", "mish", "mm", "mul", "ne", "neg", "ones_like", "pow", "prelu", "prod", "reciprocal", "relu", "relu6",
+    "repeat", "repeat_interleave", "rms_norm", "roll", "rsqrt", "sigmoid", "silu", "sin", "softmax", "softplus",
+    "sqrt", "square", "stack", "std", "sub", "sum", "tanh", "topk", "truediv", "var", "where", "zeros_like",
+}  # fmt: skip
+"""Functions, methods and operators that answer with memory of their own, unless they are told `inplace`."""
 
 
 def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:

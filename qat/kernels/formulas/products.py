@@ -21,7 +21,7 @@ from qat.kernels.formulas.grids import (
     slopes_on,
     step_in_force,
 )
-from qat.kernels.geometry import NEAREST, Geometry
+from qat.kernels.geometry import Geometry
 
 log = logging.getLogger("qat.kernels")
 
@@ -31,19 +31,18 @@ MOST_INPUTS = 1 << 16
 
 def codes_product(
     codes: Tensor, numbers: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, bias: Tensor | None, low: int,
-    high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int, integers: bool,
+    high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int, copies: int,
 ) -> Tensor:  # fmt: skip
     """product((codes - zero) * step, weight on its grid) + bias, in autocast's dtype or else in weight's.
 
     Exact in int32 where integers are allowed and it is a product of matrices that `fits_int_mm`, else in floating
-    numbers. The result has its channels innermost where codes' or weight's are and else is contiguous: a rule that,
-    unlike `Geometry.arranged`, does not ask whether integers would pay.
+    numbers. In the memory format of `Geometry.layout`.
     """
     geometry, dtype = Geometry(stride, padding, dilation, groups), result_dtype(codes, weight.dtype)
     rounded, steps = _on_grid(weight, scales, smallest, low, high)
     rows = geometry.rows(codes.shape, weight.shape)
     fits = _is_of_matrices(geometry, weight) and fits_int_mm(rows, weight.shape[1], weight.shape[0])
-    if integers and fits and has_int_mm(codes.device):
+    if copies and fits and has_int_mm(codes.device):
         y = _multiply_integers(codes, numbers[1], rounded, rows)
         # int8 knows no NaN: a weight that has one is told by its row's factor.
         factor = steps * numbers[0] + (rounded - rounded).flatten(1).sum(1)
@@ -224,12 +223,7 @@ def _arranged(y: Tensor, codes: Tensor, weight: Tensor, geometry: Geometry, dtyp
     The last operation of a Function's forward must neither write nor do nothing: torch 2.11 compiles such a Function,
     but without its gradient.
     """
-    nearest = NEAREST.get(codes.dim()) if geometry.stride else None
-    layout = torch.contiguous_format
-    if nearest is not None and any(
-        not t.is_contiguous() and t.is_contiguous(memory_format=nearest) for t in (codes, weight)
-    ):
-        layout = nearest
+    layout = geometry.layout(codes, weight)
     if y.dtype is not dtype:
         return y.to(dtype, memory_format=layout)
     return y if y.is_contiguous(memory_format=layout) else y.contiguous(memory_format=layout)

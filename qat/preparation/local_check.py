@@ -1,0 +1,210 @@
+"""One function of a fused graph at a time against its reference: the same inputs, the same gradient from behind."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from qat.kernels import plain_formulas
+from qat.layers.codes import Codes, decode
+from qat.preparation.references import Before, normalised
+from qat.quantizer import Quantizer
+
+NEAR = 0.02
+"""In steps: what lies nearer to a tie, or to the end of a grid or clip, may be rounded to either side of it."""
+
+TOLERANCE, NEGLIGIBLE = 2e-3, 1e-5
+"""Of a difference: relative to what is expected, and to the sum of what cancels in it."""
+
+
+class Both(NamedTuple):
+    """A quantized tensor in a self-check.
+
+    Attributes:
+        value: as torch's operations make it.
+        codes: of this value.
+        quantizer: whose grid it is.
+    """
+
+    value: Tensor
+    codes: Codes
+    quantizer: Quantizer
+
+
+@dataclass
+class Ends:
+    """The same arguments for a function on codes and for its reference.
+
+    Attributes:
+        coded, plain: arguments.
+        pairs: tensors of both that gradients are taken of.
+        learned: scales that an input of the model was quantized with.
+    """
+
+    coded: list[Any]
+    plain: list[Any]
+    pairs: list[tuple[Tensor, Tensor]]
+    learned: list[Tensor]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...]) -> "Ends":
+        """Detached from whatever made the arguments."""
+        ends = cls([], [], [], [])
+        for given in args:
+            coded, plain = ends._end(given)
+            ends.coded.append(coded)
+            ends.plain.append(plain)
+        return ends
+
+    def _end(self, given: Any) -> tuple[Any, Any]:
+        if isinstance(given, Both) and given.codes.source is not None:
+            source, learned = given.codes.source
+            self.learned.append(learned.scale)
+            with plain_formulas():
+                return given.codes, given.quantizer(source.detach())
+        if isinstance(given, Both):
+            carrier = given.codes.carrier.detach().requires_grad_()
+            plain = given.value.detach().requires_grad_()
+            self.pairs.append((carrier, plain))
+            return Codes(carrier, given.codes.codes, given.codes.numbers), plain
+        if isinstance(given, Tensor) and given.is_floating_point():
+            coded, plain = (given.detach().requires_grad_(given.requires_grad) for _ in range(2))
+            if given.requires_grad:
+                self.pairs.append((coded, plain))
+            return coded, plain
+        return given, given
+
+
+def compare_quantizing(
+    function: Callable[..., Any], before: Callable[..., Before], args: tuple[Any, ...], path: str
+) -> str | None:
+    """What is wrong with a function that quantizes; None if it is right, or did not run on codes."""
+    ends = Ends.of(args)
+    quantizer = next(each for each in args if isinstance(each, Quantizer))
+    modules = [each for each in args if isinstance(each, nn.Module)]
+    with _kept(modules):
+        found = function(*ends.coded)
+    if not isinstance(found, Codes):
+        return None
+    with _kept(modules), plain_formulas():
+        exact = [partial(normalised, norm=each) if isinstance(each, _BatchNorm) else each for each in ends.plain]
+        unclipped, z, bounds = before(*exact)
+        y = quantizer(z)
+    with torch.no_grad():
+        scale, zero_point = quantizer.grid()
+        low, high = quantizer.bounds()
+        level = z / scale + zero_point
+        expected = quantizer.codes(z)
+        shift = 128 if quantizer.spec.signed else 0
+        near = _near_edges(level, low, high) | _near_bounds(unclipped, bounds, scale)
+        wrong = (found.codes.to(expected.dtype) - shift != expected) & ~near & z.isfinite()
+    if bool(wrong.any()) or not _same_step(found, scale, z):
+        return f"{int(wrong.sum())} of {wrong.numel()} codes of {path} differ"
+    if found.source is not None:
+        return None  # whoever reads it finds the gradient of its scale
+    cotangent = torch.where(near, 0.0, _noise(y)).to(found.carrier.dtype)
+    slack = cotangent.abs().sum() * quantizer.gradient_factor(z) * (high - low)
+    if quantizer.relative_steps:
+        slack = slack * scale.detach() ** 2
+    return _compare_gradients((found.carrier, y), cotangent, ends, modules, path, float(slack))
+
+
+def compare_computing(
+    function: Callable[..., Any], reference: Callable[..., Tensor], args: tuple[Any, ...], path: str
+) -> str | None:
+    """What is wrong with a function that computes with codes; None if it is right."""
+    ends = Ends.of(args)
+    modules = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, Quantizer)]
+    found = function(*ends.coded)
+    with plain_formulas():
+        y = reference(*ends.plain)
+    got = decode(found)
+    if got.shape != y.shape or got.dtype != y.dtype:
+        return f"the result of {path} is {got.dtype} {tuple(got.shape)} instead of {y.dtype} {tuple(y.shape)}"
+    if not _alike(got.detach(), y.detach()):
+        return f"the result of {path} differs by up to {float((got - y).abs().max()):.3g}"
+    if not y.requires_grad:
+        return None
+    cotangent = _noise(y)
+    return _compare_gradients((got, y), cotangent, ends, modules, path, float(cotangent.abs().sum()))
+
+
+def _compare_gradients(
+    ends_of: tuple[Tensor, Tensor], cotangent: Tensor, ends: Ends, modules: list[nn.Module], path: str, slack: float
+) -> str | None:
+    coded, plain = ends_of
+    shared: dict[int, Tensor] = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+    shared |= {id(scale): scale for scale in ends.learned}
+    ours = torch.autograd.grad(
+        coded, [pair[0] for pair in ends.pairs] + list(shared.values()), cotangent, allow_unused=True
+    )
+    with plain_formulas():
+        theirs = torch.autograd.grad(
+            plain, [pair[1] for pair in ends.pairs] + list(shared.values()), cotangent, allow_unused=True
+        )
+    size = float(cotangent.norm())
+    for got, expected in zip(ours, theirs, strict=True):
+        if got is None and expected is None:
+            continue
+        got = torch.zeros_like(expected) if got is None else got
+        expected = torch.zeros_like(got) if expected is None else expected
+        got, expected = got.detach().double().nan_to_num(1e30), expected.detach().double().nan_to_num(1e30)
+        allowed = TOLERANCE * float(expected.norm()) + NEGLIGIBLE * (slack if expected.numel() < 4096 else size)
+        if not float((got - expected).norm()) <= allowed:
+            return (
+                f"a gradient of {path} differs by {float((got - expected).norm() / expected.norm()):.2g} of its length"
+            )
+    return None
+
+
+class _kept:  # noqa: N801
+    """A context after which the buffers of modules are as before: running statistics move once a step."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.buffers = [buffer for module in modules for buffer in module.buffers()]
+
+    def __enter__(self) -> None:
+        self.before = [buffer.clone() for buffer in self.buffers]
+
+    def __exit__(self, *_: object) -> None:
+        for buffer, before in zip(self.buffers, self.before, strict=True):
+            buffer.data.copy_(before)
+
+
+def _near_edges(level: Tensor, low: int, high: int) -> Tensor:
+    """Where a value is about to fall on another level, or out of the grid."""
+    tie = ((level - level.floor()) - 0.5).abs() < NEAR
+    return tie | ((level - low).abs() < NEAR) | ((level - high).abs() < NEAR)
+
+
+def _near_bounds(y: Tensor, bounds: tuple[float, float], scale: Tensor) -> Tensor:
+    """Where what is clipped lies next to a bound of the clip."""
+    floor, ceiling = bounds
+    return ((y - floor).abs() < NEAR * scale) | ((y - ceiling).abs() < NEAR * scale)
+
+
+def _same_step(found: Codes, scale: Tensor, z: Tensor) -> bool:
+    """Whether the codes stand for multiples of this step; NaN, if there was one among the values."""
+    step = found.numbers[0]
+    return bool(step.isnan()) if bool(z.isnan().any()) else bool(torch.isclose(step, scale.to(step.dtype)))
+
+
+def _alike(got: Tensor, expected: Tensor) -> bool:
+    """Equal but for the order of sums, and where both are NaN."""
+    both = got.isnan() & expected.isnan()
+    got, expected = got.masked_fill(both, 0.0), expected.masked_fill(both, 0.0)
+    if not bool(expected.isfinite().all()):
+        return bool(torch.equal(got.isfinite(), expected.isfinite()))
+    least = 1e-4 if expected.dtype is torch.float32 else 3e-2
+    most = float(expected.abs().max()) if expected.numel() else 0.0
+    return bool(((got - expected).abs() <= least * most).all())
+
+
+def _noise(y: Tensor) -> Tensor:
+    """A gradient from behind, the same whenever it is asked for."""
+    generator = torch.Generator("cpu").manual_seed(y.numel())
+    return torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype)

@@ -1,0 +1,23 @@
+"""What a self-check found."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a self-check found.
+
+    Attributes:
+        distrusted: modules that kernels do not stand in for from now on; None: the whole model trains plainly.
+        reason: what differed first; empty if nothing did.
+    """
+
+    distrusted: tuple[str, ...] | None = ()
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.distrusted is None:
+            return f"trains operation by operation, for its fused step differs from the plain one: {self.reason}"
+        if self.distrusted:
+            return f"trains on codes but for {', '.join(self.distrusted)}: {self.reason}"
+        return "trains on codes, which a step of both kinds has shown to be the same"
