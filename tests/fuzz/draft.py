@@ -87,7 +87,7 @@ class Draft:
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise Unfit(line) from error
         found = {name: value for name, value in space.items() if name[0] == "v" and name[1:].isdigit()}
-        if any(not isinstance(value, Tensor) or value.numel() > LARGEST for value in found.values()):
+        if any(not isinstance(value, Tensor) or not 0 < value.numel() <= LARGEST for value in found.values()):
             raise Unfit(line)
         self.values = found
         self.lines.append(line)
@@ -105,8 +105,3 @@ class Draft:
     def others(self, x: str, same: bool = True) -> list[str]:
         """Variables of x's shape, or of any, itself included."""
         return [name for name, value in self.values.items() if not same or value.shape == self.values[x].shape]
-
-    def latest(self) -> str:
-        """The variable that the next move reads: mostly the newest."""
-        names = list(self.values)
-        return names[-1] if self.chance(0.8) else str(self.pick(names))

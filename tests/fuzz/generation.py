@@ -39,7 +39,8 @@ def _drawn(seed: int, rng: random.Random) -> Program:
     made = tried = 0
     while made < wanted and tried < 40:
         tried += 1
-        made += draft.attempt(_move(draft, first and made == 0), _variable(draft))
+        x = _variable(draft)
+        made += draft.attempt(_move(draft, x, first and made == 0), x)
     result = list(draft.values)[-1]
     if rng.random() < 0.15:
         result = f"{result}, {rng.choice(list(draft.values))}"
@@ -56,7 +57,7 @@ def _input(rng: random.Random) -> str:
         return f"torch.randn({batch + 2}, {rng.choice((1, 3, 8, 12))})"
     if kind == "sequence":
         return f"torch.randn({batch}, {rng.choice((1, 3, 4, 7))}, {rng.choice((1, 4, 6, 8))})"
-    size = rng.choice(((8, 8), (8, 8), (7, 7), (5, 6), (4, 4), (9, 3), (1, 1), (1, 8), (16, 16), (13, 12)))
+    size = rng.choice(((8, 8), (8, 8), (7, 7), (5, 6), (4, 4), (9, 3), (1, 1), (1, 1), (1, 8), (16, 16), (13, 12)))
     channels = rng.choice((1, 2, 3, 3, 4, 8, 16))
     made = f"torch.randn({batch}, {channels}, {size[0]}, {size[1]})"
     return made + rng.choice(("", "", "", ".to(memory_format=torch.channels_last)", ".transpose(2, 3)", "[:, :, ::2]"))
@@ -67,10 +68,9 @@ def _variable(draft: Draft) -> str:
     return names[-1] if draft.chance(0.8) else str(draft.pick(names))
 
 
-def _move(draft: Draft, layer_first: bool) -> Move:
-    """One that fits the newest variable's number of axes."""
-    axes = next(reversed(draft.values.values())).dim()
-    moves = {4: images.MOVES, 3: rows.SEQUENCE_MOVES, 2: rows.ROW_MOVES}.get(axes, ())
+def _move(draft: Draft, x: str, layer_first: bool) -> Move:
+    """One that fits the variable's number of axes."""
+    moves = {4: images.MOVES, 3: rows.SEQUENCE_MOVES, 2: rows.ROW_MOVES}.get(draft.values[x].dim(), ())
     if not moves or (not layer_first and draft.chance(0.45)):
         moves = OF_ANY
     move: Move = draft.rng.choices([move for move, _ in moves], [weight for _, weight in moves])[0]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -85,6 +86,18 @@ class Stepper:
             for tensor, before in self.state:
                 tensor.copy_(before)
                 tensor.grad = None
+
+
+@contextlib.contextmanager
+def even_dropouts() -> Iterator[None]:
+    """Dropouts that scale and drop nothing: which elements they drop depends on how a tensor lies in memory."""
+
+    def even(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        share = 1 - p if training else 1.0
+        return x.div_(share) if inplace else x / share
+
+    with mock.patch.object(F, "dropout", even):
+        yield
 
 
 def plain() -> contextlib.AbstractContextManager[None]:
