@@ -76,7 +76,11 @@ def join(draft: Draft, x: str) -> None:
     if draft.chance(0.2):
         draft.let(f"torch.cat([{x}, {other}], {draft.pick((0, 1, 1, 1, -1))})")
     elif draft.chance(0.25):
-        draft.do(draft.pick(("{x} += {y}", "{x} *= {y}", "{x}.add_({y})", "{x} -= {y}", "{x}.mul_({y})")).format(x=x, y=other))
+        draft.do(
+            draft.pick(("{x} += {y}", "{x} *= {y}", "{x}.add_({y})", "{x} -= {y}", "{x}.mul_({y})")).format(
+                x=x, y=other
+            )
+        )
     else:
         draft.let(draft.pick(forms).format(x=x, y=other))
 

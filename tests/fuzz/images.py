@@ -39,7 +39,9 @@ def convolution(draft: Draft, x: str) -> None:
 def same_convolution(draft: Draft, x: str) -> None:
     """A convolution that keeps the shape, for sums to come; sometimes the same one again."""
     channels = draft.shape(x)[1]
-    kind = draft.pick(("3, padding=1", "3, padding=1, bias=False", "1", "1, bias=False", f"3, padding=1, groups={channels}"))
+    kind = draft.pick(
+        ("3, padding=1", "3, padding=1, bias=False", "1", "1, bias=False", f"3, padding=1, groups={channels}")
+    )
     draft.let(f"{draft.module(f'nn.Conv2d({channels}, {channels}, {kind})')}({x})")
 
 
@@ -78,14 +80,18 @@ def layer_and_act(draft: Draft, x: str) -> None:
 def sequential(draft: Draft, x: str) -> None:
     """A container, which hooks may watch."""
     channels = draft.shape(x)[1]
-    act = draft.pick(("nn.ReLU()", "nn.ReLU(inplace=True)", "nn.ReLU6(inplace=True)", "nn.SiLU(inplace=True)", "nn.GELU()"))
+    act = draft.pick(
+        ("nn.ReLU()", "nn.ReLU(inplace=True)", "nn.ReLU6(inplace=True)", "nn.SiLU(inplace=True)", "nn.GELU()")
+    )
     made = f"nn.Sequential(nn.Conv2d({channels}, {channels}, 3, padding=1), nn.BatchNorm2d({channels}), {act})"
     draft.let(f"{draft.module(made)}({x})")
 
 
 def residual(draft: Draft, x: str) -> None:
     """A residual unit before its norm, as in MiDaS and pre-activation ResNets."""
-    act = draft.module(draft.pick(("nn.ReLU(inplace=True)", "nn.ReLU()", "nn.ReLU6(inplace=True)", "nn.SiLU(inplace=True)")))
+    act = draft.module(
+        draft.pick(("nn.ReLU(inplace=True)", "nn.ReLU()", "nn.ReLU6(inplace=True)", "nn.SiLU(inplace=True)"))
+    )
     y = draft.let(f"{act}({x})")
     for _ in range(draft.pick((1, 2))):
         same_convolution(draft, y)
@@ -100,7 +106,9 @@ def excitation(draft: Draft, x: str) -> None:
     channels = draft.shape(x)[1]
     s = draft.let(draft.pick(("F.adaptive_avg_pool2d({x}, 1)", "{x}.mean((2, 3), keepdim=True)")).format(x=x))
     s = draft.let(f"{draft.module(f'nn.Conv2d({channels}, {channels}, 1)')}({s})")
-    s = draft.let(draft.pick(("torch.sigmoid({s})", "F.hardsigmoid({s})", "{s}.sigmoid()", "{s}.sigmoid_()")).format(s=s))
+    s = draft.let(
+        draft.pick(("torch.sigmoid({s})", "F.hardsigmoid({s})", "{s}.sigmoid()", "{s}.sigmoid_()")).format(s=s)
+    )
     draft.let(draft.pick(("{s} * {x}", "{x} * {s}")).format(s=s, x=x))
 
 

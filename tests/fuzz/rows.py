@@ -54,7 +54,9 @@ def attention(draft: Draft, x: str) -> None:
     heads = draft.pick([h for h in (1, 2, 4) if width % h == 0])
     q, k, v = _projections(draft, x, width)
     if draft.chance(0.5):
-        q, k, v = (draft.let(f"{y}.view({batch}, {steps}, {heads}, {width // heads}).transpose(1, 2)") for y in (q, k, v))
+        q, k, v = (
+            draft.let(f"{y}.view({batch}, {steps}, {heads}, {width // heads}).transpose(1, 2)") for y in (q, k, v)
+        )
     scores = draft.let(draft.pick(("{q} @ {k}.transpose(-2, -1)", "torch.matmul({q}, {k}.transpose(-2, -1))", "{q}.matmul({k}.mT)")).format(q=q, k=k))  # fmt: skip
     scores = _scaled(draft, scores)
     if draft.chance(0.6):

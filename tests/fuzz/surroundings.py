@@ -65,9 +65,9 @@ def surrounded(program: Program, rng: random.Random) -> Program:
         before=tuple(before),
         after=tuple(after),
         recipe=rng.choice(RECIPES),
-        context=rng.choices(
-            ("default", "float_products", "by_formula", "small_integers", "device"), (11, 3, 2, 5, 1)
-        )[0],
+        context=rng.choices(("default", "float_products", "by_formula", "small_integers", "device"), (11, 3, 2, 5, 1))[
+            0
+        ],
         needs_x="randint" not in program.x and rng.random() < 0.4,
     )
 
