@@ -1,16 +1,20 @@
 """Moves for tensors of any shape: activations as modules and functions, into something new or in place."""
 
+import math
+
 from tests.fuzz.draft import Draft
 
 MODULES = (
-    "nn.ReLU()", "nn.ReLU6()", "nn.Hardtanh()", "nn.Hardtanh(-0.5, 2.0)", "nn.LeakyReLU(0.1)", "nn.SiLU()", "nn.Hardswish()",
+    "nn.ReLU()", "nn.ReLU6()", "nn.Hardtanh()", "nn.Hardtanh(-0.5, 2.0)", "nn.LeakyReLU(0.1)", "nn.SiLU()",
+    "nn.Hardswish()",
     "nn.GELU()", "nn.GELU(approximate='tanh')", "nn.Sigmoid()", "nn.Tanh()", "nn.ELU()", "nn.Mish()", "nn.PReLU()",
     "nn.Hardsigmoid()", "nn.Identity()", "nn.Dropout(0.0)", "nn.Dropout(0.3)", "nn.Softplus()",
 )  # fmt: skip
 
 MODULES_IN_PLACE = (
     "nn.ReLU(inplace=True)", "nn.ReLU(inplace=True)", "nn.ReLU(inplace=True)", "nn.ReLU6(inplace=True)",
-    "nn.Hardtanh(inplace=True)", "nn.LeakyReLU(0.1, inplace=True)", "nn.SiLU(inplace=True)", "nn.Hardswish(inplace=True)",
+    "nn.Hardtanh(inplace=True)", "nn.LeakyReLU(0.1, inplace=True)", "nn.SiLU(inplace=True)",
+    "nn.Hardswish(inplace=True)",
     "nn.ELU(inplace=True)", "nn.Mish(inplace=True)", "nn.Hardsigmoid(inplace=True)", "nn.Dropout(0.0, inplace=True)",
     "nn.Dropout(0.3, inplace=True)",
 )  # fmt: skip
@@ -19,7 +23,8 @@ FUNCTIONS = (
     "F.relu({x})", "torch.relu({x})", "{x}.relu()", "F.relu6({x})", "F.hardtanh({x})", "{x}.clamp(min=0)",
     "{x}.clamp(-0.5, 1.0)", "torch.clamp({x}, min=0)", "F.leaky_relu({x}, 0.1)", "F.silu({x})", "F.hardswish({x})",
     "F.gelu({x})", "F.gelu({x}, approximate='tanh')", "torch.sigmoid({x})", "{x}.sigmoid()", "torch.tanh({x})",
-    "F.elu({x})", "F.mish({x})", "F.dropout({x}, 0.3, self.training)", "F.softplus({x})", "{x} * 2", "1.5 - {x}", "-{x}",
+    "F.elu({x})", "F.mish({x})", "F.dropout({x}, 0.3, self.training)", "F.softplus({x})", "{x} * 2", "1.5 - {x}",
+    "-{x}",
     "{x} + 1", "{x} / 3", "{x}.abs()", "{x}.clone()", "{x}.contiguous()", "{x}.detach()", "{x}.float()",
 )  # fmt: skip
 
@@ -35,7 +40,8 @@ FUNCTIONS_IN_PLACE = (
 )  # fmt: skip
 
 STATEMENTS_IN_PLACE = (
-    "{x} += 1", "{x} *= 2", "{x} -= 0.5", "{x}[:, 0] = 0", "{x}[:, :1].relu_()", "{x}[:, :1] *= 0.5", "{x}.view(-1).mul_(2)",
+    "{x} += 1", "{x} *= 2", "{x} -= 0.5", "{x}[:, 0] = 0", "{x}[:, :1].relu_()", "{x}[:, :1] *= 0.5",
+    "{x}.view(-1).mul_(2)",
     "{x}.flatten(1).clamp_(min=0)", "{x}.transpose(0, 1).add_(1)", "F.relu({x}, inplace=True)", "{x}.relu_()",
     "torch.relu_({x})", "self.act({x})",
 )  # fmt: skip
@@ -101,13 +107,31 @@ def join_and_clip(draft: Draft, x: str) -> None:
 def view(draft: Draft, x: str) -> None:
     """Another look at the same values."""
     shape = draft.shape(x)
-    forms = ["{x}.flatten(1)", "{x}.reshape({x}.shape[0], -1)", "{x}.view({x}.size(0), -1)", "torch.flatten({x}, 1)",
-             "{x}.transpose(0, 1)", "{x}.unsqueeze(1)", "{x}.squeeze()", "{x}[:, :1]", "{x}[:1]", "{x}[:, 1:]", "{x}[..., ::2]",
-             "{x}[:, 0]", "{x}.transpose(1, -1)", "{x}.narrow(1, 0, 1)", "torch.permute({x}, %s)" % (tuple(reversed(range(len(shape)))),)]  # fmt: skip
+    forms = [
+        "{x}.flatten(1)",
+        "{x}.reshape({x}.shape[0], -1)",
+        "{x}.view({x}.size(0), -1)",
+        "torch.flatten({x}, 1)",
+        "{x}.transpose(0, 1)",
+        "{x}.unsqueeze(1)",
+        "{x}.squeeze()",
+        "{x}[:, :1]",
+        "{x}[:1]",
+        "{x}[:, 1:]",
+        "{x}[..., ::2]",
+        "{x}[:, 0]",
+        "{x}.transpose(1, -1)",
+        "{x}.narrow(1, 0, 1)",
+        f"torch.permute({{x}}, {tuple(reversed(range(len(shape))))})",
+    ]
     if len(shape) > 1 and shape[1] == 1:
-        forms += ["{x}.expand(-1, 3, %s)" % ", ".join(["-1"] * (len(shape) - 2))] * 3
+        forms += [f"{{x}}.expand(-1, 3{', -1' * (len(shape) - 2)})"] * 3
     if len(shape) == 4:
-        forms += ["{x}.flatten(2).transpose(1, 2)", "{x}.permute(0, 2, 3, 1)", "{x}.view(-1, %d)" % (shape[1] * shape[2] * shape[3])]  # fmt: skip
+        forms += [
+            "{x}.flatten(2).transpose(1, 2)",
+            "{x}.permute(0, 2, 3, 1)",
+            f"{{x}}.view(-1, {math.prod(shape[1:])})",
+        ]
     draft.let(draft.pick(forms).format(x=x))
 
 
@@ -117,8 +141,21 @@ def parts(draft: Draft, x: str) -> None:
     if count < 2 or count % 2:
         view(draft, x)
         return
-    a, b = draft.several(draft.pick(("{x}.chunk(2, 1)", "torch.chunk({x}, 2, dim=1)", "{x}.split(%d, 1)" % (count // 2), "{x}[:, :%d], {x}[:, %d:]" % (count // 2, count // 2))).format(x=x), 2)  # fmt: skip
+    half = count // 2
+    a, b = draft.several(
+        draft.pick(
+            (
+                "{x}.chunk(2, 1)",
+                "torch.chunk({x}, 2, dim=1)",
+                f"{{x}}.split({half}, 1)",
+                f"{{x}}[:, :{half}], {{x}}[:, {half}:]",
+            )
+        ).format(x=x),
+        2,
+    )
     if draft.chance(0.7):
         draft.attempt(draft.pick((activation, activation_in_place)), draft.pick((a, b)))
     b = list(draft.values)[-1]
-    draft.let(draft.pick(("torch.cat([{a}, {b}], 1)", "torch.cat([{b}, {a}], 1)", "{a} + {b}", "{a} * {b}")).format(a=a, b=b))  # fmt: skip
+    draft.let(
+        draft.pick(("torch.cat([{a}, {b}], 1)", "torch.cat([{b}, {a}], 1)", "{a} + {b}", "{a} * {b}")).format(a=a, b=b)
+    )

@@ -1,9 +1,9 @@
 """When two computations of one step agree: tensors compared, with what tiny noise would have changed held against it.
 
-A value next to the middle between two levels falls on either with the last digit of a sum, and what follows differs by a
-level. So where two results differ, the reference is run again with noise of a millionth at every quantizer and norm, in
-the forward and in the backward. What differs much more than these runs among themselves is another function; and since
-that shows with every data, a verdict takes several draws of them.
+A value next to the middle between two levels falls on either with the last digit of a sum, and what follows differs
+by a level. So where two results differ, the reference is run again with noise of a millionth at every quantizer and
+norm, in the forward and in the backward. What differs much more than these runs among themselves is another function;
+and since that shows with every data, a verdict takes several draws of them.
 """
 
 import contextlib

@@ -127,13 +127,23 @@ def _compare(program: Program, model: nn.Module, prepared: nn.Module, runtime: b
     except Exception as error:
         raise Failure("change raises", _first_line(error)) from error
     stepper = Stepper(prepared, program.draw, seen)
-    _agree("training", lambda n: stepper.step(n, fast), lambda n: stepper.step(n, plain), lambda n, s: stepper.step(n, plain, seed=s))  # fmt: skip
+    _agree(
+        "training",
+        lambda n: stepper.step(n, fast),
+        lambda n: stepper.step(n, plain),
+        lambda n, s: stepper.step(n, plain, seed=s),
+    )
     if compiled:
         _compiled(stepper, fast)
     with even_dropouts():
         _against_float(program, model, prepared)
     prepared.eval()
-    _agree("evaluation", lambda n: stepper.step(n, fast, False), lambda n: stepper.step(n, plain, False), lambda n, s: stepper.step(n, plain, False, s))  # fmt: skip
+    _agree(
+        "evaluation",
+        lambda n: stepper.step(n, fast, False),
+        lambda n: stepper.step(n, plain, False),
+        lambda n, s: stepper.step(n, plain, False, s),
+    )
     if runtime and not any("register" in line for line in program.after):
         _against_runtime(prepared, program)
 

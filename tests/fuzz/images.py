@@ -5,15 +5,18 @@ from tests.fuzz.draft import Draft, Unfit
 
 POOLS = (
     "nn.MaxPool2d(2)", "nn.MaxPool2d(3, 2, 1)", "nn.MaxPool2d(2, 1, dilation=2)", "nn.MaxPool2d(3, 2, ceil_mode=True)",
-    "nn.MaxPool2d((1, 2), stride=1)", "nn.AvgPool2d(2)", "nn.AvgPool2d(3, 1, 1)", "nn.AvgPool2d(3, 2, 1, ceil_mode=True)",
+    "nn.MaxPool2d((1, 2), stride=1)", "nn.AvgPool2d(2)", "nn.AvgPool2d(3, 1, 1)",
+    "nn.AvgPool2d(3, 2, 1, ceil_mode=True)",
     "nn.AvgPool2d(2, count_include_pad=False)", "nn.AdaptiveAvgPool2d(1)", "nn.AdaptiveAvgPool2d((2, 1))",
     "nn.AdaptiveMaxPool2d(2)", "nn.LPPool2d(2, 2)",
 )  # fmt: skip
 
 POOL_FUNCTIONS = (
     "F.max_pool2d({x}, 2)", "F.max_pool2d({x}, 3, 2, 1)", "F.max_pool2d({x}, 2, dilation=2, stride=1)",
-    "F.max_pool2d({x}, kernel_size=3, stride=2, ceil_mode=True)", "F.avg_pool2d({x}, 2)", "F.adaptive_avg_pool2d({x}, 1)",
-    "{x}.mean((2, 3), keepdim=True)", "F.interpolate({x}, scale_factor=2)", "F.pad({x}, (1, 0, 2, 1))", "{x}.amax((2, 3), True)",
+    "F.max_pool2d({x}, kernel_size=3, stride=2, ceil_mode=True)", "F.avg_pool2d({x}, 2)",
+    "F.adaptive_avg_pool2d({x}, 1)",
+    "{x}.mean((2, 3), keepdim=True)", "F.interpolate({x}, scale_factor=2)", "F.pad({x}, (1, 0, 2, 1))",
+    "{x}.amax((2, 3), True)",
     "F.pad({x}, (1, 1, 1, 1), mode='replicate')", "{x}.roll(1, 2)",
 )  # fmt: skip
 
@@ -47,7 +50,8 @@ def same_convolution(draft: Draft, x: str) -> None:
 
 def transposed(draft: Draft, x: str) -> None:
     """A transposed convolution."""
-    draft.let(f"{draft.module(f'nn.ConvTranspose2d({draft.shape(x)[1]}, {draft.pick((2, 3, 4))}, {draft.pick((2, 3))}, stride={draft.pick((1, 2))})')}({x})")  # fmt: skip
+    options = f"{draft.shape(x)[1]}, {draft.pick((2, 3, 4))}, {draft.pick((2, 3))}, stride={draft.pick((1, 2))}"
+    draft.let(f"{draft.module(f'nn.ConvTranspose2d({options})')}({x})")
 
 
 def norm(draft: Draft, x: str) -> None:

@@ -34,7 +34,16 @@ def convolution(draft: Draft, x: str) -> None:
     """A convolution over sequences."""
     channels = draft.shape(x)[1]
     out = draft.pick((1, 3, 4, 8, channels))
-    options = draft.pick(("1", "3, padding=1", "3, padding=1, bias=False", "3, stride=2", "3, dilation=2, padding=2", f"3, padding=1, groups={channels}"))  # fmt: skip
+    options = draft.pick(
+        (
+            "1",
+            "3, padding=1",
+            "3, padding=1, bias=False",
+            "3, stride=2",
+            "3, dilation=2, padding=2",
+            f"3, padding=1, groups={channels}",
+        )
+    )
     out = channels if "groups" in options else out
     draft.let(f"{draft.module(f'nn.Conv1d({channels}, {out}, {options})')}({x})")
 
@@ -45,7 +54,9 @@ def pool(draft: Draft, x: str) -> None:
         pools = ("nn.MaxPool1d(2)", "nn.AvgPool1d(2)", "nn.AdaptiveAvgPool1d(1)", "nn.MaxPool1d(3, 1, 1)")
         draft.let(f"{draft.module(draft.pick(pools))}({x})")
     else:
-        draft.let(draft.pick(("{x}.mean(1)", "{x}.mean(-1)", "F.max_pool1d({x}, 2)", "{x}.amax(1)", "{x}[:, -1]")).format(x=x))  # fmt: skip
+        draft.let(
+            draft.pick(("{x}.mean(1)", "{x}.mean(-1)", "F.max_pool1d({x}, 2)", "{x}.amax(1)", "{x}[:, -1]")).format(x=x)
+        )
 
 
 def attention(draft: Draft, x: str) -> None:
@@ -57,16 +68,25 @@ def attention(draft: Draft, x: str) -> None:
         q, k, v = (
             draft.let(f"{y}.view({batch}, {steps}, {heads}, {width // heads}).transpose(1, 2)") for y in (q, k, v)
         )
-    scores = draft.let(draft.pick(("{q} @ {k}.transpose(-2, -1)", "torch.matmul({q}, {k}.transpose(-2, -1))", "{q}.matmul({k}.mT)")).format(q=q, k=k))  # fmt: skip
+    scores = draft.let(
+        draft.pick(
+            ("{q} @ {k}.transpose(-2, -1)", "torch.matmul({q}, {k}.transpose(-2, -1))", "{q}.matmul({k}.mT)")
+        ).format(q=q, k=k)
+    )
     scores = _scaled(draft, scores)
     if draft.chance(0.6):
         scores = _masked(draft, scores, steps)
-    weights = draft.let(draft.pick(("F.softmax({s}, dim=-1)", "{s}.softmax(-1)", "torch.softmax({s}, -1)", f"{draft.module('nn.Softmax(dim=-1)')}({{s}})")).format(s=scores))  # fmt: skip
+    softmax = draft.module("nn.Softmax(dim=-1)")
+    forms = ("F.softmax({s}, dim=-1)", "{s}.softmax(-1)", "torch.softmax({s}, -1)", f"{softmax}({{s}})")
+    weights = draft.let(draft.pick(forms).format(s=scores))
     if draft.chance(0.2):
-        weights = draft.let(f"{draft.module(draft.pick(('nn.Dropout(0.0)', 'nn.Dropout(0.2)', 'nn.Dropout(0.2, inplace=True)')))}({weights})")  # fmt: skip
+        kinds = ("nn.Dropout(0.0)", "nn.Dropout(0.2)", "nn.Dropout(0.2, inplace=True)")
+        weights = draft.let(f"{draft.module(draft.pick(kinds))}({weights})")
     y = draft.let(draft.pick(("{w} @ {v}", "torch.matmul({w}, {v})")).format(w=weights, v=v))
     if len(draft.shape(y)) == 4:
-        y = draft.let(f"{y}.transpose(1, 2).{draft.pick(('reshape', 'flatten', 'contiguous().view'))}".replace("flatten", "flatten(2)").replace("reshape", f"reshape({batch}, {steps}, {width})").replace("view", f"view({batch}, {steps}, {width})"))  # fmt: skip
+        shape = f"({batch}, {steps}, {width})"
+        merged = (f"reshape{shape}", "flatten(2)", f"contiguous().view{shape}")
+        y = draft.let(f"{y}.transpose(1, 2).{draft.pick(merged)}")
     if draft.chance(0.7):
         draft.let(f"{draft.module(f'nn.Linear({width}, {width})')}({y})")
 
@@ -95,8 +115,12 @@ def _masked(draft: Draft, scores: str, steps: int) -> str:
     if draft.chance(0.3):
         draft.do(f"{scores}.masked_fill_({mask}, {value})")
         return scores
-    forms = (f"{scores}.masked_fill({mask}, {value})", f"{scores}.masked_fill_({mask}, {value})",
-             f"{scores} + {mask} * -20.0", f"torch.where({mask}, -20.0, {scores})")  # fmt: skip
+    forms = (
+        f"{scores}.masked_fill({mask}, {value})",
+        f"{scores}.masked_fill_({mask}, {value})",
+        f"{scores} + {mask} * -20.0",
+        f"torch.where({mask}, -20.0, {scores})",
+    )
     return draft.let(draft.pick(forms))
 
 
@@ -117,13 +141,23 @@ def feed_forward(draft: Draft, x: str) -> None:
     width = draft.shape(x)[-1]
     y = draft.let(f"{draft.module(f'nn.LayerNorm({width})')}({x})") if draft.chance(0.6) else x
     y = draft.let(f"{draft.module(f'nn.Linear({width}, {2 * width})')}({y})")
-    y = draft.let(draft.pick(("F.gelu({y})", "F.relu({y}, inplace=True)", "F.silu({y}, inplace=True)", "F.gelu({y}, approximate='tanh')")).format(y=y))  # fmt: skip
+    y = draft.let(
+        draft.pick(
+            ("F.gelu({y})", "F.relu({y}, inplace=True)", "F.silu({y}, inplace=True)", "F.gelu({y}, approximate='tanh')")
+        ).format(y=y)
+    )
     y = draft.let(f"{draft.module(f'nn.Linear({2 * width}, {width})')}({y})")
     draft.let(f"{x} + {y}")
 
 
 ROW_MOVES = ((linear, 4), (linear_and_act, 5), (row_norm, 2))
 SEQUENCE_MOVES = (
-    (linear, 3), (linear_and_act, 3), (row_norm, 2), (convolution, 3), (pool, 1), (attention, 4), (ready_attention, 1),
+    (linear, 3),
+    (linear_and_act, 3),
+    (row_norm, 2),
+    (convolution, 3),
+    (pool, 1),
+    (attention, 4),
+    (ready_attention, 1),
     (feed_forward, 2),
-)  # fmt: skip
+)

@@ -20,8 +20,15 @@ Context = Callable[[], contextlib.AbstractContextManager[object]]
 @contextlib.contextmanager
 def integers_however_small() -> Iterator[None]:
     """Products in integers wherever they are exact, also where they are too small to pay."""
-    limits = ("FEWEST_ROWS", "FEWEST_ROWS_QUICKLY_PACKED", "FEWEST_INPUTS", "FEWEST_INPUTS_OF_GROUPS", "SMALLEST_IN_GROUPS",
-              "SMALLEST_DEPTHWISE", "SMALLEST_DEPTHWISE_QUICKLY_PACKED")  # fmt: skip
+    limits = (
+        "FEWEST_ROWS",
+        "FEWEST_ROWS_QUICKLY_PACKED",
+        "FEWEST_INPUTS",
+        "FEWEST_INPUTS_OF_GROUPS",
+        "SMALLEST_IN_GROUPS",
+        "SMALLEST_DEPTHWISE",
+        "SMALLEST_DEPTHWISE_QUICKLY_PACKED",
+    )
     with mock.patch.multiple(geometry, **dict.fromkeys(limits, 1)):
         yield
 

@@ -20,16 +20,18 @@ HOOKS = (
     "register_forward_hook(lambda module, args, output: (output.mul_(0.5), None)[1])",
     "register_forward_pre_hook(lambda module, args: seen.append(float(args[0].double().mean())))",
     "register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))",
-    "register_full_backward_hook(lambda module, grad_input, grad_output: seen.append(float(grad_output[0].double().sum())))",
-    "register_full_backward_hook(lambda module, grad_input, grad_output: tuple(g if g is None else g * 0.5 for g in grad_input))",
+    "register_full_backward_hook(lambda module, before, after: seen.append(float(after[0].double().sum())))",
+    "register_full_backward_hook(lambda module, before, after: tuple(g if g is None else g * 0.5 for g in before))",
 )  # fmt: skip
 
 REPLACEMENTS = ("nn.Identity()", "nn.ReLU()", "nn.SiLU()", "nn.Hardtanh(-0.3, 0.3)", "nn.GELU()", "nn.LeakyReLU(0.2)")
 
 ATTRIBUTES = {
-    "nn.ReLU6": ("max_val = 1.0",), "nn.Hardtanh": ("max_val = 0.25", "min_val = -0.1"), "nn.LeakyReLU": ("negative_slope = 0.5",),
+    "nn.ReLU6": ("max_val = 1.0",), "nn.Hardtanh": ("max_val = 0.25",
+    "min_val = -0.1"), "nn.LeakyReLU": ("negative_slope = 0.5",),
     "nn.GELU": ("approximate = 'tanh'", "approximate = 'none'"), "nn.ReLU(": ("inplace = True", "forward = torch.neg"),
-    "nn.SiLU": ("inplace = True",), "nn.MaxPool2d": ("stride = 1", "ceil_mode = True"), "nn.Dropout": ("p = 0.5", "p = 0.0"),
+    "nn.SiLU": ("inplace = True",), "nn.MaxPool2d": ("stride = 1", "ceil_mode = True"), "nn.Dropout": ("p = 0.5",
+    "p = 0.0"),
     "nn.BatchNorm": ("eps = 0.5", "momentum = 0.9", "training = False"), "nn.Softmax": ("dim = -2",),
 }  # fmt: skip
 """How a kind's modules begin, and what may be changed of them."""
@@ -37,7 +39,8 @@ ATTRIBUTES = {
 LAYERS = ("nn.Conv", "nn.Linear", "nn.BatchNorm", "nn.Embedding")
 
 SIMPLE = (
-    "nn.ReLU", "nn.Hardtanh", "nn.SiLU", "nn.Hardswish", "nn.GELU", "nn.LeakyReLU", "nn.Sigmoid", "nn.Tanh", "nn.MaxPool",
+    "nn.ReLU", "nn.Hardtanh", "nn.SiLU", "nn.Hardswish", "nn.GELU", "nn.LeakyReLU", "nn.Sigmoid", "nn.Tanh",
+    "nn.MaxPool",
     "nn.AvgPool", "nn.Dropout", "nn.Identity", "nn.BatchNorm", "nn.ELU", "nn.Mish",
 )  # fmt: skip
 """Modules that another one may take the place of."""
