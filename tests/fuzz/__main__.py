@@ -1,0 +1,89 @@
+"""The command: check many programs, print what fails as short as it gets, and keep the counts."""
+
+import argparse
+import json
+import platform
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import torch
+
+from qat.kernels import products
+from tests.fuzz.checking import Verdict, check, checked
+from tests.fuzz.program import Program
+from tests.fuzz.shrinking import shrink
+
+KINDS = ("agrees", "fails", "refused", "unclear", "discarded")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 0 if nothing fails."""
+    parser = argparse.ArgumentParser("python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--out", type=Path, help="a JSON file for the result")
+    parser.add_argument("--runtime-every", type=int, default=10, help="cases that are exported; 0 for none")
+    parser.add_argument("--compiled-every", type=int, default=0, help="cases that are compiled; 0 for none")
+    parser.add_argument("--no-shrink", action="store_true")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # what is small is faster so
+    begin, counts = time.time(), Counter(dict.fromkeys(KINDS, 0))
+    found: dict[str, list[dict[str, Any]]] = {"fails": [], "refused": [], "unclear": []}
+    for seed in range(options.seed, options.seed + options.cases):
+        runtime, compiled = _every(options.runtime_every, seed), _every(options.compiled_every, seed)
+        program, verdict, discarded = checked(seed, runtime, compiled)
+        counts[verdict.kind] += 1
+        counts["discarded"] += discarded
+        if verdict.kind != "agrees":
+            found[verdict.kind].append(report(program, verdict, runtime, compiled, not options.no_shrink))
+            print(
+                found[verdict.kind][-1]["script"],
+                f"# {verdict.kind}: {verdict.stage}: {verdict.detail}\n",
+                sep="\n",
+                flush=True,
+            )
+    result = {**surroundings(), "cases": options.cases, "first_seed": options.seed, "counts": dict(counts),
+              "seconds": round(time.time() - begin), **found}  # fmt: skip
+    print(json.dumps({key: result[key] for key in ("processor", "torch", "cases", "counts", "seconds")}))
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return int(bool(found["fails"]))
+
+
+def _every(number: int, seed: int) -> bool:
+    return number > 0 and seed % number == 0
+
+
+def report(program: Program, verdict: Verdict, runtime: bool, compiled: bool, shrinks: bool) -> dict[str, Any]:
+    """A failure, shrunk."""
+
+    def fails(smaller: Program) -> bool:
+        parts = ("ONNX" in verdict.stage, "compiled" in verdict.stage)
+        return check(smaller, runtime and parts[0], compiled and parts[1]).is_like(verdict)
+
+    small = shrink(program, fails) if shrinks and verdict.kind != "unclear" else program
+    return {"seed": program.seed, "stage": verdict.stage, "detail": verdict.detail, "script": small.script()}
+
+
+def surroundings() -> dict[str, Any]:
+    """What the numbers belong to."""
+    model = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "onnxruntime": onnxruntime.__version__,
+        "processor": model[0] if model else platform.processor(),
+        "exact integer products": products.are_exact("dense"),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,252 @@
+"""`check`: every way to compute a program's model, held against each other."""
+
+import contextlib
+import copy
+import itertools
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import qat
+from tests.fuzz.agreement import Results, beyond_noise, differing, nudged
+from tests.fuzz.generation import generate
+from tests.fuzz.program import Program
+from tests.fuzz.runtime import against_runtime
+from tests.fuzz.steps import FAST, Context, Stepper, even_dropouts, plain
+from tests.prepared_case import without_quantizers
+
+ATTEMPTS, NEEDED, NOISY_RUNS = 6, 3, 5
+"""Draws of data at most, how many have to differ for a verdict, and runs under noise for each that does."""
+
+ONE_VALUE = "Expected more than 1 value per channel"
+"""What torch raises where a batch has no variance; the only refusal of a float step that is of interest."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a program.
+
+    Attributes:
+        kind: "agrees"; "discarded" if torch itself refuses the model; "refused" if `prepare` does, in a sentence;
+            "unclear" if noise explains the differences with all data; "fails".
+        stage: what was compared, or who refused.
+        detail: what differs most, or the sentence.
+    """
+
+    kind: str
+    stage: str = ""
+    detail: str = ""
+
+    def is_like(self, other: "Verdict") -> bool:
+        """Whether it is the same finding: of the same sentence, but for names and numbers, where somebody refuses."""
+        told = [re.sub(r"[\d\[\],]+", "", verdict.detail)[:120] for verdict in (self, other)]
+        return (self.kind, self.stage) == (other.kind, other.stage) and ("differs" in self.stage or told[0] == told[1])
+
+
+class Failure(Exception):  # noqa: N818
+    """Two ways differ; args: stage and detail."""
+
+
+class Unclear(Exception):  # noqa: N818
+    """All data led to roundings on ties."""
+
+
+def check(program: Program, runtime: bool = False, compiled: bool = False) -> Verdict:
+    """Build the program's model, prepare it, and compare.
+
+    Args:
+        program: what to build.
+        runtime: export it too, and compare with ONNX Runtime.
+        compiled: compare with torch.compile too.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about what programs do
+        return _verdict(program, runtime, compiled)
+
+
+def _verdict(program: Program, runtime: bool, compiled: bool) -> Verdict:
+    try:
+        model = program.build()
+        x = program.draw()
+        _float_step(program, model)
+    except Exception as error:
+        return Verdict("discarded", "float", _first_line(error))
+    try:
+        prepared = qat.prepare(model, eval(program.recipe, vars(qat)), example_inputs=x.detach())
+        qat.calibrate(prepared, [x.detach()])
+    except ValueError as error:
+        return Verdict("refused", "prepare", _first_line(error))
+    except Exception as error:
+        return Verdict("fails", "prepare raises", _first_line(error))
+    try:
+        _compare(program, model, prepared, runtime, compiled)
+    except Failure as failure:
+        return Verdict("fails", *failure.args)
+    except Unclear as unclear:
+        return Verdict("unclear", *unclear.args)
+    return Verdict("agrees")
+
+
+def checked(seed: int, runtime: bool = False, compiled: bool = False) -> tuple[Program, Verdict, int]:
+    """The seed's first program that torch itself takes, its verdict, and how many were discarded before."""
+    for attempt in itertools.count():
+        program = generate(seed, attempt)
+        verdict = check(program, runtime, compiled)
+        if verdict.kind != "discarded":
+            return program, verdict, attempt
+    raise AssertionError("unreachable")
+
+
+def _float_step(program: Program, model: nn.Module) -> None:
+    """Raise what torch raises."""
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        copy.deepcopy(model).eval()(program.draw())
+    for changed in (False, True)[: 1 + bool(program.after)]:
+        if changed:
+            program.change(twin)
+        try:
+            Stepper(twin, program.draw, []).step(0, contextlib.nullcontext)
+        except ValueError as error:
+            if ONE_VALUE not in str(error):
+                raise
+
+
+def _compare(program: Program, model: nn.Module, prepared: nn.Module, runtime: bool, compiled: bool) -> None:
+    fast = FAST[program.context]
+    first = Stepper(prepared, program.draw, [])
+    if program.after:
+        _agree("training", lambda _: first.step(0, fast), lambda _: first.step(0, plain), None)
+    try:
+        seen = program.change(prepared)
+    except Exception as error:
+        raise Failure("change raises", _first_line(error)) from error
+    stepper = Stepper(prepared, program.draw, seen)
+    _agree(
+        "training",
+        lambda n: stepper.step(n, fast),
+        lambda n: stepper.step(n, plain),
+        lambda n, s: stepper.step(n, plain, seed=s),
+    )
+    if compiled:
+        _compiled(stepper, fast)
+    with even_dropouts():
+        _against_float(program, model, prepared)
+    prepared.eval()
+    _agree(
+        "evaluation",
+        lambda n: stepper.step(n, fast, False),
+        lambda n: stepper.step(n, plain, False),
+        lambda n, s: stepper.step(n, plain, False, s),
+    )
+    if runtime and not any("register" in line for line in program.after):
+        _against_runtime(prepared, program)
+
+
+def _compiled(stepper: Stepper, fast: Context) -> None:
+    """torch.compile draws other random numbers, so dropouts drop nothing."""
+    torch._dynamo.reset()
+    other = copy.copy(stepper)
+    other.model = torch.compile(stepper.model)  # type: ignore[assignment]
+    with even_dropouts():
+        _agree(
+            "compiled",
+            lambda n: {name.replace("_orig_mod.", ""): value for name, value in other.step(n, fast).items()},
+            lambda n: stepper.step(n, plain),
+            lambda n, s: stepper.step(n, plain, seed=s),
+        )
+
+
+def _against_runtime(prepared: nn.Module, program: Program) -> None:
+    try:
+        difference = against_runtime(prepared, program.draw().detach())
+    except Exception as error:
+        raise Failure("ONNX Runtime raises", _first_line(error)) from error
+    if difference is not None:
+        raise Failure("ONNX Runtime differs", difference)
+
+
+def _against_float(program: Program, model: nn.Module, prepared: nn.Module) -> None:
+    """Without its quantizers the prepared model is the float one."""
+    if any("register" in line or "forward" in line for line in program.after):
+        return  # what hooks see of a layer is documented, and not what they see of the float one
+    passing, expected = without_quantizers(prepared), copy.deepcopy(model)
+    program.change(expected)
+    ours, theirs = Stepper(passing, program.draw, []), Stepper(expected, program.draw, [])
+    names = {f"gradient of {name}" for name, _ in expected.named_parameters()}
+    names |= {f"buffer {name}" for name, _ in expected.named_buffers()} | {"gradient of input", "output 0", "output 1"}
+
+    def step(stepper: Stepper, attempt: int, context: Context, backward: bool) -> Results:
+        return {name: value for name, value in stepper.step(attempt, context, backward).items() if name in names}
+
+    def near(attempt: int, seed: int, backward: bool) -> Results:
+        twin = copy.deepcopy(expected)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.copy_(nudged(parameter))
+        return Stepper(twin, program.draw, []).step(attempt, plain, backward, seed)
+
+    for stage, backward in (("float training", True), ("float evaluation", False)):
+        if not backward:
+            passing.eval(), expected.eval()
+        fast = FAST[program.context]
+        for context in (plain, fast):
+            _agree(
+                stage + (", fast" if context is fast else ""),
+                lambda n, c=context, b=backward: step(ours, n, c, b),
+                lambda n, b=backward: step(theirs, n, plain, b),
+                lambda n, s, b=backward: near(n, s, b),
+            )
+
+
+def _agree(
+    stage: str, run: Callable[[int], Results], reference: Callable[[int], Results],
+    noisy: Callable[[int, int], Results] | None,
+) -> None:  # fmt: skip
+    """Raise Failure if two ways differ, Unclear if nobody can say."""
+    differ, details = 0, ""
+    for attempt in range(ATTEMPTS):
+        expected, found = _tried(reference, attempt), _tried(run, attempt)
+        if isinstance(expected, Exception) or isinstance(found, Exception):
+            if isinstance(expected, Exception) and isinstance(found, Exception):
+                return
+            raise Failure(f"{stage} raises", _told(found, "only the fast way raises", expected))
+        if not differing(expected, found):
+            return
+        if noisy is None:
+            continue
+        beyond = beyond_noise(expected, found, [noisy(attempt, seed) for seed in range(NOISY_RUNS)])
+        if beyond:
+            differ += 1
+            details = ", ".join(f"{name}: {gap:.1e}" for name, gap in sorted(beyond.items(), key=_order)[:4])
+        if differ == NEEDED:
+            raise Failure(f"{stage} differs", details)
+    if noisy is not None:
+        raise Unclear(stage, details)
+
+
+def _order(item: tuple[str, float]) -> tuple[bool, float]:
+    return not item[0].startswith("output"), -item[1]
+
+
+def _tried(run: Callable[[int], Results], attempt: int) -> Results | Exception:
+    try:
+        return run(attempt)
+    except Exception as error:
+        return error
+
+
+def _told(found: Any, text: str, expected: Any) -> str:
+    error = found if isinstance(found, Exception) else expected
+    who = text if isinstance(found, Exception) else "only the reference raises"
+    return f"{who}: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

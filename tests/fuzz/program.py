@@ -1,0 +1,157 @@
+"""`Program`: one random model and what is done to it, as lines of Python that can be run, printed and left out."""
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import qat
+from qat import QuantRecipe, QuantSpec
+
+VARIABLE = re.compile(r"\bv\d+\b")
+MODULE = re.compile(r"\bm\d+\b")
+
+HEADER = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import qat
+from qat import QuantRecipe, QuantSpec
+from tests.fuzz.steps import integers_however_small
+
+"""
+
+CONTEXTS = {
+    "default": "torch.enable_grad()",
+    "float_products": "qat.kernels.float_products()",
+    "by_formula": "qat.kernels.kernels_by_formula()",
+    "small_integers": "integers_however_small()",
+    "device": 'torch.device("cpu")',
+}
+"""How training runs on codes: as it comes, or made to do as on another processor or device."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model in lines, and how it is trained.
+
+    Attributes:
+        seed: of parameters and data.
+        x: the input; an expression.
+        modules: names of submodules and the expressions that make them.
+        lines: of forward, from `v0` on.
+        result: what forward returns.
+        before: lines about `model`, the float one, before it is prepared.
+        after: lines about `model`, the prepared one, behind its first step.
+        recipe: an expression.
+        context: one of `CONTEXTS`.
+        needs_x: whether the input requires a gradient.
+    """
+
+    seed: int
+    x: str
+    modules: dict[str, str] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+    result: str = "v0"
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    recipe: str = "None"
+    context: str = "default"
+    needs_x: bool = False
+
+    def source(self) -> str:
+        """The model's class."""
+        used = [f"        self.{name} = {made}" for name, made in self.used().items()]
+        lines = [f"        {line}" for line in (*self.lines, f"return {self.result}")]
+        return "\n".join(
+            [
+                "class Model(nn.Module):",
+                "    def __init__(self):",
+                "        super().__init__()",
+                *used,
+                "",
+                "    def forward(self, v0):",
+                *lines,
+            ]
+        )
+
+    def used(self) -> dict[str, str]:
+        """The modules that some line names."""
+        named = set(MODULE.findall("\n".join(self.lines)))
+        return {name: made for name, made in self.modules.items() if name in named}
+
+    def script(self) -> str:
+        """All of it, to be run and looked at."""
+        steps = ["model(x.clone())"] if self.after else []
+        return "\n".join(
+            [
+                f"# seed {self.seed}",
+                HEADER,
+                self.source(),
+                "",
+                "seen = []" if "seen" in "".join(self.after) else "",
+                f"torch.manual_seed({self.seed})",
+                "model = Model()",
+                *self.before,
+                f"x = {self.x}" + (".requires_grad_()" if self.needs_x else ""),
+                f"model = qat.prepare(model, {self.recipe}, example_inputs=x)",
+                "qat.calibrate(model, [x])",
+                *steps,
+                *self.after,
+                f"with {CONTEXTS[self.context]}:",
+                "    found = model(x.clone())",
+                "with qat.kernels.plain_formulas():",
+                "    torch.testing.assert_close(found, model(x.clone()), rtol=1e-2, atol=1e-2)",
+            ]
+        ).replace("\n\n\n", "\n\n")
+
+    def build(self) -> nn.Module:
+        """The float model."""
+        space = namespace()
+        torch.manual_seed(self.seed)
+        exec(compile(self.source(), "<fuzz>", "exec"), space)
+        space["model"] = space["Model"]()
+        run(self.before, space)
+        model: nn.Module = space["model"]
+        return model
+
+    def draw(self, attempt: int = 0) -> Tensor:
+        """An input; others for other attempts."""
+        torch.manual_seed(self.seed * 1009 + attempt)
+        x: Tensor = eval(self.x, namespace())
+        return x.requires_grad_() if self.needs_x else x
+
+    def change(self, model: nn.Module) -> list[float]:
+        """Do what is done behind the first step; what hooks will have seen."""
+        space: dict[str, Any] = {**namespace(), "model": model, "seen": []}
+        torch.manual_seed(self.seed + 1)
+        run(self.after, space)
+        seen: list[float] = space["seen"]
+        return seen
+
+    def without_line(self, number: int) -> "Program":
+        """The program without one of its lines; who reads its result reads what it read first."""
+        target, lines, result = self.lines[number], self.lines[:number], self.result
+        rest = self.lines[number + 1 :]
+        defined = re.match(r"((?:v\d+(?:, )?)+) = (.*)", target)
+        if defined is not None:
+            source = next(iter(VARIABLE.findall(defined[2])), "v0")
+            for name in defined[1].split(", "):
+                rest = tuple(re.sub(rf"\b{name}\b", source, line) for line in rest)
+                result = re.sub(rf"\b{name}\b", source, result)
+        return replace(self, lines=(*lines, *rest), result=result)
+
+
+def namespace() -> dict[str, Any]:
+    """What the lines may name."""
+    return {"torch": torch, "nn": nn, "F": F, "qat": qat, "QuantRecipe": QuantRecipe, "QuantSpec": QuantSpec}
+
+
+def run(lines: tuple[str, ...], space: dict[str, Any]) -> None:
+    """Run lines one by one."""
+    for line in lines:
+        exec(line, space)

@@ -1,0 +1,34 @@
+"""Evaluation against ONNX Runtime, layer by layer, on the integers that it got."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import qat
+from qat.export.verification import follow
+
+RARELY = 0.01
+"""Of a quantizer's integers, that may lie on ties and fall on the neighbouring level, besides two."""
+
+
+def against_runtime(model: nn.Module, x: Tensor) -> str | None:
+    """What differs; None if nothing does, or if the model has an operation that export refuses in a sentence."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        qat.export_onnx(model, path, x)
+        layers, outputs = follow(path, _graph(model), x)
+    for layer in layers:
+        if layer.largest > 1 or layer.differing > 2 + RARELY * layer.elements:
+            return str(layer)
+    for ours, theirs in outputs:
+        gap = (ours - theirs).norm() / ours.norm().clamp(min=1e-3)
+        if not gap <= 1e-4 and not torch.equal(ours, theirs):
+            return f"output differs by {float(gap):.1e}"
+    return None
+
+
+def _graph(model: nn.Module) -> Any:
+    return model

@@ -1,0 +1,112 @@
+"""One step of a model, in one of the ways to compute it, and all that it leaves."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import qat.kernels
+from qat.kernels import geometry, plain_formulas
+from tests.fuzz.agreement import Results, noise
+
+Context = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+@contextlib.contextmanager
+def integers_however_small() -> Iterator[None]:
+    """Products in integers wherever they are exact, also where they are too small to pay."""
+    limits = (
+        "FEWEST_ROWS",
+        "FEWEST_ROWS_QUICKLY_PACKED",
+        "FEWEST_INPUTS",
+        "FEWEST_INPUTS_OF_GROUPS",
+        "SMALLEST_IN_GROUPS",
+        "SMALLEST_DEPTHWISE",
+        "SMALLEST_DEPTHWISE_QUICKLY_PACKED",
+    )
+    with mock.patch.multiple(geometry, **dict.fromkeys(limits, 1)):
+        yield
+
+
+FAST: dict[str, Context] = {
+    "default": contextlib.nullcontext,
+    "float_products": qat.kernels.float_products,
+    "by_formula": qat.kernels.kernels_by_formula,
+    "small_integers": integers_however_small,
+    "device": lambda: torch.device("cpu"),
+}
+
+
+@dataclass
+class Stepper:
+    """Runs steps of a model from the state in which it was found.
+
+    Attributes:
+        model: left as it was.
+        draw: makes the input of an attempt.
+        seen: what hooks note down.
+    """
+
+    model: nn.Module
+    draw: Callable[[int], Tensor]
+    seen: list[float]
+
+    def __post_init__(self) -> None:
+        self.state = [(t, t.detach().clone()) for t in (*self.model.parameters(), *self.model.buffers())]
+
+    def step(self, attempt: int, context: Context, backward: bool = True, seed: int | None = None) -> Results:
+        """Outputs, gradients, buffers, and what hooks saw; with a seed, under noise."""
+        self.seen.clear()
+        x = self.draw(attempt)
+        torch.manual_seed(attempt)  # for dropouts
+        noisy = contextlib.nullcontext() if seed is None else noise(self.model, seed)
+        try:
+            with context(), noisy, torch.set_grad_enabled(backward):
+                outputs = [y for y in pytree.tree_leaves(self.model(x)) if isinstance(y, Tensor)]
+                results = {f"output {number}": y.detach().clone() for number, y in enumerate(outputs)}
+                if backward:
+                    self._backward(outputs)
+            results |= {f"buffer {name}": b.detach().clone() for name, b in self.model.named_buffers()}
+            gradients = (*self.model.named_parameters(), ("input", x))
+            results |= {f"gradient of {name}": p.grad for name, p in gradients if p.grad is not None}
+            if self.seen:
+                results["seen by hooks"] = torch.tensor(self.seen)
+            return results
+        finally:
+            self._restore()
+
+    def _backward(self, outputs: list[Tensor]) -> None:
+        """Of the outputs' sum, every element with a weight of its own."""
+        total = torch.zeros((), requires_grad=True) * 1
+        for y in outputs:
+            weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(y.numel()))
+            total = total + (y * weights).sum()
+        total.backward()
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for tensor, before in self.state:
+                tensor.copy_(before)
+                tensor.grad = None
+
+
+@contextlib.contextmanager
+def even_dropouts() -> Iterator[None]:
+    """Dropouts that scale and drop nothing: which elements they drop depends on how a tensor lies in memory."""
+
+    def even(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        share = 1 - p if training else 1.0
+        return x.div_(share) if inplace else x / share
+
+    with mock.patch.object(F, "dropout", even):
+        yield
+
+
+def plain() -> contextlib.AbstractContextManager[None]:
+    """The reference."""
+    return plain_formulas()
