@@ -123,12 +123,11 @@ def multiply(
         or not _takes(weight, quantizer) or not (bias is None or is_taken(bias))
         or (geometry.stride and x.dim() != len(geometry.stride) + 2)
     ):  # fmt: skip
-        plain: Tensor = layer.compute(decode(x), weight, bias, grid, None)
-        return plain
+        return layer.compute(decode(x), weight, bias, grid, None)
     low, high = quantizer.bounds()
     levels = Levels(low, high, 0, quantizer.gradient_factor(weight), quantizer.relative_steps)
     of_weight = (weight, quantizer.scale, quantizer.smallest_scale)
-    y = CodesProductFunction.apply(*x[:3], *of_weight, bias, levels, geometry, copies * integers_allowed())
+    y: Tensor = CodesProductFunction.apply(*x[:3], *of_weight, bias, levels, geometry, copies * integers_allowed())
     if x.source is not None and torch.is_grad_enabled():
         source, learned = x.source
         fixed = (weight.detach(), quantizer.scale.detach(), quantizer.smallest_scale)
