@@ -119,11 +119,13 @@ class Geometry(NamedTuple):
     def layout(self, x: Tensor, weight: Tensor) -> torch.memory_format:
         """The memory format of the product: one in which every view of torch's own result is one of ours.
 
-        Of images it is torch's rule: channels are innermost where those of an operand are. Of volumes, where torch
-        has several rules, it is the plain one.
+        Of images it is torch's rule behind a quantizer, which leaves no choice of strides: channels are innermost
+        where those of an operand are. Of volumes, where torch has several rules, it is the plain one.
         """
         images = len(self.stride) == 2 and x.dim() == 4
-        inner = images and (has_channels_innermost(x) or has_channels_innermost(weight))
+        inner = images and any(
+            t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in (x, weight)
+        )
         return torch.channels_last if inner else torch.contiguous_format
 
 
@@ -139,17 +141,6 @@ def arranged(y: Tensor, layout: torch.memory_format) -> Tensor:
         strides[axis] = step
         step *= max(y.shape[axis], 1)
     return y if y.stride() == tuple(strides) else y.as_strided(y.shape, strides)
-
-
-def has_channels_innermost(x: Tensor) -> bool:
-    """What torch calls strides like channels_last, which decides for axes of length 1 too (`suggest_memory_format`)."""
-    least = 0
-    for axis in (1, *range(x.dim() - 1, 1, -1), 0):
-        size, stride = x.shape[axis], x.stride(axis)
-        if size == 0 or stride < least or stride == 0 or (axis == 0 and least == x.stride(1)):
-            return False
-        least = stride * size if size > 1 else stride
-    return True
 
 
 def _gradients_of_rows(

@@ -126,7 +126,7 @@ def compare_computing(
     if got.shape != y.shape or got.dtype != y.dtype:
         return f"the result of {path} is {got.dtype} {tuple(got.shape)} instead of {y.dtype} {tuple(y.shape)}"
     if not _alike(got.detach(), y.detach()):
-        return f"the result of {path} differs by up to {float((got - y).abs().max()):.3g}"
+        return f"the result of {path} differs by up to {(got - y).detach().abs().max().item():.3g}"
     if not y.requires_grad:
         return None
     cotangent = _noise(y)

@@ -7,7 +7,6 @@ tensors in between, and so is add -> ReLU. So a residual block of convolutions s
 while the residual stream of a transformer, which only norms read, stays in float.
 """
 
-import operator
 from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
@@ -27,7 +26,7 @@ from qat.preparation.operations import (
     passes_grid,
 )
 from qat.preparation.reads import SPEAKS_AS
-from qat.preparation.writing import written_by
+from qat.preparation.writing import Memory
 from qat.quantizer import Quantizer, create_quantizer
 from qat.recipe import AnyRecipe
 from qat.spec import QuantSpec
@@ -48,7 +47,8 @@ class Placement:
         self.tensors = tensor_nodes(graph_module.graph)
         self.constants = constant_nodes(graph_module.graph)
         self.nodes = list(graph_module.graph.nodes)
-        self.order = {node: position for position, node in enumerate(self.nodes)}
+        self.memory = Memory(graph_module)
+        self.order = self.memory.order
         self.wanted: dict[fx.Node, bool] = {}
         for node in reversed(self.nodes):  # readers first, so that no question leads through the whole model
             self._is_wanted(node)
@@ -60,6 +60,10 @@ class Placement:
         if not specs and self._ends_convolution(node):
             specs = [self.recipe.activation]
         return specs
+
+    def asks(self, reader: fx.Node, operand: fx.Node) -> bool:
+        """Whether a reader of the traced graph wants a grid for this operand."""
+        return reader in self.order and bool(self._demand(reader, operand))
 
     def _demand(self, reader: fx.Node, operand: fx.Node) -> list[QuantSpec]:
         """The grid that a reader asks for on one of its operands, as a list of one; empty if it computes in float."""
@@ -194,19 +198,6 @@ def readings(node: fx.Node, graph_module: fx.GraphModule) -> Iterator[tuple[fx.N
             yield user, node
 
 
-def changes_of(node: fx.Node, graph_module: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes that write into a tensor after it was made without being its new name: its grid is found after them.
-
-    These are assignments to a part of it, and whatever writes into a view.
-    """
-    for user in node.users:
-        if user.target is operator.setitem and user.args[0] is node:
-            yield user
-        elif user.args and user.args[0] is node and passes_grid(user, graph_module):
-            yield from (writer for writer in user.users if written_by(writer, graph_module) is user)
-            yield from changes_of(user, graph_module)
-
-
 def grid_of(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node | None:
     """The quantizer node on whose grid a tensor lies, else None."""
     while passes_grid(node, graph_module) and isinstance(node.args[0], fx.Node):
@@ -226,13 +217,18 @@ def _insert_quantizer(node: fx.Node, spec: QuantSpec, placement: Placement) -> s
 
 
 def _insert_call(node: fx.Node, name: str, placement: Placement) -> None:
-    """Call the quantizer behind the last change of the tensor, and let all who read it later read the result."""
+    """Call the quantizer behind the last change before somebody asks for the grid, and let all who read the tensor
+    then, up to the next change, read the result. Who writes into it for others to see goes on to write there."""
     graph_module, order = placement.graph_module, placement.order
-    changes = [change for change in changes_of(node, graph_module) if change is not node]
-    last = max([node, *changes], key=order.__getitem__)
-    with graph_module.graph.inserting_after(last):
+    writers = set(placement.memory.seen_writers(node))
+    changes = [order[writer] for writer in writers if order[writer] > order[node]]
+    asking = [order[reader] for reader, operand in readings(node, graph_module) if placement.asks(reader, operand)]
+    first = min(asking, default=len(order))
+    last = max([order[node], *(change for change in changes if change < first)])
+    until = min([change for change in changes if change > last], default=len(order))
+    with graph_module.graph.inserting_after(placement.nodes[last]):
         quantized = graph_module.graph.call_module(name, (node,))
-    for user in [user for user in node.users if order.get(user, -1) > order[last]]:
+    for user in [user for user in node.users if last < order.get(user, -1) < until and user not in writers]:
         user.replace_input_with(node, quantized)
 
 

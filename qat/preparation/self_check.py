@@ -23,6 +23,7 @@ from qat.kernels import plain_formulas
 from qat.layers.codes import Codes, decode, encode
 from qat.layers.pools import max_pool
 from qat.layers.products import multiply
+from qat.preparation.activations import NO_CLIP
 from qat.preparation.fused_graph import fused_graph
 from qat.preparation.local_check import Both, compare_computing, compare_quantizing
 from qat.preparation.references import COMPUTING, MOVING, QUANTIZING
@@ -233,8 +234,8 @@ class _Checking(fx.Interpreter):
         path = next(name for name in names if self.fetch_attr(name) is quantizer)
         self._note(path, compare_quantizing(function, QUANTIZING[function], args, path))
         value = quantizer(QUANTIZING[function](*plain).z)
-        x = args[0]
-        if isinstance(x, Tensor) and not x.requires_grad and len(args) == 2:
+        x, _, norm, *clip = (*args, None)[:5]
+        if isinstance(x, Tensor) and not x.requires_grad and norm is None and tuple(clip) == NO_CLIP:
             codes = function(*args)  # of an input of the model, which know what they were made of
             return Both(value, codes, quantizer) if isinstance(codes, Codes) else value
         return _with_codes(value, quantizer)

@@ -92,6 +92,7 @@ class Memory:
 
     def __init__(self, model: fx.GraphModule) -> None:
         self.order = {node: position for position, node in enumerate(model.graph.nodes)}
+        self._last_read = {node: max(map(self.order.__getitem__, node.users), default=-1) for node in self.order}
         self._home: dict[fx.Node, list[fx.Node]] = {node: [node] for node in self.order}
         targets = {node: written_by(node, model) for node in self.order}
         for node, target in targets.items():
@@ -113,13 +114,17 @@ class Memory:
         """Who writes into the memory of a tensor."""
         return [member for member in self._home[node] if member in self._writers]
 
+    def seen_writers(self, node: fx.Node) -> list[fx.Node]:
+        """Those of them whose writing another name of the memory shows."""
+        return [writer for writer in self.writers(node) if not self.is_unseen(writer)]
+
     def is_unseen(self, writer: fx.Node) -> bool:
         """Whether nobody sees that a node writes: no other name of the memory is read later, nor from outside."""
         now = self.order[writer]
         for member in self._home[writer]:
             if member.op in ("placeholder", "get_attr"):
                 return False
-            if self.order[member] < now and any(self.order[user] > now for user in member.users):
+            if self.order[member] < now < self._last_read[member]:
                 return False
         return True
 
