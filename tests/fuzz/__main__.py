@@ -17,7 +17,7 @@ from tests.fuzz.checking import Verdict, check, checked
 from tests.fuzz.program import Program
 from tests.fuzz.shrinking import shrink
 
-KINDS = ("agrees", "fails", "refused", "unclear", "discarded")
+KINDS = ("agrees", "fails", "refused", "unclear", "discarded", "exported", "compiled")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,33 +25,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
-    parser.add_argument("--out", type=Path, help="a JSON file for the result")
+    parser.add_argument("--out", type=Path, help="a JSON file for the result, also of a run that is stopped")
     parser.add_argument("--runtime-every", type=int, default=10, help="cases that are exported; 0 for none")
     parser.add_argument("--compiled-every", type=int, default=0, help="cases that are compiled; 0 for none")
     parser.add_argument("--no-shrink", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # what is small is faster so
-    begin, counts = time.time(), Counter(dict.fromkeys(KINDS, 0))
-    found: dict[str, list[dict[str, Any]]] = {"fails": [], "refused": [], "unclear": []}
-    for seed in range(options.seed, options.seed + options.cases):
+    begin, counts = time.time(), Counter[str]()
+    result: dict[str, Any] = {**surroundings(), "first_seed": options.seed, "fails": [], "refused": [], "unclear": []}
+    for done, seed in enumerate(range(options.seed, options.seed + options.cases), 1):
         runtime, compiled = _every(options.runtime_every, seed), _every(options.compiled_every, seed)
         program, verdict, discarded = checked(seed, runtime, compiled)
-        counts[verdict.kind] += 1
-        counts["discarded"] += discarded
+        counts += Counter({verdict.kind: 1, "discarded": discarded, "exported": runtime, "compiled": compiled})
         if verdict.kind != "agrees":
-            found[verdict.kind].append(report(program, verdict, runtime, compiled, not options.no_shrink))
-            print(
-                found[verdict.kind][-1]["script"],
-                f"# {verdict.kind}: {verdict.stage}: {verdict.detail}\n",
-                sep="\n",
-                flush=True,
-            )
-    result = {**surroundings(), "cases": options.cases, "first_seed": options.seed, "counts": dict(counts),
-              "seconds": round(time.time() - begin), **found}  # fmt: skip
+            told = report(program, verdict, runtime, compiled, not options.no_shrink)
+            result[verdict.kind].append(told)
+            print(told["script"], f"# {verdict.kind}: {verdict.stage}: {verdict.detail}\n", sep="\n", flush=True)
+        result |= {
+            "cases": done,
+            "counts": {**dict.fromkeys(KINDS, 0), **counts},
+            "seconds": round(time.time() - begin),
+        }
+        if options.out is not None and (done % 50 == 0 or done == options.cases):
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: result[key] for key in ("processor", "torch", "cases", "counts", "seconds")}))
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    return int(bool(found["fails"]))
+    return int(bool(result["fails"]))
 
 
 def _every(number: int, seed: int) -> bool:
