@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from qat.training.config import RunConfig
 from qat.training.config_problems import Location, dotted, near, one_line, schema_at, sentences_of, shown
-from qat.training.config_yaml import dump_yaml, parse_yaml
+from qat.training.config_yaml import LARGEST, dump_yaml, parse_yaml
 from qat.training.errors import UserError
 
 _SUFFIXES = (".yaml", ".yml")
@@ -105,11 +105,15 @@ def _relative(file: Path) -> str:
 
 def _read(file: Path, source: str) -> str:
     try:
-        return file.read_text(encoding="utf-8-sig")
+        with open(file, encoding="utf-8-sig") as opened:
+            text = opened.read(LARGEST + 1)  # no more: it may be /dev/zero, or a checkpoint
     except OSError as error:
         raise UserError(f"{source}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{source}: is not UTF-8 text; a config is a YAML file saved as UTF-8") from None
+    if len(text) > LARGEST:
+        raise UserError(f"{source}: is longer than {LARGEST:,} characters; a config is a small YAML file")
+    return text
 
 
 @dataclass(frozen=True)
