@@ -373,6 +373,11 @@ def test_npz_reads_colour_and_grey(tmp_path: Path, caplog: pytest.LogCaptureFixt
             "{}: y_train is float64 (4, 1); it must be integers (N,)\n"
             "{}: x_val is uint8 (2, 3, 8, 8); it must be uint8 (N, H, W) or (N, H, W, 1 or 3)",
         ),
+        (
+            {"y_train": np.full(4, 10**12)},
+            "{}: y_train has label 1000000000000; without an array 'classes' labels go from 0 to 99999, and every"
+            " number up to the largest is a class",
+        ),
         ({"classes": np.arange(3)}, "{}: classes is int64 (3,); it must be one string a class"),
         (
             {"y_val": np.array([0, "a"], object)},

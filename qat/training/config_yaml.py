@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 LARGEST = 1_000_000
-"""Characters of a config. An alias counts as what it stands for: a few lines of them can stand for more than all memory."""
+"""Characters of a config. An alias counts as what it stands for: a few lines can stand for more than all memory."""
 
 _PREFIX = "tag:yaml.org,2002:"
 _DIGITS = "0123456789"
