@@ -101,7 +101,7 @@ def run_stages(
         stages.float_baseline(model)
         if config.float_finetune:
             stages.float_finetune(build_model(config.model, len(data.classes)))
-        load_weights(model, str(stages.float_weights), config.model.name)
+        load_weights(model, str(stages.float_weights), config.model.name, "float weights")
         quantized = stages.quantized(model)
         stages.calibrate(quantized)
         stages.qat(quantized)
@@ -150,7 +150,7 @@ class Stages:
     def float_finetune(self, model: nn.Module) -> None:
         """Fine-tune the float model exactly as QAT will be: the comparison that is fair to it."""
         if not self._behind("float_finetune"):
-            load_weights(model, str(self.float_weights), self.config.model.name)
+            load_weights(model, str(self.float_weights), self.config.model.name, "float weights")
         self._train("float_finetune", model, self.config.qat)
 
     def quantized(self, model: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ State: TypeAlias = "OrderedDict[str, Tensor]"
 FORMATS = ".safetensors, or a dict of tensors written by torch.save"
 
 
-def load_weights(model: nn.Module, path: str, model_name: str) -> None:
+def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model.checkpoint") -> None:
     """Load the weights in `path` into `model`, which keeps the devices and types of its parameters.
 
     Args:
@@ -27,11 +27,12 @@ def load_weights(model: nn.Module, path: str, model_name: str) -> None:
             `state_dict` or `model`; the prefixes of DataParallel and torch.compile are dropped. Step counters of
             batch norms may be missing, as files older than those lack them.
         model_name: what to call the model in errors.
+        key: what to call the file there.
 
     Raises:
         UserError: no such file, not a file of weights, or the weights of another model.
     """
-    where = f"model.checkpoint: '{path}'"
+    where = f"{key}: '{path}'"
     file = Path(os.path.expanduser(path))
     if not file.is_file():
         kind = "is a folder" if file.is_dir() else "does not exist"
