@@ -1,5 +1,6 @@
 """Config files and overrides: what is read, and the sentence for everything that cannot be."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -435,3 +436,9 @@ def test_a_kind_of_error_without_a_sentence_of_its_own_still_reads_well() -> Non
     details = {"type": "string_pattern_mismatch", "loc": ("model", "name"), "input": "x", "ctx": {"pattern": "^a"}}
     error = ValidationError.from_exception_data("RunConfig", [details])
     assert sentences_of(error, dotted) == ["model.name: should match pattern '^a', got 'x'"]
+
+
+def test_a_file_name_that_is_no_text_gives_a_name(tmp_path: Path) -> None:
+    file = tmp_path / os.fsdecode(b"b\xff.yaml")
+    file.write_text("seed: 1")
+    assert load_config(str(file)).name == "b\\udcff"

@@ -1,9 +1,11 @@
 """Whatever ends the command from outside: one sentence, the status that a shell expects, no traceback."""
 
 import io
-import multiprocessing
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from qat.training.config import DataConfig
-from qat.training.data import load_data
 from qat.training.ending import exit_status
 from qat.training.errors import UserError
 from qat.training.logging import RunLog
@@ -94,6 +94,19 @@ def test_a_scheduler_ends_a_run_as_ctrl_c_does(capsys: pytest.CaptureFixture[str
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
+def test_a_signal_while_another_end_is_told_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def slow(*sentences: str, **_: object) -> None:
+        said.extend(sentences)
+        if len(said) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("builtins.print", slow)
+    assert exit_status(raises(UserError("first"))) == 143
+    assert said == ["first", f"ended by SIGTERM; {GOES_ON}"]
+
+
 def test_what_others_do_with_signals_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
@@ -161,18 +174,39 @@ def test_letters_that_a_terminal_lacks_are_spelled_out(tmp_path: Path, monkeypat
     assert output.errors == "strict"
 
 
-def test_a_loader_process_that_is_killed_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    data = load_data(DataConfig(name="fake", image_size=8, workers=1), 0, torch.device("cpu"), channels_last=False)
+LOADING = """
+import multiprocessing, os, signal, sys, torch
+from qat.training.config import DataConfig
+from qat.training.data import load_data
+from qat.training.ending import exit_status
 
-    def run() -> int:
-        for _ in data.train:
-            for process in multiprocessing.active_children():
-                assert process.pid is not None
-                os.kill(process.pid, signal.SIGKILL)
-        return 0
+data = load_data(DataConfig(name="fake", image_size=8, workers=2), 0, torch.device("cpu"), channels_last=False)
 
-    status = exit_status(run)
-    assert status == 2
-    said = capsys.readouterr().err
-    assert said.startswith("data.workers: loader process ") and said.endswith(f"; {GOES_ON}\n"), said
-    assert len(said.splitlines()) == 1
+def run():
+    for _ in data.train:
+        for process in multiprocessing.active_children():
+            os.kill(process.pid, getattr(signal, sys.argv[1]))
+        if sys.argv[1] == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
+    return 0
+
+sys.exit(exit_status(run))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "sentence"),
+    [
+        (
+            "SIGKILL",
+            2,
+            r"data\.workers: loader process [\d, ]+ (was killed \(Killed\)|ended), as one does that finds too little"
+            " memory; try fewer of them",
+        ),
+        ("SIGTERM", 143, "ended by SIGTERM"),  # a scheduler asks the whole group to end
+    ],
+)
+def test_loader_processes_that_are_killed_are_one_sentence(name: str, status: int, sentence: str) -> None:
+    """In a process of its own: torch raises for each dead loader process, wherever the main thread then is."""
+    shown = subprocess.run([sys.executable, "-c", LOADING, name], capture_output=True, text=True)
+    assert shown.returncode == status and re.fullmatch(f"{sentence}; {GOES_ON}\n", shown.stderr), shown.stderr

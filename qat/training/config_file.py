@@ -40,7 +40,8 @@ def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | 
         tree = parsed.value
     elif parsed.value is not None:
         problems.append(f"{source}: expected keys and values at the top level, got {shown(parsed.value)}")
-    tree.setdefault("name", file.stem)
+    # A file name that is no UTF-8 reaches Python with half characters, which no text of a config holds.
+    tree.setdefault("name", file.stem.encode(errors="backslashreplace").decode())
 
     applied: list[_Override] = []
     for typed in overrides:

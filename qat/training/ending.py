@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -47,27 +48,34 @@ def exit_status(run: Callable[[], int]) -> int:
     """
     with _spelled_out(sys.stdout), _spelled_out(sys.stderr), _signals_raised():
         try:
-            status = run()
-            if sys.stdout is not None:
-                sys.stdout.flush()  # here, where it may fail, and not when Python ends
-            return status
-        except UserError as error:
-            return _said(2, *error.problems)
-        except SignalledError as error:
+            return _ended(run)
+        except SignalledError as error:  # also while another end was being told
             return _said(128 + error.number, f"ended by {signal.Signals(error.number).name}; {GOES_ON}")
-        except KeyboardInterrupt:
-            return _said(130, f"interrupted; {GOES_ON}")
-        except BrokenPipeError:
-            _forget_output()
-            return _said(141, f"standard output was closed; {GOES_ON}")
-        except OSError as error:
-            what = "" if error.filename is None else f"{error.filename}: "
-            return _said(2, f"{what}cannot be read or written ({error.strerror or error}); {GOES_ON}")
-        except (MemoryError, RuntimeError) as error:
-            sentence = _sentence(error)
-            if sentence is None:
-                raise
-            return _said(2, sentence)
+
+
+def _ended(run: Callable[[], int]) -> int:
+    try:
+        status = run()
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where it may fail, and not when Python ends
+        return status
+    except UserError as error:
+        return _said(2, *error.problems)
+    except SignalledError:
+        raise
+    except KeyboardInterrupt:
+        return _said(130, f"interrupted; {GOES_ON}")
+    except BrokenPipeError:
+        _forget_output()
+        return _said(141, f"standard output was closed; {GOES_ON}")
+    except OSError as error:
+        what = "" if error.filename is None else f"{error.filename}: "
+        return _said(2, f"{what}cannot be read or written ({error.strerror or error}); {GOES_ON}")
+    except (MemoryError, RuntimeError) as error:
+        sentence = _sentence(error)
+        if sentence is None:
+            raise
+        return _said(2, sentence)
 
 
 def _sentence(error: BaseException) -> str | None:
@@ -132,10 +140,13 @@ def _signals_raised() -> Iterator[None]:
     mine = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]  # nohup's stay ignored
     if threading.current_thread() is not threading.main_thread():
         mine = []  # only the main thread may
+    replaced: dict[int, Any] = {}
 
     def end(number: int, frame: FrameType | None) -> None:
         for each in mine:
             signal.signal(each, signal.SIG_IGN)
+        if hasattr(signal, "SIGCHLD"):  # loader processes get the scheduler's signal too; torch would raise for each
+            replaced[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         raise SignalledError(number)
 
     for number in mine:
@@ -145,3 +156,5 @@ def _signals_raised() -> Iterator[None]:
     finally:
         for number in mine:
             signal.signal(number, signal.SIG_DFL)
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
