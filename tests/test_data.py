@@ -422,6 +422,20 @@ def test_mnist_files_are_read(tmp_path: Path, name: str, folder_name: str) -> No
     assert (len(data.classes), sorted(epoch_of(data, 0)[1].tolist())) == (10, list(range(6)))
 
 
+@pytest.mark.parametrize(
+    ("labels", "found"), [([0, 1, 200], "3 images, 3 labels up to 200"), ([0, 1], "3 images, 2 labels up to 1")]
+)
+def test_labels_that_no_class_has_are_damage(tmp_path: Path, labels: list[int], found: str) -> None:
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for split in ("train", "t10k"):
+        write_idx(raw / f"{split}-images-idx3-ubyte", np.zeros((3, 28, 28), np.uint8))
+        write_idx(raw / f"{split}-labels-idx1-ubyte", np.array(labels, np.uint8))
+    assert refusal(name="mnist", root=str(tmp_path)) == (
+        f"data.root: '{tmp_path}': the files of mnist are damaged ({found}); delete them and set data.download: true"
+    )
+
+
 def test_cifar_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
