@@ -28,8 +28,10 @@ from qat.training.config import RunConfig, StageConfig
 from qat.training.config_file import dump_config, load_config
 from qat.training.data import Data, load_data
 from qat.training.device import autocast, compile_mode, pick_device, seed_everything
+from qat.training.ending import exit_status
 from qat.training.engine import StageRun, evaluate, train_stage
 from qat.training.errors import UserError
+from qat.training.files import write_text
 from qat.training.imports import import_rules
 from qat.training.logging import RunLog
 from qat.training.models import build_model
@@ -44,6 +46,7 @@ from qat.training.run_folder import (
     RunFolder,
     open_run_folder,
 )
+from qat.training.verdict import warnings_about
 from qat.training.weights import load_weights
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
@@ -54,21 +57,14 @@ FLOAT_OPERATORS = ("Conv", "FusedConv", "ConvTranspose", "Gemm", "MatMul", "Fuse
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read the command line and run; 0 if all went well, 2 for a mistake in the config, 1 if the proof failed."""
+    """Read the command line and run; 0 if all went well, 1 if the proof failed, else see `exit_status`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a YAML file; a bare name is looked for in configs/ too")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change one value of the config")
     parsed = parser.parse_intermixed_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("qat").setLevel(logging.INFO)
-    try:
-        return run(load_config(parsed.config, parsed.overrides, CONFIGS))
-    except UserError as error:
-        print(*error.problems, sep="\n", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; resume=auto goes on from the last finished epoch", file=sys.stderr)
-        return 130
+    return exit_status(lambda: run(load_config(parsed.config, parsed.overrides, CONFIGS)))
 
 
 def run(config: RunConfig) -> int:
@@ -83,10 +79,20 @@ def run(config: RunConfig) -> int:
     model = build_model(config.model, len(data.classes))
     check_forward(model, config, data.image_shape, len(data.classes))
     prepare_model(model, config, data.image_shape)  # what is wrong with the recipe shows before hours of float training
-    folder = open_run_folder(config)
+    with open_run_folder(config) as folder:  # until the end no other run can write there
+        if folder.finished is None:
+            return run_stages(config, data, device, model, folder, started)
+        print(f"{folder.path}: this run is finished; to start a new one set resume=never and another run_dir")
+        return folder.finished
+
+
+def run_stages(
+    config: RunConfig, data: Data, device: torch.device, model: nn.Module, folder: RunFolder, started: float
+) -> int:
+    """The stages that the folder does not hold yet, from the float baseline to the proof."""
     resumed = _read_checkpoint(folder, config)
     results: dict[str, Any] = resumed["results"] if resumed else {}
-    (folder.path / RESOLVED_CONFIG).write_text(dump_config(config))
+    write_text(folder.path / RESOLVED_CONFIG, dump_config(config))
 
     with RunLog(folder.path) as log:
         log.say(f"run folder: {folder.path}; device: {device}; curves: tensorboard --logdir {folder.path}")
@@ -95,17 +101,19 @@ def run(config: RunConfig) -> int:
         stages.float_baseline(model)
         if config.float_finetune:
             stages.float_finetune(build_model(config.model, len(data.classes)))
-        load_weights(model, str(stages.float_weights), config.model.name)
+        load_weights(model, str(stages.float_weights), config.model.name, "float weights")
         quantized = stages.quantized(model)
         stages.calibrate(quantized)
         stages.qat(quantized)
-        proven = not config.export.onnx or stages.export(quantized)
+        status = 0 if not config.export.onnx or stages.export(quantized) else 1
 
-        write_summary(folder.path / SUMMARY, config, results, time.perf_counter() - started)
+        write_summary(folder.path / SUMMARY, config, results, time.perf_counter() - started, status)
         log.say("")
         log.table(table_rows(results))
-        log.say(f"\nin {folder.path}: {', '.join(sorted(path.name for path in folder.path.iterdir()))}")
-    return 0 if proven else 1
+        log.say("\n".join(["", *(f"warning: {sentence}" for sentence in results["warnings"])]))
+        names = sorted(path.name for path in folder.path.iterdir() if path.name[0] != ".")
+        log.say(f"in {folder.path}: {', '.join(names)}")
+    return status
 
 
 class Stages:
@@ -142,7 +150,7 @@ class Stages:
     def float_finetune(self, model: nn.Module) -> None:
         """Fine-tune the float model exactly as QAT will be: the comparison that is fair to it."""
         if not self._behind("float_finetune"):
-            load_weights(model, str(self.float_weights), self.config.model.name)
+            load_weights(model, str(self.float_weights), self.config.model.name, "float weights")
         self._train("float_finetune", model, self.config.qat)
 
     def quantized(self, model: nn.Module) -> nn.Module:
@@ -150,7 +158,7 @@ class Stages:
         prepared = prepare_model(model, self.config, self.data.image_shape).to(self.device)
         table = qat.summary(prepared)
         if not self._at_or_behind("qat"):  # else it holds what is learned so far
-            (self.folder.path / LAYERS).write_text(table + "\n")
+            write_text(self.folder.path / LAYERS, table + "\n")
         lines = table.splitlines()
         self.log.say("\n".join([f"prepared: {lines[-1]}", *(line for line in lines if "stays float:" in line)]))
         return prepared
@@ -163,7 +171,7 @@ class Stages:
             qat.calibrate(model, self.data.calibration(self.config.quantization.calibration_batches))
         except ValueError as error:  # NaN or infinity in the float model's activations
             raise UserError(str(error)) from error
-        (self.folder.path / LAYERS).write_text(qat.summary(model) + "\n")
+        write_text(self.folder.path / LAYERS, qat.summary(model) + "\n")
         found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
         self.results["calibrated"] = {"top1": found.top1}
         self.log.say(f"calibrated: val top1 {found.top1:.2f} %")
@@ -173,7 +181,7 @@ class Stages:
     def qat(self, model: nn.Module) -> None:
         """Fine-tune with quantization; the table of layers then says what was learned, bit-widths too."""
         self._train("qat", model, self.config.qat)
-        (self.folder.path / LAYERS).write_text(qat.summary(model) + "\n")
+        write_text(self.folder.path / LAYERS, qat.summary(model) + "\n")
 
     def export(self, model: nn.Module) -> bool:
         """Write model.onnx, run it over the whole validation split, compare every layer's integers."""
@@ -231,7 +239,12 @@ class Stages:
             ),
             state,
         )  # fmt: skip
+        start = self.results.get({"qat": "calibrated", "float_finetune": "float"}.get(name, ""), {}).get("top1")
         self.results[name] = {"top1": evaluation.top1, "loss": evaluation.loss, "epochs": stage.epochs}
+        found = warnings_about(name, stage, evaluation, start)
+        self.results.setdefault("warnings", []).extend(found)
+        for sentence in found:
+            self.log.say(f"warning: {sentence}")
 
     def _behind(self, name: str) -> bool:
         """Whether the resumed run had finished this stage."""

@@ -1,5 +1,6 @@
 """Config files and overrides: what is read, and the sentence for everything that cannot be."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -276,6 +277,13 @@ BAD_FILES = [
     ("qat: !!python/name:os.system", "line 1, column 6: not valid YAML: the tag !!python/name:os.system is not known "
      "here"),
     ("seed: 1\nname: \x07", "line 2: character '\\x07' is not allowed in YAML; remove it"),
+    ("a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
+    ), "with its aliases (*) written out it is longer than 1,000,000 characters"),
+    ("a0: &a0 {x: 1}\n" + "".join(
+        f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 10)
+    ), "with its aliases (*) written out it is longer than 1,000,000 characters"),
+    ("name: " + "x" * 1_000_000, "is longer than 1,000,000 characters; a config is a small YAML file"),
     ("qat: &a {lr: *a}", "an alias (*) stands inside the value that it names; write the value out"),
     ("model: " + "[" * 3000, "nested too deeply to be a config"),
     ("model: {kwargs: {a: " + "[" * 250 + "]" * 250 + "}}", "nested too deeply to be a config"),
@@ -428,3 +436,9 @@ def test_a_kind_of_error_without_a_sentence_of_its_own_still_reads_well() -> Non
     details = {"type": "string_pattern_mismatch", "loc": ("model", "name"), "input": "x", "ctx": {"pattern": "^a"}}
     error = ValidationError.from_exception_data("RunConfig", [details])
     assert sentences_of(error, dotted) == ["model.name: should match pattern '^a', got 'x'"]
+
+
+def test_a_file_name_that_is_no_text_gives_a_name(tmp_path: Path) -> None:
+    file = tmp_path / os.fsdecode(b"b\xff.yaml")
+    file.write_text("seed: 1")
+    assert load_config(str(file)).name == "b\\udcff"

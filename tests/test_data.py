@@ -373,6 +373,11 @@ def test_npz_reads_colour_and_grey(tmp_path: Path, caplog: pytest.LogCaptureFixt
             "{}: y_train is float64 (4, 1); it must be integers (N,)\n"
             "{}: x_val is uint8 (2, 3, 8, 8); it must be uint8 (N, H, W) or (N, H, W, 1 or 3)",
         ),
+        (
+            {"y_train": np.full(4, 10**12)},
+            "{}: y_train has label 1000000000000; without an array 'classes' labels go from 0 to 99999, and every"
+            " number up to the largest is a class",
+        ),
         ({"classes": np.arange(3)}, "{}: classes is int64 (3,); it must be one string a class"),
         (
             {"y_val": np.array([0, "a"], object)},
@@ -415,6 +420,20 @@ def test_mnist_files_are_read(tmp_path: Path, name: str, folder_name: str) -> No
     assert images.unique().item() == pytest.approx((0.2 - mean) / std, rel=1e-5)
     assert labels.tolist() == [0, 1, 2, 3]
     assert (len(data.classes), sorted(epoch_of(data, 0)[1].tolist())) == (10, list(range(6)))
+
+
+@pytest.mark.parametrize(
+    ("labels", "found"), [([0, 1, 200], "3 images, 3 labels up to 200"), ([0, 1], "3 images, 2 labels up to 1")]
+)
+def test_labels_that_no_class_has_are_damage(tmp_path: Path, labels: list[int], found: str) -> None:
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for split in ("train", "t10k"):
+        write_idx(raw / f"{split}-images-idx3-ubyte", np.zeros((3, 28, 28), np.uint8))
+        write_idx(raw / f"{split}-labels-idx1-ubyte", np.array(labels, np.uint8))
+    assert refusal(name="mnist", root=str(tmp_path)) == (
+        f"data.root: '{tmp_path}': the files of mnist are damaged ({found}); delete them and set data.download: true"
+    )
 
 
 def test_cifar_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

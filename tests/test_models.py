@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import torchvision
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from qat.training.checkpoint import save_float_weights
 from qat.training.config import ModelConfig
 from qat.training.errors import UserError
 from qat.training.models import build_model
@@ -191,6 +193,19 @@ def test_damaged_weights_are_to_be_deleted(hub: Path) -> None:
     )
 
 
+def test_a_flipped_byte_in_downloaded_weights_is_noticed(hub: Path) -> None:
+    path = hub / "squeezenet1_1-b8a52dc0.pth"
+    torch.save({"features.0.weight": torch.full((64, 3, 3, 3), 0.123)}, path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    said = refusal(name=SMALL, weights="DEFAULT")
+    name = path.stem
+    assert said == (
+        f"model.weights: '{path}' is damaged (DamagedError: the checksum of {name}/data/0 is wrong); delete it"
+    )
+
+
 def test_own_models_come_from_the_current_folder(module: Path) -> None:
     before = list(sys.path)
     model = build(5, name="own_nets:net", kwargs={"width": 6})
@@ -322,6 +337,72 @@ def changed(**changes: Tensor | None) -> dict[str, Tensor]:
 def test_a_checkpoint_of_another_model(module: Path, changes: dict[str, Tensor | None], expected: str) -> None:
     torch.save(changed(**changes), "x.pt")
     assert refusal(5, name="own_nets:net", checkpoint="x.pt") == f"model.checkpoint: 'x.pt' {expected}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        *(
+            ({"_2bias": torch.ones(5).to(dtype)}, f"2.bias is {str(dtype)[6:]} in the file, float32 in the model")
+            for dtype in (torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
+        ),
+        ({"_2bias": torch.tensor([1.0, 2.0, math.nan, 0.0, 0.0])}, "2.bias has values that are not finite (float32)"),
+        ({"_2bias": torch.full((5,), 1e300, dtype=torch.float64)}, "2.bias has values that are not finite (float32)"),
+        (
+            {"1.num_batches_tracked": torch.tensor(3.0), "_2bias": torch.ones(5, dtype=torch.int64)},
+            "1.num_batches_tracked is float32 in the file, int64 in the model, and 1 more",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_weights_of_another_kind_are_refused(
+    module: Path, changes: dict[str, Tensor | None], problem: str, suffix: str
+) -> None:
+    state = changed(**changes)
+    torch.save(state, "x.pt")
+    save_file(state, "x.safetensors")
+    said = refusal(5, name="own_nets:net", checkpoint=f"x.{suffix}")
+    assert said == f"model.checkpoint: 'x.{suffix}': {problem}; it must be a file of float weights"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_floating_point_weights_of_another_width_load(module: Path, dtype: torch.dtype) -> None:
+    state = {key: value.to(dtype) if value.is_floating_point() else value for key, value in changed().items()}
+    torch.save(state, "x.pt")
+    loaded = build(5, name="own_nets:net", checkpoint="x.pt").state_dict()
+    assert equal(loaded, {key: value.to(loaded[key].dtype) for key, value in state.items()})
+
+
+def test_infinite_values_where_the_model_has_them_are_right(module: Path) -> None:
+    module.write_text(
+        "import torch\nfrom torch import nn\ndef net():\n    model = nn.Linear(2, 3)\n"
+        "    model.register_buffer('mask', torch.tensor([0.0, -float('inf')]))\n    return model\n"
+    )
+    state = build(name="own_nets:net").state_dict()
+    torch.save(state, "x.pt")
+    assert equal(build(name="own_nets:net", checkpoint="x.pt").state_dict(), state)
+
+
+def test_tensors_without_numbers_are_no_weights(module: Path) -> None:
+    torch.save(changed(_2bias=torch.ones(5, device="meta")), "x.pt")
+    said = refusal(5, name="own_nets:net", checkpoint="x.pt")
+    formats = "it must be .safetensors, or a dict of tensors written by torch.save"
+    assert said == f"model.checkpoint: 'x.pt' holds something else than weights; {formats}"
+
+
+def test_damaged_weights_are_not_trained_on(module: Path) -> None:
+    state = changed(_2weight=torch.full((5, 4), 0.123))
+    torch.save(state, "x.pt")
+    save_float_weights(Path("x.safetensors"), build(5, name="own_nets:net", checkpoint="x.pt"))
+    for name, reason in (
+        ("x.pt", "the checksum of x/data/7 is wrong"),
+        ("x.safetensors", "its tensors are not those that were written"),
+    ):
+        content = bytearray(Path(name).read_bytes())
+        content[content.index(torch.full((5, 4), 0.123).numpy().tobytes())] ^= 1
+        Path(name).write_bytes(content)
+        said = refusal(5, name="own_nets:net", checkpoint=name)
+        assert said == f"model.checkpoint: '{name}' is damaged ({reason}); take another copy of it"
 
 
 def test_files_that_are_no_weights(module: Path, tmp_path: Path) -> None:

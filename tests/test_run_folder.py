@@ -1,11 +1,15 @@
 """Which folder a run takes, and that nothing which existed is touched."""
 
 import os
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from qat.training import run_folder
 from qat.training.config import RunConfig
+from qat.training.config_file import dump_config
 from qat.training.errors import UserError
 from qat.training.run_folder import RunFolder, open_run_folder
 
@@ -62,11 +66,93 @@ def test_resume_starts_where_there_is_nothing_to_resume() -> None:
     assert open_run_folder(RunConfig(name="x", resume="auto")) == RunFolder(Path("runs/x-2"), None)
 
 
-def test_resume_refuses_a_finished_run() -> None:
-    make("runs/x/last.pt", "runs/x/summary.json")
-    finished = "this run is finished; to start a new one set resume=never and another run_dir"
-    assert refusal(RunConfig(name="x", resume="auto")) == f"runs/x: {finished}"
-    assert refusal(RunConfig(run_dir="runs/x", resume="auto")) == f"runs/x: {finished}"
+def finished(summary: str = '{"onnx": {}, "exit_status": 0}', **config: Any) -> None:
+    """A finished run in runs/x; without training, so that it left no last.pt."""
+    make("runs/x/")
+    Path("runs/x/config.yaml").write_text(dump_config(RunConfig(name="x", **config)))
+    Path("runs/x/summary.json").write_text(summary)
+
+
+@pytest.mark.parametrize("status", [0, 1])
+@pytest.mark.parametrize("place", [{"name": "x"}, {"run_dir": "runs/x"}])
+def test_a_finished_run_keeps_its_exit_status(status: int, place: dict[str, str]) -> None:
+    finished(f'{{"onnx": {{}}, "exit_status": {status}}}')
+    before = sorted(Path().rglob("*"))
+    assert open_run_folder(RunConfig(**place, resume="auto")) == RunFolder(Path("runs/x"), None, status)
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_a_finished_run_of_another_config_is_refused() -> None:
+    finished(seed=3)
+    assert refusal(RunConfig(name="x", resume="auto")) == (
+        "runs/x/config.yaml: was trained with seed: 3, now it is 0; set it back, or start anew in another run_dir"
+    )
+
+
+def test_a_run_that_is_asked_for_more_is_not_finished() -> None:
+    make("runs/x/last.pt")
+    finished('{"exit_status": 0}', export={"onnx": False})
+    with open_run_folder(RunConfig(name="x", resume="auto")) as folder:
+        assert folder == RunFolder(Path("runs/x"), Path("runs/x/last.pt"))
+    assert open_run_folder(RunConfig(name="x", resume="auto", export={"onnx": False})).finished == 0
+
+
+@pytest.mark.parametrize("summary", ["", '{"onnx": {"top1"', "[]", "\0\0\0"])
+def test_a_run_whose_summary_was_cut_off_does_its_end_again(summary: str) -> None:
+    make("runs/x/last.pt")
+    finished(summary)
+    with open_run_folder(RunConfig(name="x", resume="auto")) as folder:
+        assert folder == RunFolder(Path("runs/x"), Path("runs/x/last.pt"))
+
+
+def test_a_folder_has_one_run_at_a_time() -> None:
+    make("runs/x/last.pt", "empty/")
+    host = f"process {os.getpid()} on {socket.gethostname()}"
+    for path, config in (
+        ("runs/x", RunConfig(name="x", resume="auto")),
+        ("empty", RunConfig(run_dir="empty")),
+        ("new", RunConfig(run_dir="new")),
+    ):
+        with open_run_folder(config):
+            resuming = config.model_copy(update={"resume": "auto"})
+            assert refusal(resuming) == (
+                f"{path}: another run writes there ({host}); wait for its end, or choose another run_dir"
+            )
+        assert not Path(path, ".lock").exists()
+        open_run_folder(resuming).__exit__(None, None, None)
+
+
+def test_a_numbered_folder_that_another_run_locks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = run_folder.RunLock
+
+    def lock(path: Path) -> object:
+        if path == Path("runs/x"):
+            real(path)  # by run_dir=runs/x, in the moment between its creation and its lock
+        return real(path)
+
+    monkeypatch.setattr(run_folder, "RunLock", lock)
+    with open_run_folder(RunConfig(name="x")) as folder:
+        assert folder == RunFolder(Path("runs/x-2"), None)
+
+
+def test_a_run_that_was_faster_is_seen_once_the_folder_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = run_folder.RunLock
+
+    def lock(path: Path) -> object:
+        make("mine/config.yaml")  # it began and ended between our look and our lock
+        return real(path)
+
+    monkeypatch.setattr(run_folder, "RunLock", lock)
+    with pytest.raises(UserError, match=r"^run_dir: 'mine' is not empty; choose another, or set resume=auto "):
+        open_run_folder(RunConfig(run_dir="mine"))
+    assert not Path("mine/.lock").exists()
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_what_a_killed_run_left_before_its_config_is_nothing(resume: str) -> None:
+    make("mine/.lock", "mine/.config.yaml.tmp")
+    with open_run_folder(RunConfig(run_dir="mine", resume=resume)) as folder:
+        assert folder == RunFolder(Path("mine"), None)
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])

@@ -1,12 +1,15 @@
 """The command: what a run leaves, what it answers to mistakes, and going on after a stop."""
 
 import json
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import train
@@ -220,3 +223,144 @@ def test_the_default_run_keeps_its_promises(tmp_path: Path) -> None:
     assert layers["differing"] < layers["elements"] / 100_000 and layers["largest_difference"] <= 1
     assert operators["QLinearConv"] == 20 and operators["QLinearAdd"] == 8
     assert not {"Conv", "FusedConv", "Add", "Gemm", "MatMul"} & set(operators)
+
+
+def test_a_finished_run_says_so_and_ends_well(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--config", "tiny.yaml", "float.epochs=0", "qat.epochs=1"]
+    assert train.main([*command, "export.onnx=false"]) == 0
+    assert summary(folder / "runs" / "tiny")["exit_status"] == 0
+    before = {path.name: path.stat().st_mtime_ns for path in (folder / "runs" / "tiny").iterdir()}
+    capsys.readouterr()
+    assert train.main([*command, "export.onnx=false", "resume=auto"]) == 0
+    said = "runs/tiny: this run is finished; to start a new one set resume=never and another run_dir\n"
+    assert capsys.readouterr() == (said, "")
+    assert {path.name: path.stat().st_mtime_ns for path in (folder / "runs" / "tiny").iterdir()} == before
+    assert train.main([*command, "export.onnx=false", "resume=auto", "seed=3"]) == 2
+    said = (
+        "runs/tiny/config.yaml: was trained with seed: 0, now it is 3; set it back, or start anew in another run_dir\n"
+    )
+    assert capsys.readouterr().err == said
+    # Asked for the export too it has something left to do, and does no more than that.
+    assert train.main([*command, "resume=auto"]) == 0
+    assert "onnx" in summary(folder / "runs" / "tiny")
+
+
+def test_a_second_run_in_the_same_folder_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    statuses: list[int] = []
+
+    def starts_another(*_: object) -> None:
+        for resume in ("auto", "never"):
+            statuses.append(train.main(["--config", "tiny.yaml", "run_dir=one", f"resume={resume}", "seed=9"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "train_stage", starts_another)
+    assert train.main(["--config", "tiny.yaml", "run_dir=one"]) == 130 and statuses == [2, 2]
+    first, second, _ = capsys.readouterr().err.splitlines()
+    assert first.startswith("one: another run writes there (process ")
+    assert second == "run_dir: 'one' is not empty; choose another, or set resume=auto to go on from its last.pt"
+    assert "seed: 0" in (folder / "one" / "config.yaml").read_text()
+    assert sorted(path.name for path in (folder / "one").iterdir() if path.name[:6] != "events") == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("file", "sentence"),
+    [
+        ("last.pt", "parts/last.pt: the checkpoint is damaged (the checksum of "),
+        (
+            "float.safetensors",
+            "float weights: 'parts/float.safetensors' is damaged (its tensors are not those that ",
+        ),
+    ],
+)
+def test_flipped_bytes_are_not_trained_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str, sentence: str
+) -> None:
+    real = train.train_stage
+
+    def stop_after_qat(run: train.StageRun, state: object = None) -> object:
+        evaluation = real(run, state)  # type: ignore[arg-type]
+        if run.name == "qat":
+            raise KeyboardInterrupt
+        return evaluation
+
+    command = ["--config", "tiny.yaml", "run_dir=parts", "float.epochs=0", "qat.epochs=1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "train_stage", stop_after_qat)
+        assert train.main(command) == 130
+    path = folder / "parts" / file
+    state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)["model"]
+    content = bytearray(path.read_bytes())
+    content[content.index(state["8.weight"].numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    capsys.readouterr()
+    assert train.main([*command, "resume=auto"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(sentence) and len(said.splitlines()) == 1, said
+
+
+def test_a_disk_that_is_full_at_the_start_is_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, writes = Path.write_text, []
+
+    def full(path: Path, *arguments: object, **options: object) -> None:
+        writes.append(path.name)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        assert train.main(["--config", "tiny.yaml", "run_dir=full"]) == 2
+    assert Path.write_text is real and writes == [".config.yaml.tmp"]
+    assert capsys.readouterr().err == "full/config.yaml: cannot write it (No space left on device)\n"
+    assert list((folder / "full").iterdir()) == []  # nothing is in the way of the next run
+
+
+def test_a_folder_that_is_deleted_while_the_run_writes_is_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = train.train_stage
+
+    def delete(run: train.StageRun, state: object = None) -> object:
+        shutil.rmtree(folder / "gone")
+        return real(run, state)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(train, "train_stage", delete)
+    for epochs in (0, 1):  # the first file that is written then is float.safetensors, or last.pt
+        assert train.main(["--config", "tiny.yaml", "run_dir=gone", f"float.epochs={epochs}"]) == 2
+        assert capsys.readouterr().err == (
+            "gone: the run folder or its .lock was moved, deleted or replaced while the run wrote there; the run ends,"
+            " so that it does not write into another's\n"
+        )
+
+
+def test_a_result_at_chance_level_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--config", "tiny.yaml", "float.epochs=0", "qat.epochs=1", "qat.lr=1e-9", "run_dir=x"]) == 0
+    found = summary(folder / "x")["warnings"]
+    assert isinstance(found, list) and len(found) == 2
+    assert found[1].startswith("qat: val top1 ") and found[1].endswith("try a lower qat.lr (now 1e-09) or more epochs")
+    printed = capsys.readouterr().out
+    assert all(printed.count(f"warning: {sentence}\n") == 2 for sentence in found)
+
+
+def test_a_pipe_that_closes_and_a_scheduler_end_the_command_with_a_sentence(folder: Path) -> None:
+    command = [sys.executable, str(ROOT / "train.py"), "--config", "tiny.yaml", "run_dir=x", "float.epochs=100000"]
+    ended = {}
+    for reason in ("pipe", "signal"):
+        with subprocess.Popen(
+            [*command, "resume=auto"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout.readline().startswith("run folder: x;")
+            if reason == "pipe":
+                process.stdout.close()
+            else:
+                process.send_signal(signal.SIGTERM)
+            said = process.stderr.read()
+        ended[reason] = (process.returncode, said)
+    goes_on = "resume=auto goes on from the last finished epoch\n"
+    assert ended == {
+        "pipe": (141, f"standard output was closed; {goes_on}"),
+        "signal": (143, f"ended by SIGTERM; {goes_on}"),
+    }

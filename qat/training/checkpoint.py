@@ -1,22 +1,22 @@
 """Checkpoints: written in one piece, readable without unpickling code, and only taken up by the run they belong to."""
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from qat.training.archive import DamagedError, read_archive, write_safetensors
 from qat.training.config import RunConfig
 from qat.training.errors import UserError
+from qat.training.files import replacing
 
 FORMAT = 1
 """Version of the payload; a reader refuses others."""
+
+FOREIGN = "the checkpoint is damaged or of another program; remove it to start anew"
 
 PAYLOAD_KEYS = ("stage", "epochs", "model", "state", "results", "config")
 
@@ -81,7 +81,7 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
         UserError: if the file cannot be written.
     """
     assert tuple(payload) == PAYLOAD_KEYS, f"checkpoint payload has the keys {list(payload)}"
-    with _replacing(path) as temporary, open(temporary, "wb") as file:
+    with replacing(path) as temporary, open(temporary, "wb") as file:
         torch.save({"format": FORMAT, **payload}, file)
 
 
@@ -95,10 +95,15 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         UserError: if the file is missing, damaged, of another program or of another version.
     """
     try:
-        with open(path, "rb") as file:
-            payload = _unpickle(path, file)
+        payload = read_archive(path)
+    except DamagedError as error:
+        raise UserError(f"{path}: the checkpoint is damaged ({error}); remove it to start anew") from error
     except OSError as error:
+        if not error.filename:  # torch answers foreign bytes with a dozen types, OSError among them
+            raise UserError(f"{path}: {FOREIGN}") from error
         raise UserError(f"{path}: cannot read the checkpoint ({error.strerror})") from error
+    except Exception as error:
+        raise UserError(f"{path}: {FOREIGN}") from error
     version = payload.get("format") if isinstance(payload, dict) else None
     if not isinstance(version, int):
         raise UserError(f"{path}: this is no checkpoint of a run (no format version); weights go in model.checkpoint")
@@ -170,43 +175,8 @@ def save_float_weights(path: Path, model: nn.Module) -> None:
         name: torch.clone(tensor.detach().cpu(), memory_format=torch.contiguous_format)
         for name, tensor in model.state_dict().items()
     }
-    with _replacing(path) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Write a file under a temporary name beside `path`, then put it in its place once it is on the disk."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
-        reason = _disk_trouble(error)
-        if reason is None:
-            raise
-        raise UserError(f"{path}: cannot write it ({reason})") from error
-
-
-def _unpickle(path: Path, file: BinaryIO) -> Any:
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch answers foreign bytes with a dozen types, KeyError and OSError among them
-        raise UserError(f"{path}: the checkpoint is damaged or of another program; remove it to start anew") from error
-
-
-def _disk_trouble(error: BaseException) -> str | None:
-    """What the operating system said, if that is at the root: torch and safetensors wrap it in their own errors."""
-    if isinstance(error, SafetensorError):
-        return str(error)
-    while not isinstance(error, OSError):
-        if error.__context__ is None:
-            return None
-        error = error.__context__
-    return error.strerror or str(error)
+    with replacing(path) as temporary:
+        write_safetensors(temporary, tensors)
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

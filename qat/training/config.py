@@ -197,7 +197,8 @@ class RunConfig(Section):
     """Run folder; default: runs/<name>, and runs/<name>-2, -3 ... while those exist. A folder given here must be new,
     empty, or resumed from."""
     resume: Literal["never", "auto"] = "never"
-    """`auto`: go on from last.pt of run_dir (by default: the newest runs/<name>*), or start if there is none."""
+    """`auto`: go on from last.pt of run_dir (by default: the newest runs/<name>*), or start if there is none;
+    a finished run of the same config says so and keeps its exit status."""
     imports: list[str] = Field(default_factory=list)
     """Modules of your own that register rules with `qat.register_quantizer`, found from where the command runs."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

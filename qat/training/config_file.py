@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from qat.training.config import RunConfig
 from qat.training.config_problems import Location, dotted, near, one_line, schema_at, sentences_of, shown
-from qat.training.config_yaml import dump_yaml, parse_yaml
+from qat.training.config_yaml import LARGEST, dump_yaml, parse_yaml
 from qat.training.errors import UserError
 
 _SUFFIXES = (".yaml", ".yml")
@@ -40,7 +40,8 @@ def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | 
         tree = parsed.value
     elif parsed.value is not None:
         problems.append(f"{source}: expected keys and values at the top level, got {shown(parsed.value)}")
-    tree.setdefault("name", file.stem)
+    # A file name that is no UTF-8 reaches Python with half characters, which no text of a config holds.
+    tree.setdefault("name", file.stem.encode(errors="backslashreplace").decode())
 
     applied: list[_Override] = []
     for typed in overrides:
@@ -105,11 +106,15 @@ def _relative(file: Path) -> str:
 
 def _read(file: Path, source: str) -> str:
     try:
-        return file.read_text(encoding="utf-8-sig")
+        with open(file, encoding="utf-8-sig") as opened:
+            text = opened.read(LARGEST + 1)  # no more: it may be /dev/zero, or a checkpoint
     except OSError as error:
         raise UserError(f"{source}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{source}: is not UTF-8 text; a config is a YAML file saved as UTF-8") from None
+    if len(text) > LARGEST:
+        raise UserError(f"{source}: is longer than {LARGEST:,} characters; a config is a small YAML file")
+    return text
 
 
 @dataclass(frozen=True)

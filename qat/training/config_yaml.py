@@ -11,6 +11,9 @@ from typing import Any
 
 import yaml
 
+LARGEST = 1_000_000
+"""Characters of a config. An alias counts as what it stands for: a few lines can stand for more than all memory."""
+
 _PREFIX = "tag:yaml.org,2002:"
 _DIGITS = "0123456789"
 _FLOAT = re.compile(
@@ -48,7 +51,10 @@ def parse_yaml(text: str) -> ParsedYAML:
     """Read one YAML document; nothing is raised, so that a caller can report the problems of several texts at once."""
     try:
         loader = _Loader(text)
-        value = loader.get_single_data()
+        node = loader.get_single_node()
+        if node is not None and _size(node, {}) > LARGEST:
+            return ParsedYAML(None, (f"with its aliases (*) written out it is longer than {LARGEST:,} characters",))
+        value = None if node is None else loader.construct_document(node)
         # Through JSON: aliased mappings become copies, so that changing one leaves the other alone,
         # and a mapping that contains itself is found here.
         text_of_value = json.dumps(value, ensure_ascii=False).encode()
@@ -69,6 +75,17 @@ def parse_yaml(text: str) -> ParsedYAML:
 def dump_yaml(value: Any) -> str:
     """Write plain values as YAML that `parse_yaml` (and any YAML 1.1 reader) reads back to equal values."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
+    """The characters that a node stands for, one more for each; each node is measured once, whatever points to it."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1 + len(node.value)
+    if id(node) not in sizes:
+        sizes[id(node)] = 0  # a node inside itself ends here; it has a problem of its own
+        parts = (part for item in node.value for part in (item if isinstance(item, tuple) else (item,)))
+        sizes[id(node)] = 1 + sum(_size(part, sizes) for part in parts)
+    return sizes[id(node)]
 
 
 def _syntax_problem(error: yaml.MarkedYAMLError) -> str:

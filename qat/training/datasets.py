@@ -14,11 +14,11 @@ import numpy as np
 import torch
 import torchvision
 from PIL import Image
-from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from qat.training.config import DataConfig
 from qat.training.errors import UserError
-from qat.training.images import ImageArray, ImageFiles, Images
+from qat.training.image_folder import read_image_folder, some
+from qat.training.images import ImageArray, Images
 from qat.training.npz import read_npz
 from qat.training.transforms import Channels
 
@@ -105,24 +105,8 @@ def _fake(config: DataConfig, seed: int) -> Dataset:
 
 
 def _imagefolder(config: DataConfig, seed: int) -> Dataset:
-    root = Path(os.path.expanduser(config.root or ""))
-    layout = f"expected {root}/train/<class>/ and {root}/val/<class>/"
-    if not root.is_dir():
-        raise UserError(f"data.root: '{root}' is not a folder; {layout}")
-    absent = [name for name in ("train", "val") if not (root / name).is_dir()]
-    if absent:
-        raise UserError(f"data.root: '{root}' has no folder {' and no folder '.join(absent)}; {layout}")
-    classes = _class_folders(root / "train", layout)
-    val_classes = _class_folders(root / "val", layout)
-    differing = [
-        f"only in {name}: {_some(sorted(set(these) - set(those)))}"
-        for name, these, those in (("train", classes, val_classes), ("val", val_classes, classes))
-        if set(these) - set(those)
-    ]
-    if differing:
-        raise UserError(f"data.root: '{root}': train and val need the same class folders; {'; '.join(differing)}")
-    train, val = (_image_files(root / name, classes) for name in ("train", "val"))
-    return Dataset(train, val, classes, IMAGENET_MEAN, IMAGENET_STD)
+    splits, classes = read_image_folder(Path(os.path.expanduser(config.root or "")))
+    return Dataset(splits["train"], splits["val"], classes, IMAGENET_MEAN, IMAGENET_STD)
 
 
 def _imagenet(config: DataConfig, seed: int) -> Dataset:
@@ -130,29 +114,6 @@ def _imagenet(config: DataConfig, seed: int) -> Dataset:
     if len(dataset.classes) != 1000:
         logger.warning("data.root: '%s' has %d classes; ImageNet has 1000", config.root, len(dataset.classes))
     return dataset
-
-
-def _class_folders(folder: Path, layout: str) -> list[str]:
-    """Return the names of a split's class folders, sorted; hidden folders (.ipynb_checkpoints) are no classes."""
-    try:
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
-    except OSError as error:
-        raise UserError(f"data.root: '{folder}' cannot be read ({error.strerror})") from error
-    if not names:
-        raise UserError(f"data.root: '{folder}' holds no class folders; {layout}")
-    return names
-
-
-def _image_files(folder: Path, classes: list[str]) -> ImageFiles:
-    positions = {name: position for position, name in enumerate(classes)}
-    files = make_dataset(folder, positions, IMG_EXTENSIONS, allow_empty=True)
-    labels = torch.tensor([label for _, label in files], dtype=torch.int64)
-    counts = torch.bincount(labels, minlength=len(classes)).tolist()
-    empty = [name for name, count in zip(classes, counts, strict=True) if count == 0]
-    if empty:
-        kinds = " ".join(IMG_EXTENSIONS)
-        raise UserError(f"data.root: '{folder}' has class folders without images ({kinds}): {_some(empty)}")
-    return ImageFiles(np.array([os.fsencode(path) for path, _ in files]), labels)
 
 
 @dataclass(frozen=True)
@@ -207,7 +168,15 @@ def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
             "set data.download: true"
         ) from error
     train, val = (_array(_channels_first(np.asarray(split.data)), np.asarray(split.targets)) for split in splits)
-    return Dataset(train, val, list(splits[0].classes), known.mean, known.std)
+    classes = list(splits[0].classes)
+    for images in (train, val):
+        if len(images.images) != len(images.labels) or not 0 <= int(images.labels.max()) < len(classes):
+            raise UserError(
+                f"data.root: '{root}': the files of {config.name} are damaged ({len(images.images)} images,"
+                f" {len(images.labels)} labels up to {int(images.labels.max())}); delete them and set data.download:"
+                " true"
+            )
+    return Dataset(train, val, classes, known.mean, known.std)
 
 
 def _npz(config: DataConfig, seed: int) -> Dataset:
@@ -216,7 +185,7 @@ def _npz(config: DataConfig, seed: int) -> Dataset:
     classes: list[str] = arrays["classes"].tolist()
     unseen = sorted(set(range(len(classes))) - set(arrays["y_train"].tolist()))
     if unseen:
-        names = _some([classes[label] for label in unseen])
+        names = some([classes[label] for label in unseen])
         logger.warning("data.root: '%s': no training image of class %s", path, names)
     train, val = (_array(_channels_first(arrays[f"x_{split}"]), arrays[f"y_{split}"]) for split in ("train", "val"))
     return Dataset(train, val, classes, HALF, HALF)
@@ -229,12 +198,6 @@ def _channels_first(images: np.ndarray) -> np.ndarray:
 
 def _array(images: np.ndarray, labels: np.ndarray) -> ImageArray:
     return ImageArray(torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64)))
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    """List names for a sentence, the first few of many."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 _BUILDERS: dict[str, Callable[[DataConfig, int], Dataset]] = {

@@ -38,12 +38,14 @@ class Evaluation:
         loss: mean cross-entropy, without label smoothing.
         predictions: the predicted classes in the order of the split, int64, on the CPU.
         count: number of images.
+        most_common: share of the most common label, in percent: what the same answer for all images reaches.
     """
 
     top1: float
     loss: float
     predictions: Tensor
     count: int
+    most_common: float
 
 
 def evaluate(
@@ -70,6 +72,7 @@ def evaluate(
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     predictions: list[Tensor] = []
+    truths: list[Tensor] = []
     # Not inference_mode: a tensor that a module keeps from it could never take part in training again.
     with (
         evaluating(model),
@@ -86,11 +89,15 @@ def evaluate(
             loss = F.cross_entropy(logits, labels, reduction="sum")
             sums += torch.stack((loss.double(), (predicted == labels).sum().double()))
             predictions.append(predicted)
+            truths.append(labels)
     if not predictions:
         raise UserError("data: the split to evaluate on has no images")
     classes = torch.cat(predictions).cpu()
     total_loss, correct = sums.tolist()
-    return Evaluation(100.0 * correct / len(classes), total_loss / len(classes), classes, len(classes))
+    count = len(classes)
+    truth = torch.cat(truths)
+    most_common = int((truth == truth.mode().values).sum())
+    return Evaluation(100.0 * correct / count, total_loss / count, classes, count, 100.0 * most_common / count)
 
 
 def to_device(batch: Any, device: torch.device, *, channels_last: bool) -> tuple[Tensor, Tensor]:

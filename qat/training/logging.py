@@ -2,15 +2,16 @@
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-FLUSH_SECONDS = 10
-"""How long a point may wait before TensorBoard can see it."""
+from qat.training.ending import GOES_ON
+from qat.training.errors import UserError
+from qat.training.events import EventFile
 
 SPARSE_SECONDS = 30.0
 """Between two lines of a progress bar that goes to a file: an hour is 120 lines."""
@@ -27,7 +28,7 @@ class RunLog:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._writer: SummaryWriter | None = None
+        self._events: EventFile | None = None
 
     def __enter__(self) -> "RunLog":
         self._open(purge_step=None)
@@ -36,7 +37,8 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._close()
+        with suppress(UserError) if error is not None else nullcontext():  # it would hide the error
+            self._close()
 
     def resume(self, step: int) -> None:
         """Go on after this step: points of the interrupted run that lie behind it are hidden by TensorBoard."""
@@ -45,30 +47,42 @@ class RunLog:
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Add a point to the curve `tag`; the part before the first slash groups the curves."""
-        assert self._writer is not None, "RunLog: scalar() outside of the with block"
-        self._writer.add_scalar(tag, value, step)
+        assert self._events is not None, "RunLog: scalar() outside of the with block"
+        self._events.scalar(tag, value, step)
 
     def flush(self) -> None:
         """Make all points visible now."""
-        if self._writer is not None:
-            self._writer.flush()
+        if self._events is not None:
+            self._events.flush()
 
     def say(self, text: str) -> None:
-        """Print a line on standard output, above a progress bar where one is shown."""
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        """Print a line on standard output, above a progress bar where one is shown.
+
+        Raises:
+            BrokenPipeError: if nobody reads it any more.
+            UserError: if it cannot be written for another reason.
+        """
+        if sys.stdout is None:  # closed before the run began (`>&-`)
+            return
+        try:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise UserError(f"standard output: cannot write to it ({error.strerror}); {GOES_ON}") from error
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
         """Print `format_table(rows)`."""
         self.say(format_table(rows))
 
     def _open(self, purge_step: int | None) -> None:
-        self._writer = SummaryWriter(str(self.folder), purge_step=purge_step, flush_secs=FLUSH_SECONDS)
+        self._events = EventFile(self.folder, purge_step)
 
     def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        events, self._events = self._events, None
+        if events is not None:
+            events.close()
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
@@ -104,11 +118,11 @@ def progress_bar(batches: Iterable[Any], description: str | None, total: int) ->
         description: the words before the bar; None for no bar.
         total: number of batches.
     """
-    terminal = sys.stderr.isatty()
+    terminal = sys.stderr is not None and sys.stderr.isatty()
     return tqdm(
         batches,
         desc=description,
-        disable=description is None,
+        disable=description is None or sys.stderr is None,
         total=total,
         unit="batch",
         leave=False,

@@ -12,6 +12,7 @@ import torch
 import torchvision
 from torch import nn
 
+from qat.training.archive import check_archive
 from qat.training.config import ModelConfig
 from qat.training.errors import UserError
 from qat.training.imports import current_folder_importable, import_user_module, place, reason
@@ -85,6 +86,8 @@ def _weights(name: str, wanted: str) -> Any:
     file = folder / known[key].url.rsplit("/", 1)[1]
     was_there = file.exists()
     try:
+        if was_there:  # torchvision looks at the hash of what it downloads, and never again
+            check_archive(file)
         known[key].get_state_dict(progress=True, check_hash=True)
     except Exception as error:  # network, disk, hash, damaged file: each layer raises its own
         if was_there:

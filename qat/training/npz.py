@@ -9,6 +9,9 @@ from qat.training.errors import UserError
 
 NEEDED = ("x_train", "y_train", "x_val", "y_val")
 
+MOST_CLASSES = 100_000
+"""Without names of classes: a label beyond is no class but an identity or a damaged byte."""
+
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
     """Read the arrays of the file at `path`.
@@ -35,7 +38,13 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
         raise UserError(*(f"{where}: {problem}" for problem in problems))
     source = "y_train" if classes is None else "classes"
     if classes is None:
-        classes = arrays["classes"] = np.arange(int(arrays["y_train"].max()) + 1).astype(str)
+        largest = int(arrays["y_train"].max())
+        if largest >= MOST_CLASSES:
+            raise UserError(
+                f"{where}: y_train has label {largest}; without an array 'classes' labels go from 0 to"
+                f" {MOST_CLASSES - 1}, and every number up to the largest is a class"
+            )
+        classes = arrays["classes"] = np.arange(largest + 1).astype(str)
     for name in ("y_train", "y_val"):
         if arrays[name].max() >= len(classes):
             raise UserError(

@@ -1,7 +1,6 @@
 """What a run ends with: summary.json and a small table on the terminal."""
 
 import json
-import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from qat.export import LayerDifference, Verification
 from qat.training.config import RunConfig
+from qat.training.files import write_text
 
 ROWS = {
     "float": "float",
@@ -53,20 +53,19 @@ def onnx_results(
     }
 
 
-def write_summary(path: Path, config: RunConfig, results: dict[str, Any], seconds: float) -> None:
-    """Write summary.json in one piece: the results, and what one needs to get them again."""
+def write_summary(path: Path, config: RunConfig, results: dict[str, Any], seconds: float, status: int) -> None:
+    """Write summary.json in one piece: the results, what one needs to get them again, and the run's exit status."""
     summary = {
         "name": config.name,
         "seed": config.seed,
         "epochs": config.qat.epochs,
+        "exit_status": status,
         **results,
         "seconds": round(seconds, 1),
         "versions": {name: version(name) for name in ("torch", "torchvision", "onnx", "onnxruntime")},
         "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
     }
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(summary, indent=2) + "\n")
-    os.replace(temporary, path)
+    write_text(path, json.dumps(summary, indent=2) + "\n")
 
 
 def table_rows(results: dict[str, Any]) -> list[list[str]]:

@@ -1,12 +1,18 @@
 """The folder that a run writes into: a new one, or the one that it goes on in. Nothing that exists is overwritten."""
 
+import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 
+from qat.training.checkpoint import check_same_config
 from qat.training.config import RunConfig
+from qat.training.config_file import load_config
 from qat.training.errors import UserError
+from qat.training.files import temporary_of
+from qat.training.run_lock import LOCK, FolderInUseError, RunLock
 
 RUNS = Path("runs")
 """Parent of the default run folders, where the user stands."""
@@ -25,33 +31,47 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run writes.
+    """Where a run writes; a context manager that gives the folder back at the end.
 
     Args:
         path: the folder; it exists and is new or empty, or holds the checkpoint.
         checkpoint: its last.pt to resume from, or None for a run from the start.
+        finished: the exit status of the finished run that it holds, or None where there is something left to do.
+        lock: what keeps other runs out; None for a finished one.
     """
 
     path: Path
     checkpoint: Path | None
+    finished: int | None = None
+    lock: RunLock | None = field(default=None, compare=False)
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.lock is not None:
+            self.lock.release()
 
 
 def open_run_folder(config: RunConfig) -> RunFolder:
     """Make or find the folder of a run: `config.run_dir`, or by default runs/<name>, runs/<name>-2 and so on.
 
     With `resume: auto` a folder with a last.pt is gone on with: the given one, or by default that with the highest
-    number. Where there is none the run starts anew.
+    number. Where there is none the run starts anew; where the run is finished there is nothing to do.
 
     Args:
-        config: run_dir, name and resume are read.
+        config: run_dir, name and resume are read; all of it is compared with that of a finished run.
 
     Raises:
-        UserError: if the folder is occupied, finished, unwritable or not a folder, or its parent is missing.
+        UserError: if the folder is occupied, in use, unwritable or not a folder, its parent is missing, or it holds a
+            finished run of another config.
     """
     if config.run_dir is not None:
         path = Path(os.path.expanduser(config.run_dir))
         try:
-            return _given_folder(path, resume=config.resume == "auto")
+            return _given_folder(path, config)
         except OSError as error:
             raise UserError(f"run_dir: '{path}': cannot use it ({error.strerror}); choose another") from error
     if config.name in ("", "..") or Path(config.name).name != config.name:
@@ -59,34 +79,64 @@ def open_run_folder(config: RunConfig) -> RunFolder:
     numbers = _numbered_folders(config.name)
     if config.resume == "auto":
         for number in sorted(numbers, reverse=True):
-            if (numbers[number] / LAST_CHECKPOINT).is_file():
-                return _resumed(numbers[number])
-    return _next_folder(config.name, 1 + max(numbers, default=0))
+            if any((numbers[number] / name).is_file() for name in (LAST_CHECKPOINT, SUMMARY)):
+                return _given_folder(numbers[number], config)
+    return _next_folder(config, 1 + max(numbers, default=0))
 
 
-def _given_folder(path: Path, *, resume: bool) -> RunFolder:
+def _given_folder(path: Path, config: RunConfig) -> RunFolder:
     if not path.exists():
-        path.mkdir(parents=True)
-        return RunFolder(path, None)
+        path.mkdir(parents=True, exist_ok=True)
     if not path.is_dir():
         raise UserError(f"run_dir: '{path}' is not a folder; choose another")
+    finished = _finished(path, config) if config.resume == "auto" else None
+    return RunFolder(path, None, finished) if finished is not None else _taken(path, config)
+
+
+def _taken(path: Path, config: RunConfig) -> RunFolder:
+    """Lock a folder; it is looked at before, as nothing is written into one that is refused, and once it is ours."""
+    _checkpoint(path, config)
+    lock = RunLock(path)
+    try:
+        return RunFolder(path, _checkpoint(path, config), lock=lock)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _checkpoint(path: Path, config: RunConfig) -> Path | None:
+    """What a run in this folder goes on from; None if it starts there."""
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise UserError(f"{path}: this folder is not writable; choose another run_dir or change its permissions")
+    resume = config.resume == "auto"
     if resume and (path / LAST_CHECKPOINT).is_file():
-        return _resumed(path)
-    _require_writable(path)
-    if any(path.iterdir()):
-        if resume and (path / RESOLVED_CONFIG).is_file():
-            return RunFolder(path, None)  # ours, stopped before its first epoch ended
-        if resume:
-            raise UserError(f"run_dir: '{path}' is not empty and has no last.pt to go on from; choose another")
-        raise UserError(f"run_dir: '{path}' is not empty; choose another, or set resume=auto to go on from its last.pt")
-    return RunFolder(path, None)
+        return path / LAST_CHECKPOINT
+    # A run that was killed before it wrote its config leaves these.
+    left = {LOCK, temporary_of(path / RESOLVED_CONFIG).name}
+    if {entry.name for entry in path.iterdir()} <= left:
+        return None
+    if resume and (path / RESOLVED_CONFIG).is_file():
+        return None  # ours, stopped before its first epoch ended
+    if resume:
+        raise UserError(f"run_dir: '{path}' is not empty and has no last.pt to go on from; choose another")
+    raise UserError(f"run_dir: '{path}' is not empty; choose another, or set resume=auto to go on from its last.pt")
 
 
-def _resumed(path: Path) -> RunFolder:
-    if (path / SUMMARY).exists():
-        raise UserError(f"{path}: this run is finished; to start a new one set resume=never and another run_dir")
-    _require_writable(path)
-    return RunFolder(path, path / LAST_CHECKPOINT)
+def _finished(path: Path, config: RunConfig) -> int | None:
+    """The exit status of the run in this folder, if it has done all that the config asks for.
+
+    Raises:
+        UserError: if it was a run of another config.
+    """
+    try:
+        summary = json.loads((path / SUMMARY).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # none, or cut off: the run does its end again
+        return None
+    if not isinstance(summary, dict) or (config.export.onnx and "onnx" not in summary):
+        return None
+    saved = load_config(str(path / RESOLVED_CONFIG))
+    check_same_config(path / RESOLVED_CONFIG, saved.model_dump(mode="json"), config)
+    return int(summary.get("exit_status", 0))
 
 
 def _numbered_folders(name: str) -> dict[int, Path]:
@@ -103,24 +153,18 @@ def _numbered_folders(name: str) -> dict[int, Path]:
     return found
 
 
-def _next_folder(name: str, number: int) -> RunFolder:
+def _next_folder(config: RunConfig, number: int) -> RunFolder:
     """Create the first free folder from this number on; another run may take one at the same moment."""
     try:
         RUNS.mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(f"{RUNS}: cannot create the folder of runs ({error.strerror}); set run_dir") from error
     while True:
-        path = RUNS / (name if number == 1 else f"{name}-{number}")
+        path = RUNS / (config.name if number == 1 else f"{config.name}-{number}")
         try:
             path.mkdir()
-        except FileExistsError:
+            return _taken(path, config)
+        except (FileExistsError, FolderInUseError):
             number += 1
         except OSError as error:
             raise UserError(f"{path}: cannot create the run folder ({error.strerror}); set run_dir") from error
-        else:
-            return RunFolder(path, None)
-
-
-def _require_writable(path: Path) -> None:
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise UserError(f"{path}: this folder is not writable; choose another run_dir or change its permissions")

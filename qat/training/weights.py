@@ -5,12 +5,12 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from qat.training.archive import DamagedError, read_archive, read_safetensors
 from qat.training.errors import UserError
 
 State: TypeAlias = "OrderedDict[str, Tensor]"
@@ -18,7 +18,7 @@ State: TypeAlias = "OrderedDict[str, Tensor]"
 FORMATS = ".safetensors, or a dict of tensors written by torch.save"
 
 
-def load_weights(model: nn.Module, path: str, model_name: str) -> None:
+def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model.checkpoint") -> None:
     """Load the weights in `path` into `model`, which keeps the devices and types of its parameters.
 
     Args:
@@ -27,11 +27,12 @@ def load_weights(model: nn.Module, path: str, model_name: str) -> None:
             `state_dict` or `model`; the prefixes of DataParallel and torch.compile are dropped. Step counters of
             batch norms may be missing, as files older than those lack them.
         model_name: what to call the model in errors.
+        key: what to call the file there.
 
     Raises:
         UserError: no such file, not a file of weights, or the weights of another model.
     """
-    where = f"model.checkpoint: '{path}'"
+    where = f"{key}: '{path}'"
     file = Path(os.path.expanduser(path))
     if not file.is_file():
         kind = "is a folder" if file.is_dir() else "does not exist"
@@ -39,6 +40,7 @@ def load_weights(model: nn.Module, path: str, model_name: str) -> None:
     state = _read(file, where)
     own = model.state_dict()
     _align(state, own)
+    _refuse_other_kinds(state, own, where)
     differing = {key: value.shape for key, value in state.items() if key in own and value.shape != own[key].shape}
     for key in differing:
         del state[key]  # load_state_dict would raise before it names the missing and the unexpected ones
@@ -70,10 +72,9 @@ def _read(file: Path, where: str) -> State:
     """Read a file's tensors by key, without running any code in it."""
     content: Any
     try:
-        if file.suffix == ".safetensors":
-            content = safetensors.torch.load_file(file)
-        else:
-            content = torch.load(file, map_location="cpu", weights_only=True)
+        content = read_safetensors(file) if file.suffix == ".safetensors" else read_archive(file)
+    except DamagedError as error:
+        raise UserError(f"{where} is damaged ({error}); take another copy of it") from error
     except SafetensorError as error:
         raise UserError(f"{where} is not a safetensors file ({error})") from error
     except PermissionError as error:
@@ -82,7 +83,7 @@ def _read(file: Path, where: str) -> State:
         raise UserError(f"{where} is not a file of weights; it must be {FORMATS}") from error
     if isinstance(content, dict):
         content = next((content[key] for key in ("state_dict", "model") if isinstance(content.get(key), dict)), content)
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+    if not isinstance(content, dict) or not all(_is_plain(value) for value in content.values()):
         raise UserError(f"{where} holds something else than weights; it must be {FORMATS}")
     if not content:
         raise UserError(f"{where} holds no weights")
@@ -90,6 +91,38 @@ def _read(file: Path, where: str) -> State:
     if hasattr(content, "_metadata"):  # versions of the layers, by which they understand their older weights
         state._metadata = content._metadata  # type: ignore[attr-defined]
     return state
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is a tensor whose numbers are there and stand for themselves."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_quantized or value.is_meta)
+
+
+def _refuse_other_kinds(state: State, own: dict[str, Tensor], where: str) -> None:
+    """Refuse what copying would turn into other numbers without a word.
+
+    Floating-point types may differ in width, as what they hold stays what it means; int8, bool, complex and 8-bit
+    floating-point weights need scales that no file of weights has. Numbers that are not finite are right only where
+    the model has such ones itself (masks).
+    """
+    problems = []
+    for key in (key for key in state if key in own):
+        value, mine = state[key], own[key]
+        if _kind(value) != _kind(mine) or value.element_size() < min(2, mine.element_size()):
+            problems.append(f"{key} is {_name(value)} in the file, {_name(mine)} in the model")
+        elif value.shape == mine.shape and not (value.to(mine.dtype).isfinite() | ~mine.cpu().isfinite()).all():
+            problems.append(f"{key} has values that are not finite ({_name(mine)})")
+    if problems:
+        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise UserError(f"{where}: {problems[0]}{more}; it must be a file of float weights")
+
+
+def _kind(tensor: Tensor) -> tuple[bool, bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype is torch.bool
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _align(state: State, own: dict[str, Tensor]) -> None:

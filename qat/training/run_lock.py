@@ -1,0 +1,147 @@
+"""One run at a time in a folder: a lock that ends with the process, however the process ends."""
+
+import errno
+import logging
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from qat.training.errors import UserError
+
+if sys.platform != "win32":
+    import fcntl
+
+logger = logging.getLogger("qat")
+
+LOCK = ".lock"
+"""The locked file of a run folder; it says who writes there, and is gone after a run that ended by itself."""
+
+_held: "dict[str, RunLock]" = {}
+"""The locks of this process, by real path: the system's keep apart processes, not the threads of one."""
+_guard = threading.Lock()
+
+
+class FolderInUseError(UserError):
+    """Another run writes into the folder."""
+
+
+class RunLock:
+    """The right to write into a folder, held from construction to `release`.
+
+    The lock is POSIX's (`fcntl.lockf`): the system ends it with the process, loader processes do not inherit it (they
+    live on for seconds after their parent was killed), and NFS knows it on every host. A file system or a platform
+    without such locks is named in a warning.
+
+    Args:
+        folder: an existing, writable folder.
+
+    Raises:
+        FolderInUseError: if another run holds the lock, with its process and its host.
+        UserError: if the file of the lock cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._path = folder / LOCK
+        self._key = os.path.realpath(folder)
+        with _guard:
+            if self._key in _held:
+                raise _in_use(folder, f"{os.getpid()} {socket.gethostname()}")
+            try:
+                self._descriptor = self._acquire()
+            except OSError as error:
+                raise UserError(f"{self._path}: cannot lock the run folder ({error.strerror})") from error
+            _held[self._key] = self
+
+    def check(self) -> None:
+        """Make sure that the folder is still the one that was locked.
+
+        Raises:
+            UserError: if the folder was moved, deleted or replaced, so that another run may write there.
+        """
+        if not self._is_ours(self._descriptor):
+            raise UserError(
+                f"{self.folder}: the run folder or its {LOCK} was moved, deleted or replaced while the run wrote there;"
+                " the run ends, so that it does not write into another's"
+            )
+
+    def release(self) -> None:
+        """Give the folder back; more than once does nothing."""
+        with _guard:
+            if _held.get(self._key) is not self:
+                return
+            if self._is_ours(self._descriptor):
+                self._path.unlink(missing_ok=True)
+            del _held[self._key]
+            os.close(self._descriptor)
+
+    def _acquire(self) -> int:
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                before = os.read(descriptor, 1000).decode(errors="replace")
+                self._lock(descriptor, before)
+                if self._is_ours(descriptor):  # else its last holder took it away since it was opened
+                    self._sign(descriptor, before)
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def _lock(self, descriptor: int, holder: str) -> None:
+        if sys.platform == "win32":
+            logger.warning("%s: without locks on this platform nothing keeps a second run out of it", self.folder)
+            return
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise _in_use(self.folder, holder) from error
+            logger.warning(
+                "%s: its file system has no locks (%s); nothing keeps a second run out of it",
+                self.folder,
+                error.strerror,
+            )
+
+    def _sign(self, descriptor: int, before: str) -> None:
+        host = socket.gethostname()
+        if before and before.split()[-1] != host:
+            logger.warning(
+                "%s: the last run here, %s, did not end by itself; make sure that it does not run any more, as some"
+                " file systems lock for one host only",
+                self.folder,
+                _named(before),
+            )
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()} {host}\n".encode(), 0)
+
+    def _is_ours(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
+        except OSError:
+            return False
+
+
+def check_folder(folder: Path) -> None:
+    """`RunLock.check` of the lock that this process holds on a folder; nothing for a folder that it has not locked.
+
+    Raises:
+        UserError: if the folder is no longer the one that was locked.
+    """
+    lock = _held.get(os.path.realpath(folder))
+    if lock is not None:
+        lock.check()
+
+
+def _in_use(folder: Path, holder: str) -> FolderInUseError:
+    return FolderInUseError(
+        f"{folder}: another run writes there ({_named(holder)}); wait for its end, or choose another run_dir"
+    )
+
+
+def _named(holder: str) -> str:
+    process, _, host = holder.strip().partition(" ")
+    return f"process {process} on {host}" if host else "it has not said which"

@@ -1,0 +1,212 @@
+"""Whatever ends the command from outside: one sentence, the status that a shell expects, no traceback."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from qat.training.ending import exit_status
+from qat.training.errors import UserError
+from qat.training.logging import RunLog
+
+GOES_ON = "resume=auto goes on from the last finished epoch"
+
+
+def raises(error: BaseException) -> Callable[[], int]:
+    def run() -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "sentence"),
+    [
+        (UserError("one", "two"), 2, "one\ntwo"),
+        (KeyboardInterrupt(), 130, f"interrupted; {GOES_ON}"),
+        (
+            OSError(28, "No space left on device", "/x/y"),
+            2,
+            f"/x/y: cannot be read or written (No space left on device); {GOES_ON}",
+        ),
+        (OSError(5, "Input/output error"), 2, f"cannot be read or written (Input/output error); {GOES_ON}"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has"),
+            2,
+            f"out of memory for 20.00 MiB more; try a smaller data.batch_size or data.image_size; {GOES_ON}",
+        ),
+        (MemoryError(), 2, f"out of memory; try a smaller data.batch_size or data.image_size; {GOES_ON}"),
+        (
+            RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. "),
+            2,
+            "data.workers: loader process 12 was killed (Killed), as one does that finds too little memory; try fewer"
+            f" of them; {GOES_ON}",
+        ),
+        (
+            RuntimeError("DataLoader worker (pid(s) 12, 13) exited unexpectedly"),
+            2,
+            "data.workers: loader process 12, 13 ended, as one does that finds too little memory; try fewer of them;"
+            f" {GOES_ON}",
+        ),
+    ],
+)
+def test_each_end_has_a_sentence_and_a_status(
+    capsys: pytest.CaptureFixture[str], error: BaseException, status: int, sentence: str
+) -> None:
+    assert exit_status(raises(error)) == status
+    assert capsys.readouterr().err == sentence + "\n"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes"), ValueError("x"), AssertionError()])
+def test_our_own_mistakes_keep_their_traceback(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        exit_status(raises(error))
+
+
+def test_memory_that_torch_does_not_get_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status(lambda: torch.empty(2**50, dtype=torch.uint8).ndim) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("out of memory for 1125899906842624 bytes more; ") and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_scheduler_ends_a_run_as_ctrl_c_does(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    number, ended = getattr(signal, name), []
+
+    def run() -> int:
+        try:
+            os.kill(os.getpid(), number)
+            raise AssertionError("the signal came too late")
+        finally:
+            os.kill(os.getpid(), number)  # an impatient one changes nothing
+            ended.append(True)
+
+    assert exit_status(run) == 128 + number and ended == [True]
+    assert capsys.readouterr().err == f"ended by {name}; {GOES_ON}\n"
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_signal_while_another_end_is_told_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def slow(*sentences: str, **_: object) -> None:
+        said.extend(sentences)
+        if len(said) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("builtins.print", slow)
+    assert exit_status(raises(UserError("first"))) == 143
+    assert said == ["first", f"ended by SIGTERM; {GOES_ON}"]
+
+
+def test_what_others_do_with_signals_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert exit_status(lambda: os.kill(os.getpid(), signal.SIGHUP) or 5) == 5  # type: ignore[func-returns-value]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    statuses: list[int] = []
+    thread = threading.Thread(target=lambda: statuses.append(exit_status(lambda: 7)))
+    thread.start()
+    thread.join()
+    assert statuses == [7]
+
+
+def closed_pipe() -> io.TextIOWrapper:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return io.TextIOWrapper(os.fdopen(writer, "wb"), write_through=False)
+
+
+def test_a_pipe_that_closes_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def say() -> int:
+        RunLog(tmp_path).say("run folder")
+        return 0
+
+    for run in (say, lambda: print("short") or 0):  # the second is only flushed at the end
+        with monkeypatch.context() as patch, closed_pipe() as output:
+            patch.setattr("sys.stdout", output)
+            assert exit_status(run) == 141
+            output.flush()  # as Python does when it ends: nothing is left to stumble over
+        assert capsys.readouterr().err == f"standard output was closed; {GOES_ON}\n"
+
+
+def test_nobody_is_left_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closed_pipe() as output, closed_pipe() as errors:
+        monkeypatch.setattr("sys.stdout", output)
+        monkeypatch.setattr("sys.stderr", errors)
+        assert exit_status(raises(UserError("x"))) == 2
+        errors.flush()
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    assert exit_status(raises(UserError("x"))) == 2
+    assert exit_status(lambda: RunLog(tmp_path).say("x") or 3) == 3  # type: ignore[func-returns-value]
+
+
+def test_a_full_output_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as output, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", output)
+        assert exit_status(lambda: RunLog(tmp_path).say("x") or 0) == 2  # type: ignore[func-returns-value]
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), output.fileno())
+    expected = f"standard output: cannot write to it (No space left on device); {GOES_ON}\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_letters_that_a_terminal_lacks_are_spelled_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    output = io.TextIOWrapper(raw, encoding="ascii")
+    monkeypatch.setattr("sys.stdout", output)
+    assert exit_status(lambda: RunLog(tmp_path).say("runs/été-\udcff") or 0) == 0  # type: ignore[func-returns-value]
+    assert raw.getvalue() == b"runs/\\xe9t\\xe9-\\udcff\n"
+    assert output.errors == "strict"
+
+
+LOADING = """
+import multiprocessing, os, signal, sys, torch
+from qat.training.config import DataConfig
+from qat.training.data import load_data
+from qat.training.ending import exit_status
+
+data = load_data(DataConfig(name="fake", image_size=8, workers=2), 0, torch.device("cpu"), channels_last=False)
+
+def run():
+    for _ in data.train:
+        for process in multiprocessing.active_children():
+            os.kill(process.pid, getattr(signal, sys.argv[1]))
+        if sys.argv[1] == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
+    return 0
+
+sys.exit(exit_status(run))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "sentence"),
+    [
+        (
+            "SIGKILL",
+            2,
+            r"data\.workers: loader process [\d, ]+ (was killed \(Killed\)|ended), as one does that finds too little"
+            " memory; try fewer of them",
+        ),
+        ("SIGTERM", 143, "ended by SIGTERM"),  # a scheduler asks the whole group to end
+    ],
+)
+def test_loader_processes_that_are_killed_are_one_sentence(name: str, status: int, sentence: str) -> None:
+    """In a process of its own: torch raises for each dead loader process, wherever the main thread then is."""
+    shown = subprocess.run([sys.executable, "-c", LOADING, name], capture_output=True, text=True)
+    assert shown.returncode == status and re.fullmatch(f"{sentence}; {GOES_ON}\n", shown.stderr), shown.stderr

@@ -1,0 +1,67 @@
+"""TensorBoard reads the curves, and what the disk does to them is a sentence where it happens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from qat.training.errors import UserError
+from qat.training.events import EventFile
+from qat.training.logging import RunLog
+
+
+def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    read = EventAccumulator(str(folder))
+    read.Reload()
+    return {tag: [(point.step, point.value) for point in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+
+
+def test_tensorboard_reads_the_points(tmp_path: Path) -> None:
+    events = EventFile(tmp_path)
+    events.scalar("qat/val_top1", 50.0, 3)
+    events.scalar("scale/0.weight_quantizer", 0.25, 3)
+    assert points(tmp_path) == {}  # not yet on the disk
+    events.flush()
+    assert points(tmp_path) == {"qat/val_top1": [(3, 50.0)], "scale/0.weight_quantizer": [(3, 0.25)]}
+    events.close()
+
+
+def test_a_resumed_run_hides_what_the_stopped_one_drew_too_much(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        for step in range(4):
+            log.scalar("loss", 1.0, step)
+    with RunLog(tmp_path) as log:
+        log.resume(1)
+        for step in (2, 3):
+            log.scalar("loss", 0.5, step)
+    assert points(tmp_path) == {"loss": [(0, 1.0), (1, 1.0), (2, 0.5), (3, 0.5)]}
+    assert len({path.name for path in tmp_path.iterdir()}) == 3
+
+
+def test_a_full_disk_is_a_sentence_and_hides_no_other_error(tmp_path: Path) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    sentence = f"{tmp_path}: cannot write the curves (No space left on device)"
+    with pytest.raises(UserError) as raised, RunLog(tmp_path) as log:
+        log._events._records.write = full  # type: ignore[union-attr, method-assign]
+        log.scalar("loss", 1.0, 1)
+    assert str(raised.value) == sentence
+    for error, expected in ((None, sentence), (UserError("the first trouble"), "the first trouble")):
+        with pytest.raises(UserError) as raised, RunLog(tmp_path) as log:
+            events = log._events
+            assert events is not None
+            real = events._file
+
+            class Full:
+                close = staticmethod(full)
+
+            events._file = Full()  # type: ignore[assignment]
+            real.close()
+            if error is not None:
+                raise error
+        assert str(raised.value) == expected
+    with pytest.raises(UserError) as raised:
+        EventFile(tmp_path / "gone")
+    assert str(raised.value) == f"{tmp_path}/gone: cannot write the curves (No such file or directory)"

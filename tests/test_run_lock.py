@@ -1,0 +1,165 @@
+"""Two runs never write into one folder, and a run that crashed leaves it free."""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from qat.training.errors import UserError
+from qat.training.run_lock import LOCK, FolderInUseError, RunLock, check_folder
+
+HOST = socket.gethostname()
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from qat.training.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+child = os.fork() if "fork" in sys.argv else 1
+if child == 0:
+    time.sleep(600)
+print(child, flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def other_process(folder: Path, *words: str) -> Iterator["tuple[subprocess.Popen[str], int]"]:
+    """A process that holds the lock, and the number that it says."""
+    command = [sys.executable, "-W", "ignore", "-c", HOLDER, str(folder), *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(FolderInUseError) as raised:
+        RunLock(folder)
+    return str(raised.value)
+
+
+def in_use(folder: Path, process: int) -> str:
+    return (
+        f"{folder}: another run writes there (process {process} on {HOST}); wait for its end, or choose another run_dir"
+    )
+
+
+def test_another_process_is_kept_out_until_it_crashes(tmp_path: Path) -> None:
+    with other_process(tmp_path) as (process, _):
+        for _ in range(2):  # looking at the lock of another leaves it
+            assert refusal(tmp_path) == in_use(tmp_path, process.pid)
+        process.kill()
+        process.wait()
+        assert (tmp_path / LOCK).exists()
+        RunLock(tmp_path).release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_loader_processes_that_outlive_their_parent_hold_nothing(tmp_path: Path) -> None:
+    with other_process(tmp_path, "fork") as (process, child):
+        process.kill()
+        process.wait()
+        try:
+            os.kill(child, 0)  # it lives
+            RunLock(tmp_path).release()
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_one_process_is_one_run_too(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path)
+    assert refusal(tmp_path / ".." / tmp_path.name) == in_use(tmp_path / ".." / tmp_path.name, os.getpid())
+    lock.release()
+    lock.release()
+    again = RunLock(tmp_path)
+    lock.release()  # of one that was given back long ago
+    assert refusal(tmp_path) == in_use(tmp_path, os.getpid())
+    again.release()
+
+
+def test_a_folder_that_was_moved_or_replaced_is_noticed(tmp_path: Path) -> None:
+    folder, said = tmp_path / "x", []
+    folder.mkdir()
+    check_folder(folder)  # not locked: nothing to say
+    lock = RunLock(folder)
+    check_folder(folder)
+    folder.rename(tmp_path / "y")
+    for replaced in (False, True):
+        if replaced:
+            folder.mkdir()
+            (folder / LOCK).write_text("1 elsewhere")
+        with pytest.raises(UserError) as raised:
+            check_folder(folder)
+        said.append(str(raised.value))
+    assert said == 2 * [
+        f"{folder}: the run folder or its .lock was moved, deleted or replaced while the run wrote there; the run"
+        " ends, so that it does not write into another's"
+    ]
+    lock.release()
+    assert (folder / LOCK).read_text() == "1 elsewhere"  # not ours to remove
+
+
+def test_a_lock_that_was_taken_away_while_it_was_opened_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, taken = os.read, []
+
+    def read(descriptor: int, size: int) -> bytes:
+        if not taken:
+            taken.append((tmp_path / LOCK).unlink())  # its holder ends between our open and our lock
+        return real(descriptor, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.read", read)
+        lock = RunLock(tmp_path)
+    lock.check()
+    lock.release()
+
+
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", unsupported)
+    with caplog.at_level(logging.WARNING, logger="qat"):
+        lock = RunLock(tmp_path)
+    assert caplog.messages == [
+        f"{tmp_path}: its file system has no locks (No locks available); nothing keeps a second run out of it"
+    ]
+    lock.check()
+    lock.release()
+
+
+def test_a_run_that_crashed_on_another_host_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="qat"):
+        (tmp_path / LOCK).write_text(f"4321 {HOST}\n")
+        RunLock(tmp_path).release()
+        assert caplog.messages == []
+        (tmp_path / LOCK).write_text("4321 elsewhere\n")
+        RunLock(tmp_path).release()
+    assert caplog.messages == [
+        f"{tmp_path}: the last run here, process 4321 on elsewhere, did not end by itself; make sure that it does not"
+        " run any more, as some file systems lock for one host only"
+    ]
+
+
+def test_a_lock_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(UserError) as raised:
+        patch.setattr("os.pwrite", full)
+        RunLock(tmp_path)
+    assert str(raised.value) == f"{tmp_path}/.lock: cannot lock the run folder (No space left on device)"
+    RunLock(tmp_path).release()
