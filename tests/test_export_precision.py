@@ -1,6 +1,7 @@
 """Exact integer products in ONNX Runtime on every processor: files that load in either mode, and who multiplies how."""
 
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime as ort
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import qat
+from qat.export import compare_layers, default_session, runtime, verification
+from qat.kernels import processor
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -97,3 +100,52 @@ def test_weights_are_called_after_their_layers(tmp_path: Path) -> None:
     graph = onnx.load(exported("shared", tmp_path)[0]).graph
     names = [node.name for node in graph.node if ".weight" in node.name]
     assert names == ["stem.weight", "twice.weight", "twice.weight.1", "up.weight", "fc.weight", "fc.weight.1"]
+
+
+@pytest.mark.parametrize("asked", [None, "vnni", "no-vnni"])
+def test_a_session_takes_the_option_where_it_needs_it(asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(processor.VARIABLE, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(processor.VARIABLE, asked)
+    as_it_is = default_session.multiplies_exactly(with_option=False)
+    assert default_session.default_is_exact() is {None: as_it_is, "vnni": True, "no-vnni": False}[asked]
+    assert default_session.needs_option() is (asked == "no-vnni" or not as_it_is)
+    assert default_session.multiplies_exactly(with_option=True)
+
+
+def test_the_probe_sees_sums_that_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every one of its four products, for another kernel runs each."""
+    real = ort.InferenceSession
+
+    class Saturating:
+        def __init__(self, *given: Any, **options: Any) -> None:
+            self.session = real(*given, **options)
+
+        def run(self, names: Any, feed: Any) -> list[Any]:
+            answers = self.session.run(names, feed)
+            answers[saturated] = answers[saturated].clip(-(2**15), 2**15 - 1)
+            return list(answers)
+
+    monkeypatch.setattr(ort, "InferenceSession", Saturating)
+    for saturated in range(4):
+        assert not default_session.multiplies_exactly.__wrapped__(with_option=True)
+
+
+@pytest.mark.parametrize("default", [False, True])
+def test_the_proof_multiplies_exactly_unless_the_default_is_asked_for(
+    default: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model, x = exported("shared", tmp_path)
+    opened: list[bool] = []
+    real = runtime.open_session
+
+    def noted(*given: Any, **options: Any) -> Any:
+        opened.append(options.get("exact", True))
+        return real(*given, **options)
+
+    monkeypatch.setattr(verification, "open_session", noted)
+    monkeypatch.setenv(processor.VARIABLE, "no-vnni")
+    found = qat.verify_onnx(path, model, [x], default_session=default)
+    compare_layers(path, model, x, default_session=default)
+    assert opened == [not default] * 2
+    assert default or found.agreement == 1.0

@@ -1,7 +1,7 @@
 """The kind of processor that this machine is to be taken for, so that tests see the other kind too.
 
-Processors with VNNI multiply uint8 by int8 exactly. x86 without it adds pairs of products in 16 bits, where oneDNN's and
-ONNX Runtime's default kernels saturate; nothing of this library relies on those.
+Processors with VNNI multiply uint8 by int8 exactly. x86 without it adds pairs of products in 16 bits, where the kernels
+of oneDNN and those that ONNX Runtime takes by default saturate; nothing of this library relies on either there.
 """
 
 import os
