@@ -1,4 +1,4 @@
-"""What verification calls equal: classes, values within a tolerance, the same integers; and that it cannot be vacuous."""
+"""What verification calls equal: classes, values within a tolerance, the same integers; never nothing."""
 
 import math
 from pathlib import Path

@@ -115,19 +115,20 @@ def test_a_session_takes_the_option_where_it_needs_it(asked: str | None, monkeyp
 
 def test_the_probe_sees_sums_that_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every one of its four products, for another kernel runs each."""
-    real = ort.InferenceSession
+    real, saturated = ort.InferenceSession, [0]
 
     class Saturating:
         def __init__(self, *given: Any, **options: Any) -> None:
             self.session = real(*given, **options)
 
         def run(self, names: Any, feed: Any) -> list[Any]:
-            answers = self.session.run(names, feed)
-            answers[saturated] = answers[saturated].clip(-(2**15), 2**15 - 1)
-            return list(answers)
+            answers = list(self.session.run(names, feed))
+            answers[saturated[0]] = answers[saturated[0]].clip(-(2**15), 2**15 - 1)
+            return answers
 
     monkeypatch.setattr(ort, "InferenceSession", Saturating)
-    for saturated in range(4):
+    for number in range(4):
+        saturated[:] = [number]
         assert not default_session.multiplies_exactly.__wrapped__(with_option=True)
 
 
