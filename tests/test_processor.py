@@ -26,16 +26,12 @@ GEOMETRIES = {
 @pytest.fixture
 def untried() -> Iterator[None]:
     """What was found out about the processor is forgotten, before and after."""
-    caches = (products.are_exact, products.is_emulated, products._say)
+    caches = (products.are_exact, products.is_exact_natively, products._say)
     for cache in caches:
         cache.cache_clear()
     yield
     for cache in caches:
         cache.cache_clear()
-
-
-def has_vnni() -> bool:
-    return all(products._convolves_exactly(products._convolution, groups) for groups in products.KINDS.values())
 
 
 def operands(name: str, zero: float, biased: bool) -> tuple[Any, ...]:
@@ -55,7 +51,7 @@ def operands(name: str, zero: float, biased: bool) -> tuple[Any, ...]:
 def test_the_emulation_is_what_onednn_returns(name: str, zero: float, biased: bool) -> None:
     emulated = products._emulated_convolution(*operands(name, zero, biased))
     assert emulated.is_contiguous(memory_format=torch.channels_last)
-    if has_vnni():  # elsewhere there is nothing to hold it against
+    if products.is_exact_natively():  # elsewhere there is nothing to hold it against
         real = products._convolution(*operands(name, zero, biased))
         assert torch.equal(emulated, real) and emulated.stride() == real.stride()
 
@@ -70,7 +66,7 @@ def test_each_kind_can_be_asked_for(
     assert set(found.values()) == {asked == "vnni"}
     said = {"no-vnni": ["QAT_PROCESSOR=no-vnni: training multiplies in float on the same grids"]}
     emulated = ["QAT_PROCESSOR=vnni, and this processor has none: integer products are emulated, slowly"]
-    assert caplog.messages == said.get(asked, [] if has_vnni() else emulated)
+    assert caplog.messages == said.get(asked, [] if products.is_exact_natively() else emulated)
 
 
 def test_without_vnni_one_calm_line_says_so(
@@ -103,7 +99,7 @@ def test_as_either_kind_a_layer_trains_on_the_same_numbers(untried: None, monkey
     for asked in ("vnni", "no-vnni"):
         monkeypatch.setenv(processor.VARIABLE, asked)
         products.are_exact.cache_clear()
-        products.is_emulated.cache_clear()
+        products.is_exact_natively.cache_clear()
         model.train()
         calls.clear()
         found[asked] = model(x)

@@ -139,14 +139,17 @@ def _say(line: str) -> None:
 
 
 @functools.cache
+def is_exact_natively() -> bool:
+    """Whether oneDNN's integer products of every kind are right on this processor, whatever is asked for."""
+    try:
+        return all(_convolves_exactly(_convolution, groups) for groups in KINDS.values())
+    except (RuntimeError, AttributeError, NotImplementedError):  # a torch without oneDNN, another processor
+        return False
+
+
 def is_emulated() -> bool:
     """Whether VNNI is asked for and this machine has none."""
-    if processor.asked_for() != "vnni":
-        return False
-    try:
-        return not all(_convolves_exactly(_convolution, groups) for groups in KINDS.values())
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return True
+    return processor.asked_for() == "vnni" and not is_exact_natively()
 
 
 def _example(groups: int) -> tuple[Tensor, Tensor]:

@@ -112,5 +112,5 @@ def _answers(found: dict[str, Any]) -> str:
     layers = found["layers"]
     return (
         f"{top1}{100 * found['agreement']:.2f} % equal predictions;"
-        f" {layers['differing']} of {layers['elements']} integers differ over {layers['compared']} layers"
+        f" {layers['differing']:,} of {layers['elements']:,} integers differ over {layers['compared']} layers"
     )
