@@ -3,8 +3,8 @@
     python train.py --config resnet_int8.yaml name=resnet_int8_x86 quantization.target=onnxruntime_x86
     python train.py --config resnet_int8.yaml name=resnet_int8_whole_range \\
         float.epochs=0 model.checkpoint=runs/resnet_int8_x86/float.safetensors
-    python train.py --config benchmarks/resnet20_cifar10_w8a8.yaml name=resnet20_cifar10_w8a8_x86 \\
-        quantization.target=onnxruntime_x86 data.root=DIR model.checkpoint=FILE.safetensors
+    for the two names resnet20_cifar10_w8a8_x86 (with quantization.target=onnxruntime_x86) and _whole_range (without):
+    python train.py --config benchmarks/resnet20_cifar10_w8a8.yaml name=... data.root=DIR model.checkpoint=FILE.safetensors
     python -m benchmarks.document runs/NAME/summary.json ...
 """
 
@@ -17,7 +17,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 RUNS = {
     "resnet_int8_whole_range": ("ResNet-18, digits", "-127 .. 127"),
     "resnet_int8_x86": ("ResNet-18, digits", "-64 .. 64"),
-    "resnet20_cifar10_w8a8": ("ResNet-20, CIFAR-10", "-127 .. 127"),
+    "resnet20_cifar10_w8a8_whole_range": ("ResNet-20, CIFAR-10", "-127 .. 127"),
     "resnet20_cifar10_w8a8_x86": ("ResNet-20, CIFAR-10", "-64 .. 64"),
 }
 """Kept run: the model and its data, and the range of its weights."""
