@@ -3,8 +3,10 @@
     python train.py --config resnet_int8.yaml name=resnet_int8_x86 quantization.target=onnxruntime_x86
     python train.py --config resnet_int8.yaml name=resnet_int8_whole_range \\
         float.epochs=0 model.checkpoint=runs/resnet_int8_x86/float.safetensors
-    for the two names resnet20_cifar10_w8a8_x86 (with quantization.target=onnxruntime_x86) and _whole_range (without):
-    python train.py --config benchmarks/resnet20_cifar10_w8a8.yaml name=... data.root=DIR model.checkpoint=FILE.safetensors
+    python train.py --config benchmarks/resnet20_cifar10_w8a8.yaml name=resnet20_cifar10_w8a8_x86 \\
+        quantization.target=onnxruntime_x86 data.root=DIR model.checkpoint=FILE.safetensors
+    python train.py --config benchmarks/resnet20_cifar10_w8a8.yaml name=resnet20_cifar10_w8a8_whole_range \\
+        data.root=DIR model.checkpoint=FILE.safetensors
     python -m benchmarks.document runs/NAME/summary.json ...
 """
 
