@@ -1,6 +1,25 @@
 """Two processes run the tests, each on one thread: on the same two cores they end in half the time."""
 
 import os
+from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """On which kind of processor the tests ran; they have to pass on both. A header would not show under `-q`."""
+    from qat.export.default_session import multiplies_exactly
+    from qat.kernels import processor, products
+
+    found = (
+        f"oneDNN multiplies integers {_word(products.is_exact_natively())}, ONNX Runtime's default session"
+        f" {_word(multiplies_exactly(with_option=False))}"
+    )
+    asked = processor.asked_for()
+    taken = f"; taken for one of the kind {asked} ({processor.VARIABLE})" if asked else ""
+    terminalreporter.write_line(f"processor: {found}{taken}")
+
+
+def _word(exact: bool) -> str:
+    return "exactly" if exact else "in 16 bits"

@@ -16,7 +16,6 @@ import torch
 from torch import fx, nn
 
 import qat
-from qat.export import compare_layers, optimized_operators
 from qat.training.checkpoint import (
     StageState,
     check_same_config,
@@ -35,8 +34,9 @@ from qat.training.files import write_text
 from qat.training.imports import import_rules
 from qat.training.logging import RunLog
 from qat.training.models import build_model
+from qat.training.proof import prove
 from qat.training.recipe import check_forward, prepare_model
-from qat.training.report import onnx_results, table_rows, write_summary
+from qat.training.report import table_rows, write_summary
 from qat.training.run_folder import (
     FLOAT_WEIGHTS,
     LAYERS,
@@ -50,10 +50,6 @@ from qat.training.verdict import warnings_about
 from qat.training.weights import load_weights
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
-LEAST_AGREEMENT = 0.995
-"""Share of equal predictions below which the exported model is not the trained one."""
-
-FLOAT_OPERATORS = ("Conv", "FusedConv", "ConvTranspose", "Gemm", "MatMul", "FusedGemm", "FusedMatMul")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -195,28 +191,13 @@ class Stages:
                 f"export: {self.config.model.name} could not be exported ({type(error).__name__}: {said});"
                 " resume=auto tries again, export.onnx=false goes without"
             ) from error
-        verification = qat.verify_onnx(path, model, self.data.val)
         assert isinstance(model, fx.GraphModule)  # prepare_model sees to it
-        layers = compare_layers(path, model, next(iter(self.data.val))[0])
-        operators = dict(optimized_operators(path))
-        found = self.results["onnx"] = onnx_results(verification, layers, operators, path.stat().st_size)
-        compared = found["layers"]
-        most = next((f", {count:,} of them in {name}" for name, count in compared["most_differing"].items()), "")
-        self.log.say(
-            f"ONNX Runtime: val top1 {found['top1']:.2f} %, {100 * found['agreement']:.2f} % equal predictions;"
-            f" {compared['differing']} of {compared['elements']:,} integers differ over {compared['compared']} layers"
-            + most
-        )
-        left = {name: operators[name] for name in FLOAT_OPERATORS if name in operators}
-        if left:
-            counts = ", ".join(f"{count} {name}" for name, count in left.items())
-            self.log.say(f"ONNX Runtime computes these in float: {counts}; layers.txt says which layers stay float")
-        wrong = [layer.name for layer in layers if layer.largest > 1]
-        problems = []
-        if found["agreement"] < LEAST_AGREEMENT:
-            problems.append(f"only {100 * found['agreement']:.2f} % of its predictions are the torch model's")
-        if wrong:
-            problems.append(f"its integers differ by more than one level in {len(wrong)} layers ({wrong[0]} first)")
+        proof = prove(path, model, self.data.val)
+        self.results["onnx"] = proof.results
+        self.log.say("\n".join(proof.sentences()))
+        with (self.folder.path / LAYERS).open("a") as table:
+            table.write(f"\n{proof.saturation_table()}\n")
+        problems = proof.problems()
         if problems:
             print(f"{path}: {' and '.join(problems)}; do not deploy it", file=sys.stderr)
         return not problems

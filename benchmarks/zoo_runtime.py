@@ -148,7 +148,7 @@ def outputs(part: Part, path: Path) -> list[tuple[Tensor, Tensor]]:
             f"{part.name or 'the model'}: outputs {[list(one.shape) for one in ours]}, and its file has"
             f" {[list(other.shape) for other in theirs]}"
         )
-    return [(one, other.float()) for one, other in zip(ours, theirs, strict=True) if one.numel()]
+    return [(one.float(), other.float()) for one, other in zip(ours, theirs, strict=True) if one.numel()]
 
 
 def gap(ours: Tensor, theirs: Tensor) -> float:

@@ -40,8 +40,8 @@ class QuantRecipe:
             "activation" is the grid of the layer's input. Later keys win, whatever their kind. A key that fits no
             layer is an error when the model is prepared. Another rule starts from its own options, another
             granularity than "group" has no group_size.
-        target: the runtime that the grids are made for: "onnxruntime", "tensorrt", "openvino", "qnnpack" or
-            "integer_only"; see docs/targets.md.
+        target: the runtime that the grids are made for: "onnxruntime", "onnxruntime_x86", "tensorrt", "openvino",
+            "qnnpack" or "integer_only"; see docs/targets.md.
         first_bits: bits of weight and input of the first quantized layer in the order of execution, 1 to 16; None
             leaves it like the others. Overrides win over it.
         last_bits: the same for the last one.

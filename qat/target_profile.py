@@ -1,12 +1,12 @@
 """What a target profile says: the grids that a runtime computes on, and which operations it computes in integers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from qat.spec import Granularity, QuantSpec
 
-Target = Literal["onnxruntime", "tensorrt", "openvino", "qnnpack", "integer_only"]
+Target = Literal["onnxruntime", "onnxruntime_x86", "tensorrt", "openvino", "qnnpack", "integer_only"]
 
 Tensor = Literal["weight", "activation"]
 
@@ -25,7 +25,7 @@ class GridLimits:
 
     Args:
         most_bits: widest integers.
-        lowest: lowest integer; -127 where a kernel leaves -128 out.
+        lowest: lowest integer; -127 where a kernel leaves -128 out, -64 where pairs of products have to fit 16 bits.
         signed: which values of `QuantSpec.signed` it takes.
         symmetric: which values of `QuantSpec.symmetric` it takes.
         granularities: which values of `QuantSpec.granularity` it takes.
@@ -94,7 +94,8 @@ class TargetProfile:
             return f"{tensor} granularity {spec.granularity!r} has no integer kernel in {self.name}; use {choices}"
         if spec.signed not in limits.signed:
             kind = "a signed" if spec.signed else "an unsigned"
-            return self._sentence(f"{kind} {tensor}", f"{tensor}.signed", f"signed={not spec.signed}")
+            fix = f"signed={not spec.signed}{' and narrow_range=False' if spec.narrow_range else ''}"
+            return self._sentence(f"{kind} {tensor}", f"{tensor}.signed", fix)
         if spec.symmetric not in limits.symmetric:
             kind = "a symmetric" if spec.symmetric else "an affine"
             return self._sentence(f"{kind} {tensor}", f"{tensor}.symmetric", f"symmetric={not spec.symmetric}")
@@ -103,7 +104,9 @@ class TargetProfile:
             fix = f"at most {limits.most_bits} bits"
             return self._sentence(f"{one} of {spec.bits} bits", f"{tensor}.most_bits", fix)
         if spec.qmin < limits.lowest:
-            return self._sentence(f"{one} down to {spec.qmin}", f"{tensor}.lowest", "narrow_range=True")
+            mirrored = replace(spec, narrow_range=True).qmin >= limits.lowest
+            fix = "narrow_range=True" if mirrored else f"max_magnitude={-limits.lowest}"
+            return self._sentence(f"{one} down to {spec.qmin}", f"{tensor}.lowest", fix)
         return None
 
     def _sentence(self, subject: str, key: str, fix: str) -> str:

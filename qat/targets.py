@@ -81,6 +81,30 @@ _ONNXRUNTIME = TargetProfile(
     },
 )  # fmt: skip
 
+_NO_SATURATION = Reason(
+    "kernels for x86 without VNNI add two products of uint8 by int8 in 16 bits, and 255 * (64 + 64) just fits",
+    "measured: ONNX Runtime 1.31.1 on a processor with AVX2 alone, emulated",
+)
+
+_ONNXRUNTIME_X86 = replace(
+    _ONNXRUNTIME,
+    name="onnxruntime_x86",
+    weight=replace(_INT8_WEIGHT, max_magnitude=64),
+    weight_limits=GridLimits(8, -64, (True,), (True,), ("tensor", "channel")),
+    activation_limits=GridLimits(8, 0, (False,), (False,), ("tensor",)),
+    reasons={
+        **_ONNXRUNTIME.reasons,
+        "weight": _NO_SATURATION,
+        "weight.signed": Reason("unsigned weights reach 255 where signed ones reach 127"),
+        "weight.lowest": _NO_SATURATION,
+        "weight.most_bits": Reason("integer kernels take 8"),
+        "weight.granularities": Reason("integer kernels lack groups"),
+        "activation.signed": Reason("the second factor of a product of activations has to be uint8 as well"),
+        "activation.symmetric": Reason("attention needs negative values, and signed ones would be an int8 factor"),
+        "activation.most_bits": Reason("integer kernels take 8"),
+    },
+)
+
 _TENSORRT = TargetProfile(
     name="tensorrt",
     weight=_INT8_WEIGHT,
@@ -209,7 +233,7 @@ _INTEGER_ONLY = TargetProfile(
 )
 
 PROFILES: Mapping[str, TargetProfile] = MappingProxyType({
-    profile.name: profile for profile in (_ONNXRUNTIME, _TENSORRT, _OPENVINO, _QNNPACK, _INTEGER_ONLY)
+    profile.name: profile for profile in (_ONNXRUNTIME, _ONNXRUNTIME_X86, _TENSORRT, _OPENVINO, _QNNPACK, _INTEGER_ONLY)
 })  # fmt: skip
 """Name to profile."""
 

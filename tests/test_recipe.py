@@ -10,8 +10,8 @@ from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
 from qat.targets import PROFILES
 
 VALID_KEYS = (
-    "bits, ewgs, ewgs_delta, grad_scale, granularity, group_size, init, narrow_range, options, percentile, rule,"
-    " signed, symmetric"
+    "bits, ewgs, ewgs_delta, grad_scale, granularity, group_size, init, max_magnitude, narrow_range, options,"
+    " percentile, rule, signed, symmetric"
 )
 
 
@@ -82,12 +82,13 @@ def test_a_skip_names_the_pattern_that_asked_for_it():
     [
         (
             {"target": "trt"},
-            "QuantRecipe: target must be one of onnxruntime, tensorrt, openvino, qnnpack, integer_only, got 'trt'",
+            "QuantRecipe: target must be one of onnxruntime, onnxruntime_x86, tensorrt, openvino, qnnpack,"
+            " integer_only, got 'trt'",
         ),
         (
             {"target": ["qnnpack"]},
-            "QuantRecipe: target must be one of onnxruntime, tensorrt, openvino, qnnpack, integer_only,"
-            " got ['qnnpack']",
+            "QuantRecipe: target must be one of onnxruntime, onnxruntime_x86, tensorrt, openvino, qnnpack,"
+            " integer_only, got ['qnnpack']",
         ),
         ({"first_bits": 0}, "QuantRecipe: first_bits must be a whole number from 1 to 16 or None, got 0"),
         ({"last_bits": 17}, "QuantRecipe: last_bits must be a whole number from 1 to 16 or None, got 17"),

@@ -28,6 +28,22 @@ def test_a_spec_is_a_value():
         QuantSpec().bits = 4  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(
+    ("spec", "low", "high", "words"),
+    [
+        (QuantSpec(max_magnitude=64), -64, 64, "int8 in -64..64 symmetric per tensor"),
+        (QuantSpec(narrow_range=True, max_magnitude=64), -64, 64, "int8 in -64..64 symmetric per tensor"),
+        (QuantSpec(bits=7, max_magnitude=64), -64, 63, "int7 in -64..63 symmetric per tensor"),
+        (QuantSpec(bits=7, narrow_range=True, max_magnitude=64), -63, 63, "int7 narrow symmetric per tensor"),
+        (QuantSpec(bits=4, max_magnitude=64), -8, 7, "int4 symmetric per tensor"),
+        (QuantSpec(signed=False, max_magnitude=127), 0, 127, "uint8 in 0..127 symmetric per tensor"),
+        (QuantSpec(max_magnitude=1), -1, 1, "int8 in -1..1 symmetric per tensor"),
+    ],
+)
+def test_a_largest_magnitude_narrows_the_grid(spec, low, high, words):
+    assert (spec.qmin, spec.qmax, str(spec)) == (low, high, words)
+
+
 def test_a_spec_reads_as_one_line():
     assert str(QuantSpec()) == "int8 symmetric per tensor"
     assert str(default_weight_spec()) == "int8 narrow symmetric per channel"
@@ -53,6 +69,9 @@ def test_a_spec_reads_as_one_line():
             "QuantSpec: group_size=8 has no effect with granularity='channel'; use granularity='group'",
         ),
         ({"ewgs_delta": -0.1}, "QuantSpec: ewgs_delta must be at least 0 and finite, got -0.1"),
+        ({"max_magnitude": 0}, "QuantSpec: max_magnitude must be a whole number of at least 1 or None, got 0"),
+        ({"max_magnitude": 64.0}, "QuantSpec: max_magnitude must be a whole number of at least 1 or None, got 64.0"),
+        ({"max_magnitude": True}, "QuantSpec: max_magnitude must be a whole number of at least 1 or None, got True"),
         ({"options": 3}, "QuantSpec: options must be a mapping of names to values, got 3"),
         ({"granularity": "row"}, "QuantSpec: granularity must be one of tensor, channel, group, got 'row'"),
         ({"init": "max"}, "QuantSpec: init must be one of minmax, percentile, mse, lsq, got 'max'"),

@@ -30,7 +30,7 @@ def test_every_target_has_its_profile() -> None:
         profile_of("tflite")
     assert (
         str(refusal.value)
-        == "target must be one of onnxruntime, tensorrt, openvino, qnnpack, integer_only, got 'tflite'"
+        == "target must be one of onnxruntime, onnxruntime_x86, tensorrt, openvino, qnnpack, integer_only, got 'tflite'"
     )
 
 
@@ -100,6 +100,10 @@ def repaired(spec: QuantSpec, refusal: str) -> QuantSpec:
     """The spec with what a refusal proposes."""
     if found := re.search(r"use (signed|symmetric|narrow_range)=(True|False)$", refusal):
         return replace(spec, **{found[1]: found[2] == "True"})
+    if refusal.endswith("use signed=False and narrow_range=False"):
+        return replace(spec, signed=False, narrow_range=False)
+    if found := re.search(r"use max_magnitude=(\d+)$", refusal):
+        return replace(spec, max_magnitude=int(found[1]))
     if found := re.search(r"use at most (\d+) bits$", refusal):
         return replace(spec, bits=int(found[1]))
     found = re.search(r"; use '(\w+)'", refusal)

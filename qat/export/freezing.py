@@ -89,9 +89,9 @@ def _frozen_layer(layer: nn.Module, path: str, inner: dict[str, Any]) -> nn.Modu
         other = layer.other_quantizer
         assert other is not None
         grids.append(ActivationGrid(other, f"{path}.other_quantizer"))
-        return IntegerLayer(layer, layer.integers(grid, other_grid=other), grids)
+        return IntegerLayer(layer, path, layer.integers(grid, other_grid=other), grids)
     weight, bias = inner.get(path.rpartition(".")[2], (None, None))
-    return IntegerLayer(layer, layer.integers(grid, None, weight, bias), grids)
+    return IntegerLayer(layer, path, layer.integers(grid, None, weight, bias), grids)
 
 
 def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
@@ -116,7 +116,7 @@ def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
             replacements[str(node.target)] = _frozen_table(module)
         elif isinstance(module, QuantLayer):
             # One module a call: a shared layer has other integers on another grid.
-            made = IntegerLayer(module, _integers(frozen, node, module, values))
+            made = IntegerLayer(module, full, _integers(frozen, node, module, values))
             _replace_call(frozen, node, f"integer_{number}", made, node.args[: len(module.grid_arguments)])
         elif node in averages:
             _replace_call(frozen, node, f"global_average_pool_{number}", GlobalAveragePool(), node.args[:1])

@@ -22,6 +22,9 @@ OPSET = 21
 QUANTIZER = "qat.quantizer"
 """Key of a QuantizeLinear's metadata while it is exported: the quantizer that it comes from."""
 
+LAYER = "qat.layer"
+"""Key of a weight's DequantizeLinear's metadata while it is exported: the layer that it belongs to."""
+
 TRANSPOSED = (QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d)
 
 
@@ -115,12 +118,16 @@ class IntegerLayer(nn.Module):
 
     Args:
         layer: whose operation it is.
+        name: what it is called in the model.
         integers: weight and bias.
         grids: those of the inputs, if they are quantized here and not outside.
     """
 
-    def __init__(self, layer: QuantLayer, integers: IntegerWeight, grids: Sequence[ActivationGrid] = ()) -> None:
+    def __init__(
+        self, layer: QuantLayer, name: str, integers: IntegerWeight, grids: Sequence[ActivationGrid] = ()
+    ) -> None:
         super().__init__()
+        self.layer_name = name
         lowest, highest = integers.codes.min().item(), integers.codes.max().item()
         if not (lowest >= -128 and highest <= 127 and integers.bias_codes.isfinite().all()):
             raise ValueError(
@@ -158,7 +165,7 @@ class IntegerLayer(nn.Module):
             others = tuple(rest)
         weight = onnx_operator(
             "DequantizeLinear", (self.weight, self.weight_scale, self.weight_zero_point), torch.float32,
-            self.weight.shape, axis=int(self.in_torch_layout),
+            self.weight.shape, int(self.in_torch_layout), {LAYER: self.layer_name},
         )  # fmt: skip
         if not self.in_torch_layout:
             weight = self.geometry.torch_layout(weight)

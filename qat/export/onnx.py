@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
 from qat.export.freezing import expected_quantizers, to_integer_modules
+from qat.export.initializers import name_weights, own_initializers
 from qat.export.integer import MOST_BITS, OPSET, QUANTIZER
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.report import LEFT_IN_FLOAT
@@ -63,6 +64,8 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
     assert program is not None
     proto = program.model_proto
     _name_quantizers(proto, expected_quantizers(frozen))
+    name_weights(proto)
+    own_initializers(proto)
     _strip_traces(proto)
     _fix_sizes(program, proto)
     onnx.checker.check_model(proto)

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from qat.export.default_session import EXACT_OPTION, needs_option
 
-def open_session(model: bytes, optimize: bool = True, optimized: Path | None = None) -> Any:
+
+def open_session(model: bytes, optimize: bool = True, optimized: Path | None = None, exact: bool = True) -> Any:
     """A session on the CPU.
 
     Args:
         model: the file's content.
         optimize: with ONNX Runtime's default graph optimisation, or with none.
         optimized: where to write the optimised graph, if anywhere.
+        exact: with exact integer products on every processor; false: as the runtime multiplies by default.
 
     Raises:
         ValueError: if the file is none that ONNX Runtime reads.
@@ -25,6 +28,8 @@ def open_session(model: bytes, optimize: bool = True, optimized: Path | None = N
 
     options = ort.SessionOptions()
     options.log_severity_level = 3  # its warnings about saved optimised graphs are not the user's concern
+    if exact and needs_option():
+        options.add_session_config_entry(*EXACT_OPTION)
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if optimized is not None:
@@ -74,7 +79,7 @@ def call(model: torch.nn.Module, inputs: Any, device: torch.device) -> Any:
 
 def output_tensors(answer: Any) -> list[Tensor]:
     """The tensors of a model's answer, in the order of the file's outputs."""
-    return [leaf.float().cpu() for leaf in pytree.tree_leaves(answer) if isinstance(leaf, Tensor)]
+    return [leaf.cpu() for leaf in pytree.tree_leaves(answer) if isinstance(leaf, Tensor)]
 
 
 def _feed(session: Any, inputs: Any) -> dict[str, Any]:

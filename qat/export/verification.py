@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
+from qat.export.agreement import Pair, Verification, judge
 from qat.export.integer import written_offset
 from qat.export.runtime import answers, call, open_session, output_tensors
 from qat.preparation.constants import fixed_nodes
@@ -24,25 +25,6 @@ from qat.preparation.operations import changes_in_place
 from qat.quantizer import Quantizer
 
 Batches = Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Verification:
-    """How an ONNX file answers, next to the torch model.
-
-    Attributes:
-        samples: how many were compared.
-        agreement: share of equal predictions (arg max over axis 1, of every output that has one), 0 to 1; an answer
-            with NaN or infinity equals none.
-        torch_top1, onnx_top1: percent correct of the first output; None without labels, or without a class axis.
-        max_difference: largest absolute difference of an output.
-    """
-
-    samples: int
-    agreement: float
-    torch_top1: float | None
-    onnx_top1: float | None
-    max_difference: float
 
 
 @dataclass(frozen=True)
@@ -62,21 +44,26 @@ class LayerDifference:
     largest: int
 
 
-def verify_onnx(path: str | os.PathLike[str], model: torch.nn.Module, batches: Batches) -> Verification:
+def verify_onnx(
+    path: str | os.PathLike[str], model: torch.nn.Module, batches: Batches, *, default_session: bool = False
+) -> Verification:
     """Run the file in ONNX Runtime over the batches and compare its answers with the model's.
 
     Args:
         path: the exported file.
         model: the model that it came from; run in evaluation mode, its flags are restored.
         batches: tensors, (inputs, labels) pairs, or mappings of keyword arguments.
+        default_session: as a session without options multiplies, which is not exact on x86 without VNNI; false: with
+            exact integer products on every processor.
 
     Raises:
-        ValueError: if there is no batch, or the file has other inputs or outputs than the model.
+        ValueError: if there is no batch, no output holds a value, or the file has other inputs or outputs than the
+            model.
         FileNotFoundError: if there is no such file.
     """
-    session = open_session(Path(path).read_bytes())
+    session = open_session(Path(path).read_bytes(), exact=not default_session)
     device = model_device(model)
-    pairs: list[tuple[list[Tensor], list[Tensor], Tensor | None]] = []
+    pairs: list[Pair] = []
     with evaluating(model), torch.no_grad():
         for batch in batches:
             inputs: Any = batch
@@ -84,48 +71,17 @@ def verify_onnx(path: str | os.PathLike[str], model: torch.nn.Module, batches: B
             if not isinstance(batch, (Tensor, Mapping)):
                 inputs, labels = batch[0], batch[1] if len(batch) > 1 else None
             expected = output_tensors(call(model, inputs, device))
-            pairs.append((expected, [answer.float() for answer in answers(session, inputs)], labels))
-    return _judge(pairs)
-
-
-def _judge(pairs: list[tuple[list[Tensor], list[Tensor], Tensor | None]]) -> Verification:
-    if not pairs:
-        raise ValueError("verify_onnx: batches is empty; at least one batch is needed to compare anything")
-    labels = [labels for _, _, labels in pairs if labels is not None]
-    equal: list[Tensor] = []
-    largest = 0.0
-    for expected, got, _ in pairs:
-        if [tuple(x.shape) for x in expected] != [tuple(x.shape) for x in got]:
-            raise ValueError("verify_onnx: the file's outputs have other shapes than the model's; was it made from it?")
-        for ours, theirs in zip(expected, got, strict=True):
-            largest = max(largest, (ours - theirs).abs().max().item() if ours.numel() else 0.0)
-            equal.append(_same_prediction(ours, theirs).reshape(-1))
-
-    classifies = bool(labels) and pairs[0][0][0].dim() > 1
-
-    def top1(which: int) -> float | None:
-        predictions = torch.cat([pair[which][0].argmax(1) for pair in pairs if pair[2] is not None])  # type: ignore[index]
-        return 100.0 * (predictions == torch.cat(labels)).double().mean().item()
-
-    return Verification(
-        samples=sum(len(expected[0]) for expected, _, _ in pairs),
-        agreement=torch.cat(equal).double().mean().item(),
-        torch_top1=top1(0) if classifies else None,
-        onnx_top1=top1(1) if classifies else None,
-        max_difference=largest,
-    )
-
-
-def _same_prediction(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Where both have their largest value along axis 1 in the same place, and no NaN or infinity."""
-    if ours.dim() < 2:
-        ours, theirs = ours.reshape(1, -1), theirs.reshape(1, -1)
-    finite = ours.isfinite().all(1) & theirs.isfinite().all(1)
-    return (ours.argmax(1) == theirs.argmax(1)) & finite
+            pairs.append((expected, answers(session, inputs), labels))
+    return judge(pairs)
 
 
 def compare_layers(
-    path: str | os.PathLike[str], model: fx.GraphModule, inputs: Any, optimize: bool = True
+    path: str | os.PathLike[str],
+    model: fx.GraphModule,
+    inputs: Any,
+    optimize: bool = True,
+    *,
+    default_session: bool = False,
 ) -> list[LayerDifference]:
     """Compare every quantizer's integers between ONNX Runtime and torch, each layer given the same input integers.
 
@@ -137,15 +93,21 @@ def compare_layers(
         model: the prepared model that it came from.
         inputs: one batch: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         optimize: with ONNX Runtime's default graph optimisation (integer kernels), or with none.
+        default_session: as of `verify_onnx`.
 
     Raises:
         ValueError: if the file's quantizers are not the model's.
     """
-    return follow(path, model, inputs, optimize)[0]
+    return follow(path, model, inputs, optimize, default_session=default_session)[0]
 
 
 def follow(
-    path: str | os.PathLike[str], model: fx.GraphModule, inputs: Any, optimize: bool = True
+    path: str | os.PathLike[str],
+    model: fx.GraphModule,
+    inputs: Any,
+    optimize: bool = True,
+    *,
+    default_session: bool = False,
 ) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
     """`compare_layers`, and every output as torch computes it from ONNX Runtime's last integers, next to its own.
 
@@ -157,7 +119,7 @@ def follow(
     evaluated.graph.eliminate_dead_code(lambda node: node.is_impure() or changes_in_place(node))
     fixed = fixed_nodes(evaluated.graph)
     names = _call_names(evaluated, fixed)
-    integers, theirs = _runtime_integers(path, list(names.values()), inputs, optimize)
+    integers, theirs = _runtime_integers(path, list(names.values()), inputs, optimize, default_session)
     device = model_device(model)
     given = {node: torch.from_numpy(integers[name]).to(device) for node, name in names.items()}
     follower = _Follower(evaluated, names, given)
@@ -167,7 +129,7 @@ def follow(
         if isinstance(moved, Mapping):
             moved = tuple(moved[str(name)] for name in placeholders if name in moved)
         answer = follower.run(*(moved if isinstance(moved, tuple) else (moved,)))
-    ours = output_tensors(answer)
+    ours = [x.float() for x in output_tensors(answer)]
     if [tuple(x.shape) for x in ours] != [tuple(x.shape) for x in theirs]:
         raise ValueError(
             f"compare_layers: the outputs of {Path(path).name} have other shapes than the model's; was it made from it?"
@@ -188,7 +150,10 @@ def _call_names(model: fx.GraphModule, fixed: set[fx.Node]) -> dict[fx.Node, str
 
 
 def optimized_operators(path: str | os.PathLike[str]) -> Counter[str]:
-    """Operator types and their counts after ONNX Runtime's default optimisation: what really runs."""
+    """Operator types and their counts after ONNX Runtime's default optimisation: what really runs.
+
+    They are the same in a default session and in one with exact products on x86 without VNNI, whose kernels differ.
+    """
     import onnx
 
     with tempfile.TemporaryDirectory() as folder:
@@ -215,6 +180,7 @@ class _Follower(fx.Interpreter):
         (x,), _ = self.fetch_args_kwargs_from_env(n)
         theirs = self.integers[n].float() - written_offset(quantizer)
         gap = (quantizer.codes(x) - theirs).abs()
+        gap = gap.nan_to_num(nan=float(quantizer.span()))  # torch's NaN is no integer of theirs
         self.differences.append(
             LayerDifference(self.names[n], gap.numel(), int((gap > 0).sum()), int(gap.max()) if gap.numel() else 0)
         )
@@ -223,7 +189,7 @@ class _Follower(fx.Interpreter):
 
 
 def _runtime_integers(
-    path: str | os.PathLike[str], names: list[str], inputs: Any, optimize: bool
+    path: str | os.PathLike[str], names: list[str], inputs: Any, optimize: bool, default_session: bool
 ) -> tuple[dict[str, np.ndarray[Any, Any]], list[Tensor]]:
     import onnx
 
@@ -236,7 +202,7 @@ def _runtime_integers(
         )
     outputs = [output.name for output in proto.graph.output]
     proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names if name not in outputs)
-    session = open_session(proto.SerializeToString(), optimize=optimize)
+    session = open_session(proto.SerializeToString(), optimize=optimize, exact=not default_session)
     results = answers(session, inputs, [*outputs, *names])
     integers = {name: result.numpy() for name, result in zip(names, results[len(outputs) :], strict=True)}
     return integers, [result.float() for result in results[: len(outputs)]]

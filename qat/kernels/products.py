@@ -1,15 +1,19 @@
 """Convolutions and matrix products of uint8 by int8 codes, exact in int32, through oneDNN: on processors with VNNI.
 
 Elsewhere these operators of torch return wrong values without a word (sums that saturate at 16 bits), so they are
-tried on extreme integers first and never used where one sum is off.
+tried on extreme integers first and never used where one sum is off. `qat.kernels.processor` can ask for the other kind
+of processor: then they are emulated, or left alone.
 """
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from qat.kernels import processor
 
 log = logging.getLogger("qat.kernels")
 
@@ -28,6 +32,15 @@ def convolution(
         bias: (O,) or None.
         stride, padding, dilation, groups: of the convolution.
     """
+    multiply = _emulated_convolution if is_emulated() else _convolution
+    return multiply(codes, step, zero, weight, steps, bias, stride, padding, dilation, groups)
+
+
+def _convolution(
+    codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None, stride: list[int],
+    padding: list[int], dilation: list[int], groups: int,
+) -> Tensor:  # fmt: skip
+    """By oneDNN."""
     ops = torch.ops.onednn
     point = int(zero)
     zeros = torch.zeros(steps.numel(), dtype=torch.int32)
@@ -40,6 +53,20 @@ def convolution(
         "none", [], "",
     )  # fmt: skip
     return y
+
+
+def _emulated_convolution(
+    codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None, stride: list[int],
+    padding: list[int], dilation: list[int], groups: int,
+) -> Tensor:  # fmt: skip
+    """What oneDNN returns on a processor with VNNI, to the bit and in the same strides: the sums are exact in float64,
+    then rounded to float32 and scaled in oneDNN's order."""
+    sums = torch.nn.functional.conv2d(
+        codes.double() - int(zero), weight.double(), None, stride, padding, dilation, groups
+    )
+    y = torch.empty(sums.shape, dtype=torch.float32, memory_format=torch.channels_last).copy_(sums)
+    y.mul_(torch.tensor(step, dtype=torch.float32)).mul_(steps.view(-1, 1, 1))
+    return y if bias is None else y.add_(bias.view(-1, 1, 1))
 
 
 def linear(codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None) -> Tensor:
@@ -82,20 +109,47 @@ KINDS = {"dense": 1, "grouped": 6, "depthwise": 96}
 
 @functools.cache
 def are_exact(kind: str) -> bool:
-    """Whether this machine's integer products are right to the last unit, at the extremes too.
+    """Whether integer products are right to the last unit here, at the extremes too, and not to be left alone.
 
     Args:
         kind: one of `KINDS`; matrix products belong to the dense ones.
     """
+    if processor.asked_for() == "no-vnni":
+        _say("QAT_PROCESSOR=no-vnni: training multiplies in float on the same grids")
+        return False
+    if is_emulated():
+        _say("QAT_PROCESSOR=vnni, and this processor has none: integer products are emulated, slowly")
     try:
-        exact = _convolves_exactly(KINDS[kind]) and (kind != "dense" or _multiplies_exactly())
+        exact = _convolves_exactly(convolution, KINDS[kind]) and (kind != "dense" or _multiplies_exactly())
     except (RuntimeError, AttributeError, NotImplementedError) as error:  # a torch without oneDNN, another processor
         reason = str(error).splitlines()[0]
-        log.info("%s integer convolutions: not available (%s); training computes in float", kind, reason)
+        _say(f"torch has no integer products here ({reason}): training multiplies in float on the same grids")
         return False
-    if not exact:
-        log.info("%s integer convolutions: wrong on this processor (no VNNI?); training computes in float", kind)
+    if not exact and kind == "dense":
+        _say("no VNNI: training multiplies in float on the same grids")
+    elif not exact and are_exact("dense"):
+        _say(f"{kind} integer convolutions are not exact on this processor: they multiply in float on the same grids")
     return exact
+
+
+@functools.cache
+def _say(line: str) -> None:
+    """Once in a process."""
+    log.info(line)
+
+
+@functools.cache
+def is_exact_natively() -> bool:
+    """Whether oneDNN's integer products of every kind are right on this processor, whatever is asked for."""
+    try:
+        return all(_convolves_exactly(_convolution, groups) for groups in KINDS.values())
+    except (RuntimeError, AttributeError, NotImplementedError):  # a torch without oneDNN, another processor
+        return False
+
+
+def is_emulated() -> bool:
+    """Whether VNNI is asked for and this machine has none."""
+    return processor.asked_for() == "vnni" and not is_exact_natively()
 
 
 def _example(groups: int) -> tuple[Tensor, Tensor]:
@@ -107,11 +161,11 @@ def _example(groups: int) -> tuple[Tensor, Tensor]:
     return codes, weight
 
 
-def _convolves_exactly(groups: int) -> bool:
+def _convolves_exactly(convolve: Callable[..., Tensor], groups: int) -> bool:
     codes, weight = _example(groups)
     steps = torch.exp2((torch.arange(96) % 5 - 2).to(torch.float32))  # powers of two change no digit
     expected = torch.nn.functional.conv2d(codes.double() - 3, weight.double(), padding=1, groups=groups)
-    got = convolution(codes, 0.5, 3.0, weight, steps, None, [1, 1], [1, 1], [1, 1], groups)
+    got = convolve(codes, 0.5, 3.0, weight, steps, None, [1, 1], [1, 1], [1, 1], groups)
     return bool(torch.equal(got.double(), expected * steps.double().view(-1, 1, 1) * 0.5))
 
 

@@ -54,6 +54,9 @@ class Quantizer(PositiveParameters):
     uniform: ClassVar[bool] = True
     """Whether values are rounded to multiples of `grid()`'s scale, so that EWGS can correct the gradient."""
 
+    integers_from_bits: ClassVar[bool] = False
+    """Whether the integers follow from `spec.bits` alone, so that `max_magnitude` does not hold them back."""
+
     roles: ClassVar[tuple[Role, ...]] = ("weight", "activation")
     """What the rule is for."""
 
@@ -96,8 +99,8 @@ class Quantizer(PositiveParameters):
         """Refuse grids that the rule cannot have.
 
         Raises:
-            ValueError: for the wrong kind of tensor, a signed grid of one bit (-1 and 0), and EWGS without a uniform
-                grid to correct.
+            ValueError: for the wrong kind of tensor, a signed grid of one bit (-1 and 0), a largest integer that the
+                rule does not keep to, and EWGS without a uniform grid to correct.
         """
         spec = self.spec
         if self.role not in self.roles:
@@ -106,6 +109,11 @@ class Quantizer(PositiveParameters):
             raise ValueError(
                 f"rule {spec.rule!r}: a signed grid needs at least 2 bits, got bits=1; use the rule 'binary' for one"
                 " bit, or signed=False"
+            )
+        if spec.max_magnitude is not None and self.integers_from_bits and 2**spec.bits - 1 > spec.max_magnitude:
+            raise ValueError(
+                f"rule {spec.rule!r} has the integers of its {spec.bits} bits and cannot keep to"
+                f" max_magnitude={spec.max_magnitude}; use the rule 'lsq', or fewer bits"
             )
         if spec.ewgs != "none" and not self.uniform:
             raise ValueError(

@@ -45,6 +45,7 @@ class PACTQuantizer(Quantizer):
     """
 
     roles = ("activation",)
+    integers_from_bits = True
     options_type = PACTOptions
     options: Any
     alpha: Tensor
@@ -117,6 +118,7 @@ class DoReFaQuantizer(Quantizer):
     """
 
     uniform = False
+    integers_from_bits = True
     options_type = DoReFaOptions
     options: Any
 

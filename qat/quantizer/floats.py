@@ -19,6 +19,7 @@ class FloatQuantizer(Quantizer):
 
     exportable = False
     uniform = False
+    integers_from_bits = True
     format: ClassVar[str]
 
     def check_spec(self) -> None:
@@ -115,6 +116,7 @@ class MXQuantizer(Quantizer):
 
     exportable = False
     uniform = False
+    integers_from_bits = True
     bits: ClassVar[int]
     options: Any
 

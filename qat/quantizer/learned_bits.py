@@ -39,6 +39,7 @@ class LearnedBitsQuantizer(Quantizer):
     The sum of `cost` over a model is in `qat.penalty(model)`, which the trainer adds to the loss.
     """
 
+    integers_from_bits = True
     options_type = LearnedBitsOptions
     options: Any
     reach: Tensor

@@ -35,6 +35,7 @@ class APoTQuantizer(Quantizer):
 
     exportable = False
     uniform = False
+    integers_from_bits = True
     options_type = APoTOptions
     options: Any
     alpha: Tensor

@@ -151,6 +151,8 @@ class SpecConfig(Section):
     """Element-wise gradient scaling (arXiv:2104.00903) on top of a uniform rule: with `ewgs_delta`, or with a delta
     that is found anew before every epoch from the trace of the Hessian."""
     ewgs_delta: NonNegative | None = None
+    max_magnitude: Count | None = None
+    """Largest integer, and its negative: 64 for weights whose products cannot saturate on x86 without VNNI."""
 
 
 class OverrideConfig(Section):

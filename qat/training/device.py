@@ -7,20 +7,25 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
+from qat.kernels import processor
 from qat.training.errors import UserError
 
 LARGEST_SEED = 2**63 - 1
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that a config names.
+    """The device that a config names, on the processor that this machine is to be taken for.
 
     Args:
         name: `auto` (the first CUDA device, else the CPU), `cpu`, `cuda` (the first one) or `cuda:N`.
 
     Raises:
-        UserError: for any other name, or a CUDA device that is not there.
+        UserError: for any other name, a CUDA device that is not there, or a QAT_PROCESSOR that is no kind of processor.
     """
+    try:
+        processor.asked_for()
+    except ValueError as error:
+        raise UserError(str(error)) from error
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and count == 0):
         return torch.device("cpu")

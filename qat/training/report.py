@@ -1,6 +1,7 @@
 """What a run ends with: summary.json and a small table on the terminal."""
 
 import json
+import math
 import platform
 from importlib.metadata import version
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qat.export import LayerDifference, Verification
+from qat.export import LayerDifference, Saturation, Verification
 from qat.training.config import RunConfig
 from qat.training.files import write_text
 
@@ -18,15 +19,20 @@ ROWS = {
     "calibrated": "calibrated (PTQ)",
     "qat": "QAT",
     "onnx": "ONNX Runtime, integers",
+    "onnx.default_session": "ONNX Runtime, default session",
 }
-"""Keys of the results, in the order of the table, and how the table calls them."""
+"""Keys of the results (nested ones behind a dot), in the order of the table, and how the table calls them."""
 
 MOST_DIFFERING = 3
 """Of so many layers the summary says how many of their integers differ."""
 
 
 def onnx_results(
-    verification: Verification, layers: list[LayerDifference], operators: dict[str, int], size: int
+    verification: Verification,
+    layers: list[LayerDifference],
+    operators: dict[str, int],
+    size: int,
+    saturation: list[Saturation],
 ) -> dict[str, Any]:
     """The `onnx` section of summary.json.
 
@@ -35,13 +41,35 @@ def onnx_results(
         layers: the layer-by-layer comparison on one batch.
         operators: what ONNX Runtime runs after its optimisation.
         size: of the file, in bytes.
+        saturation: of every layer.
     """
+    return {
+        **session_results(verification, layers),
+        "size_bytes": size,
+        "operators": dict(sorted(operators.items())),
+        "saturation": {
+            "layers": sum(bool(each.channels) for each in saturation),
+            "channels": sum(len(each.channels) for each in saturation),
+            "by_layer": {
+                each.layer: {
+                    "channels": len(each.sums),
+                    "may_saturate": len(each.channels),
+                    "largest_sum": each.largest,
+                }
+                for each in saturation
+            },
+        },
+    }
+
+
+def session_results(verification: Verification, layers: list[LayerDifference]) -> dict[str, Any]:
+    """How one kind of session answers; arguments are those of `onnx_results`."""
     most = sorted(layers, key=lambda layer: -layer.differing)[:MOST_DIFFERING]
+    difference = verification.max_difference
     return {
         "top1": verification.onnx_top1,
         "agreement": verification.agreement,
-        "size_bytes": size,
-        "max_logit_difference": verification.max_difference,
+        "max_logit_difference": difference if math.isfinite(difference) else None,
         "layers": {
             "compared": len(layers),
             "elements": sum(layer.elements for layer in layers),
@@ -49,7 +77,6 @@ def onnx_results(
             "largest_difference": max((layer.largest for layer in layers), default=0),
             "most_differing": {layer.name: layer.differing for layer in most if layer.differing},
         },
-        "operators": dict(sorted(operators.items())),
     }
 
 
@@ -72,9 +99,10 @@ def table_rows(results: dict[str, Any]) -> list[list[str]]:
     """The table: a row a model, with accuracy, agreement and size where they are known."""
     rows = [["model", "top1 %", "size", "agreement"]]
     for key, words in ROWS.items():
-        if key in results:
-            result = results[key]
+        section, _, part = key.partition(".")
+        result = results.get(section, {}).get(part) if part else results.get(section)
+        if result is not None:
             size = f"{result['size_bytes'] / 1e6:.1f} MB" if "size_bytes" in result else ""
             agreement = f"{100 * result['agreement']:.2f} %" if "agreement" in result else ""
-            rows.append([words, f"{result['top1']:.2f}", size, agreement])
+            rows.append([words, "" if result["top1"] is None else f"{result['top1']:.2f}", size, agreement])
     return rows

@@ -1,0 +1,109 @@
+"""What it means that two runtimes answer the same: classes, values within a tolerance, or equal integers."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 0.01
+"""Share of the range of a model's output by which a value may be off and still count as equal: between two and three
+levels of an output on 8 bits."""
+
+ROUNDING = 1e-5
+"""Share of the largest magnitude of an output by which a value may be off in any case: float32, summed in any order."""
+
+Pair = tuple[list[Tensor], list[Tensor], Tensor | None]
+"""The outputs of the model and of the file for one batch, and its labels if there are any."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How an ONNX file answers, next to the torch model.
+
+    Attributes:
+        samples: how many were compared.
+        agreement: share of equal predictions, 0 to 1, of the output that agrees least. A prediction is the class with
+            the largest value along axis 1. Where an output has no such axis, or one of length 1 (regression, depth
+            maps), it is every value, which is equal if it is off by at most `TOLERANCE` of the range from the lowest to
+            the highest value of that output over all batches. Integers and booleans have to be the same. An answer with
+            NaN or infinity equals none.
+        torch_top1, onnx_top1: percent correct of the first output; None without labels of its classes.
+        max_difference: largest absolute difference of an output; NaN where a value is not finite.
+    """
+
+    samples: int
+    agreement: float
+    torch_top1: float | None
+    onnx_top1: float | None
+    max_difference: float
+
+
+def judge(pairs: list[Pair]) -> Verification:
+    """Compare the outputs of all batches.
+
+    Raises:
+        ValueError: if nothing was compared, or the outputs have other shapes.
+    """
+    if not pairs:
+        raise ValueError("verify_onnx: batches is empty; at least one batch is needed to compare anything")
+    for expected, got, _ in pairs:
+        if [tuple(x.shape) for x in expected] != [tuple(x.shape) for x in got]:
+            raise ValueError("verify_onnx: the file's outputs have other shapes than the model's; was it made from it?")
+    outputs = [_joined(pairs, number) for number in range(len(pairs[0][0]))]
+    compared = [(ours, theirs) for ours, theirs in outputs if ours]
+    if not compared:
+        raise ValueError("verify_onnx: the model's outputs hold no values, so that nothing could be compared")
+    shares = [_equal_predictions(ours, theirs) for ours, theirs in compared]
+    largest = torch.stack([
+        (a.double() - b.double()).abs().max() for ours, theirs in compared for a, b in zip(ours, theirs, strict=True)
+    ])  # fmt: skip
+    return Verification(
+        samples=sum(len(expected[0]) if expected[0].dim() else 1 for expected, _, _ in pairs),
+        agreement=min(share.double().mean().item() for share in shares),
+        torch_top1=_top1(pairs, 0),
+        onnx_top1=_top1(pairs, 1),
+        max_difference=largest.max().item(),
+    )
+
+
+def _joined(pairs: list[Pair], number: int) -> tuple[list[Tensor], list[Tensor]]:
+    """One output of the model and of the file, in every batch where it holds a value."""
+    chosen = [(expected[number], got[number]) for expected, got, _ in pairs if expected[number].numel()]
+    return [ours for ours, _ in chosen], [theirs for _, theirs in chosen]
+
+
+def _equal_predictions(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
+    """Which predictions of one output are equal, over all batches, as one row."""
+    if not ours[0].is_floating_point():
+        return torch.cat([(a == b).flatten() for a, b in zip(ours, theirs, strict=True)])
+    if has_classes(ours[0]):
+        return torch.cat([same_class(a, b).flatten() for a, b in zip(ours, theirs, strict=True)])
+    a, b = (torch.cat([x.double().flatten() for x in each]) for each in (ours, theirs))
+    known = a[a.isfinite()]
+    span = known.max() - known.min() if known.numel() else 0.0
+    allowed = torch.as_tensor(TOLERANCE * span).clamp(min=ROUNDING * known.abs().max() if known.numel() else 0.0)
+    return (a - b).abs() <= allowed  # false for NaN, and for infinities
+
+
+def has_classes(output: Tensor) -> bool:
+    """Whether an output is values of several classes along axis 1."""
+    return output.is_floating_point() and output.dim() > 1 and output.shape[1] > 1
+
+
+def same_class(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Where both have their largest value along axis 1 in the same place, and no NaN or infinity."""
+    finite = ours.isfinite().all(1) & theirs.isfinite().all(1)
+    return (ours.argmax(1) == theirs.argmax(1)) & finite
+
+
+def _top1(pairs: list[Pair], which: int) -> float | None:
+    """Percent correct of the model's first output or of the file's; an answer with NaN is wrong."""
+    right = []
+    for *both, labels in pairs:
+        if labels is None:
+            continue
+        logits = both[which][0]
+        if not has_classes(logits) or labels.shape != logits[:, 0].shape:
+            return None
+        right.append(((logits.argmax(1) == labels.to(logits.device)) & ~logits.isnan().any(1)).flatten())
+    return 100.0 * torch.cat(right).double().mean().item() if right else None

@@ -1,0 +1,66 @@
+"""The weights of an ONNX file under their layers' names, each with initializers of its own."""
+
+from collections import Counter
+from typing import Any
+
+from qat.export.integer import LAYER
+
+
+def name_weights(proto: Any) -> None:
+    """Call the DequantizeLinear of every layer's weight `<layer>.weight`; a shared layer's calls are numbered."""
+    seen: Counter[str] = Counter()
+    for node in proto.graph.node:
+        layer = next((entry.value for entry in node.metadata_props if entry.key == LAYER), None)
+        if layer is not None:
+            node.name = f"{layer}.weight.{seen[layer]}" if seen[layer] else f"{layer}.weight"
+            seen[layer] += 1
+
+
+def own_initializers(proto: Any) -> None:
+    """Give every operator that reads a weight a DequantizeLinear, integers and a zero point that no other one reads.
+
+    The exporter stores equal tensors once and computes equal nodes once. With `session.x64quantprecision=1` ONNX
+    Runtime puts every weight in uint8, and calls what it makes after the initializer that it makes it from: a second
+    weight that reads the same one cannot be converted, and it refuses the file ("Attempt to replace the existing
+    tensor"). So a small layer that is called twice has its weight in the file twice, as a large one has anyway.
+    """
+    stored = {tensor.name for tensor in proto.graph.initializer}
+    taken: set[str] = set()
+    nodes = []
+    for node in proto.graph.node:
+        nodes.append(node)
+        if node.op_type != "DequantizeLinear" or node.input[0] not in stored:
+            continue
+        for number, copy in enumerate(_one_for_each_reader(proto, node)):
+            nodes += [copy] if number else []
+            for place in (0, 2):
+                if place < len(copy.input):
+                    copy.input[place] = _own(proto, copy.input[place], taken)
+    ordered = [type(node).FromString(node.SerializeToString()) for node in nodes]
+    del proto.graph.node[:]
+    proto.graph.node.extend(ordered)
+
+
+def _one_for_each_reader(proto: Any, node: Any) -> list[Any]:
+    """The node, which its first reader keeps, and a copy for every further one."""
+    readers = [reader for reader in proto.graph.node if node.output[0] in reader.input]
+    copies = [node]
+    for number, reader in enumerate(readers[1:], 1):
+        copy = type(node).FromString(node.SerializeToString())
+        copy.name, copy.output[0] = f"{node.name}.{number}", f"{node.output[0]}.{number}"
+        reader.input[:] = [copy.output[0] if name == node.output[0] else name for name in reader.input]
+        copies.append(copy)
+    return copies
+
+
+def _own(proto: Any, name: str, taken: set[str]) -> str:
+    """The initializer's name if this is its first reader, else that of a copy."""
+    if name not in taken:
+        taken.add(name)
+        return name
+    number = next(number for number in range(1, len(taken) + 2) if f"{name}.{number}" not in taken)
+    original = next(tensor for tensor in proto.graph.initializer if tensor.name == name)
+    proto.graph.initializer.add().CopyFrom(original)
+    proto.graph.initializer[-1].name = f"{name}.{number}"
+    taken.add(f"{name}.{number}")
+    return f"{name}.{number}"

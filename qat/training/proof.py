@@ -1,0 +1,116 @@
+"""The proof at the end of a run: the exported file next to the model, with exact products and as the runtime's default
+multiplies here."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+import qat
+from qat.export import LayerDifference, Saturation, compare_layers, find_saturation, optimized_operators
+from qat.export.default_session import default_is_exact
+from qat.training.logging import format_table
+from qat.training.report import onnx_results, session_results
+
+LEAST_AGREEMENT = 0.995
+"""Share of equal predictions below which the exported model is not the trained one."""
+
+FLOAT_OPERATORS = ("Conv", "FusedConv", "ConvTranspose", "Gemm", "MatMul", "FusedGemm", "FusedMatMul")
+
+WAYS_OUT = (
+    "exact are a session with session.x64quantprecision=1 in its options, and a model that cannot saturate"
+    " (quantization.target=onnxruntime_x86)"
+)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was found out about an exported file.
+
+    Attributes:
+        results: the `onnx` section of summary.json.
+        layers: every layer's integers, with exact products.
+        saturation: which layers may saturate in sums of 16 bits.
+    """
+
+    results: dict[str, Any]
+    layers: list[LayerDifference]
+    saturation: list[Saturation]
+
+    def problems(self) -> list[str]:
+        """Why the file is not the model, as parts of one sentence; none if it is."""
+        found = []
+        if not self.results["agreement"] >= LEAST_AGREEMENT:
+            found.append(f"only {100 * self.results['agreement']:.2f} % of its predictions are the torch model's")
+        wrong = [layer.name for layer in self.layers if layer.largest > 1]
+        if wrong:
+            found.append(f"its integers differ by more than one level in {len(wrong)} layers ({wrong[0]} first)")
+        return found
+
+    def sentences(self) -> list[str]:
+        """What the log says."""
+        said = [f"ONNX Runtime: {_answers(self.results)}{self._most_differing()}"]
+        operators = self.results["operators"]
+        left = ", ".join(f"{operators[name]} {name}" for name in FLOAT_OPERATORS if name in operators)
+        if left:
+            said.append(f"ONNX Runtime computes these in float: {left}; layers.txt says which layers stay float")
+        default, layers = self.results.get("default_session"), _layers_that_may(self.saturation)
+        if default and layers:
+            said.append(
+                "ONNX Runtime's default session adds pairs of products in 16 bits on this processor (no VNNI), where"
+                f" {layers} of {len(self.saturation)} layers may saturate: {_answers(default)}; {WAYS_OUT}"
+            )
+        return said
+
+    def _most_differing(self) -> str:
+        most = self.results["layers"]["most_differing"]
+        return next((f", {count:,} of them in {name}" for name, count in most.items()), "")
+
+    def saturation_table(self) -> str:
+        """For layers.txt: the layers that may saturate in sums of 16 bits."""
+        layers = _layers_that_may(self.saturation)
+        if not layers:
+            return "sums of two products fit 16 bits in every layer: exact on x86 without VNNI in any session"
+        rows = [["layer", "channels", "may saturate", "largest sum"]] + [
+            [each.layer, f"{len(each.sums):,}", f"{len(each.channels):,}", f"{each.largest:,}"]
+            for each in self.saturation
+        ]
+        head = f"{layers} layers may saturate where two products are added in 16 bits (x86 without VNNI):"
+        return f"{head} {WAYS_OUT}\n\n{format_table(rows)}"
+
+
+def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
+    """Run the file over the batches and compare its answers, and every layer's integers on the first batch.
+
+    Args:
+        path: of `export_onnx`.
+        model: that it was made from.
+        batches: (images, labels), which can be gone through several times.
+    """
+    saturation = find_saturation(path)
+    images = next(iter(batches))[0]
+    layers = compare_layers(path, model, images)
+    results = onnx_results(
+        qat.verify_onnx(path, model, batches), layers, dict(optimized_operators(path)), path.stat().st_size, saturation
+    )
+    if not default_is_exact():
+        results["default_session"] = session_results(
+            qat.verify_onnx(path, model, batches, default_session=True),
+            compare_layers(path, model, images, default_session=True),
+        )
+    return Proof(results, layers, saturation)
+
+
+def _layers_that_may(saturation: list[Saturation]) -> int:
+    return sum(bool(each.channels) for each in saturation)
+
+
+def _answers(found: dict[str, Any]) -> str:
+    top1 = "" if found["top1"] is None else f"val top1 {found['top1']:.2f} %, "
+    layers = found["layers"]
+    return (
+        f"{top1}{100 * found['agreement']:.2f} % equal predictions;"
+        f" {layers['differing']:,} of {layers['elements']:,} integers differ over {layers['compared']} layers"
+    )

@@ -1,0 +1,152 @@
+"""Exact integer products in ONNX Runtime on every processor: files that load in either mode, and who multiplies how."""
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qat
+from qat.export import compare_layers, default_session, runtime, verification
+from qat.kernels import processor
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+class Shared(nn.Module):
+    """Layers of one width, one that is called twice, a transposed one, and a small weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.twice = nn.Conv2d(8, 8, 3, padding=1)
+        self.up = nn.ConvTranspose2d(8, 8, 2)
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.twice(torch.relu(self.stem(x))))
+        x = self.up(torch.relu(x + self.twice(x))).mean((2, 3))
+        return self.fc(torch.relu(self.fc(x)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.lstm = nn.LSTM(8, 4, bidirectional=True, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(self.table(x))[0]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+MODELS = {
+    "shared": (Shared, torch.linspace(0, 1, 768).reshape(4, 3, 8, 8)),
+    "recurrent": (Recurrent, torch.arange(12).reshape(3, 4)),
+    "attention": (Attention, torch.linspace(-1, 1, 160).reshape(2, 5, 16).sin()),
+}
+
+
+def exported(name: str, folder: Path, target: str = "onnxruntime") -> tuple[Path, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    make, x = MODELS[name]
+    model = qat.prepare(make(), qat.QuantRecipe(target=target), example_inputs=x)  # type: ignore[arg-type]
+    qat.calibrate(model, [x])
+    path = folder / f"{name}.onnx"
+    qat.export_onnx(model, path, x)
+    return path, model.eval(), x
+
+
+def optimised(path: Path, folder: Path, precision: str) -> list[str]:
+    """The operators of the graph that a session runs; opening it is what the file has to allow."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.x64quantprecision", precision)
+    options.optimized_model_filepath = str(folder / f"optimised{precision}.onnx")
+    ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return sorted(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_file_loads_in_either_mode_and_runs_the_same_operators(name: str, target: str, tmp_path: Path) -> None:
+    path, _, _ = exported(name, tmp_path, target)
+    assert optimised(path, tmp_path, "1") == optimised(path, tmp_path, "0")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_weight_has_initializers_of_its_own(name: str, tmp_path: Path) -> None:
+    graph = onnx.load(exported(name, tmp_path)[0]).graph
+    stored = {tensor.name for tensor in graph.initializer}
+    weights = [node for node in graph.node if node.op_type == "DequantizeLinear" and node.input[0] in stored]
+    owned = [node.input[place] for node in weights for place in (0, 2) if place < len(node.input)]
+    assert len(owned) == len(set(owned)) and len(stored) == len(graph.initializer)
+    read = [name for node in graph.node for name in node.input]
+    assert all(read.count(node.output[0]) == 1 for node in weights)
+
+
+def test_weights_are_called_after_their_layers(tmp_path: Path) -> None:
+    graph = onnx.load(exported("shared", tmp_path)[0]).graph
+    names = [node.name for node in graph.node if ".weight" in node.name]
+    assert names == ["stem.weight", "twice.weight", "twice.weight.1", "up.weight", "fc.weight", "fc.weight.1"]
+
+
+@pytest.mark.parametrize("asked", [None, "vnni", "no-vnni"])
+def test_a_session_takes_the_option_where_it_needs_it(asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(processor.VARIABLE, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(processor.VARIABLE, asked)
+    as_it_is = default_session.multiplies_exactly(with_option=False)
+    assert default_session.default_is_exact() is {None: as_it_is, "vnni": True, "no-vnni": False}[asked]
+    assert default_session.needs_option() is (asked == "no-vnni" or not as_it_is)
+    assert default_session.multiplies_exactly(with_option=True)
+
+
+def test_the_probe_sees_sums_that_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every one of its four products, for another kernel runs each."""
+    real, saturated = ort.InferenceSession, [0]
+
+    class Saturating:
+        def __init__(self, *given: Any, **options: Any) -> None:
+            self.session = real(*given, **options)
+
+        def run(self, names: Any, feed: Any) -> list[Any]:
+            answers = list(self.session.run(names, feed))
+            answers[saturated[0]] = answers[saturated[0]].clip(-(2**15), 2**15 - 1)
+            return answers
+
+    monkeypatch.setattr(ort, "InferenceSession", Saturating)
+    for number in range(4):
+        saturated[:] = [number]
+        assert not default_session.multiplies_exactly.__wrapped__(with_option=True)
+
+
+@pytest.mark.parametrize("default", [False, True])
+def test_the_proof_multiplies_exactly_unless_the_default_is_asked_for(
+    default: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model, x = exported("shared", tmp_path)
+    opened: list[bool] = []
+    real = runtime.open_session
+
+    def noted(*given: Any, **options: Any) -> Any:
+        opened.append(options.get("exact", True))
+        return real(*given, **options)
+
+    monkeypatch.setattr(verification, "open_session", noted)
+    monkeypatch.setenv(processor.VARIABLE, "no-vnni")
+    found = qat.verify_onnx(path, model, [x], default_session=default)
+    compare_layers(path, model, x, default_session=default)
+    assert opened == [not default] * 2
+    assert default or found.agreement == 1.0

@@ -1,0 +1,113 @@
+"""QAT_PROCESSOR: this machine as the other kind of processor, with the numbers and strides that the other one has."""
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qat
+from qat.kernels import compiler, processor, products
+
+GEOMETRIES = {
+    # images, input channels, output channels, groups, kernel, stride, height, width
+    "dense": (2, 7, 12, 1, 3, 1, 9, 9),
+    "grouped": (2, 12, 8, 4, 3, 2, 5, 6),
+    "depthwise": (1, 96, 96, 96, 3, 1, 9, 9),
+    "rows": (1, 64, 48, 1, 1, 1, 40, 1),
+    "one pixel": (3, 16, 4, 1, 1, 1, 1, 1),
+    "one channel": (1, 16, 1, 1, 1, 1, 5, 5),
+}
+
+
+@pytest.fixture
+def untried() -> Iterator[None]:
+    """What was found out about the processor is forgotten, before and after."""
+    caches = (products.are_exact, products.is_exact_natively, products._say)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def operands(name: str, zero: float, biased: bool) -> tuple[Any, ...]:
+    images, inputs, outputs, groups, kernel, stride, height, width = GEOMETRIES[name]
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (images, inputs, height, width), dtype=torch.uint8, generator=generator)
+    shape = (outputs, inputs // groups, kernel, kernel)
+    weight = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator)
+    steps, bias = torch.rand(outputs, generator=generator) / 100, torch.randn(outputs, generator=generator)
+    geometry = ([stride] * 2, [kernel // 2] * 2, [1, 1], groups)
+    return codes, 0.0123, zero, weight, steps, bias if biased else None, *geometry
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("zero", [0.0, 7.0])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_the_emulation_is_what_onednn_returns(name: str, zero: float, biased: bool) -> None:
+    emulated = products._emulated_convolution(*operands(name, zero, biased))
+    assert emulated.is_contiguous(memory_format=torch.channels_last)
+    if products.is_exact_natively():  # elsewhere there is nothing to hold it against
+        real = products._convolution(*operands(name, zero, biased))
+        assert torch.equal(emulated, real) and emulated.stride() == real.stride()
+
+
+@pytest.mark.parametrize("asked", ["vnni", "no-vnni"])
+def test_each_kind_can_be_asked_for(
+    asked: str, untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(processor.VARIABLE, asked)
+    with caplog.at_level(logging.INFO, "qat.kernels"):
+        found = {kind: products.are_exact(kind) for kind in products.KINDS}
+    assert set(found.values()) == {asked == "vnni"}
+    said = {"no-vnni": ["QAT_PROCESSOR=no-vnni: training multiplies in float on the same grids"]}
+    emulated = ["QAT_PROCESSOR=vnni, and this processor has none: integer products are emulated, slowly"]
+    assert caplog.messages == said.get(asked, [] if products.is_exact_natively() else emulated)
+
+
+def test_without_vnni_one_calm_line_says_so(
+    untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(processor.VARIABLE, raising=False)
+    exact = products._emulated_convolution
+    monkeypatch.setattr(products, "_convolution", lambda *given: exact(*given).clamp(-30000, 30000))
+    with caplog.at_level(logging.INFO, "qat.kernels"):
+        assert {False} == set(map(products.are_exact, reversed(products.KINDS)))
+    assert caplog.messages == ["no VNNI: training multiplies in float on the same grids"]
+
+
+@pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
+def test_as_either_kind_a_layer_trains_on_the_same_numbers(untried: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a processor without VNNI: integers by the emulation, or float products, which differ by rounding only."""
+    emulated, calls = products._emulated_convolution, []
+    monkeypatch.setattr(products, "_convolution", lambda *given: emulated(*given).clamp(-30000, 30000))
+
+    def counted(*given: Any) -> Tensor:
+        calls.append(os.environ[processor.VARIABLE])
+        return emulated(*given)
+
+    monkeypatch.setattr(products, "_emulated_convolution", counted)
+    torch.manual_seed(0)
+    x = torch.randn(8, 16, 28, 28)
+    model = qat.prepare(nn.Sequential(nn.Conv2d(16, 32, 3)))
+    qat.calibrate(model, [x])
+    found: dict[str, Tensor] = {}
+    for asked in ("vnni", "no-vnni"):
+        monkeypatch.setenv(processor.VARIABLE, asked)
+        products.are_exact.cache_clear()
+        products.is_exact_natively.cache_clear()
+        model.train()
+        calls.clear()
+        found[asked] = model(x)
+        assert bool(calls) is (asked == "vnni")
+    assert torch.allclose(found["vnni"], found["no-vnni"], rtol=1e-5, atol=1e-5)
+
+
+def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(processor.VARIABLE, "avx2")
+    with pytest.raises(ValueError, match=r"^QAT_PROCESSOR must be vnni, no-vnni or unset, got 'avx2'$"):
+        processor.asked_for()

@@ -1,0 +1,129 @@
+"""The proof of a run as either kind of processor: both rows, the sentences, and which layers may saturate."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_train import CONFIG, TINY_MODEL
+
+import train
+from qat.export import LayerDifference, Saturation, Verification, default_session
+from qat.kernels import processor
+from qat.training.proof import Proof
+from qat.training.report import onnx_results, session_results
+
+DEFAULT_ROW = "ONNX Runtime, default session"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "provenmodels.py").write_text(TINY_MODEL)
+    (tmp_path / "tiny.yaml").write_text(CONFIG.replace("tinymodels", "provenmodels"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def finished(folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[dict[str, Any], str, str]:
+    """The summary's `onnx`, what was printed, and layers.txt."""
+    assert train.main(["--config", "tiny.yaml", "float.epochs=1", "qat.epochs=0", "run_dir=run", *overrides]) == 0
+    run = folder / "run"
+    found = json.loads((run / "summary.json").read_text())["onnx"]
+    return found, capsys.readouterr().out, (run / "layers.txt").read_text()
+
+
+def test_without_vnni_the_default_session_has_a_row_and_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(processor.VARIABLE, "no-vnni")
+    found, printed, table = finished(folder, capsys)
+    default = found["default_session"]
+    assert set(default) == {"top1", "agreement", "max_logit_difference", "layers"}
+    assert found["agreement"] >= 0.995 and default["layers"]["compared"] == found["layers"]["compared"] > 0
+    assert sum(line.startswith(DEFAULT_ROW) for line in printed.splitlines()) == 1
+    (sentence,) = [line for line in printed.splitlines() if "default session adds" in line]
+    assert sentence.startswith(
+        "ONNX Runtime's default session adds pairs of products in 16 bits on this processor (no VNNI), where 3 of 3"
+        f" layers may saturate: val top1 {default['top1']:.2f} %, "
+    )
+    assert sentence.endswith(
+        "exact are a session with session.x64quantprecision=1 in its options, and a model that cannot saturate"
+        " (quantization.target=onnxruntime_x86)"
+    )
+    assert found["saturation"]["layers"] == 3 and found["saturation"]["channels"] <= 8 + 8 + 10
+    assert list(found["saturation"]["by_layer"]) == ["0", "4", "8"]
+    assert "3 layers may saturate where two products are added in 16 bits (x86 without VNNI): exact are" in table
+    assert table.startswith("name") and "largest sum" in table
+
+
+def test_with_vnni_there_is_one_row(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(processor.VARIABLE, "vnni")
+    found, printed, table = finished(folder, capsys)
+    assert "default_session" not in found and "default session" not in printed
+    assert "3 layers may saturate" in table
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "quantization.target=onnxruntime_x86",
+        "quantization.overrides={'*': {weight: {max_magnitude: 64}}}",
+    ],
+)
+def test_a_model_that_cannot_saturate_needs_no_sentence(
+    override: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(processor.VARIABLE, "no-vnni")
+    found, printed, table = finished(folder, capsys, override)
+    assert found["saturation"]["layers"] == 0 and found["default_session"]["agreement"] >= 0.995
+    assert DEFAULT_ROW in printed and "may saturate" not in printed
+    assert table.endswith("sums of two products fit 16 bits in every layer: exact on x86 without VNNI in any session\n")
+
+
+def test_the_processor_as_it_is_decides(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(processor.VARIABLE, raising=False)
+    found, _, _ = finished(folder, capsys)
+    assert ("default_session" in found) is not default_session.multiplies_exactly(with_option=False)
+
+
+def test_another_kind_of_processor_is_a_mistake(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(processor.VARIABLE, "amd")
+    assert train.main(["--config", "tiny.yaml"]) == 2
+    assert capsys.readouterr().err == "QAT_PROCESSOR must be vnni, no-vnni or unset, got 'amd'\n"
+
+
+@pytest.mark.parametrize(
+    ("agreement", "largest", "problems"),
+    [
+        (1.0, 1, []),
+        (0.995, 1, []),
+        (0.9949, 0, ["only 99.49 % of its predictions are the torch model's"]),
+        (float("nan"), 0, ["only nan % of its predictions are the torch model's"]),
+        (1.0, 2, ["its integers differ by more than one level in 1 layers (a first)"]),
+    ],
+)
+def test_what_is_a_problem(agreement: float, largest: int, problems: list[str]) -> None:
+    layers = [LayerDifference("a", 10, 1, largest)]
+    results = onnx_results(Verification(4, agreement, None, None, 0.0), layers, {}, 1, [])
+    assert Proof(results, layers, []).problems() == problems
+
+
+def test_numbers_that_json_does_not_know_are_none() -> None:
+    found = session_results(Verification(4, 0.0, None, None, float("nan")), [])
+    assert found["max_logit_difference"] is None and found["top1"] is None
+
+
+def test_a_layer_in_float_is_named() -> None:
+    results = onnx_results(Verification(4, 1.0, None, None, 0.0), [], {"Conv": 2, "QGemm": 1}, 1, [])
+    proof = Proof(results, [], [Saturation("a", (40_000, 3))])
+    assert proof.sentences() == [
+        "ONNX Runtime: 100.00 % equal predictions; 0 of 0 integers differ over 0 layers",
+        "ONNX Runtime computes these in float: 2 Conv; layers.txt says which layers stay float",
+    ]
+    assert proof.saturation_table().splitlines()[-1].split() == ["a", "2", "1", "40,000"]
