@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qat.kernels import products
+from qat.kernels.addresses import NEAREST
 
 FEWEST_ROWS, FEWEST_ROWS_QUICKLY_PACKED = 512, 160
 """With fewer rows, packing an int8 weight takes longer than multiplying by it saves. oneDNN packs three times as fast
@@ -24,9 +25,6 @@ SMALLEST_DEPTHWISE, SMALLEST_DEPTHWISE_QUICKLY_PACKED = 3 << 19, 1 << 20
 
 ROWS_AS_MATRICES = (48, 2048)
 """From here to there the gradients of a 1x1 convolution are faster as matrix products: by a tenth to a half."""
-
-NEAREST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""The memory formats with channels innermost, by the number of axes."""
 
 
 class Geometry(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.kernels.cpu import is_dense
+from qat.kernels.addresses import is_dense
 from qat.kernels.learned import Levels
 from qat.kernels.norms import batch_statistics, norm_quantize, norm_quantize_backward, sizes_of, statistics
 from qat.kernels.operator import by_formula, is_taken
@@ -159,7 +159,7 @@ def quantize_chain(
         if norm is None and not clip.clips:
             if is_dense(y):
                 return quantize(y, quantizer)
-        elif (sizes := sizes_of(y)) is not None and (norm is None or _is_simple(norm, y)):
+        elif (sizes := sizes_of(y)) is not None and (norm is None or _is_simple(norm, y, sizes[1])):
             *numbers, follows = _constants(sizes[1], y) if norm is None else _statistics(norm, y)
             learned = learned_by(quantizer, y)
             return Codes(*QuantizeChainFunction.apply(y, *numbers, *learned, (floor, ceiling), follows))
@@ -188,13 +188,13 @@ def quantize_sum(
     return z
 
 
-def _is_simple(norm: nn.Module, y: Tensor) -> bool:
-    """Whether it is torch's own BatchNorm, in float32, and unwatched: what the kernels compute."""
-    tensors: tuple[Any, ...] = (norm.weight, norm.bias, norm.running_mean)
+def _is_simple(norm: nn.Module, y: Tensor, channels: int) -> bool:
+    """Whether it is torch's own BatchNorm, in float32, of this width, and unwatched: what the kernels compute."""
+    tensors: tuple[Any, ...] = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
     return (
         type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
         and is_unwatched(norm)
-        and all(tensor is None or (is_taken(tensor) and tensor.is_contiguous()) for tensor in tensors)
+        and all(t is None or (is_taken(t) and t.is_contiguous() and t.numel() == channels) for t in tensors)
         and (y.dim() > 3 or y.dim() == 2)
     )
 
@@ -210,6 +210,8 @@ def _constants(channels: int, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
 def _statistics(norm: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
     """gamma, beta, mean, 1 / sqrt(var + eps), and whether these are the batch's; running statistics are updated."""
     follows = norm.training or norm.running_mean is None
+    if follows and y.numel() == y.shape[1]:  # as torch
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {y.shape}")
     if not follows:
         mean, inverse = norm.running_mean, torch.rsqrt(norm.running_var + norm.eps)
     elif not (norm.training and norm.track_running_stats):

@@ -11,6 +11,7 @@ import logging
 import torch
 from torch import Tensor
 
+from qat.kernels.addresses import NEAREST
 from qat.kernels.formulas.autocasting import result_dtype, without_autocast
 from qat.kernels.formulas.grids import (
     integers_again,
@@ -21,7 +22,7 @@ from qat.kernels.formulas.grids import (
     slopes_on,
     step_in_force,
 )
-from qat.kernels.geometry import NEAREST, Geometry
+from qat.kernels.geometry import Geometry
 
 log = logging.getLogger("qat.kernels")
 
