@@ -155,6 +155,24 @@ def test_moments_keep_their_digits_far_from_zero(nearest: bool) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("outlier", [1e3, 1e4, -3e5])
+@pytest.mark.parametrize("nearest", [False, True])
+def test_moments_keep_their_digits_behind_an_outlier(nearest: bool, outlier: float) -> None:
+    """In the first place, which the sums are shifted by, and in the middle."""
+    y = draw(6, 20, 64, 64)
+    y[0, 3, 0, 0] = y[2, 7, 5, 5] = outlier
+    y = y.to(memory_format=torch.channels_last) if nearest else y
+    without = draw(6, 20, 64, 64).to(memory_format=torch.channels_last) if nearest else draw(6, 20, 64, 64)
+    running = torch.zeros(20), torch.zeros(20)
+    mean, inverse = statistics(y, 0.0, running, 1.0)
+    assert torch.allclose(mean.double(), y.double().mean((0, 2, 3)), rtol=2e-6, atol=1e-7)
+    assert torch.allclose(running[1].double(), y.double().var((0, 2, 3)), rtol=2e-6)
+    assert torch.allclose(inverse.double(), y.double().var((0, 2, 3), correction=0).rsqrt(), rtol=2e-6)
+    others = [channel for channel in range(20) if channel not in (3, 7)]
+    assert torch.equal(mean[others], statistics(without, 0.0, running, 1.0)[0][others])
+
+
+@needs_kernels
 def test_codes_say_whether_there_was_a_nan() -> None:
     x = draw(1000)
     grid = (torch.tensor(0.02), torch.tensor(0.01), None, -128, 127, 128, 1.0, False)

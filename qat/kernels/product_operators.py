@@ -33,9 +33,11 @@ def codes_product(
     """product((codes - zero) * step, weight on its grid) + bias; in integers where they are allowed, exact and pay."""
     geometry, (step, zero) = Geometry(stride, padding, dilation, groups), step_and_zero(numbers)
     if integers and geometry.pays_in_integers(codes.shape, weight.shape, zero) and geometry.is_exact(weight.shape):
-        rounded, steps = torch.empty_like(weight, dtype=torch.int8), scales.new_empty(scales.numel())
+        rounded, steps = torch.empty_like(weight, dtype=torch.int8), scales.new_empty(weight.shape[0])
+        # A step for each row also where all have one: it tells of a NaN in the row, which int8 does not know.
+        if scales.numel() < len(steps):
+            scales, smallest = (own.reshape(-1).expand(len(steps)).contiguous() for own in (scales, smallest))
         quantize_rows(weight, scales, low, high, smallest, codes=rounded, steps=steps)
-        steps = steps if len(steps) == weight.shape[0] else steps.expand(weight.shape[0]).contiguous()
         y = geometry.multiply_integers(codes, step, zero, rounded, steps, bias)
         y = y.fill_(math.nan) if step != step else y
     else:

@@ -22,12 +22,9 @@ from qat.kernels.formulas.grids import (
     slopes_on,
     step_in_force,
 )
-from qat.kernels.geometry import Geometry
+from qat.kernels.geometry import MOST_INPUTS, Geometry
 
 log = logging.getLogger("qat.kernels")
-
-MOST_INPUTS = 1 << 16
-"""Products of codes by a weight, 255 * 127 at most, whose sum fits int32."""
 
 
 def codes_product(
