@@ -118,7 +118,7 @@ def fits_int_mm(rows: int, inputs: int, outputs: int) -> bool:
 
 
 TRIED = ((48, 256, 64), (17, 8, 16), (77, 4104, 40))
-"""Rows, inputs and outputs of what `try_int_mm` multiplies: in whole tiles, the smallest, and such that none is whole."""
+"""Rows, inputs and outputs of what `try_int_mm` multiplies: in whole tiles, the smallest, and with no tile whole."""
 
 _int_mm_found: dict[str, bool] = {}
 """What `try_int_mm` found out, by kind of device."""
