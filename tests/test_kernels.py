@@ -166,8 +166,9 @@ def test_moments_keep_their_digits_behind_an_outlier(nearest: bool, outlier: flo
     running = torch.zeros(20), torch.zeros(20)
     mean, inverse = statistics(y, 0.0, running, 1.0)
     assert torch.allclose(mean.double(), y.double().mean((0, 2, 3)), rtol=2e-5, atol=1e-6)
-    assert torch.allclose(running[1].double(), y.double().var((0, 2, 3)), rtol=2e-5)  # sums of 4096 in float32
-    assert torch.allclose(inverse.double(), y.double().var((0, 2, 3), correction=0).rsqrt(), rtol=2e-5)
+    # Without vector instructions up to 4096 squares are added to that of the outlier in float32.
+    assert torch.allclose(running[1].double(), y.double().var((0, 2, 3)), rtol=1e-4)
+    assert torch.allclose(inverse.double(), y.double().var((0, 2, 3), correction=0).rsqrt(), rtol=1e-4)
     others = [channel for channel in range(20) if channel not in (3, 7)]
     assert torch.equal(mean[others], statistics(without, 0.0, running, 1.0)[0][others])
 
