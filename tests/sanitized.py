@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     tests = sorted(str(path) for kind in ("kernels", "fused") for path in folder.glob(f"test_{kind}*.py"))
     variables = environment()
     subprocess.run([sys.executable, "-c", CHECK], env=variables, cwd=ROOT, check=True)
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:faulthandler", "-q", *(arguments or tests)]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:faulthandler", "--capture=sys", "-q", *(arguments or tests)]
     return subprocess.run(command, env=variables, cwd=ROOT).returncode
 
 
