@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels import triton
+from qat.kernels.triton_trial import Kind, difference
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,17 @@ def offered() -> list[tuple[tuple[Tensor, ...], bool]]:
     ]  # fmt: skip
 
 
+def trials() -> dict[Kind, str]:
+    """What the kernels fail in, of all kinds."""
+    dtypes, zeros, places = triton.DTYPES, (None, torch.float32, torch.int8), ("one", "rows", "columns")
+    kinds = [
+        Kind(torch.device("cpu"), dtype, torch.float32, zero, place)
+        for dtype, zero, place in itertools.product(dtypes, zeros, places)
+    ]
+    found = {kind: difference(kind, triton.quantize, triton.gradients) for kind in kinds}
+    return {kind: wrong for kind, wrong in found.items() if wrong is not None}
+
+
 def compiled_ptx() -> dict[str, str]:
     """The kernels compiled for an H200, which needs no GPU: PTX by name."""
     compile_for = importlib.import_module("triton.compiler")
@@ -193,6 +205,6 @@ if __name__ == "__main__":
     what, answers = sys.argv[1:]
     np.seterr(all="ignore")  # the interpreter computes in NumPy, which warns of infinities
     if what == "interpreted":
-        torch.save({**{case.name: computed(case) for case in CASES}, "edges": edges()}, answers)
+        torch.save({**{case.name: computed(case) for case in CASES}, "edges": edges(), "trials": trials()}, answers)
     else:
         torch.save(compiled_ptx(), answers)

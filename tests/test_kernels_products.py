@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from cases_fused import prepared, two_threads
 from torch import Tensor, nn
 
-from qat.kernels import compiler, float_products, products
+import qat
+from qat.kernels import compiler, float_products, plain_formulas, products
 from qat.kernels.geometry import ROWS_AS_MATRICES, Geometry
 
 __all__ = ["two_threads"]  # a fixture
@@ -75,6 +76,40 @@ def test_what_pays_runs_on_integers(groups: int, monkeypatch: pytest.MonkeyPatch
     in_integers = quantized(x)
     assert calls == [groups]
     assert torch.allclose(in_float, in_integers, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("granularity", ["channel", "tensor"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("groups", [1, 4, 64])
+def test_a_weight_that_is_no_number_acts_as_in_float(groups: int, value: float, granularity: str) -> None:
+    needs_exact({1: "dense", 4: "grouped", 64: "depthwise"}[groups])
+    model, x = of_groups(groups)
+    with torch.no_grad():
+        model[0].weight[5, 0, 1, 1] = 1.0
+    spec = qat.QuantSpec(granularity=granularity)
+    quantized = qat.prepare(model, qat.QuantRecipe(weight=spec), example_inputs=x)
+    qat.calibrate(quantized, [x])
+    with torch.no_grad():
+        quantized.train().get_parameter("0.weight")[5, 0, 1, 1] = value
+    with float_products():
+        in_float = quantized(x)
+    with plain_formulas():
+        plain = quantized(x)
+    in_integers = quantized(x)
+    assert torch.equal(in_integers.isnan(), in_float.isnan()) and torch.equal(in_float.isnan(), plain.isnan())
+    assert bool(in_integers[:, 5].isnan().all()) == (value != value) and in_integers[:, :5].isfinite().all()
+    assert torch.allclose(in_integers, in_float, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_sums_that_could_leave_int32_are_not_computed_in_integers() -> None:
+    """2^31 / (255 * 127) = 66,312."""
+    row = Geometry([], [], [], 1)
+    x = torch.Size((4096, 66_000))
+    assert row.pays_in_integers(torch.Size((4096, 1 << 16)), torch.Size((8, 1 << 16)), 0)
+    assert not row.pays_in_integers(x, torch.Size((8, 66_000)), 0)
+    image = Geometry([1, 1], [1, 1], [1, 1], 1)
+    assert image.pays_in_integers(torch.Size((2, 7000, 64, 64)), torch.Size((8, 7000, 3, 3)), 0)
+    assert not image.pays_in_integers(torch.Size((2, 7400, 64, 64)), torch.Size((8, 7400, 3, 3)), 0)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from torch import Tensor
 from qat.functional import lsq_plus_quantize, lsq_quantize
 from qat.kernels import plain_formulas, triton
 from qat.kernels.triton_layout import Layout, layout_of, tiling_of
+from qat.kernels.triton_trial import Kind, plain_gradients, plain_quantize
 
 ROOT = Path(__file__).resolve().parents[1]
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -212,19 +213,81 @@ def test_refusals_are_sentences() -> None:
         assert str(caught.value) == sentence
 
 
-def test_a_machine_where_the_kernels_fail_says_so_and_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any) -> None:
-        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC.")
+KIND = Kind(torch.device("cpu"), torch.float32, torch.float32, torch.float32, "one")
+NOT_USED = "Triton's kernels are not used on cpu (%s): the plain formula is, slower"
 
-    monkeypatch.setattr(triton, "quantize", fail)
-    monkeypatch.setattr(triton, "kernels", object)
-    sentence = (
-        r"^Triton's kernels do not run on meta \(RuntimeError: Failed to find C compiler\.\); "
-        r"the slower plain formula does$"
-    )
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine on which the kernels seem to run, and are the plain formulas."""
+    monkeypatch.setattr(triton, "_refused", set())
     monkeypatch.setattr(triton, "may_run_on", lambda device: True)
-    with pytest.warns(UserWarning, match=sentence):
-        assert not triton.runs_on.__wrapped__(torch.device("meta"))
+    monkeypatch.setattr(triton, "kernels", object)
+    monkeypatch.setattr(triton, "_is_right", triton._is_right.__wrapped__)
+    monkeypatch.setattr(triton, "quantize", plain_quantize)
+    monkeypatch.setattr(triton, "gradients", plain_gradients)
+    return monkeypatch
+
+
+def fail(*arguments: Any, **options: Any) -> None:
+    raise RuntimeError("Failed to find C compiler.\nPlease specify via CC.")
+
+
+def half_of_it(*arguments: Any) -> Any:
+    found = plain_gradients(*arguments)
+    return found[0], found[1] / 2, found[2]
+
+
+@pytest.mark.parametrize("places", ["one", "rows", "columns"])
+@pytest.mark.parametrize("zero_dtype", [None, torch.float32, torch.uint8])
+@pytest.mark.parametrize("dtype", triton.DTYPES)
+def test_kernels_that_are_right_are_used(
+    faked: Any, dtype: torch.dtype, zero_dtype: torch.dtype | None, places: str
+) -> None:
+    assert triton.runs(Kind(torch.device("cpu"), dtype, torch.float32, zero_dtype, places))
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "reason"),
+    [
+        ("quantize", fail, "RuntimeError: Failed to find C compiler."),
+        ("gradients", fail, "RuntimeError: Failed to find C compiler."),
+        ("quantize", lambda x, *grid: plain_quantize(x, *grid).add_(1e-4), "its values are wrong"),
+        ("quantize", lambda x, *grid: plain_quantize(x.nan_to_num(), *grid), "its values are wrong"),
+        ("gradients", half_of_it, "its gradients are wrong"),
+        ("gradients", lambda *given: (*plain_gradients(*given)[:2], None), "its gradients are wrong"),
+    ],
+)
+def test_kernels_that_fail_or_are_wrong_are_not_used_and_named(
+    faked: pytest.MonkeyPatch, name: str, kernel: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    faked.setattr(triton, name, kernel)
+    assert not triton.runs(KIND) and not triton.runs(KIND._replace(dtype=torch.bfloat16))
+    assert not triton.applies(torch.ones(3), torch.ones(()))
+    assert caplog.messages == [NOT_USED % reason]
+
+
+@pytest.mark.parametrize("name", ["quantize", "gradients"])
+def test_a_kernel_that_fails_in_the_middle_of_training_is_replaced(
+    faked: pytest.MonkeyPatch, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = {"quantize": plain_quantize, "gradients": plain_gradients}
+    guarded = triton._or_plainly(fail, plain[name])
+    faked.setattr(triton.TritonKernels, name, staticmethod(guarded))
+    case = next(case for case in CASES if case.affine and case.dtype is torch.float32 and case.scale)
+    x, scale, zero_point, grad = inputs(case)
+    given = (x, scale, zero_point, *case.bounds)
+    found = guarded(*given) if name == "quantize" else guarded(grad, *given)
+    y = lsq_plus_quantize(x.requires_grad_(), scale.requires_grad_(), zero_point.requires_grad_(), *case.bounds)
+    expected = (y,) if name == "quantize" else torch.autograd.grad(y, (x, scale, zero_point), grad)
+    for one, other in zip((found,) if name == "quantize" else found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-4)
+    assert caplog.messages == [NOT_USED % "RuntimeError: Failed to find C compiler."]
+
+
+@with_triton
+def test_interpreted_kernels_pass_their_trial(interpreted: Any) -> None:
+    assert interpreted["trials"] == {}
 
 
 def test_triton_is_neither_loaded_without_a_gpu_nor_needed() -> None:

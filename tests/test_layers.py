@@ -98,6 +98,13 @@ def test_a_bias_beyond_int32_shrinks_the_codes_not_the_bias() -> None:
     assert integers.codes[1].item() == 100 and integers.scale[1].item() == 1.0
 
 
+def test_bias_and_products_fit_int32_together() -> None:
+    codes = torch.full((1, 60_000), 127.0)  # 255 times these is nine tenths of int32's largest
+    integers = fold_weight(codes, torch.tensor([[1.0]]), torch.tensor([3e8]), torch.tensor(1.0))
+    assert float(integers.bias_codes) + 255 * float(integers.codes.sum()) < 2**31
+    torch.testing.assert_close(integers.bias_codes * integers.accumulator_scale, torch.tensor([3e8]))
+
+
 def test_an_all_zero_channel_keeps_its_bias() -> None:
     layer = QuantLinear(6, 2, activation_spec=None).eval()
     with torch.no_grad():

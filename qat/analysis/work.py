@@ -1,7 +1,6 @@
 """`integer_work`: which share of a prepared model's multiply-accumulates runs on integers, and where the rest is."""
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,9 @@ from qat.analysis.work_operators import FACTORS, macs_of, moves_values
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
 from qat.preparation.nodes import scope_of
+from qat.preparation.patching import without_fast_path
 from qat.quantizer import Quantizer
+from qat.silence import warnings_ignored
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,10 @@ def integer_work(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Ma
     inputs = () if named else example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     meter = _Meter()
     with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message="a quantizer .* runs on its default range")
+        stack.enter_context(warnings_ignored("a quantizer .* runs on its default range"))
         stack.enter_context(evaluating(model))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_without_fast_path())
+        stack.enter_context(without_fast_path())  # the fused operators hide the layers inside
         stack.enter_context(_watched(model, meter))
         stack.enter_context(meter)
         model(*inputs, **named)
@@ -165,17 +165,6 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _storage(tensor: Tensor) -> int:
     """Which memory a tensor looks at: views share it; unlike an address it tells meta tensors apart."""
     return int(tensor.untyped_storage()._cdata)
-
-
-@contextmanager
-def _without_fast_path() -> Iterator[None]:
-    """Attention and encoder layers in their plain operators: the fused ones hide the layers inside."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

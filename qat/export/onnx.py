@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import io
 import logging
 import os
 import warnings
@@ -21,6 +20,7 @@ from qat.export.integer import MOST_BITS, OPSET, QUANTIZER
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.report import LEFT_IN_FLOAT
 from qat.quantizer import Quantizer
+from qat.silence import warnings_ignored
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
@@ -228,11 +228,10 @@ def _strip_traces(proto: Any) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporter's progress lines and its own deprecation warnings from the user's terminal."""
+    """Keep the exporter's log and its own deprecation warnings from the user's terminal; one thread at a time."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with warnings_ignored():
+        levels = [logger.level for logger in loggers]
         for logger in loggers:
             logger.setLevel(logging.ERROR)
         try:

@@ -1,6 +1,6 @@
 """The C kernels as a shared library: compiled once, on their first use, into the user's cache."""
 
-import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -8,10 +8,12 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
 
+from qat.kernels.cache import cache_folder, process_folder, store, stored
 from qat.kernels.structures import declare
 
 HERE = Path(__file__).parent
@@ -39,7 +41,8 @@ log = logging.getLogger("qat.kernels")
 def library() -> ctypes.CDLL | None:
     """The library, or None where it cannot be built; the reason goes to the log, once.
 
-    The compiler is $CC, or the first of cc, gcc and clang. QAT_KERNELS=off says that none is to be used.
+    The compiler is $CC, or the first of cc, gcc and clang. QAT_KERNELS=off says that none is to be used, and
+    QAT_KERNELS_CFLAGS holds flags to be added: `-fsanitize=address`.
     """
     if os.environ.get("QAT_KERNELS", "").lower() == "off":
         log.info("QAT_KERNELS=off: quantizers run as plain torch operations")
@@ -56,54 +59,55 @@ def library() -> ctypes.CDLL | None:
         log.warning(
             "the C kernels could not be built with %s (%s): quantizers run as plain torch operations, slower",
             compiler,
-            str(error).splitlines()[0],
+            (str(error).splitlines() or [type(error).__name__])[0],
         )
         return None
 
 
 def _built(compiler: str) -> Path:
     """Where the library lies, built if it is not there yet."""
-    folder = _cache_folder()
+    more = tuple(os.environ.get("QAT_KERNELS_CFLAGS", "").split())
     key = hashlib.sha256()
     for source in (*HEADERS, *SOURCES):
         key.update(source.read_bytes() + b"\0")
-    for part in (compiler, _version(compiler), _processor(), *FLAGS):
+    for part in (compiler, _version(compiler), _processor(), *FLAGS, *more):
         key.update(part.encode() + b"\0")
-    path = folder / f"cpu-{key.hexdigest()[:24]}.so"
-    if path.exists():
+    name = f"cpu-{key.hexdigest()[:24]}"
+    folder = cache_folder()
+    path = None if folder is None else stored(folder, name)
+    if path is not None:
         return path
+    if folder is None or not os.access(folder, os.W_OK):
+        folder = process_folder()
     said = ""
-    for variant in VARIANTS:
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as target:
-            unfinished = Path(target.name)
-        command = [*compiler.split(), *FLAGS, *variant, *map(str, SOURCES), "-o", str(unfinished), "-lm"]
-        outcome = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-        if outcome.returncode == 0:
-            os.replace(unfinished, path)  # in one piece: other processes may be building it too
-            return path
-        unfinished.unlink()
-        said = outcome.stderr
+    with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as workplace:
+        target = Path(workplace) / "library.so"
+        for variant in VARIANTS:
+            command = [*compiler.split(), *FLAGS, *variant, *more, *map(str, SOURCES), "-o", str(target), "-lm"]
+            status, _, said = _ran(command, TMPDIR=workplace)
+            if status == 0:
+                return store(target, folder, name)
     raise OSError(said or "it said nothing")
 
 
-def _cache_folder() -> Path:
-    """A folder that only this user can write to: what lies in it is loaded as code. At worst one for this run."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "qat" / "kernels"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        state = folder.stat()
-        if state.st_uid == os.getuid() and not state.st_mode & 0o022 and os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):
-        pass
-    private = Path(tempfile.mkdtemp(prefix="qat-kernels-"))
-    atexit.register(shutil.rmtree, private, ignore_errors=True)
-    return private
+def _ran(command: list[str], **environment: str) -> tuple[int, str, str]:
+    """Exit status, output and errors of a compiler; whatever ends the wait ends all its processes."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+        start_new_session=True, env={**os.environ, **environment},
+    )  # fmt: skip
+    with process:
+        try:
+            said, errors = process.communicate(timeout=SECONDS)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, said, errors
 
 
 def _version(compiler: str) -> str:
-    return subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True, timeout=SECONDS).stdout
+    return _ran([*compiler.split(), "--version"])[1]
 
 
 def _processor() -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qat.kernels.addresses import elements_at, is_dense, numbers_at, rows_at
 from qat.kernels.compiler import library
 from qat.kernels.structures import Grid, Rows
 
@@ -21,12 +22,7 @@ def threads_for(elements: int) -> int:
 
 def is_plain(x: Tensor) -> bool:
     """Whether a tensor is float32 in this machine's memory, and no subclass that means something else."""
-    return x.dtype is torch.float32 and x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
-
-
-def is_dense(x: Tensor) -> bool:
-    """Whether the elements lie next to each other, in whatever order of the axes."""
-    return x.is_contiguous() or x.stride() == torch.empty_like(x, device="meta").stride()
+    return x.dtype is torch.float32 and x.is_cpu and type(x) in (Tensor, torch.nn.Parameter)
 
 
 def like(x: Tensor, other: Tensor) -> Tensor:
@@ -84,8 +80,9 @@ class CPUKernels:
             quantize_rows(x, scale, qmin, qmax, values=y)
             return y
         compiled().fake_quantize(
-            x.data_ptr(), y.data_ptr(), x.numel(), _grid(scale, zero_point, qmin, qmax), threads_for(x.numel())
-        )
+            elements_at("x", x, x), elements_at("y", y, x), x.numel(), _grid(scale, zero_point, qmin, qmax),
+            threads_for(x.numel()),
+        )  # fmt: skip
         return y
 
     @staticmethod
@@ -105,7 +102,7 @@ class CPUKernels:
             return grad_x, quantize_rows_backward(grad, x, scale, qmin, qmax, grad_x), None
         grad_x, total = torch.empty_like(x) if needs[0] else None, (ctypes.c_double * 2)()
         compiled().fake_quantize_backward(
-            grad.data_ptr(), x.data_ptr(), _address(grad_x), x.numel(),
+            elements_at("grad", grad, x), elements_at("x", x, x), _written("grad_x", grad_x, x), x.numel(),
             _grid(scale, zero_point, qmin, qmax), total, threads_for(x.numel()),
         )  # fmt: skip
         grad_scale = torch.full_like(scale, total[0])
@@ -115,11 +112,20 @@ class CPUKernels:
 def squared_error(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> float:
     """The sum of the squared differences between x and x on the grid, without a tensor in between."""
     grid = _grid(scale, zero_point, qmin, qmax)
-    return float(compiled().squared_error(x.data_ptr(), x.numel(), grid, threads_for(x.numel())))
+    return float(compiled().squared_error(elements_at("x", x, x), x.numel(), grid, threads_for(x.numel())))
 
 
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+def _written(what: str, x: Tensor | None, pattern: Tensor, dtype: torch.dtype = torch.float32) -> int | None:
+    """Where to write a result in the order of another tensor; None if it is not wanted."""
+    return None if x is None else elements_at(what, x, pattern, dtype)
+
+
+def _rows(
+    scales: Tensor, smallest: Tensor | None, qmin: int, qmax: int, factor: float = 1.0, relative: bool = False
+) -> Rows:
+    count = scales.numel()
+    least = None if smallest is None else numbers_at("smallest", smallest, count)
+    return Rows(numbers_at("scales", scales, count), least, qmin, qmax, factor, relative)
 
 
 def quantize_rows(
@@ -138,10 +144,10 @@ def quantize_rows(
         steps: channels numbers, contiguous, to write to: what the scales act as.
     """
     rows = scales.numel()
-    grids = Rows(scales.data_ptr(), _address(smallest), qmin, qmax, 1.0, False)
     compiled().quantize_rows(
-        w.data_ptr(), grids, _address(codes), _address(values), _address(steps), rows, w.numel() // rows,
-        threads_for(w.numel()),
+        rows_at("weight", w, rows), _rows(scales, smallest, qmin, qmax), _written("codes", codes, w, torch.int8),
+        _written("values", values, w), None if steps is None else numbers_at("steps", steps, rows), rows,
+        w.numel() // rows, threads_for(w.numel()),
     )  # fmt: skip
 
 
@@ -151,9 +157,9 @@ def quantize_rows_backward(
 ) -> Tensor:  # fmt: skip
     """The gradient of the scales, in their shape; that of w is written to grad_w, which may be grad itself."""
     grad_scales, rows = torch.empty_like(scales), scales.numel()
-    grids = Rows(scales.data_ptr(), _address(smallest), qmin, qmax, factor, relative)
     compiled().quantize_rows_backward(
-        grad.data_ptr(), w.data_ptr(), grids, _address(grad_w), grad_scales.data_ptr(), rows, w.numel() // rows,
+        elements_at("grad", grad, w), rows_at("weight", w, rows), _rows(scales, smallest, qmin, qmax, factor, relative),
+        _written("grad_weight", grad_w, w), numbers_at("grad_scales", grad_scales, rows), rows, w.numel() // rows,
         threads_for(w.numel()),
     )  # fmt: skip
     return grad_scales

@@ -17,7 +17,7 @@ INLINED float exp_of(float x) {
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = y * r * r + r + 1.0f;
-  const int32_t bits = ((int32_t)n + 127) << 23;
+  const uint32_t bits = (uint32_t)((int32_t)n + 127) << 23; /* of NaN some bits: y is NaN */
   float power;
   memcpy(&power, &bits, sizeof power);
   return x < -87.0f ? 0.0f : y * power; /* NaN stays NaN */

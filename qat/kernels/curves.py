@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from qat.kernels.addresses import elements_at, numbers_at
 from qat.kernels.cpu import compiled, like, threads_for
 from qat.kernels.formulas import curves as formulas
 from qat.kernels.learned import learned_grid
@@ -21,8 +22,8 @@ def curve_quantize(
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     codes, numbers = torch.empty_like(x, dtype=torch.uint8), x.new_empty(2)
     compiled().curve_quantize(
-        x.data_ptr(), codes.data_ptr(), x.numel(), grid, CURVES.index(curve), numbers.data_ptr(),
-        threads_for(x.numel()),
+        elements_at("x", x, x), elements_at("codes", codes, x, torch.uint8), x.numel(), grid, CURVES.index(curve),
+        numbers_at("step and zero", numbers, 2), threads_for(x.numel()),
     )  # fmt: skip
     return codes, numbers
 
@@ -39,8 +40,8 @@ def curve_quantize_backward(
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     grad, grad_x, grad_scale = like(grad, x), torch.empty_like(x), torch.empty_like(scale)
     compiled().curve_quantize_backward(
-        grad.data_ptr(), x.data_ptr(), grad_x.data_ptr(), x.numel(), grid, CURVES.index(curve), grad_scale.data_ptr(),
-        threads_for(x.numel()),
+        elements_at("grad", grad, x), elements_at("x", x, x), elements_at("grad_x", grad_x, x), x.numel(), grid,
+        CURVES.index(curve), numbers_at("grad_scale", grad_scale, 1), threads_for(x.numel()),
     )  # fmt: skip
     return grad_x, grad_scale
 
@@ -56,10 +57,11 @@ def softmax_quantize(
     """softmax(x * multiplier, -1), its codes, and their numbers; x: contiguous."""
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     probabilities, codes = torch.empty_like(x), torch.empty_like(x, dtype=torch.uint8)
-    numbers, columns = x.new_empty(2), x.shape[-1]
+    numbers, columns, count = x.new_empty(2), x.shape[-1], x.numel()
     compiled().softmax_quantize(
-        x.data_ptr(), probabilities.data_ptr(), codes.data_ptr(), x.numel() // columns, columns, multiplier, grid,
-        numbers.data_ptr(), threads_for(x.numel()),
+        numbers_at("x", x, count), numbers_at("probabilities", probabilities, count),
+        numbers_at("codes", codes, count, torch.uint8), count // columns, columns, multiplier, grid,
+        numbers_at("step and zero", numbers, 2), threads_for(count),
     )  # fmt: skip
     return probabilities, codes, numbers
 
@@ -74,10 +76,11 @@ def softmax_quantize_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of x and scale."""
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
-    grad, columns = like(grad, probabilities), probabilities.shape[-1]
+    grad, columns, count = like(grad, probabilities), probabilities.shape[-1], probabilities.numel()
     grad_x, grad_scale = torch.empty_like(probabilities), torch.empty_like(scale)
     compiled().softmax_quantize_backward(
-        grad.data_ptr(), probabilities.data_ptr(), grad_x.data_ptr(), grad.numel() // columns, columns, multiplier,
-        grid, grad_scale.data_ptr(), threads_for(grad.numel()),
+        numbers_at("grad", grad, count), numbers_at("probabilities", probabilities, count),
+        numbers_at("grad_x", grad_x, count), count // columns, columns, multiplier, grid,
+        numbers_at("grad_scale", grad_scale, 1), threads_for(count),
     )  # fmt: skip
     return grad_x, grad_scale

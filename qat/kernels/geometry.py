@@ -16,6 +16,9 @@ where it need not sum the weight up for a zero point."""
 FEWEST_INPUTS = 16
 """Products of one output value."""
 
+MOST_INPUTS = 1 << 16
+"""Products of codes by a weight, 255 * 128 at most, whose sum fits int32."""
+
 FEWEST_INPUTS_OF_GROUPS, SMALLEST_IN_GROUPS = 32, 1 << 17
 """Of a convolution in groups, and the elements of its input."""
 
@@ -48,7 +51,7 @@ class Geometry(NamedTuple):
     def pays_in_integers(self, x: torch.Size, weight: torch.Size, zero: float, copies: int = 1) -> bool:
         """A rule, not a measurement, so that a resumed run computes as the first did; x counts `copies` times."""
         kind, inputs, size = self.kind(weight), math.prod(weight[1:]), math.prod(x) * copies
-        if kind is None or (self.stride and len(self.stride) != 2):
+        if kind is None or inputs > MOST_INPUTS or (self.stride and len(self.stride) != 2):
             return False
         if kind == "depthwise":
             return size >= (SMALLEST_DEPTHWISE_QUICKLY_PACKED if zero == 0 else SMALLEST_DEPTHWISE)

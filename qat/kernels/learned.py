@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qat.kernels.addresses import elements_at, numbers_at
 from qat.kernels.cpu import compiled, threads_for
 from qat.kernels.structures import LearnedGrid
 
@@ -31,8 +32,10 @@ def learned_grid(
     relative: bool,
 ) -> LearnedGrid:  # fmt: skip
     """A quantizer's tensors, float32 and one number each, and the fields of its `Levels`."""
-    zero = None if zero_point is None else zero_point.data_ptr()
-    return LearnedGrid(scale.data_ptr(), smallest.data_ptr(), zero, low, high, shift, factor, relative)
+    zero = None if zero_point is None else numbers_at("zero_point", zero_point, 1)
+    return LearnedGrid(
+        numbers_at("scale", scale, 1), numbers_at("smallest", smallest, 1), zero, low, high, shift, factor, relative
+    )
 
 
 def step_and_zero(numbers: Tensor) -> tuple[float, float]:
@@ -44,5 +47,8 @@ def step_and_zero(numbers: Tensor) -> tuple[float, float]:
 def dequantize(codes: Tensor, numbers: Tensor) -> Tensor:
     """(codes - zero) * step in float32, in the memory format of codes."""
     y = torch.empty_like(codes, dtype=torch.float32)
-    compiled().dequantize(codes.data_ptr(), y.data_ptr(), y.numel(), numbers.data_ptr(), threads_for(y.numel()))
+    compiled().dequantize(
+        elements_at("codes", codes, codes, torch.uint8), elements_at("values", y, codes), y.numel(),
+        numbers_at("step and zero", numbers, 2), threads_for(y.numel()),
+    )  # fmt: skip
     return y

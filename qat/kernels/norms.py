@@ -1,8 +1,11 @@
 """Operators that take a BatchNorm, a clamp and the quantizer behind them in one pass; arguments as in `quantizers`."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from qat.kernels.addresses import elements_at, numbers_at
 from qat.kernels.cpu import compiled, like, threads_for
 from qat.kernels.formulas import norms as formulas
 from qat.kernels.learned import learned_grid
@@ -31,8 +34,12 @@ def _extent_of(y: Tensor) -> Extent:
     return Extent(*sizes)
 
 
-def _pointers(gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor) -> Norm:
-    return Norm(gamma.data_ptr(), beta.data_ptr(), mean.data_ptr(), inverse.data_ptr())
+def _addresses(gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, extent: Extent) -> Norm:
+    channels = extent.channels
+    return Norm(
+        numbers_at("gamma", gamma, channels), numbers_at("beta", beta, channels), numbers_at("mean", mean, channels),
+        numbers_at("inverse", inverse, channels),
+    )  # fmt: skip
 
 
 def statistics(y: Tensor, eps: float, running: tuple[Tensor, Tensor], share: float) -> tuple[Tensor, Tensor]:
@@ -44,13 +51,20 @@ def statistics(y: Tensor, eps: float, running: tuple[Tensor, Tensor], share: flo
         running: mean and variance that are moved towards the batch's (the unbiased one) by `share`, in place.
         share: the momentum.
     """
-    extent = _extent_of(y)
-    mean, inverse = y.new_empty(extent.channels), y.new_empty(extent.channels)
-    compiled().statistics(
-        y.data_ptr(), extent, eps, mean.data_ptr(), inverse.data_ptr(), None, running[0].data_ptr(),
-        running[1].data_ptr(), share, threads_for(y.numel()),
-    )  # fmt: skip
+    mean, inverse, _ = _statistics(y, eps, running, share)
     return mean, inverse
+
+
+def _statistics(y: Tensor, eps: float, running: Sequence[Tensor], share: float) -> tuple[Tensor, Tensor, Tensor]:
+    extent = _extent_of(y)
+    mean, inverse, variance = (y.new_empty(extent.channels) for _ in range(3))
+    written = [numbers_at("statistics", each, extent.channels) for each in (mean, inverse, variance)]
+    names = ("running_mean", "running_var")
+    moved = [numbers_at(name, each, extent.channels) for name, each in zip(names, running, strict=False)]
+    compiled().statistics(
+        elements_at("y", y, y), extent, eps, *written, *(moved or (None, None)), share, threads_for(y.numel())
+    )
+    return mean, inverse, variance
 
 
 @operator(
@@ -58,13 +72,7 @@ def statistics(y: Tensor, eps: float, running: tuple[Tensor, Tensor], share: flo
 )
 def batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Of every channel the mean, 1 / sqrt(variance + eps), and the unbiased variance."""
-    extent = _extent_of(y)
-    mean, inverse, variance = (y.new_empty(extent.channels) for _ in range(3))
-    compiled().statistics(
-        y.data_ptr(), extent, eps, mean.data_ptr(), inverse.data_ptr(), variance.data_ptr(), None, None, 0.0,
-        threads_for(y.numel()),
-    )  # fmt: skip
-    return mean, inverse, variance
+    return _statistics(y, eps, (), 0.0)
 
 
 @operator(lambda y, *rest: (torch.empty_like(y, dtype=torch.uint8), y.new_empty(2)), formulas.norm_quantize)
@@ -74,11 +82,12 @@ def norm_quantize(
     relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes of clamp((y - mean) * inverse * gamma + beta, floor, ceiling)."""
-    codes, numbers = torch.empty_like(y, dtype=torch.uint8), y.new_empty(2)
+    codes, numbers, extent = torch.empty_like(y, dtype=torch.uint8), y.new_empty(2), _extent_of(y)
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     compiled().norm_quantize(
-        y.data_ptr(), codes.data_ptr(), _extent_of(y), _pointers(gamma, beta, mean, inverse), grid, floor, ceiling,
-        numbers.data_ptr(), threads_for(y.numel()),
+        elements_at("y", y, y), elements_at("codes", codes, y, torch.uint8), extent,
+        _addresses(gamma, beta, mean, inverse, extent), grid, floor, ceiling,
+        numbers_at("step and zero", numbers, 2), threads_for(y.numel()),
     )  # fmt: skip
     return codes, numbers
 
@@ -99,9 +108,11 @@ def norm_quantize_backward(
     grad, grad_y = like(grad, y), torch.empty_like(y) if needs_y else y.new_empty(0)
     grad_gamma, grad_beta, grad_scale = torch.empty_like(mean), torch.empty_like(mean), torch.empty_like(scale)
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
+    extent = _extent_of(y)
     compiled().norm_quantize_backward(
-        grad.data_ptr(), y.data_ptr(), grad_y.data_ptr() if needs_y else None, _extent_of(y),
-        _pointers(gamma, beta, mean, inverse), grid, floor, ceiling, follows_batch, grad_gamma.data_ptr(),
-        grad_beta.data_ptr(), grad_scale.data_ptr(), threads_for(y.numel()),
+        elements_at("grad", grad, y), elements_at("y", y, y), elements_at("grad_y", grad_y, y) if needs_y else None,
+        extent, _addresses(gamma, beta, mean, inverse, extent), grid, floor, ceiling, follows_batch,
+        numbers_at("grad_gamma", grad_gamma, extent.channels), numbers_at("grad_beta", grad_beta, extent.channels),
+        numbers_at("grad_scale", grad_scale, 1), threads_for(y.numel()),
     )  # fmt: skip
     return grad_y, grad_gamma, grad_beta, grad_scale

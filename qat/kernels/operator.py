@@ -1,6 +1,7 @@
 """Kernels as operators of torch, which torch.compile takes into its graphs whole; on CUDA, formulas that it fuses."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,9 +12,6 @@ from qat.kernels.cpu import is_plain
 from qat.kernels.switches import formulas_wanted
 
 Result = TypeVar("Result")
-
-
-_library: Any = torch.library.Library("qat", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,12 +45,13 @@ def operator(
     """
 
     def decorated(function: Callable[..., Result]) -> Callable[..., Result]:
-        name = function.__name__
-        _library.define(
+        name = _free_name(function.__name__)
+        library: Any = torch.library.Library("qat", "FRAGMENT")  # type: ignore[no-untyped-call]
+        library.define(
             name + torch.library.infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,)
         )
-        _library.impl(name, function, "CPU")
-        torch.library.register_fake(f"qat::{name}", shapes, lib=_library)
+        library.impl(name, function, "CPU")
+        torch.library.register_fake(f"qat::{name}", shapes, lib=library)
         registered: Any = getattr(torch.ops.qat, name)
 
         @functools.wraps(function)
@@ -65,6 +64,16 @@ def operator(
                 return result
             return function(*args)
 
+        call.library = library  # type: ignore[attr-defined]  # the operator lives as long as this
         return call
 
     return decorated
+
+
+def _free_name(name: str) -> str:
+    """The name, with a number where a module that was loaded anew (in a notebook, say) brings the operator again.
+
+    Functions that others still hold keep the operator that they have.
+    """
+    numbered = (f"{name}_{number}" for number in itertools.count(2))
+    return next(each for each in itertools.chain([name], numbered) if not hasattr(torch.ops.qat, each))

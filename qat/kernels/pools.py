@@ -1,8 +1,11 @@
 """Max pooling of codes: (N, C, H, W), channels innermost or images."""
 
+import math
+
 import torch
 from torch import Tensor
 
+from qat.kernels.addresses import elements_at
 from qat.kernels.cpu import compiled, like, threads_for
 from qat.kernels.formulas import pools as formulas
 from qat.kernels.operator import operator
@@ -33,12 +36,27 @@ def max_pool_codes(
 ) -> tuple[Tensor, Tensor]:
     """The largest code of every window and its number in the window; arguments as of torch's max_pool2d."""
     out, where = _pooled(codes, kernel, stride, padding, dilation, ceil_mode)
-    pool = Pool(*codes.shape, *out.shape[2:], *kernel, *stride, *padding, *dilation)
+    pool = _pool(codes.shape, out.shape, kernel, stride, padding, dilation)
     nearest = int(not codes.is_contiguous())
     compiled().max_pool(
-        codes.data_ptr(), out.data_ptr(), where.data_ptr(), pool, nearest, threads_for(codes.numel())
+        elements_at("codes", codes, codes, torch.uint8), elements_at("maxima", out, out, torch.uint8),
+        elements_at("places", where, out, torch.uint8), pool, nearest, threads_for(codes.numel()),
     )  # fmt: skip
     return out, where
+
+
+def _pool(
+    inputs: torch.Size, outputs: torch.Size, kernel: list[int], stride: list[int], padding: list[int],
+    dilation: list[int],
+) -> Pool:  # fmt: skip
+    """The kernels divide by strides, and keep a place in a window in one byte."""
+    numbers = (*inputs, *outputs[2:], *kernel, *stride, *padding, *dilation)
+    if len(numbers) != len(Pool._fields_) or min(*kernel, *stride) < 1 or math.prod(kernel) > LARGEST_WINDOW:
+        raise ValueError(
+            f"max pooling of codes takes images and a window of 1 to {LARGEST_WINDOW} elements with strides from 1,"
+            f" not {tuple(inputs)} with kernel {kernel}, stride {stride}, padding {padding} and dilation {dilation}"
+        )
+    return Pool(*numbers)
 
 
 def _unpooled(grad: Tensor, where: Tensor, height: int, width: int, *rest: object) -> Tensor:
@@ -52,9 +70,10 @@ def max_pool_codes_backward(
 ) -> Tensor:  # fmt: skip
     """The gradient of what was pooled, images of height x width."""
     grad, grad_in = like(grad, where), _unpooled(grad, where, height, width)
-    pool = Pool(*grad_in.shape, *where.shape[2:], *kernel, *stride, *padding, *dilation)
+    pool = _pool(grad_in.shape, where.shape, kernel, stride, padding, dilation)
     nearest = int(not where.is_contiguous())
     compiled().max_pool_backward(
-        grad.data_ptr(), where.data_ptr(), grad_in.data_ptr(), pool, nearest, threads_for(grad_in.numel())
-    )
+        elements_at("grad", grad, where), elements_at("places", where, where, torch.uint8),
+        elements_at("grad_in", grad_in, grad_in), pool, nearest, threads_for(grad_in.numel()),
+    )  # fmt: skip
     return grad_in

@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor
 
+from qat.kernels.addresses import elements_at, numbers_at
 from qat.kernels.cpu import compiled, like, quantize_rows, quantize_rows_backward, threads_for
 from qat.kernels.formulas import products as formulas
 from qat.kernels.geometry import Geometry, arranged
@@ -38,9 +39,11 @@ def codes_product(
         and geometry.pays_in_integers(codes.shape, weight.shape, zero, copies)
         and geometry.is_exact(weight.shape)
     ):
-        rounded, steps = torch.empty_like(weight, dtype=torch.int8), scales.new_empty(scales.numel())
+        rounded, steps = torch.empty_like(weight, dtype=torch.int8), scales.new_empty(weight.shape[0])
+        # A step for each row also where all have one: it tells of a NaN in the row, which int8 does not know.
+        if scales.numel() < len(steps):
+            scales, smallest = (own.reshape(-1).expand(len(steps)).contiguous() for own in (scales, smallest))
         quantize_rows(weight, scales, low, high, smallest, codes=rounded, steps=steps)
-        steps = steps if len(steps) == weight.shape[0] else steps.expand(weight.shape[0]).contiguous()
         y = geometry.multiply_integers(codes, step, zero, rounded, steps, bias)
         y = y.fill_(math.nan) if step != step else y
     else:
@@ -96,11 +99,13 @@ def input_scale_gradient(
     """sum(grad * product(dx/dscale, weight)): the gradient of the scale that x, an input of the model, is put on."""
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     slopes, grad_scale = torch.empty_like(x), torch.empty_like(scale)
-    compiled().step_slopes(x.data_ptr(), slopes.data_ptr(), x.numel(), grid, threads_for(x.numel()))
+    addresses = elements_at("x", x, x), elements_at("slopes", slopes, x)
+    compiled().step_slopes(*addresses, x.numel(), grid, threads_for(x.numel()))
     values = _on_grid(weight, weight_scales, weight_smallest, weight_low, weight_high)
     derivative = Geometry(stride, padding, dilation, groups).multiply(slopes, values, None)
     grad, count = like(grad, derivative), derivative.numel()
     compiled().gradient_by_slopes(
-        grad.data_ptr(), derivative.data_ptr(), count, grid, grad_scale.data_ptr(), threads_for(count)
-    )
+        elements_at("grad", grad, derivative), elements_at("derivative", derivative, derivative), count, grid,
+        numbers_at("grad_scale", grad_scale, 1), threads_for(count),
+    )  # fmt: skip
     return grad_scale

@@ -138,22 +138,25 @@ static inline float step_of(Rows rows, i64 c) {
   return rows.smallest ? step_in_force(rows.scales[c], rows.smallest[c]) : rows.scales[c];
 }
 
-/* codes, values on the grid, and steps in force (NULL each: not wanted) */
+/* codes, values on the grid, and steps in force (NULL each: not wanted); codes know no NaN, so a row with one has it as
+   its step */
 void quantize_rows(const float *w, Rows rows, int8_t *codes, float *y, float *steps, i64 channels, i64 inner,
                    int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (i64 c = 0; c < channels; c++) {
     const Grid g = {step_of(rows, c), 0, rows.low, rows.high};
     const float *row = w + c * inner;
-    if (steps) steps[c] = g.step;
+    float bad = 0;
     if (codes) {
       int8_t *out = codes + c * inner;
-#pragma omp simd
+#pragma omp simd reduction(+ : bad)
       for (i64 i = 0; i < inner; i++) {
         const float q = code_of(row[i], g);
+        bad += q - q;
         out[i] = (int8_t)(int32_t)q;
       }
     }
+    if (steps) steps[c] = bad != bad ? NAN : g.step;
     if (y) {
       float *out = y + c * inner;
 #pragma omp simd

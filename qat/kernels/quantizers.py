@@ -7,6 +7,7 @@ All take a quantizer's own tensors (scale, smallest, zero_point) and the fields 
 import torch
 from torch import Tensor
 
+from qat.kernels.addresses import elements_at, numbers_at
 from qat.kernels.cpu import compiled, like, threads_for
 from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.learned import learned_grid
@@ -18,8 +19,10 @@ def _codes_like(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=torch.uint8), torch.empty(2, dtype=torch.float32)
 
 
-def _operand(codes: Tensor, numbers: Tensor) -> Operand:
-    return Operand(codes.data_ptr(), numbers.data_ptr())
+def _operand(codes: Tensor, numbers: Tensor, pattern: Tensor) -> Operand:
+    return Operand(
+        elements_at("an operand's codes", codes, pattern, torch.uint8), numbers_at("step and zero", numbers, 2)
+    )
 
 
 @operator(_codes_like, formulas.quantize_codes)
@@ -31,8 +34,9 @@ def quantize_codes(
     codes, numbers = _codes_like(x)
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     compiled().quantize_codes(
-        x.data_ptr(), codes.data_ptr(), x.numel(), grid, numbers.data_ptr(), threads_for(x.numel())
-    )
+        elements_at("x", x, x), elements_at("codes", codes, x, torch.uint8), x.numel(), grid,
+        numbers_at("step and zero", numbers, 2), threads_for(x.numel()),
+    )  # fmt: skip
     return codes, numbers
 
 
@@ -51,8 +55,8 @@ def quantize_codes_backward(
     grad_scale = torch.empty_like(scale)
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     compiled().quantize_codes_backward(
-        grad.data_ptr(), x.data_ptr(), grad_x.data_ptr() if needs_x else None, x.numel(), grid, grad_scale.data_ptr(),
-        threads_for(x.numel()),
+        elements_at("grad", grad, x), elements_at("x", x, x), elements_at("grad_x", grad_x, x) if needs_x else None,
+        x.numel(), grid, numbers_at("grad_scale", grad_scale, 1), threads_for(x.numel()),
     )  # fmt: skip
     return grad_x, grad_scale
 
@@ -66,8 +70,8 @@ def add_quantize(
     codes, numbers = _codes_like(a)
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     compiled().add_quantize(
-        _operand(a, a_numbers), _operand(b, b_numbers), codes.data_ptr(), a.numel(), grid, floor, ceiling,
-        numbers.data_ptr(), threads_for(a.numel()),
+        _operand(a, a_numbers, a), _operand(b, b_numbers, a), elements_at("codes", codes, a, torch.uint8), a.numel(),
+        grid, floor, ceiling, numbers_at("step and zero", numbers, 2), threads_for(a.numel()),
     )  # fmt: skip
     return codes, numbers
 
@@ -85,7 +89,8 @@ def add_quantize_backward(
     grad_sum, grad_scale = torch.empty_like(grad), torch.empty_like(scale)
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     compiled().add_quantize_backward(
-        grad.data_ptr(), _operand(a, a_numbers), _operand(b, b_numbers), grad_sum.data_ptr(), a.numel(), grid, floor,
-        ceiling, grad_scale.data_ptr(), threads_for(a.numel()),
+        elements_at("grad", grad, a), _operand(a, a_numbers, a), _operand(b, b_numbers, a),
+        elements_at("grad_sum", grad_sum, a), a.numel(), grid, floor, ceiling,
+        numbers_at("grad_scale", grad_scale, 1), threads_for(a.numel()),
     )  # fmt: skip
     return grad_sum, grad_scale

@@ -65,15 +65,31 @@ static void moments_of_images(const float *y, Shape s, double *sums, double *squ
   }
 }
 
+#define FAR 64 /* squares of deviations from the mean */
+
+/* Moves the shift of every channel that lies far from its mean there, and says whether there was one: the variance is
+   the small difference of two large sums then. */
+static int moved(i64 channels, double count, const double *sums, const double *squares, float *shift) {
+  int any = 0;
+  for (i64 c = 0; c < channels; c++) {
+    const double offset = sums[c] / count, spread = squares[c] / count - offset * offset;
+    if (offset * offset > FAR * spread) shift[c] = (float)(shift[c] + offset), any = 1;
+  }
+  return any;
+}
+
 /* mean, 1 / sqrt(var + eps), the unbiased variance (NULL: not wanted), and the running mean and variance (NULL: none)
    moved by `share` towards them. The sums are of y - shift, shift being the channel's first value: one pass, and no
-   cancellation to speak of. */
+   cancellation to speak of; a second one where that value is an outlier. */
 void statistics(const float *y, Shape s, double eps, float *mean, float *inverse, float *unbiased_var,
                 float *running_mean, float *running_var, double share, int threads) {
   double *sums = malloc(2 * s.channels * sizeof(double)), *squares = sums + s.channels;
   const double count = (double)s.outer * s.inner;
   for (i64 c = 0; c < s.channels; c++) mean[c] = y[c * s.inner];
-  (s.inner == 1 ? moments_innermost : moments_of_images)(y, s, sums, squares, mean, threads);
+  void (*const moments)(const float *, Shape, double *, double *, const float *, int) =
+      s.inner == 1 ? moments_innermost : moments_of_images;
+  moments(y, s, sums, squares, mean, threads);
+  if (moved(s.channels, count, sums, squares, mean)) moments(y, s, sums, squares, mean, threads);
   for (i64 c = 0; c < s.channels; c++) {
     const double offset = sums[c] / count, spread = squares[c] / count - offset * offset;
     const double variance = spread > 0 || spread != spread ? spread : 0;

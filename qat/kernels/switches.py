@@ -1,20 +1,52 @@
-"""Switches of the whole process: what the kernels are asked for, whatever would be fastest."""
+"""Switches of a thread: what the kernels are asked for, whatever would be fastest.
 
+They hold in the thread that enters the context, and in torch's own threads where these work for it: autograd computes
+the gradients of a GPU's tensors there. Other threads neither see them nor can leave them wrong.
+"""
+
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+
+import torch
+
+CARRIED = "qat.kernels.switches"
+"""What torch carries to its threads under this name: the switches that are on."""
 
 
-@dataclass
-class _Switches:
-    """torch.compile watches a plain attribute, and torch 2.11's cannot read a ContextVar."""
+class _Switches(threading.local):
+    """torch.compile watches a plain attribute of each thread, and torch 2.11's cannot read a ContextVar."""
 
-    plain: bool = False
-    in_float: bool = False
-    by_formula: bool = False
+    def __init__(self) -> None:
+        self.plain = False
+        self.in_float = False
+        self.by_formula = False
 
 
 _switches = _Switches()
+
+
+@contextmanager
+def _on(name: str) -> Iterator[None]:
+    before = getattr(_switches, name)
+    setattr(_switches, name, True)
+    _carry()
+    try:
+        yield
+    finally:
+        setattr(_switches, name, before)
+        _carry()
+
+
+def _carry() -> None:
+    torch._C._stash_obj_in_tls(CARRIED, frozenset(name for name, on in vars(_switches).items() if on))
+
+
+def _is_carried(name: str) -> bool:
+    """Whether it is on for whom this thread works; code that is being compiled runs in no thread of torch's."""
+    if torch.compiler.is_compiling() or not torch._C._is_key_in_tls(CARRIED):
+        return False
+    return name in torch._C._get_obj_in_tls(CARRIED)
 
 
 @contextmanager
@@ -29,21 +61,15 @@ def plain_formulas() -> Iterator[None]:
     >>> torch.equal(lsq_quantize(x, scale, -8, 7), expected)
     True
     """
-    before, _switches.plain = _switches.plain, True
-    try:
+    with _on("plain"):
         yield
-    finally:
-        _switches.plain = before
 
 
 @contextmanager
 def float_products() -> Iterator[None]:
     """A context in which training multiplies in float, on the same grids, also where integers would be faster."""
-    before, _switches.in_float = _switches.in_float, True
-    try:
+    with _on("in_float"):
         yield
-    finally:
-        _switches.in_float = before
 
 
 @contextmanager
@@ -52,23 +78,20 @@ def kernels_by_formula() -> Iterator[None]:
 
     Forward and backward belong inside, and `train()` of the model before them.
     """
-    before, _switches.by_formula = _switches.by_formula, True
-    try:
+    with _on("by_formula"):
         yield
-    finally:
-        _switches.by_formula = before
 
 
 def integers_allowed() -> bool:
     """Whether products may be computed in integers here."""
-    return not _switches.in_float
+    return not (_switches.in_float or _is_carried("in_float"))
 
 
 def plain_wanted() -> bool:
     """Whether plain operations are asked for."""
-    return _switches.plain
+    return _switches.plain or _is_carried("plain")
 
 
 def formulas_wanted() -> bool:
     """Whether the CPU is to do as CUDA does."""
-    return _switches.by_formula
+    return _switches.by_formula or _is_carried("by_formula")

@@ -9,14 +9,18 @@ Triton is loaded at the first use. With TRITON_INTERPRET=1 in the environment th
 
 import contextlib
 import functools
+import logging
 import os
-import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from qat.kernels.triton_layout import Layout, Tiling, layout_of, tiling_of
+from qat.kernels.triton_trial import Kind, difference, plain_gradients, plain_quantize
+
+Result = TypeVar("Result")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SCALE_DTYPES = (*DTYPES, torch.float64)
@@ -27,6 +31,8 @@ INDEX_LIMIT = 2**31
 """Offsets from here on need 64 bits."""
 
 WARPS = 4
+
+log = logging.getLogger("qat.kernels")
 
 
 @functools.cache
@@ -42,23 +48,36 @@ def may_run_on(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
-@functools.cache
-def runs_on(device: torch.device) -> bool:
-    """Whether the kernels run on this device: CUDA, and the CPU under the interpreter. Found out by a trial.
+_refused: set[torch.device] = set()
+"""Devices on which a kernel failed or was wrong."""
+
+
+def runs(kind: Kind) -> bool:
+    """Whether the kernels of a kind run: on CUDA, and on the CPU under the interpreter. Found out by a trial, once.
 
     A trial, because triton also wants a C compiler on the machine, a GPU that it knows and a cache folder.
     """
-    if not may_run_on(device) or kernels() is None:
-        return False
+    return may_run_on(kind.device) and kernels() is not None and kind.device not in _refused and _is_right(kind)
+
+
+@functools.cache
+def _is_right(kind: Kind) -> bool:
     try:
-        quantize(torch.zeros(1, device=device), torch.ones((), device=device), None, -1, 1)
+        wrong = difference(kind, quantize, gradients)
     except Exception as error:  # whatever it is, the plain formula works
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        warnings.warn(
-            f"Triton's kernels do not run on {device} ({reason}); the slower plain formula does", stacklevel=3
-        )
+        refuse(kind.device, error)
         return False
-    return True
+    if wrong is not None:
+        refuse(kind.device, wrong)
+    return wrong is None
+
+
+def refuse(device: torch.device, reason: Exception | str) -> None:
+    """Go without the kernels on this device from now on, and say so once."""
+    if device not in _refused:
+        _refused.add(device)
+        words = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}".splitlines()[0]
+        log.warning("Triton's kernels are not used on %s (%s): the plain formula is, slower", device, words)
 
 
 def applies(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> bool:
@@ -78,7 +97,12 @@ def applies(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> bool:
     for tensor in (x, scale, zero_point):
         if tensor is not None and (type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device != x.device):
             return False
-    return _layout(x, scale) is not None and runs_on(x.device)
+    layout = _layout(x, scale)
+    if layout is None:
+        return False
+    places = "one" if scale.numel() == 1 else "columns" if layout.per_column else "rows"
+    zero_dtype = None if zero_point is None else zero_point.dtype
+    return runs(Kind(x.device, x.dtype, scale.dtype, zero_dtype, places))
 
 
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
@@ -234,8 +258,24 @@ def _strided_like(grad: Tensor, x: Tensor) -> Tensor:
     return grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
 
 
+def _or_plainly(kernel: Callable[..., Result], plain: Callable[..., Result]) -> Callable[..., Result]:
+    """The kernel, or the plain formula where it fails for sizes or bounds that no trial had."""
+
+    @functools.wraps(kernel)
+    def call(x: Tensor, *rest: Any, **options: Any) -> Result:
+        try:
+            return kernel(x, *rest, **options)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            refuse(x.device, error)
+            return plain(x, *rest, **options)
+
+    return call
+
+
 class TritonKernels:
     """The fake-quantizer in Triton; see `qat.kernels.choice.Kernels`."""
 
-    quantize = staticmethod(quantize)
-    gradients = staticmethod(gradients)
+    quantize = staticmethod(_or_plainly(quantize, plain_quantize))
+    gradients = staticmethod(_or_plainly(gradients, plain_gradients))

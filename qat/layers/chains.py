@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.kernels.cpu import is_dense
+from qat.kernels.addresses import is_dense
 from qat.kernels.learned import Levels
 from qat.kernels.norms import batch_statistics, norm_quantize, norm_quantize_backward, sizes_of, statistics
 from qat.kernels.operator import by_formula, is_taken
@@ -187,8 +187,8 @@ def _is_simple(norm: Any, y: Tensor, channels: int) -> bool:
     if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or not (y.dim() > 3 or y.dim() == 2):
         return False
     tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
-    counts = None not in (norm.num_batches_tracked, norm.running_mean) or not norm.track_running_stats
-    return counts and all(
+    uncounted = norm.track_running_stats and (norm.num_batches_tracked is None or norm.running_mean is None)
+    return not uncounted and all(
         tensor is None or (is_taken(tensor) and tensor.is_contiguous() and tensor.numel() == channels)
         for tensor in tensors
     )
@@ -205,6 +205,8 @@ def _constants(channels: int, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
 def _statistics(norm: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
     """gamma, beta, mean, 1 / sqrt(var + eps), and whether these are the batch's; running statistics are updated."""
     follows = norm.training or norm.running_mean is None
+    if follows and y.numel() == y.shape[1]:  # as torch
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {y.shape}")
     if not follows:
         mean, inverse = norm.running_mean, torch.rsqrt(norm.running_var + norm.eps)
     elif not (norm.training and norm.track_running_stats):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qat.kernels.cpu import is_dense
+from qat.kernels.addresses import is_dense
 from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.learned import Levels, dequantize
 from qat.kernels.operator import by_formula, is_taken

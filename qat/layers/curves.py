@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.kernels.cpu import is_dense
+from qat.kernels.addresses import is_dense
 from qat.kernels.curves import (
     curve_quantize,
     curve_quantize_backward,

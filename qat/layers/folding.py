@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from qat.functional import round_ste
 
-LARGEST_BIAS_CODE = float(2**30)
-"""int32 minus one bit, so that bias and products together do not overflow."""
+LARGEST_BIAS_CODE, SMALLEST_BOUND = float(2**30), float(2**24)
+"""What a bias may reach: int32 minus one bit, and less where the products could need more than the other half."""
 
 DEAD_BIAS_CODE = float(2**20)
 """Where the weight contributes nothing, the scale is free: the bias becomes +-this integer, exactly enough."""
@@ -74,7 +74,9 @@ def fold_weight(
     step = torch.where(dead, free, step)
     codes = torch.where(dead.reshape(column), 0, codes)
     # Growth beyond int32 happens only where the weight hardly contributes; then the codes lose bits, not the bias.
-    growth = (shift.abs() / (input_scale * step) / LARGEST_BIAS_CODE).clamp(min=1)
+    products = 255 * codes.detach().abs().reshape(channels, -1).sum(1)  # at most
+    bound = (2**31 - products).clamp(SMALLEST_BOUND, LARGEST_BIAS_CODE)
+    growth = (shift.abs() / (input_scale * step) / bound).clamp(min=1)
     step = step * growth
     codes = torch.where((growth > 1).reshape(column), round_ste(codes / growth.reshape(column)), codes)
     accumulator_scale = input_scale * step

@@ -5,6 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from qat.kernels.addresses import numbers_at
 from qat.kernels.compiler import library
 from qat.kernels.cpu import compiled, is_plain
 from qat.kernels.operator import by_formula
@@ -47,6 +48,6 @@ def all_finite(tensors: list[Tensor]) -> bool:
     if library() is None or not all(is_plain(each) and each.is_contiguous() for each in tensors):
         return all(bool(each.isfinite().all()) for each in tensors)
     count = len(tensors)
-    addresses = (ctypes.c_void_p * count)(*[each.data_ptr() for each in tensors])
+    addresses = (ctypes.c_void_p * count)(*[numbers_at("scale", each, each.numel()) for each in tensors])
     sizes = (ctypes.c_int64 * count)(*[each.numel() for each in tensors])
     return bool(compiled().all_finite(addresses, sizes, count))

@@ -7,10 +7,10 @@ instead of computing something else than the float model.
 
 import inspect
 import operator
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx
@@ -21,6 +21,7 @@ from torch.nn.modules import transformer
 from qat.preparation.constants import attribute
 from qat.preparation.examples import copied
 from qat.preparation.nodes import FACTS, Facts
+from qat.preparation.patching import replaced_here, tracing_alone, without_fast_path
 from qat.preparation.writing import written_by
 
 
@@ -124,6 +125,7 @@ def torch_takes_proxies() -> Iterator[None]:
 
     `torch.zeros(n, m)` takes proxies as sizes, as torch itself takes `torch.zeros((n, m))`; transformers take their
     plain way, not the fast path that no graph shows, and do not look whether a mask's values happen to be causal.
+    All this holds in the thread that enters; another one that wants to enter waits.
     """
 
     def with_tuple(factory: Any) -> Any:
@@ -133,16 +135,13 @@ def torch_takes_proxies() -> Iterator[None]:
 
         return make
 
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(transformer, "_detect_is_causal_mask", lambda *_: False))
-        for name in ("zeros", "ones", "empty", "rand", "randn"):
-            patches.enter_context(mock.patch.object(torch, name, with_tuple(getattr(torch, name))))
-        fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
+    factories = ("zeros", "ones", "empty", "rand", "randn")
+    with without_fast_path():
+        replacements: dict[tuple[Any, str], Any] = {
+            (torch, name): with_tuple(getattr(torch, name)) for name in factories
+        }
+        with replaced_here({**replacements, (transformer, "_detect_is_causal_mask"): lambda *_: False}):
             yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _context() -> tuple[bool, bool]:
@@ -164,6 +163,18 @@ class HintTracer(fx.Tracer):
         self._settled: set[fx.Node] = set()
         self._running = False
         self._modes = _context()
+        self._thread = threading.get_ident()
+
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        """The graph; what torch.fx changes in nn.Module meanwhile, other threads do not notice."""
+        with tracing_alone():
+            self._thread = threading.get_ident()
+            return super().trace(root, concrete_args)
+
+    @property
+    def looks_away(self) -> bool:
+        """Whether modules are to act as ever: one runs on the example inputs, or another thread calls its own."""
+        return self._running or threading.get_ident() != self._thread
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """A proxy for a node, with a hint where there are example inputs."""
@@ -239,8 +250,8 @@ class HintTracer(fx.Tracer):
         return list(hint) if isinstance(hint, Mapping) else super().keys(obj)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        """Parameters and buffers become nodes, except while a module runs on the example inputs."""
-        return attr_val if self._running else super().getattr(attr, attr_val, parameter_proxy_cache)
+        """Parameters and buffers become nodes, except while modules are to act as ever."""
+        return attr_val if self.looks_away else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def answer(self, graph: fx.Graph) -> Any:
         """What the traced graph answered to the example inputs."""

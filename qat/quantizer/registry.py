@@ -9,7 +9,8 @@ import torch
 from qat.quantizer.base import Quantizer, Role
 from qat.spec import QuantSpec
 
-_QUANTIZERS: dict[str, type[Quantizer]] = {}
+_QUANTIZERS: dict[str, type[Quantizer]] = globals().get("_QUANTIZERS", {})
+"""Kept where this module is loaded anew, in a notebook say: the rules are not."""
 
 QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])
 
@@ -36,15 +37,20 @@ def register_quantizer(name: str) -> Callable[[QuantizerClass], QuantizerClass]:
     """
 
     def register(cls: QuantizerClass) -> QuantizerClass:
-        if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
+        if not (isinstance(cls, type) and any(_place(each) == _place(Quantizer) for each in cls.__mro__)):
             raise TypeError(f"register_quantizer({name!r}): expected a subclass of qat.Quantizer, got {cls!r}")
         taken = _QUANTIZERS.get(name)
-        if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+        if taken is not None and _place(taken) != _place(cls):
             raise ValueError(f"register_quantizer({name!r}): the name is taken by {taken.__module__}.{taken.__name__}")
         _QUANTIZERS[name] = cls
         return cls
 
     return register
+
+
+def _place(cls: type) -> tuple[str, str]:
+    """What tells a class from others, also when its module was loaded anew."""
+    return cls.__module__, cls.__qualname__
 
 
 def registered_quantizers() -> list[str]:

@@ -1,11 +1,11 @@
 """The estimator where its surroundings differ: no data, a compiler, another memory layout."""
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qat.silence import warnings_ignored
 from qat.testing.comparison import require_close, require_same_gradients, uneven
 from qat.testing.estimator import Estimator, Inputs, as_leaves, pull_back
 from qat.testing.report import GradcheckError, raising
@@ -59,8 +59,7 @@ def check_compile(estimator: Estimator, inputs: Inputs) -> str:
     def whole(*tensors: Tensor) -> Any:
         return estimator.function(*tensors)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own, which differ between torch versions
+    with warnings_ignored():  # the compiler's own, which differ between torch versions
         torch.compiler.reset()
         try:
             with raising("torch.compile "):

@@ -1,6 +1,5 @@
 """The estimator under `torch.func` and in forward mode."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from qat.silence import warnings_ignored
 from qat.testing.comparison import require_close, require_same_gradients, uneven
 from qat.testing.estimator import Estimator, Inputs, filled
 from qat.testing.report import plural, raising
@@ -105,8 +105,7 @@ def check_jvp(estimator: Estimator, inputs: Inputs) -> str:
         GradcheckError: with the first slots and element that differ.
     """
     slots = range(len(inputs))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script` is")  # torch's own, when it loads its decompositions
+    with warnings_ignored("`torch.jit.script` is"):  # torch's own, when it loads its decompositions
         for moved in [tuple(slots), *((slot,) for slot in slots if len(inputs) > 1)]:
             tangents = [uneven(tensor, slot + 5) if slot in moved else None for slot, tensor in enumerate(inputs)]
             expected = estimator.declared_tangent(inputs, tangents)

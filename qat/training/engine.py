@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from qat.kernels import float_products
 from qat.training.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
+from qat.training.compiled import CompiledModel
 from qat.training.config import QATStageConfig
 from qat.training.curves import Meter, log_epoch, log_window
 from qat.training.device import autocast, compile_mode
@@ -38,9 +39,9 @@ class _Machinery:
         self.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.amp == "fp16")
         self.ema = None if run.stage.ema_decay is None else EMA(run.model, run.stage.ema_decay)
         self.rules = RuleSchedule(run.model)
-        self.forward: Callable[[Tensor], Any] = run.model
+        self.compiled: CompiledModel | None = None
         if run.config.compile:
-            self.forward = torch.compile(run.model, mode=compile_mode(run.device, run.config.cuda_graphs))
+            self.compiled = CompiledModel(run.model, compile_mode(run.device, run.config.cuda_graphs))
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.best_top1 = -1.0
 
@@ -142,9 +143,11 @@ def _train_epoch(run: StageRun, machinery: _Machinery, epoch: int) -> Meter:
 
 def _train_step(run: StageRun, machinery: _Machinery, images: Tensor, labels: Tensor) -> Tensor:
     """One optimizer step; returns (loss, correct predictions, gradient norm) on the device."""
+    if machinery.compiled is not None:
+        machinery.compiled.prove(lambda forward: _loss_of(run, (images, labels), forward)[0])
     if run.config.cuda_graphs:  # what the step before left in their memory is done with
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    loss, logits = _loss_of(run, (images, labels), machinery.forward)
+    loss, logits = _loss_of(run, (images, labels), machinery.compiled)
     total = machinery.rules.with_penalty(loss)
     machinery.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
     norm = torch.zeros_like(loss)

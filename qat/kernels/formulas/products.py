@@ -21,12 +21,9 @@ from qat.kernels.formulas.grids import (
     slopes_on,
     step_in_force,
 )
-from qat.kernels.geometry import Geometry
+from qat.kernels.geometry import MOST_INPUTS, Geometry
 
 log = logging.getLogger("qat.kernels")
-
-MOST_INPUTS = 1 << 16
-"""Products of codes by a weight, 255 * 127 at most, whose sum fits int32."""
 
 
 def codes_product(
@@ -118,6 +115,9 @@ def fits_int_mm(rows: int, inputs: int, outputs: int) -> bool:
     return rows > 16 and 0 < inputs <= MOST_INPUTS and inputs % 8 == 0 and outputs > 0 and outputs % 8 == 0
 
 
+TRIED = ((48, 256, 64), (17, 8, 16), (77, 4104, 40))
+"""Rows, inputs and outputs of what `try_int_mm` multiplies: in whole tiles, the smallest, and with no tile whole."""
+
 _int_mm_found: dict[str, bool] = {}
 """What `try_int_mm` found out, by kind of device."""
 
@@ -131,18 +131,22 @@ def try_int_mm(device: torch.device) -> bool:
     """Try torch._int_mm on a device, at the extremes too; once, and before anything is compiled or captured."""
     if device.type not in _int_mm_found:
         try:
-            generator = torch.Generator("cpu").manual_seed(0)
-            a = torch.randint(-128, 128, (48, 256), dtype=torch.int8, generator=generator, device="cpu")
-            b = torch.randint(-127, 128, (64, 256), dtype=torch.int8, generator=generator, device="cpu")
-            a[:16], b[:8], b[8:16] = 127, 127, -127
-            y = torch._int_mm(a.to(device), b.to(device).T).cpu()
-            _int_mm_found[device.type] = torch.equal(y, (a.double() @ b.double().T).to(torch.int32))
-            reason = "wrong"
-        except (RuntimeError, NotImplementedError, AttributeError) as error:  # an older device, another build of torch
-            _int_mm_found[device.type], reason = False, str(error).splitlines()[0]
+            found, reason = all(_is_exact(device, *sizes) for sizes in TRIED), "wrong"
+        except Exception as error:  # an older device, another build of torch; whatever it is, floating numbers work
+            found, reason = False, f"{type(error).__name__}: {error}".splitlines()[0]
+        _int_mm_found[device.type] = found
         if not _int_mm_found[device.type]:
             log.info("integer matrix products on %s: %s; training multiplies in floating numbers", device, reason)
     return _int_mm_found[device.type]
+
+
+def _is_exact(device: torch.device, rows: int, inputs: int, outputs: int) -> bool:
+    generator = torch.Generator("cpu").manual_seed(0)
+    a = torch.randint(-128, 128, (rows, inputs), dtype=torch.int8, generator=generator, device="cpu")
+    b = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8, generator=generator, device="cpu")
+    a[:16], b[:8], b[8:16] = 127, 127, -127
+    y = torch._int_mm(a.to(device), b.to(device).T).cpu()
+    return torch.equal(y, (a.double() @ b.double().T).to(torch.int32))
 
 
 def _is_of_matrices(geometry: Geometry, weight: Tensor) -> bool:

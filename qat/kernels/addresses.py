@@ -1,0 +1,86 @@
+"""The one door to the C code: an address is given away only of a tensor that is what the kernel will take it for.
+
+A kernel reads and writes as many numbers, of the type and in the order that its arguments promise, whatever lies there.
+No other file asks a tensor for its `data_ptr`; a test reads them all.
+"""
+
+import torch
+from torch import Tensor
+
+NEAREST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The memory formats with channels innermost, by the number of axes."""
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether the elements lie next to each other, in whatever order of the axes."""
+    if x.is_contiguous():
+        return True
+    nearest = NEAREST.get(x.dim())
+    if nearest is not None and x.is_contiguous(memory_format=nearest):
+        return True
+    return x.stride() == torch.empty_like(x, device="meta").stride()
+
+
+def numbers_at(what: str, x: Tensor, count: int, dtype: torch.dtype = torch.float32) -> int:
+    """The address of `count` numbers that lie one after the other.
+
+    Args:
+        what: the tensor's name, for the message.
+        x: on the CPU, contiguous.
+        count: of its elements, at least 1.
+        dtype: of its elements.
+
+    Raises:
+        ValueError: if the tensor is anything else.
+    """
+    found: int
+    if x.numel() == count and x.dtype is dtype and x.is_cpu and x.is_contiguous() and (found := x.data_ptr()):
+        return found
+    raise ValueError(
+        f"{what} should be {count} numbers of {dtype} on the CPU, one after the other in memory, not {_described(x)}"
+    )
+
+
+def elements_at(what: str, x: Tensor, pattern: Tensor, dtype: torch.dtype = torch.float32) -> int:
+    """The address of a tensor's elements, which lie next to each other in the order of another's.
+
+    Args:
+        what: the tensor's name, for the message.
+        x: on the CPU, with elements.
+        pattern: of x's shape and strides, dense in any memory format; x itself where there is no other.
+        dtype: of x's elements.
+
+    Raises:
+        ValueError: if the tensor is anything else.
+    """
+    found: int
+    if x.dtype is dtype and x.is_cpu and _alike(x, pattern) and (found := x.data_ptr()):
+        return found
+    raise ValueError(
+        f"{what} should be {tuple(pattern.shape)} of {dtype} on the CPU, without gaps in memory and with strides"
+        f" {pattern.stride()}, not {_described(x)}"
+    )
+
+
+def rows_at(what: str, x: Tensor, rows: int) -> int:
+    """The address of a float32 tensor that is `rows` pieces of the same size, one after the other along its first axis.
+
+    Raises:
+        ValueError: if the tensor is anything else.
+    """
+    if rows == 1 or (x.dim() and x.shape[0] == rows and x.stride(0) * rows == x.numel()):
+        return elements_at(what, x, x)
+    raise ValueError(f"{what} should be {rows} rows, one after the other in memory, not {_described(x)}")
+
+
+def _alike(x: Tensor, pattern: Tensor) -> bool:
+    if x is pattern:
+        return is_dense(x)
+    if x.is_contiguous() and pattern.is_contiguous():
+        return x.numel() == pattern.numel()
+    return x.shape == pattern.shape and x.stride() == pattern.stride() and is_dense(x)
+
+
+def _described(x: Tensor) -> str:
+    held = "" if x.device.type == "meta" or x.data_ptr() or not x.numel() else ", its memory given back"
+    return f"{tuple(x.shape)} of {x.dtype} on {x.device} with strides {x.stride()}{held}"

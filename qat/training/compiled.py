@@ -1,0 +1,112 @@
+"""The model under torch.compile where that trains as the model itself does; else the model."""
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+FAR, FAR_GRADIENT = 0.25, 4.0
+"""Compiled code draws other random numbers, so only gross differences count: of the loss by its size, and the factor
+between the norms of the gradients."""
+
+logger = logging.getLogger("qat")
+
+
+class Step(NamedTuple):
+    """What a step that changed nothing found: the loss, the norm of all gradients, and who had one."""
+
+    loss: float
+    norm: float
+    learning: frozenset[str]
+
+
+class CompiledModel:
+    """A model to call, compiled; uncompiled from the moment on when the compiler, or its code, fails.
+
+    Args:
+        model: what to compile.
+        mode: of torch.compile.
+    """
+
+    def __init__(self, model: nn.Module, mode: str | None) -> None:
+        self._model = model
+        self._compiled: Callable[[Tensor], Any] | None = torch.compile(model, mode=mode)
+        self._proven = False
+
+    def __call__(self, images: Tensor) -> Any:
+        """The model's output; its own errors are raised as they are without the compiler."""
+        if self._compiled is None:
+            return self._model(images)
+        try:
+            return self._compiled(images)
+        except Exception as error:
+            reason = _first_line(error)
+        output = self._model(images)
+        self._give_up(reason)
+        return output
+
+    def prove(self, loss_of: Callable[[Callable[[Tensor], Any]], Tensor]) -> None:
+        """Before the first step, hold a compiled one against one of the model: loss and gradients. Nothing is changed.
+
+        Args:
+            loss_of: the loss of the first batch, computed with what it is given.
+        """
+        if self._proven or self._compiled is None:
+            return
+        self._proven = True
+        expected = self._step(self._model, loss_of)
+        try:
+            found = self._step(self._compiled, loss_of)
+        except Exception as error:  # not the model's: it has just run
+            self._give_up(_first_line(error))
+            return
+        difference = _gross_difference(found, expected)
+        if difference is not None:
+            self._give_up(difference)
+
+    def _give_up(self, reason: str) -> None:
+        self._compiled = None
+        logger.warning("compile: %s; training goes on without torch.compile, slower", reason)
+
+    def _step(self, forward: Callable[[Tensor], Any], loss_of: Callable[[Callable[[Tensor], Any]], Tensor]) -> Step:
+        named = dict(self._model.named_parameters())
+        buffers = [(each, each.detach().clone()) for each in self._model.buffers()]
+        gradients = [(each, each.grad) for each in named.values()]
+        devices = {each.device.index or 0 for each in named.values() if each.is_cuda}
+        with torch.random.fork_rng(devices=sorted(devices)):
+            try:
+                for parameter in named.values():
+                    parameter.grad = None
+                loss = loss_of(forward)
+                loss.backward()  # type: ignore[no-untyped-call]
+                found = {name: each.grad.detach() for name, each in named.items() if each.grad is not None}
+                norm = math.hypot(*(float(torch.linalg.vector_norm(each.float())) for each in found.values()))
+                return Step(float(loss.detach()), norm, frozenset(found))
+            finally:
+                with torch.no_grad():
+                    for buffer, kept in buffers:
+                        buffer.copy_(kept)
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
+
+
+def _gross_difference(found: Step, expected: Step) -> str | None:
+    """None where there is none; what the model itself gets infinite or NaN tells nothing."""
+    if found.learning != expected.learning:
+        name = min(found.learning ^ expected.learning)
+        return f"{name} has {'a' if name in found.learning else 'no'} gradient in the compiled model only"
+    if not math.isfinite(expected.loss + expected.norm):
+        return None
+    if not abs(found.loss - expected.loss) <= FAR * (1 + abs(expected.loss)):
+        return f"the loss of the compiled model is {found.loss:.4g} instead of {expected.loss:.4g}"
+    low, high = sorted((found.norm, expected.norm)) if math.isfinite(found.norm) else (0.0, math.inf)
+    if high > FAR_GRADIENT * low + 1e-6:
+        return f"the gradients of the compiled model have the norm {found.norm:.4g} instead of {expected.norm:.4g}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,104 @@
+"""What the training loop does where torch.compile fails, or makes something else of the model."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_engine import curves, stage_run, train
+from tiny_training import tiny_model
+from torch import Tensor, nn
+
+from qat.training.compiled import CompiledModel
+from qat.training.config import QATStageConfig
+
+ENDED = "compile: %s; training goes on without torch.compile, slower"
+
+
+class BrokenError(Exception):
+    """What a compiler raises."""
+
+
+def refusing(*_: Any) -> Any:
+    raise BrokenError("no kernel for this device\nand more lines")
+
+
+def steeper(y: Tensor) -> Tensor:
+    return y.detach() + 100 * (y - y.detach())
+
+
+COMPILERS = {
+    "BrokenError: no kernel for this device": lambda model: refusing,
+    "the loss of the compiled model is": lambda model: lambda images: model(images) * 50 + 30 * torch.arange(2),
+    "the gradients of the compiled model have the norm": lambda model: lambda images: steeper(model(images)),
+    "has no gradient in the compiled model": (
+        lambda model: lambda images: model(images).detach() + 0 * next(model.parameters()).sum()
+    ),
+}
+
+
+def losses_of(folder: Path, compiled: bool) -> list[tuple[int, float]]:
+    torch.manual_seed(0)
+    run = stage_run(folder, tiny_model(), QATStageConfig(epochs=2, lr=0.1), config={"compile": compiled})
+    train(run)
+    return next(values for tag, values in curves(folder).items() if "loss" in tag and "train" in tag)
+
+
+@pytest.mark.parametrize("reason", COMPILERS)
+def test_a_compiled_model_that_is_not_the_model_is_not_trained(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not a bit of the run is changed by the trial."""
+    expected = losses_of(tmp_path / "plain", False)
+    monkeypatch.setattr(torch, "compile", lambda model, mode: COMPILERS[reason](model))
+    assert losses_of(tmp_path / "compiled", True) == expected
+    (said,) = [message for message in caplog.messages if message.startswith("compile: ")]
+    assert reason in said and said.endswith("; training goes on without torch.compile, slower")
+
+
+def test_a_compiled_model_that_fails_later_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, calls = nn.Linear(3, 2), []
+
+    def compiled(images: Tensor) -> Any:
+        calls.append(images)
+        return model(images) if len(calls) == 1 else refusing()
+
+    monkeypatch.setattr(torch, "compile", lambda model, mode: compiled)
+    forward, x = CompiledModel(model, None), torch.ones(5, 3)
+    assert all(torch.equal(forward(x), model(x)) for _ in range(4)) and len(calls) == 2
+    assert caplog.messages == [ENDED % "BrokenError: no kernel for this device"]
+
+
+def test_the_models_own_errors_are_its_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, mode: refusing)
+    forward, x = CompiledModel(nn.Linear(3, 2), None), torch.ones(5, 4)
+    for call in (lambda: forward(x), lambda: forward.prove(lambda run: run(x).sum())):
+        with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as error:
+            call()
+        assert error.value.__context__ is None
+    assert caplog.messages == []
+
+
+def test_the_trial_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout())
+    model[0].weight.grad = torch.ones(3, 3)
+    kept, x, seen = copy.deepcopy(model.state_dict()), torch.randn(7, 3), []
+    numbers = torch.get_rng_state()
+    monkeypatch.setattr(torch, "compile", lambda model, mode: model)
+    forward = CompiledModel(model, None)
+
+    def loss_of(forward: Any) -> Tensor:
+        seen.append(forward)
+        y: Tensor = forward(x).square().mean()
+        return y
+
+    forward.prove(loss_of)
+    forward.prove(loss_of)  # once is enough
+    assert len(seen) == 2
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert torch.equal(model[0].weight.grad, torch.ones(3, 3)) and model[0].bias.grad is None

@@ -1,0 +1,168 @@
+"""What the C kernels read and write is what they were promised: sizes, dtypes and strides are checked at one place."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qat
+from qat.kernels import compiler, plain_formulas
+from qat.kernels.addresses import elements_at, numbers_at, rows_at
+from qat.kernels.cpu import quantize_rows
+from qat.kernels.norms import batch_statistics, norm_quantize, norm_quantize_backward, statistics
+from qat.kernels.pools import max_pool_codes, max_pool_codes_backward
+from qat.kernels.product_operators import codes_product
+from qat.kernels.quantizers import add_quantize, quantize_codes
+
+ROOT = Path(__file__).resolve().parents[1]
+needs_kernels = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
+GRID = (torch.tensor(0.02), torch.tensor(0.01), None, -128, 127, 128, 1.0, False)
+
+
+def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape).to(dtype)
+
+
+def test_no_other_file_asks_for_an_address() -> None:
+    asking = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "qat").rglob("*.py")
+        if re.search(r"(?<!untyped_storage\(\))\.data_ptr\b", path.read_text())
+    }
+    assert asking == {"qat/kernels/addresses.py"}
+
+
+def test_numbers_are_as_many_as_promised_and_of_the_type() -> None:
+    x = numbered(8)
+    assert numbers_at("mean", x, 8) == x.data_ptr()
+    wrong = {
+        "(8,) of torch.float64 on cpu with strides (1,)": x.double(),
+        "(4,) of torch.float32 on cpu with strides (1,)": x[:4],
+        "(8,) of torch.float32 on cpu with strides (0,)": x[:1].expand(8),
+        "(8,) of torch.float32 on meta with strides (1,)": x.to("meta"),
+    }
+    for described, tensor in wrong.items():
+        with pytest.raises(ValueError) as error:
+            numbers_at("mean", tensor, 8)
+        assert str(error.value) == (
+            f"mean should be 8 numbers of torch.float32 on the CPU, one after the other in memory, not {described}"
+        )
+
+
+def test_a_tensor_without_memory_is_refused() -> None:
+    x = numbered(8)
+    x.untyped_storage().resize_(0)  # as FSDP does between two uses of a parameter
+    with pytest.raises(ValueError, match=r"with strides \(1,\), its memory given back$"):
+        numbers_at("scale", x, 8)
+    with pytest.raises(ValueError, match=r"with strides \(1,\), its memory given back$"):
+        elements_at("scale", x, x)
+
+
+def test_elements_lie_as_the_pattern_does() -> None:
+    x = numbered(2, 3, 4, 5)
+    nearest = x.to(memory_format=torch.channels_last)
+    for each in (x, nearest, x.mT, x.permute(3, 1, 0, 2)):
+        assert elements_at("x", each, each) == each.data_ptr()
+        assert elements_at("y", torch.empty_like(each), each)
+    for each, pattern in [(x, nearest), (x[:, :2], x), (x, x[:, :2]), (x[..., ::2], x[..., ::2]), (x.int(), x)]:
+        with pytest.raises(ValueError) as error:
+            elements_at("x", each, pattern)
+        assert str(error.value) == (
+            f"x should be {tuple(pattern.shape)} of torch.float32 on the CPU, without gaps in memory and with strides"
+            f" {pattern.stride()}, not {tuple(each.shape)} of {each.dtype} on cpu with strides {each.stride()}"
+        )
+
+
+def test_rows_lie_one_after_the_other() -> None:
+    x = numbered(4, 6)
+    assert rows_at("weight", x, 4) and rows_at("weight", x.T, 1)
+    with pytest.raises(ValueError) as error:
+        rows_at("weight", x.T, 6)
+    assert str(error.value) == (
+        "weight should be 6 rows, one after the other in memory, not (6, 4) of torch.float32 on cpu with strides (1, 6)"
+    )
+
+
+@needs_kernels
+def test_every_operator_checks_what_it_is_given() -> None:
+    y, channels, codes = numbered(2, 8, 3, 3), numbered(8), torch.zeros(2, 8, 3, 3, dtype=torch.uint8)
+    four, numbers = numbered(4), torch.tensor([0.1, 3.0])
+    norm = [channels, channels, channels, channels]
+    window = ([2, 2], [1, 1], [0, 0], [1, 1])
+    calls = [
+        lambda: statistics(y, 1e-5, (four, channels), 0.1),
+        lambda: statistics(y, 1e-5, (channels, four[:1].expand(8)), 0.1),
+        lambda: statistics(y, 1e-5, (channels, channels.double()), 0.1),
+        lambda: batch_statistics(y.double(), 1e-5),
+        *[
+            lambda place=place: norm_quantize(y, *norm[:place], four, *norm[place + 1 :], 0.0, 6.0, *GRID)
+            for place in range(4)
+        ],
+        lambda: norm_quantize_backward(y, y, four, *norm[1:], 0.0, 6.0, *GRID, True, True),
+        lambda: quantize_codes(y, four, *GRID[1:]),
+        lambda: quantize_codes(y, GRID[0], four[:0], *GRID[2:]),
+        lambda: quantize_codes(y, *GRID[:2], torch.tensor(3), *GRID[3:]),
+        lambda: quantize_codes(y[..., :2], *GRID),
+        lambda: add_quantize(codes, codes[:1], numbers, numbers, 0.0, 6.0, *GRID),
+        lambda: add_quantize(codes, codes, numbers, numbers[:1], 0.0, 6.0, *GRID),
+        lambda: quantize_rows(y, channels[:2], -8, 7, four, values=y.clone()),
+        lambda: quantize_rows(y, channels[:2], -8, 7, values=y.half()),
+        lambda: max_pool_codes(codes.float(), *window, False),
+        lambda: max_pool_codes_backward(y, codes, 3, 3, [2], [1], [0], [1, 1]),
+        lambda: max_pool_codes_backward(y, codes, 3, 3, [2, 2], [0, 1], [0, 0], [1, 1]),
+        lambda: codes_product(
+            codes, numbers, numbered(4, 8, 1, 1), four, four[:2], None, -8, 7, [1, 1], [0, 0], [1, 1], 1, False
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"^[^.]+ (should be|takes) .*, not |shorter than argument"):
+            call()
+
+
+def prepared(norm: nn.BatchNorm2d) -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    x = torch.randn(4, 3, 9, 9)
+    ready = qat.prepare(model, example_inputs=(x,))
+    qat.calibrate(ready, [x])
+    (own,) = [module for module in ready.modules() if isinstance(module, nn.BatchNorm2d)]
+    own.__dict__ = norm.__dict__
+    return ready.train()
+
+
+@needs_kernels
+def test_a_norm_of_another_width_is_told_in_torchs_words() -> None:
+    with pytest.raises(RuntimeError, match="running_mean should contain 8 elements not 4"):
+        prepared(nn.BatchNorm2d(4))(torch.randn(4, 3, 9, 9))
+
+
+@needs_kernels
+def test_one_value_a_channel_is_refused_in_torchs_words() -> None:
+    with pytest.raises(ValueError) as error:
+        prepared(nn.BatchNorm2d(8))(torch.randn(1, 3, 3, 3))
+    assert str(error.value) == (
+        "Expected more than 1 value per channel when training, got input size torch.Size([1, 8, 1, 1])"
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["expanded", "float64", "strided"])
+def test_running_statistics_that_are_no_plain_memory_train_as_with_plain_operations(kind: str) -> None:
+    def trained() -> tuple[str, Tensor]:
+        norm = nn.BatchNorm2d(8)
+        norm.running_var = {
+            "expanded": torch.ones(1).expand(8), "float64": torch.ones(8).double(), "strided": torch.ones(16)[::2]
+        }[kind]  # fmt: skip
+        torch.manual_seed(0)
+        model = prepared(norm)
+        try:
+            y: Tensor = model(torch.randn(4, 3, 9, 9))
+        except RuntimeError as error:  # torch's own sentence, where it has one
+            return str(error), torch.zeros(())
+        return "", y.detach()
+
+    said, y = trained()
+    with plain_formulas():
+        expected = trained()
+    assert said == expected[0] and torch.allclose(y, expected[1], atol=1e-5)

@@ -1,0 +1,196 @@
+"""What is process-wide, or looks as if it were, with several threads: each finds its own, and nothing stays wrong."""
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qat
+from qat.kernels import (
+    float_products,
+    formulas_wanted,
+    integers_allowed,
+    kernels_by_formula,
+    plain_formulas,
+    plain_wanted,
+)
+from qat.silence import warnings_ignored
+
+SWITCHES = {
+    plain_formulas: plain_wanted, kernels_by_formula: formulas_wanted, float_products: lambda: not integers_allowed()
+}  # fmt: skip
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """What the work returns or raises, done in another thread."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append((True, work()))
+        except BaseException as error:
+            found.append((False, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert found, "the other thread hangs"
+    if not found[0][0]:
+        raise found[0][1]
+    return found[0][1]
+
+
+@pytest.mark.parametrize("context", SWITCHES)
+def test_a_switch_is_seen_by_its_own_thread_only(context: Any) -> None:
+    asked = SWITCHES[context]
+    with context():
+        assert asked() and not in_thread(asked)
+        with context():
+            assert asked()
+        assert asked()
+    assert not asked()
+
+
+@pytest.mark.parametrize("context", SWITCHES)
+def test_switches_that_cross_each_other_end_as_they_began(context: Any) -> None:
+    """The first thread leaves while the second is inside: what it finds on leaving was not there when it came."""
+    asked, entered, left = SWITCHES[context], threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def second() -> None:
+        with context():
+            entered.set()
+            left.wait(60)
+            seen.append(asked())
+        seen.append(asked())
+
+    thread = threading.Thread(target=second)
+    with context():
+        thread.start()
+        entered.wait(60)
+    seen.append(asked())
+    left.set()
+    thread.join()
+    assert seen == [False, True, False] and not asked() and not in_thread(asked)
+
+
+class Nested(torch.autograd.Function):
+    """Calls backward within its backward, so often that torch goes on in a thread of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, depth: int, seen: dict[int, bool]) -> Tensor:
+        ctx.rest = depth, seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        depth, seen = ctx.rest
+        seen[threading.get_ident()] = plain_wanted() and not formulas_wanted()
+        if depth:
+            with torch.enable_grad():
+                x = torch.ones((), requires_grad=True)
+                Nested.apply(x, depth - 1, seen).backward()
+        return grad, None, None
+
+
+def test_torchs_own_threads_know_the_switches_of_whom_they_work_for() -> None:
+    seen: dict[int, bool] = {}
+    with plain_formulas():
+        Nested.apply(torch.ones((), requires_grad=True), 70, seen).backward()
+    assert len(seen) > 1 and all(seen.values())
+    seen.clear()
+    Nested.apply(torch.ones((), requires_grad=True), 70, seen).backward()
+    assert len(seen) > 1 and not any(seen.values())
+
+
+def test_compiled_code_watches_the_switches_of_its_own_thread() -> None:
+    compiled = torch.compile(
+        lambda x: x + (10 * plain_wanted()) + (100 * formulas_wanted()), fullgraph=True, backend="eager"
+    )
+    x = torch.zeros(())
+
+    def both() -> list[float]:
+        outside = compiled(x).item()
+        with plain_formulas():
+            return [outside, compiled(x).item(), compiled(x).item()]
+
+    assert both() == [0, 10, 10] and both() == [0, 10, 10]
+    with kernels_by_formula():
+        assert in_thread(both) == [0, 10, 10] and compiled(x).item() == 100
+    assert compiled(x).item() == 0
+
+
+class Waiting(nn.Module):
+    """A model whose forward, while it is traced, lets another thread do something."""
+
+    def __init__(self, meanwhile: Callable[[], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.meanwhile = nn.Linear(4, 4), nn.Linear(4, 4), meanwhile
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.meanwhile()
+        return self.second(x + torch.zeros(x.shape[0], x.shape[1]))
+
+
+def patched() -> list[Any]:
+    found = [nn.Module.__call__, nn.Module.__getattr__, torch.backends.mha.get_fastpath_enabled()]
+    return [*found, *(getattr(torch, name) for name in ("zeros", "ones", "empty", "rand", "randn"))]
+
+
+def test_who_trains_while_another_thread_traces_does_not_notice() -> None:
+    other = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU())
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    compiled = torch.compile(lambda x: x + torch.zeros(3) + torch.ones(2, 3), fullgraph=True, backend="eager")
+    seen: list[Any] = []
+
+    def train() -> None:
+        loss = other(torch.ones(5, 3) * torch.randn(5, 3)).sum() + compiled(torch.zeros(2, 3)).sum()
+        loss.backward()
+        with torch.no_grad():
+            encoder(torch.zeros(2, 3, 8))
+        seen.append((torch.backends.mha.get_fastpath_enabled(), other[0].weight.grad is not None, float(loss)))
+
+    before = patched()
+    model = qat.prepare(Waiting(lambda: in_thread(train)), example_inputs=torch.randn(2, 4))
+    assert len(seen) > 1 and all(fast and learned for fast, learned, _ in seen)
+    assert {"first", "second"} <= dict(model.named_modules()).keys() and patched() == before
+
+
+def test_models_that_are_prepared_at_once_are_what_they_are_alone() -> None:
+    inside, prepared, before = threading.Event(), [], patched()
+    x = torch.randn(2, 4)
+
+    def second() -> None:
+        inside.wait(60)
+        prepared.append(qat.prepare(Waiting(lambda: None), example_inputs=x))
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    prepared.append(qat.prepare(Waiting(lambda: inside.set() or thread.join(0.5)), example_inputs=x))
+    thread.join(60)
+    alone = qat.prepare(Waiting(lambda: None), example_inputs=x)
+    names = [[name for name, _ in model.named_modules()] for model in (*prepared, alone)]
+    assert names[0] == names[1] == names[2] and patched() == before
+
+
+def test_warnings_that_threads_ignore_at_once_are_heard_again() -> None:
+    entered, before = threading.Event(), list(warnings.filters)
+
+    def second() -> None:
+        entered.wait(60)
+        with warnings_ignored():
+            pass
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with warnings_ignored("nobody says this"):
+        entered.set()
+        thread.join(0.5)  # it waits
+        assert thread.is_alive()
+    thread.join(60)
+    assert list(warnings.filters) == before
