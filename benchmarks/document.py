@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks.default_rule import rule_table
 from benchmarks.rules_table import rules_table
 from benchmarks.saturation_table import saturation_table
+from benchmarks.self_check import self_check_table
 from benchmarks.speed_table import TABLES as SPEED_TABLES
 from benchmarks.targets_table import limits_table, reasons_table, targets_table
 from benchmarks.zoo_table import families_table, models_table
@@ -29,6 +30,7 @@ FROM_CODE = {
     "target_limits": limits_table,
     "target_reasons": reasons_table,
     "saturation": saturation_table,
+    "self_check": self_check_table,
     "zoo_families": families_table,
     "zoo_models": models_table,
     **SPEED_TABLES,

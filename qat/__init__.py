@@ -30,7 +30,7 @@ from qat.layers import (
     QuantMultiheadAttention,
     QuantRNN,
 )
-from qat.preparation import float_state_dict, prepare
+from qat.preparation import feature_extractor, float_state_dict, prepare, self_check
 from qat.quantizer import Quantizer, penalty, register_quantizer, set_progress
 from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec
@@ -57,11 +57,13 @@ __all__ = [
     "Quantizer",
     "calibrate",
     "export_onnx",
+    "feature_extractor",
     "float_state_dict",
     "functional",
     "penalty",
     "prepare",
     "register_quantizer",
+    "self_check",
     "set_progress",
     "summary",
     "testing",

@@ -1,7 +1,6 @@
 """`calibrate`: set the range of every activation from a few batches, identically on all ranks."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.utils import _pytree as pytree
 from qat.evaluating import evaluating
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.nodes import model_device
-from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.proof import first_calls, prove
 from qat.quantizer import Quantizer, RangeObserver
 
 
@@ -47,7 +46,7 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
             quantizer.observer = observers[name]
         for function in functions:
             function.calibrating = True
-        with evaluating(model), _first_calls(model) as calls:
+        with evaluating(model), first_calls(model) as calls:
             _run(model, batches)
     finally:
         for quantizer in quantizers.values():
@@ -62,26 +61,7 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
         extremes = quantizer.spec.init == "minmax" and not quantizer.needs_sample
         seen = _gather(observers[name].values(extremes))
         _set_range(name, quantizer, seen, _most_of_all_ranks(observers[name].elements))
-    for graph, (args, kwargs) in calls.items():
-        graph.prove(*args, **kwargs)
-
-
-@contextmanager
-def _first_calls(model: nn.Module) -> Iterator[dict[PreparedGraph, Any]]:
-    """A context that notes what the traced parts of a model are called with first."""
-    calls: dict[PreparedGraph, Any] = {}
-    hooks = [
-        graph.register_forward_pre_hook(
-            lambda called, *inputs: calls.setdefault(called, inputs) and None, with_kwargs=True
-        )
-        for graph in model.modules()
-        if isinstance(graph, PreparedGraph)
-    ]
-    try:
-        yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
+    prove(model, calls)
 
 
 def _run(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]) -> None:

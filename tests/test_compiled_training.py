@@ -75,7 +75,7 @@ def test_a_compiled_model_that_fails_later_is_left_behind(
 def test_the_models_own_errors_are_its_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch, "compile", lambda model, mode: refusing)
     forward, x = CompiledModel(nn.Linear(3, 2), None), torch.ones(5, 4)
-    for call in (lambda: forward(x), lambda: forward.prove(lambda run: run(x).sum())):
+    for call in (lambda: forward(x), lambda: forward.prove(x, lambda run: run(x).sum())):
         with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as error:
             call()
         assert error.value.__context__ is None
@@ -96,8 +96,8 @@ def test_the_trial_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         y: Tensor = forward(x).square().mean()
         return y
 
-    forward.prove(loss_of)
-    forward.prove(loss_of)  # once is enough
+    forward.prove(x, loss_of)
+    forward.prove(x, loss_of)  # once is enough
     assert len(seen) == 2
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), numbers)

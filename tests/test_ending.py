@@ -200,8 +200,9 @@ sys.exit(exit_status(run))
         (
             "SIGKILL",
             2,
-            r"data\.workers: loader process [\d, ]+ (was killed \(Killed\)|ended), as one does that finds too little"
-            " memory; try fewer of them",
+            r"data\.workers: (loader process [\d, ]+ (was killed \(Killed\)|ended), as one does that finds|"
+            r"the connection to a loader process ended \([^)]+\), as it does when one finds)"
+            r" too little memory; try fewer of them",
         ),
         ("SIGTERM", 143, "ended by SIGTERM"),  # a scheduler asks the whole group to end
     ],

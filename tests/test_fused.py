@@ -180,7 +180,7 @@ def test_the_model_stays_what_it_was() -> None:
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    assert type(loaded).__mro__[1] is type(model).__mro__[1] is PreparedGraph and loaded.derive() is not None
+    assert type(loaded).__mro__[1] is type(model).__mro__[1] is PreparedGraph and loaded._derive() is not None
     assert list(again.state_dict()) == keys == list(loaded.state_dict())
     assert torch.equal(again(x), loaded(x))
     assert isinstance(model.eval()(x), Tensor)

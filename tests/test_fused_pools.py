@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_fused import assert_same, counted, images, prepared, two_threads
+from cases_fused import Block, assert_same, counted, images, prepared, two_threads
 from torch import Tensor, nn
 
 from qat.kernels import compiler
@@ -59,15 +59,13 @@ def test_a_window_that_lies_in_the_padding_is_left_to_torch() -> None:
 
 
 def test_a_pool_with_a_hook_is_called() -> None:
-    pool, seen = nn.MaxPool2d(2), []
-    pool.register_forward_hook(lambda *_: seen.append(1))
-    codes = torch.randint(0, 6, (2, 5, 8, 8), dtype=torch.uint8)
-    window = window_of(pool)
-    assert window is not None
-    assert isinstance(
-        max_pool(Codes(carrier_for(codes, torch.empty(())), codes, torch.tensor([0.5, 3.0])), window, pool), Tensor
-    )
-    assert seen == [1]
+    torch.manual_seed(0)
+    x, seen = images(), []
+    model = prepared(Block(), x)
+    model.get_submodule("pool").register_forward_hook(lambda module, inputs, y: seen.append(y.detach().clone()))
+    model(x)
+    assert len(seen) == 1 and seen[0].shape == (8, 32, 8, 8)
+    assert_same(model, x)
 
 
 def test_pools_that_return_indices_are_not_taken() -> None:

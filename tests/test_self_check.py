@@ -59,7 +59,7 @@ def test_a_sound_model_trains_on_codes_and_is_left_as_it_was() -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    verdict = model.prove(x)
+    verdict = model._prove(x)
     assert torch.equal(torch.rand(3), expected)
     assert verdict is not None and verdict.distrusted == () and not verdict.reason
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -88,7 +88,7 @@ def test_a_wrong_product_is_found_and_its_layers_are_called(
     assert [record.message for record in caplog.records if what in record.message]
     plain, fast = (results(model, x, formula) for formula in (True, False))
     assert torch.allclose(plain["y"], fast["y"], atol=1e-4)
-    graph = model.derive().graph
+    graph = model._derive().graph
     assert graph is not None
     assert sum(node.target is changed for node in graph.nodes) == 3  # the other layers still run on codes
 
@@ -121,11 +121,11 @@ def test_a_wrongly_wired_graph_never_runs(monkeypatch: pytest.MonkeyPatch, caplo
                 node.args = (node.args[0], node.args[0], *node.args[2:])
         return graph
 
-    monkeypatch.setattr("qat.preparation.self_check.fused_graph", crossed)
+    monkeypatch.setattr("qat.preparation.checking.fused_graph", crossed)
     with caplog.at_level(logging.WARNING, "qat"):
         model = calibrated(Residual(), x)
     (verdict,) = model._verdicts.values()
-    assert verdict.distrusted is None and model.derive().run is None
+    assert verdict.distrusted is None and model._derive().run is None
     assert "trains operation by operation, for its fused step differs from the plain one: an answer" in caplog.text
 
 
@@ -178,7 +178,7 @@ def test_off_means_off(monkeypatch: pytest.MonkeyPatch) -> None:
     x = images()
     model = calibrated(Block(), x)
     model(x)
-    assert not model._verdicts and model.derive().run is not None
+    assert not model._verdicts and model._derive().run is not None
 
 
 def test_a_pickle_does_not_vouch_for_another_machine() -> None:

@@ -10,6 +10,7 @@ from qat.preparation.placement import place_quantizers
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.reads import Read, find_reads, quantize_reads
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT
+from qat.preparation.writing import mark_changes
 from qat.recipe import AnyRecipe, ScopedRecipe
 
 
@@ -29,6 +30,7 @@ def prepare_graph(
         ValueError: if a grid of the recipe does not fit.
     """
     graph_module, opaque = trace(root, examples, graph_class)
+    mark_changes(graph_module)
     reads = find_reads(graph_module, root)
     layers = {
         name: kind_name(layer)

@@ -75,7 +75,7 @@ class Ends:
             coded, plain = (given.detach().requires_grad_(given.requires_grad) for _ in range(2))
             if given.requires_grad:
                 self.pairs.append((coded, plain))
-            return coded, plain
+            return coded.clone(), plain.clone()  # an activation may write into what it is given
         return given, given
 
 

@@ -10,6 +10,9 @@ from torch import fx, nn
 FACTS = "qat_facts"
 """Key of node.meta: `Facts` of the tensor that the node held for the example inputs, or None if no tensor."""
 
+CHANGED = "qat_changed"
+"""Key of node.meta: true if somebody writes into the node's tensor later without giving it a new name."""
+
 
 @dataclass(frozen=True)
 class Facts:

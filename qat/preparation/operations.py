@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from qat.preparation.nodes import FACTS, is_call
+from qat.preparation.nodes import CHANGED, FACTS, is_call
 from qat.target_profile import Operation
 
 PASSING_MODULES = (
@@ -107,6 +107,8 @@ def is_relu(node: fx.Node, graph_module: fx.GraphModule) -> bool:
 
 def passes_grid(node: fx.Node, graph_module: fx.GraphModule) -> bool:
     """Whether the output's values all stand on the grid of the first input: reshaping, selecting, max pooling."""
+    if node.meta.get(CHANGED):
+        return False
     if node.target is F.pad:
         return _pads_with_zero(node)
     if (node.target == "clone" or node.target is torch.clone) and any(changes_in_place(user) for user in node.users):

@@ -15,10 +15,10 @@ from qat.kernels import formulas_wanted, plain_here, plain_wanted, products
 from qat.kernels.compiler import library
 from qat.kernels.formulas.products import try_int_mm
 from qat.kernels.operator import is_taken
+from qat.preparation.checking import is_wanted, judge
 from qat.preparation.fused_graph import FusedForward, fused_forward
 from qat.preparation.replaced import Places, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
-from qat.preparation.self_check import is_wanted, judge
 from qat.preparation.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ class PreparedGraph(fx.GraphModule):
 
     Where kernels apply, training runs a graph derived from it; see `qat.preparation.fused_graph`. That belongs to the
     class, of which torch.fx makes one for every model, so that models pickle and copy without it. What changes in the
-    model is noticed at its next forward.
+    model is noticed at its next forward. Its own names begin with an underscore, so that a model's parts may have any.
     """
 
-    has_library: ClassVar[bool] = False
-    fused: ClassVar[FusedForward | None] = None
-    places: ClassVar[Places | None] = None
-    said: ClassVar[frozenset[str]] = frozenset()
+    _has_library: ClassVar[bool] = False
+    _fused: ClassVar[FusedForward | None] = None
+    _places: ClassVar[Places | None] = None
+    _said: ClassVar[frozenset[str]] = frozenset()
 
     def recompile(self) -> Any:
         """Make forward anew from the graph."""
@@ -50,39 +50,39 @@ class PreparedGraph(fx.GraphModule):
 
         @functools.wraps(plain)
         def forward(self: PreparedGraph, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and self.follow_changes():
+            if not torch.compiler.is_compiling() and self._follow_changes():
                 return self.forward(*args, **kwargs)
             run = self._fused_forward(args, kwargs)
             return plain(self, *args, **kwargs) if run is None else run(self, *args, **kwargs)
 
         kind: Any = type(self)
-        kind.forward, kind.fused, kind.places = forward, None, None
+        kind.forward, kind._fused, kind._places = forward, None, None
         return code
 
-    def follow_changes(self) -> bool:
+    def _follow_changes(self) -> bool:
         """Notice parts that were replaced, and call what is there now as it wants to be called.
 
         Returns:
             Whether the graph changed.
         """
         kind: Any = type(self)
-        if kind.places is not None and kind.places.hold():
+        if kind._places is not None and kind._places.hold():
             return False
-        known = set() if kind.places is None else kind.places.deaf
+        known = set() if kind._places is None else kind._places.deaf
         changed = follow_replacements(self)
         if changed:
             self.recompile()
-        kind.fused, kind.places = None, Places(self, module_names(self))
-        kind.places.warn(known)
+        kind._fused, kind._places = None, Places(self, module_names(self))
+        kind._places.warn(known)
         return changed
 
-    def derive(self) -> FusedForward:
+    def _derive(self) -> FusedForward:
         """What training runs where kernels apply, made anew if the graph or anything in the model changed."""
         kind: Any = type(self)
-        if kind.fused is None or not kind.fused.notes.hold():
-            kind.fused = fused_forward(self, self._verdicts)
+        if kind._fused is None or not kind._fused.notes.hold():
+            kind._fused = fused_forward(self, self._verdicts)
             self._look_around()
-        found: FusedForward = kind.fused
+        found: FusedForward = kind._fused
         return found
 
     @property
@@ -91,7 +91,7 @@ class PreparedGraph(fx.GraphModule):
         found: dict[str, Verdict] = vars(self).setdefault(VERDICTS, {})
         return found
 
-    def self_check(self, *args: Any, **kwargs: Any) -> Verdict | None:
+    def _self_check(self, *args: Any, **kwargs: Any) -> Verdict | None:
         """Hold a fused training step to the plain one; from now on the model trains as that allows.
 
         Args:
@@ -100,18 +100,18 @@ class PreparedGraph(fx.GraphModule):
         Returns:
             What was found; None where nothing runs on codes, or nothing can be found out.
         """
-        fused = self.derive()
+        fused = self._derive()
         if fused.graph is not None and fused.verdict is None:
             verdict = judge(self, args, kwargs)
             if verdict is not None:
                 self._verdicts[fused.key] = verdict
-                type(self).fused = None
+                type(self)._fused = None
                 if verdict.reason:
                     log.warning("%s", verdict)
-        return self.derive().verdict
+        return self._derive().verdict
 
-    def prove(self, *args: Any, **kwargs: Any) -> Verdict | None:
-        """`self_check` ahead of training, in whatever mode the model is; None where no kernels apply."""
+    def _prove(self, *args: Any, **kwargs: Any) -> Verdict | None:
+        """`_self_check` ahead of training, in whatever mode the model is; None where no kernels apply."""
         flags = [(module, module.training) for module in self.modules()]
         try:
             self.train()
@@ -119,11 +119,11 @@ class PreparedGraph(fx.GraphModule):
             if (
                 not is_wanted()
                 or plain_here()
-                or self.is_meta_only()
+                or self._is_meta_only()
                 or self._refusal(given, compiling=True) is not None
             ):
                 return None
-            return self.self_check(*args, **kwargs)
+            return self._self_check(*args, **kwargs)
         finally:
             for module, flag in flags:
                 module.training = flag
@@ -133,7 +133,7 @@ class PreparedGraph(fx.GraphModule):
         kind: Any = type(self)
         devices = {parameter.device for parameter in self.parameters()}
         if any(device.type == "cpu" for device in devices) and library() is not None:
-            kind.has_library = True
+            kind._has_library = True
             for each in products.KINDS:
                 products.are_exact(each)
         for device in devices:
@@ -143,14 +143,14 @@ class PreparedGraph(fx.GraphModule):
     def train(self, mode: bool = True) -> "Self":
         """As of any module; torch.compile, which may come next, can only run what is derived already."""
         model = super().train(mode)
-        if not self.is_meta_only():
-            self.follow_changes()
+        if not self._is_meta_only():
+            self._follow_changes()
             if mode:
-                self.derive()
+                self._derive()
                 self._look_around()  # the model may have been moved
         return model
 
-    def is_meta_only(self) -> bool:
+    def _is_meta_only(self) -> bool:
         """Whether the model has no memory that kernels could compute in."""
         return not any(parameter.device.type in ("cpu", "cuda") for parameter in self.parameters())
 
@@ -167,13 +167,13 @@ class PreparedGraph(fx.GraphModule):
             if refused and not compiling:
                 self._say(refused)
             return None
-        fused = type(self).fused if compiling else self.derive()
+        fused = type(self)._fused if compiling else self._derive()
         if fused is None or fused.graph is None:
             return None
         if fused.verdict is None and is_wanted():
-            if compiling or self.self_check(*args, **kwargs) is None:
+            if compiling or self._self_check(*args, **kwargs) is None:
                 return None
-            fused = self.derive()
+            fused = self._derive()
         return fused.run
 
     def _refusal(self, given: list[torch.Tensor], compiling: bool) -> str | None:
@@ -192,13 +192,13 @@ class PreparedGraph(fx.GraphModule):
             return None
         if torch.is_autocast_enabled("cpu"):
             return "autocast is on, and the kernels on the CPU compute in float32"
-        return None if (type(self).has_library if compiling else library() is not None) else ""
+        return None if (type(self)._has_library if compiling else library() is not None) else ""
 
     def _say(self, reason: str) -> None:
         """Tell the log why this model trains as its graph stands, once for each reason."""
         kind: Any = type(self)
-        if reason not in kind.said:
-            kind.said |= {reason}
+        if reason not in kind._said:
+            kind._said |= {reason}
             log.info("training runs the prepared graph operation by operation: %s", reason)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from qat.layers import QuantLayer
 from qat.preparation.fusion import swappable_layers
 from qat.preparation.kinds import COMPOSITE_TWINS
 from qat.preparation.nodes import submodule_of
-from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, noted
+from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, VERDICTS, noted
 from qat.quantizer import Quantizer
 
 HANDED = ("grid", "norm")
@@ -25,7 +25,8 @@ def summary(model: nn.Module) -> str:
         model: from `prepare`, or any module that holds quantized layers.
 
     Returns:
-        The table as text, one row a layer or quantizer, in the order in which they run; below it, the counts.
+        The table as text, one row a layer or quantizer, in the order in which they run; below it, the
+        counts, and what a self-check of training found.
 
     >>> from qat import prepare
     >>> print(summary(prepare(nn.Sequential(nn.Linear(8, 2)))))
@@ -39,12 +40,20 @@ def summary(model: nn.Module) -> str:
     reasons = noted(model, LEFT_IN_FLOAT)
     for name, _ in swappable_layers(model):
         if not isinstance(model.get_submodule(name), (QuantLayer, *COMPOSITE_TWINS)):
-            reasons.setdefault(name, "the reason was not kept")
+            reasons.setdefault(name, "it was put there after the model was prepared")
     rows = [_row(name, module, remarks) for name, module in _in_order(model)]
     kinds = noted(model, LAYERS)
     rows += [_float_row(name, model, reason, kinds) for name, reason in reasons.items()]
     in_float = sum(name in kinds or _module(model, name) is not None for name in reasons)
-    return "\n".join(_align([HEADER, *rows])) + "\n\n" + _counts(model, in_float)
+    return "\n".join([*_align([HEADER, *rows]), "", _counts(model, in_float), *_verdicts(model)])
+
+
+def _verdicts(model: nn.Module) -> Iterator[str]:
+    """What the last self-check of each traced part found, if there was one."""
+    for prefix, graph_module in _graphs(model):
+        found = list(vars(graph_module).get(VERDICTS, {}).values())
+        if found:
+            yield f"{prefix.rstrip('.') or 'the model'} {found[-1]}"
 
 
 def _in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:

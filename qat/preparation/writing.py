@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from qat.layers import QuantLayer
 from qat.layers.codes import has_codes
-from qat.preparation.nodes import submodule_of
+from qat.preparation.nodes import CHANGED, submodule_of
 
 AUGMENTED = {f"i{name}" for name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
@@ -136,6 +136,15 @@ class Memory:
         first = min(self.order[step] for step in steps) if steps else self.order[source]
         later = [writer for writer in self.writers(source) if self.order[writer] >= first]
         return all(writer in steps and self.is_unseen(writer) for writer in later)
+
+
+def mark_changes(model: fx.GraphModule) -> None:
+    """Note which tensors are written to after they were made, through a view: on no grid are they what they were."""
+    memory = Memory(model)
+    for node in model.graph.nodes:
+        writers = memory.seen_writers(node) if has_own_memory(node, model) else []
+        if any(memory.order[writer] > memory.order[node] for writer in writers):
+            node.meta[CHANGED] = True
 
 
 def has_own_memory(node: fx.Node, model: fx.GraphModule) -> bool:

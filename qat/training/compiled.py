@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qat.preparation.prepared_graph import PreparedGraph
+
 FAR, FAR_GRADIENT = 0.25, 4.0
 """Compiled code draws other random numbers, so only gross differences count: of the loss by its size, and the factor
 between the norms of the gradients."""
@@ -48,15 +50,20 @@ class CompiledModel:
         self._give_up(reason)
         return output
 
-    def prove(self, loss_of: Callable[[Callable[[Tensor], Any]], Tensor]) -> None:
+    def prove(self, images: Tensor, loss_of: Callable[[Callable[[Tensor], Any]], Tensor]) -> None:
         """Before the first step, hold a compiled one against one of the model: loss and gradients. Nothing is changed.
 
+        A prepared model checks itself first, if calibration has not: compiled code cannot.
+
         Args:
+            images: of the first batch.
             loss_of: the loss of the first batch, computed with what it is given.
         """
         if self._proven or self._compiled is None:
             return
         self._proven = True
+        if isinstance(self._model, PreparedGraph):
+            self._model._prove(images)
         expected = self._step(self._model, loss_of)
         try:
             found = self._step(self._compiled, loss_of)

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -51,6 +52,11 @@ def exit_status(run: Callable[[], int]) -> int:
             return _ended(run)
         except SignalledError as error:  # also while another end was being told
             return _said(128 + error.number, f"ended by {signal.Signals(error.number).name}; {GOES_ON}")
+        except RuntimeError as error:  # of torch, for a loader process that died while another end was looked at
+            sentence = _sentence(error)
+            if sentence is None:
+                raise
+            return _said(2, sentence)
 
 
 def _ended(run: Callable[[], int]) -> int:
@@ -68,6 +74,11 @@ def _ended(run: Callable[[], int]) -> int:
     except BrokenPipeError:
         _forget_output()
         return _said(141, f"standard output was closed; {GOES_ON}")
+    except (ConnectionError, EOFError) as error:
+        _watch_no_loaders()
+        if not _came_over_a_connection(error):
+            raise
+        return _said(2, _lost_loader(error))
     except OSError as error:
         what = "" if error.filename is None else f"{error.filename}: "
         return _said(2, f"{what}cannot be read or written ({error.strerror or error}); {GOES_ON}")
@@ -83,6 +94,7 @@ def _sentence(error: BaseException) -> str | None:
     words = " ".join(str(error).split())
     worker = re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited)", words)
     if worker:
+        _watch_no_loaders()
         how = f"was killed ({worker[2]})" if worker[2] else "ended"
         return (
             f"data.workers: loader process {worker[1]} {how}, as one does that finds too little memory;"
@@ -95,6 +107,25 @@ def _sentence(error: BaseException) -> str | None:
             f" data.image_size; {GOES_ON}"
         )
     return None
+
+
+def _came_over_a_connection(error: BaseException) -> bool:
+    """Whether Python's multiprocessing raised it: where loader processes are read."""
+    return any("multiprocessing" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+
+
+def _lost_loader(error: BaseException) -> str:
+    """Why a connection ended: a loader process died, of which torch's own sentence would come next."""
+    return (
+        f"data.workers: the connection to a loader process ended ({error or 'it broke off'}), as it does when one finds"
+        f" too little memory; try fewer of them; {GOES_ON}"
+    )
+
+
+def _watch_no_loaders() -> None:
+    """torch raises for each loader process that dies, wherever the main thread is then: in Python's own ending too."""
+    if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _said(status: int, *sentences: str) -> int:

@@ -144,7 +144,7 @@ def _train_epoch(run: StageRun, machinery: _Machinery, epoch: int) -> Meter:
 def _train_step(run: StageRun, machinery: _Machinery, images: Tensor, labels: Tensor) -> Tensor:
     """One optimizer step; returns (loss, correct predictions, gradient norm) on the device."""
     if machinery.compiled is not None:
-        machinery.compiled.prove(lambda forward: _loss_of(run, (images, labels), forward)[0])
+        machinery.compiled.prove(images, lambda forward: _loss_of(run, (images, labels), forward)[0])
     if run.config.cuda_graphs:  # what the step before left in their memory is done with
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     loss, logits = _loss_of(run, (images, labels), machinery.compiled)

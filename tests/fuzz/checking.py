@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import qat
+from qat.preparation.prepared_graph import PreparedGraph
 from tests.fuzz.agreement import Results, beyond_noise, differing, nudged
 from tests.fuzz.generation import generate
 from tests.fuzz.program import Program
@@ -84,6 +85,7 @@ def _verdict(program: Program, runtime: bool, compiled: bool) -> Verdict:
         return Verdict("fails", "prepare raises", _first_line(error))
     try:
         _compare(program, model, prepared, runtime, compiled)
+        _no_false_alarm(prepared.train(), program)
     except Failure as failure:
         return Verdict("fails", *failure.args)
     except Unclear as unclear:
@@ -147,6 +149,14 @@ def _compare(program: Program, model: nn.Module, prepared: nn.Module, runtime: b
     )
     if runtime and not any("register" in line for line in program.after):
         _against_runtime(prepared, program)
+
+
+def _no_false_alarm(prepared: nn.Module, program: Program) -> None:
+    """What agrees passes the engine's own check of itself too."""
+    if isinstance(prepared, PreparedGraph):
+        verdict = prepared._self_check(program.draw())
+        if verdict is not None and verdict.reason:
+            raise Failure("the self-check raises an alarm", verdict.reason)
 
 
 def _compiled(stepper: Stepper, fast: Context) -> None:

@@ -1,0 +1,91 @@
+"""`feature_extractor`: what parts of a prepared model answer with, layers and blocks alike."""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+
+from torch import fx, nn
+
+from qat.preparation.nodes import scope_of, submodule_of
+from qat.preparation.operations import changes_in_place
+from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT
+from qat.quantizer import Quantizer
+
+
+def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]) -> nn.Module:
+    """A model that answers with the outputs of parts of a prepared one, as a dictionary.
+
+    It shares the modules of the prepared model, so that both train, evaluate and export with the same parameters. What
+    comes out is what the next layer reads: behind BatchNorm, ReLU and quantizer. (Hooks on blocks never fire, since a
+    prepared model calls the layers in them and not the blocks.)
+
+    Args:
+        model: from `prepare`, traced as one graph.
+        names: of layers, blocks or quantizers of the model ("layer1", "layer4.1.conv2"); or such names mapped to the
+            keys of the answer.
+
+    Raises:
+        TypeError: if the model is no graph: prepared in parts, or not prepared.
+        ValueError: if a name is none of the model's, or nothing runs there.
+
+    >>> import torch, qat
+    >>> net = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Flatten(), nn.Linear(64, 2))
+    >>> model = qat.prepare(net, example_inputs=torch.randn(1, 3, 6, 6))
+    >>> qat.calibrate(model, [torch.randn(8, 3, 6, 6)])
+    >>> found = qat.feature_extractor(model, {"0": "block", "2": "scores"})(torch.randn(5, 3, 6, 6))
+    >>> {name: tuple(tensor.shape) for name, tensor in found.items()}
+    {'block': (5, 4, 4, 4), 'scores': (5, 2)}
+    """
+    if not isinstance(model, PreparedGraph):
+        raise TypeError(
+            f"feature_extractor: {type(model).__name__} has no one graph; give it a model from qat.prepare, or one of"
+            " its parts, see qat.preparation.parts.prepared_parts(model)"
+        )
+    model._follow_changes()
+    keys = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(model.graph, copied)
+    graph.set_codegen(model.graph._codegen)
+    ends = {key: copied[_end_of(name, model)] for name, key in keys.items()}
+    graph.output(ends)
+    found = PreparedGraph(model, graph, f"{type(model).__name__}Features")
+    found.graph.eliminate_dead_code(lambda node: node.is_impure() or changes_in_place(node))
+    found.delete_all_unused_submodules()
+    found.recompile()
+    for note in (LEFT_IN_FLOAT, COMPROMISES, LAYERS):
+        vars(found)[note] = vars(model).get(note, {})
+    return found.train(model.training)
+
+
+def _end_of(name: str, model: fx.GraphModule) -> fx.Node:
+    """The node that holds what a part of the model answers with, on its grid if it has one."""
+    inside = [node for node in model.graph.nodes if node.op in ("call_module", "call_function", "call_method")]
+    named = [node for node in inside if _is_of(node, name)]
+    if not named:
+        known = sorted({str(node.target) for node in inside if node.op == "call_module"} | _scopes(inside))
+        near = get_close_matches(name, known, n=3) or known[:3]
+        raise ValueError(f"feature_extractor: nothing runs in {name!r}; did you mean {', '.join(near)}?")
+    last: fx.Node = named[-1]
+    return next((user for user in last.users if isinstance(submodule_of(model, user), Quantizer)), last)
+
+
+def _is_of(node: fx.Node, name: str) -> bool:
+    """Whether a node runs in a module of this name, or computes the BatchNorm of this name."""
+    paths = [scope_of(node)] + ([str(node.target)] if node.op == "call_module" else [])
+    norm = node.kwargs.get("norm")
+    if isinstance(norm, fx.Node):
+        paths.append(str(norm.target))
+    return any(path == name or path.startswith(f"{name}.") for path in paths)
+
+
+def _scopes(nodes: list[fx.Node]) -> set[str]:
+    """The blocks in which nodes run."""
+    paths = {scope_of(node) for node in nodes}
+    return {
+        ".".join(steps[:depth])
+        for path in paths
+        if path
+        for steps in [path.split(".")]
+        for depth in range(1, len(steps) + 1)
+    }
