@@ -15,6 +15,7 @@ from qat.preparation.kinds import COMPOSITE_TWINS
 from qat.preparation.modes import evaluation_only
 from qat.preparation.nodes import submodule_of
 from qat.preparation.operations import changes_in_place
+from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import Quantizer
 
 
@@ -24,6 +25,9 @@ def to_integer_modules(model: nn.Module) -> nn.Module:
     In a traced model the calls are rewritten, since a layer's integers depend on the grid that its call is handed. In
     any other module, quantized layers with an input quantizer of their own are replaced where they stand.
     """
+    for part in model.modules():
+        if isinstance(part, PreparedGraph):
+            part._follow_changes()  # what was replaced since it was prepared
     frozen = copy.deepcopy(model).cpu().float().eval()
     for parameter in frozen.parameters():
         parameter.requires_grad_(False)

@@ -47,21 +47,8 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
     import onnx
 
     _check_exportable(model)
-    args, kwargs = example_arguments(example_inputs)
     frozen = to_integer_modules(model)
-    order = list(inspect.signature(frozen.forward).parameters)
-    kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
-    with _quiet():
-        program = torch.onnx.export(
-            frozen,
-            args,
-            kwargs=kwargs,
-            dynamo=True,
-            opset_version=OPSET,
-            dynamic_shapes=_free_batch(frozen, args, kwargs),
-            verbose=False,
-        )
-    assert program is not None
+    program = _exported(frozen, example_inputs)
     proto = program.model_proto
     _name_quantizers(proto, expected_quantizers(frozen))
     name_weights(proto)
@@ -78,14 +65,14 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
         scratch.unlink(missing_ok=True)
 
 
-def example_arguments(example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments, on the CPU, in float32, two samples at least."""
+def example_arguments(example_inputs: Inputs, samples: int = 2) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments, on the CPU, in float32, so many samples at least: one or two."""
 
     def ready(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         # With one sample, torch.export takes the batch for a constant.
-        x = torch.cat([x, x]) if x.dim() and len(x) == 1 else x
+        x = torch.cat([x, x]) if x.dim() and len(x) < samples else x
         x = x.detach().cpu()
         return (x.float() if x.is_floating_point() else x).contiguous()
 
@@ -93,6 +80,27 @@ def example_arguments(example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str
     if isinstance(moved, Mapping):
         return (), dict(moved)
     return (moved if isinstance(moved, tuple) else (moved,)), {}
+
+
+def _exported(frozen: nn.Module, example_inputs: Inputs) -> Any:
+    """The exporter's program, with a free first axis; with a fixed one where the model takes no other length."""
+    order = list(inspect.signature(frozen.forward).parameters)
+
+    def run(samples: int) -> Any:
+        args, kwargs = example_arguments(example_inputs, samples)
+        kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+        shapes = _free_batch(frozen, args, kwargs) if samples > 1 else None
+        with _quiet():
+            return torch.onnx.export(
+                frozen, args, kwargs=kwargs, dynamo=True, opset_version=OPSET, dynamic_shapes=shapes, verbose=False
+            )
+
+    try:
+        return run(2)
+    except Exception:  # an unbatched image, whose first axis are its channels; or what no exporter takes
+        with contextlib.suppress(Exception):
+            return run(1)
+        raise
 
 
 def _free_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,6 +22,7 @@ from qat.preparation.constants import fixed_nodes
 from qat.preparation.modes import evaluation_only
 from qat.preparation.nodes import model_device, submodule_of
 from qat.preparation.operations import changes_in_place
+from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import Quantizer
 
 Batches = Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]
@@ -113,6 +114,8 @@ def follow(
 
     Arguments and errors are those of `compare_layers`.
     """
+    if isinstance(model, PreparedGraph):
+        model._follow_changes()
     evaluated = copy.copy(model)
     evaluated.graph = copy.deepcopy(model.graph)
     evaluation_only(evaluated)

@@ -4,6 +4,8 @@ They hold in the thread that enters the context, and in torch's own threads wher
 the gradients of a GPU's tensors there. Other threads neither see them nor can leave them wrong.
 """
 
+import ctypes
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +41,20 @@ def _on(name: str) -> Iterator[None]:
 
 
 def _carry() -> None:
-    torch._C._stash_obj_in_tls(CARRIED, frozenset(name for name, on in vars(_switches).items() if on))
+    state = _state(tuple(name for name, on in vars(_switches).items() if on))
+    _hold(state)
+    torch._C._stash_obj_in_tls(CARRIED, state)
+
+
+@functools.cache
+def _state(names: tuple[str, ...]) -> frozenset[str]:
+    """One of eight sets, which live as long as the program."""
+    return frozenset(names)
+
+
+_hold = ctypes.pythonapi.Py_IncRef
+"""torch 2.11 gives up a reference to what it carries that it never took; it gets one to give up."""
+_hold.argtypes, _hold.restype = [ctypes.py_object], None
 
 
 def _is_carried(name: str) -> bool:

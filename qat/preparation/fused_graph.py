@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from qat.layers.carrying import drop, reshape, reshape_by, shape_of
 from qat.layers.chains import quantize_chain, quantize_sum
@@ -24,7 +24,7 @@ from qat.preparation.carried import DROPOUTS, asks_for_shape, reshapes, window
 from qat.preparation.codes_plan import CodesPlan
 from qat.preparation.nodes import submodule_of
 from qat.preparation.replaced import module_names
-from qat.preparation.standing_in import Notes
+from qat.preparation.standing_in import Notes, numbers_of
 from qat.preparation.verdict import Verdict
 
 
@@ -36,6 +36,7 @@ class FusedForward:
         graph: what it computes; None where nothing can be fused, or where that was found to be another function.
         run: a function of the model and its inputs.
         notes: what it takes for granted of the model's modules.
+        numbers: of that, what torch.compile can watch.
         key: what it was derived from, in a word.
         verdict: what a self-check of it found; None if there was none.
     """
@@ -43,8 +44,20 @@ class FusedForward:
     graph: fx.Graph | None
     run: Callable[..., Any] | None
     notes: Notes
+    numbers: tuple[Any, ...]
     key: str
     verdict: Verdict | None
+
+    def fits(self, model: nn.Module) -> bool:
+        """Whether it was derived from what the model is now; torch.compile asks, and watches all of it from then on."""
+        for name, kind, numbers in self.numbers:
+            module = model.get_submodule(name)
+            if type(module) is not kind:
+                return False
+            for key, value in numbers:
+                if getattr(module, key) != value:
+                    return False
+        return True
 
 
 def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict] | None = None) -> FusedForward:
@@ -54,13 +67,16 @@ def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict] | None 
         model: a prepared model, in the modes (training, evaluation) that its parts have now.
         verdicts: what self-checks have found.
     """
-    notes = Notes(model, module_names(model))
+    names = module_names(model)
+    notes = Notes(model, names)
     kinds = sorted({parameter.device.type for parameter in model.parameters()})
     key = hashlib.sha256(repr((notes.text, model.code, kinds)).encode()).hexdigest()[:16]
     verdict = (verdicts or {}).get(key)
     distrusted = () if verdict is None else verdict.distrusted
     graph = None if distrusted is None else fused_graph(model, distrusted)
-    return FusedForward(graph, None if graph is None else compiled(graph), notes, key, verdict)
+    return FusedForward(
+        graph, None if graph is None else compiled(graph), notes, numbers_of(model, names), key, verdict
+    )
 
 
 def fused_graph(model: fx.GraphModule, distrusted: Collection[str] = ()) -> fx.Graph | None:

@@ -168,7 +168,7 @@ class PreparedGraph(fx.GraphModule):
                 self._say(refused)
             return None
         fused = type(self)._fused if compiling else self._derive()
-        if fused is None or fused.graph is None:
+        if fused is None or fused.graph is None or (compiling and not fused.fits(self)):
             return None
         if fused.verdict is None and is_wanted():
             if compiling or self._self_check(*args, **kwargs) is None:

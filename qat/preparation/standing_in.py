@@ -82,6 +82,36 @@ _READERS: dict[type[nn.Module], Callable[[Any], Any]] = {
 }
 
 
+NUMBERS = frozenset(
+    (
+        "training",
+        "min_val",
+        "max_val",
+        "approximate",
+        "dim",
+        "kernel_size",
+        "stride",
+        "padding",
+        "dilation",
+        "ceil_mode",
+    )
+)
+"""Attributes that torch.compile can watch."""
+
+
+def numbers_of(
+    model: nn.Module, names: set[str]
+) -> tuple[tuple[str, type[nn.Module], tuple[tuple[str, Any], ...]], ...]:
+    """Names, classes and `NUMBERS` of the modules that kernels may stand in for: what compiled code has to compare."""
+    found = []
+    for name in sorted(names):
+        module = model.get_submodule(name)
+        if type(module) in READ:
+            wanted = NUMBERS.intersection(READ[type(module)])
+            found.append((name, type(module), tuple((key, getattr(module, key)) for key in sorted(wanted))))
+    return tuple(found)
+
+
 class Notes:
     """What a derived graph takes for granted of the modules that it calls or stands in for.
 

@@ -147,7 +147,9 @@ def _compare(program: Program, model: nn.Module, prepared: nn.Module, runtime: b
         lambda n: stepper.step(n, plain, False),
         lambda n, s: stepper.step(n, plain, False, s),
     )
-    if runtime and not any("register" in line for line in program.after):
+    ceils = any("AvgPool" in source and "ceil_mode=True" in source for source in program.modules.values())
+    # ONNX Runtime divides by another count at the edge of such an average; `verify_onnx` says so of the model.
+    if runtime and not ceils and not any("register" in line for line in program.after):
         _against_runtime(prepared, program)
 
 
@@ -186,6 +188,9 @@ def _against_float(program: Program, model: nn.Module, prepared: nn.Module) -> N
     """Without its quantizers the prepared model is the float one."""
     if any("register" in line or "forward" in line for line in program.after):
         return  # what hooks see of a layer is documented, and not what they see of the float one
+    if any(program.modules.get(name, "").endswith("inplace=True)") and "inplace" not in line
+           for line in program.after for name in re.findall(r"^model\.(m\d+) = ", line)):  # fmt: skip
+        return  # whether a module writes into its input is read when the model is prepared
     passing, expected = without_quantizers(prepared), copy.deepcopy(model)
     program.change(expected)
     ours, theirs = Stepper(passing, program.draw, []), Stepper(expected, program.draw, [])

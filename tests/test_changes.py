@@ -1,0 +1,262 @@
+"""What happens around a prepared model after preparation: hooks, features, replaced parts, modes, checkpointing."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases_fused import assert_same, counted, images, results
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchvision.models.feature_extraction import create_feature_extractor
+
+import qat
+from qat.kernels import compiler, plain_formulas
+from qat.preparation.prepared_graph import PreparedGraph
+
+__all__ = ["counted"]  # a fixture
+
+pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
+
+
+class Net(nn.Module):
+    """Every kind of part that somebody may want to replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.act, self.pool, self.gelu = nn.ReLU6(), nn.MaxPool2d(2), nn.GELU()
+        self.conv2 = nn.Conv2d(16, 16, 3, padding=1)
+        self.block = nn.Sequential(nn.Conv2d(16, 16, 1), nn.ReLU())
+        self.fc = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.act(self.bn1(self.conv1(x))))
+        return self.fc(self.block(self.gelu(self.conv2(x))).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Adapter(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.side = base, nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.side(x)  # type: ignore[no-any-return]
+
+
+def prepared(x: Tensor, net: Callable[[], nn.Module] = Net) -> Any:
+    torch.manual_seed(0)
+    model = qat.prepare(net(), example_inputs=x)
+    qat.calibrate(model, [x])
+    model.train()
+    model(x)  # derived from what it is now
+    return model
+
+
+def patched(module: nn.Module, forward: Callable[[Any], Any]) -> None:
+    module.forward = forward  # type: ignore[method-assign]
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "another activation": lambda m: setattr(m, "act", nn.SiLU()),
+    "no pool": lambda m: setattr(m, "pool", nn.Identity()),
+    "a bound": lambda m: setattr(m.act, "max_val", 0.5),
+    "another formula": lambda m: setattr(m.gelu, "approximate", "tanh"),
+    "a patched activation": lambda m: patched(m.act, lambda x: x.clamp(0, 0.3)),
+    "a head": lambda m: setattr(m, "fc", nn.Linear(16, 7)),
+    "an adapter": lambda m: setattr(m, "fc", Adapter(m.fc)),
+    "another norm": lambda m: setattr(m, "bn1", nn.GroupNorm(4, 16)),
+    "no norm": lambda m: setattr(m, "bn1", nn.Identity()),
+    "a float layer": lambda m: setattr(m, "conv2", nn.Conv2d(16, 16, 3, padding=1)),
+    "a quantizer": lambda m: setattr(m, "conv2_quantizer", nn.Identity()),
+    "a frozen layer": lambda m: m.conv2.eval(),
+    "a frozen norm": lambda m: m.bn1.eval(),
+    "in a sequential": lambda m: setattr(m.block, "1", nn.Hardtanh(-0.1, 0.1)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_after_preparation_is_followed_in_training_and_evaluation(name: str) -> None:
+    x = images()
+    model, untouched = prepared(x), prepared(x)
+    torch.manual_seed(1)
+    CHANGES[name](model)
+    plain, fast, before = results(model, x, True), results(model, x, False), results(untouched, x, False)
+    torch.testing.assert_close(fast["y"], plain["y"], rtol=1e-4, atol=1e-4)
+    if "frozen" not in name:
+        assert before["y"].shape != fast["y"].shape or not torch.allclose(before["y"], fast["y"], atol=1e-4)
+    in_training = copy.deepcopy(model)(x)
+    gap = (model.eval()(x) - in_training).abs().max()
+    assert gap < 0.6 * in_training.abs().max()  # evaluation has other statistics, and the same parts
+
+
+def test_a_part_that_comes_back_is_quantized_again() -> None:
+    x = images()
+    model = prepared(x)
+    expected = results(model, x, False)
+    layer, norm = model.conv2, model.bn1
+    model.conv2, model.bn1 = nn.Conv2d(16, 16, 3, padding=1), nn.Identity()
+    model(x)
+    model.conv2, model.bn1 = layer, norm
+    model(x)
+    again = results(model, x, False)
+    assert torch.equal(again["y"], expected["y"])
+    assert "norm" in next(str(node.kwargs) for node in model.graph.nodes if node.target == "conv1")
+
+
+def test_the_summary_names_what_was_put_in() -> None:
+    x = images()
+    model = prepared(x)
+    model.fc = nn.Linear(16, 7)
+    assert any("fc " in line and "it was put there after the model was prepared" in line
+               for line in qat.summary(model).splitlines())  # fmt: skip
+
+
+def test_hooks_see_the_same_in_training_and_evaluation() -> None:
+    x, seen = images(), []
+    model = prepared(x)
+    model.conv1.register_forward_hook(lambda module, inputs, y: seen.append(y.detach()))
+    with plain_formulas():
+        model(x)
+    model(x)
+    model.eval()(x)
+    plain, fast, evaluated = seen
+    assert torch.allclose(plain, fast, atol=1e-4)
+    assert abs(float(fast.std()) - 1) < 0.1  # behind the BatchNorm
+    assert evaluated.shape == fast.shape
+
+
+def test_a_hook_that_changes_what_a_layer_answers_acts() -> None:
+    x = images()
+    model = prepared(x)
+    model.conv2.register_forward_hook(lambda module, inputs, y: y * 0.5)
+    assert_same(model, x)
+
+
+def test_a_hook_on_a_block_is_named_since_it_never_fires(caplog: pytest.LogCaptureFixture) -> None:
+    x, seen = images(), []
+    model = prepared(x)
+    model.block.register_forward_hook(lambda *_: seen.append(1))
+    with caplog.at_level(logging.WARNING, "qat"):
+        model(x)
+        model.eval()(x)
+    said = [record.message for record in caplog.records]
+    assert said == [
+        "a hook or a patched forward of 'block' never runs, for a prepared model calls the layers in it and not itself;"
+        " take its features with qat.feature_extractor(model, ['block'])"
+    ]
+    assert not seen
+
+
+def test_features_are_what_the_next_layer_reads_and_learn_with_the_model() -> None:
+    x = images()
+    model = prepared(x)
+    features = qat.feature_extractor(model, {"block": "block", "bn1": "stem", "fc": "scores", "pool": "pooled"})
+    assert isinstance(features, PreparedGraph)
+    features.eval(), model.eval()
+    found = features(x)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        "block": (8, 16, 8, 8), "stem": (8, 16, 16, 16), "scores": (8, 5), "pooled": (8, 16, 8, 8)
+    }  # fmt: skip
+    assert torch.equal(found["scores"], model(x))
+    assert dict(features.named_parameters())["conv1.weight"] is model.conv1.weight
+    features.train()
+    sum(tensor.square().mean() for tensor in features(x).values()).backward()  # type: ignore[union-attr]
+    assert model.conv1.weight.grad is not None
+
+
+def test_mistakes_about_features_are_sentences() -> None:
+    x = images()
+    with pytest.raises(
+        ValueError, match=r"^feature_extractor: nothing runs in 'blok'; did you mean block, block\.1, block\.0\?$"
+    ):
+        qat.feature_extractor(prepared(x), ["blok"])
+    with pytest.raises(
+        TypeError, match=r"^feature_extractor: Net has no one graph; give it a model from qat\.prepare, or"
+    ):
+        qat.feature_extractor(Net(), ["block"])
+
+
+def test_the_features_of_torchvision_are_prepared_like_any_model() -> None:
+    x = images()
+    model = prepared(x, lambda: create_feature_extractor(Net(), ["block", "fc"]))
+    assert {name: tuple(tensor.shape) for name, tensor in model(x).items()} == {"block": (8, 16, 8, 8), "fc": (8, 5)}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    x = images().requires_grad_()
+    model = prepared(x.detach())
+    expected = results(model, x.detach(), False)
+    checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_norm_that_trains_in_an_evaluated_model_estimates() -> None:
+    x = images()
+    model = prepared(x)
+    model.eval()
+    model.bn1.reset_running_stats()
+    model.bn1.train()
+    model.bn1.momentum = None
+    with torch.no_grad():
+        model(x)
+    stem = F.conv2d(x, model.conv1.weight, model.conv1.bias, padding=1)
+    torch.testing.assert_close(model.bn1.running_mean, stem.mean((0, 2, 3)).detach(), rtol=0.05, atol=0.02)
+    assert int(model.bn1.num_batches_tracked) == 1
+
+
+def test_a_device_context_changes_nothing(counted: list[str]) -> None:
+    x = images()
+    with torch.device("cpu"):
+        model = prepared(x)
+        counted.clear()
+        model(x)
+    assert "CodesProductFunction" in counted
+
+
+def test_token_ids_and_frozen_layers_leave_the_rest_on_codes(counted: list[str]) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.a, self.b = nn.Embedding(11, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+            self.c = nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(F.relu(self.b(F.relu(self.a(self.words(x))))))  # type: ignore[no-any-return]
+
+    x = torch.arange(12).reshape(3, 4) % 11
+    model = prepared(x, Words)
+    counted.clear()
+    model(x)
+    assert counted.count("CodesProductFunction") == 3
+    model.b.eval()
+    counted.clear()
+    model(x)
+    assert counted.count("CodesProductFunction") == 2
+
+
+def test_why_a_model_trains_operation_by_operation_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    x = images()
+    model = prepared(x).double()
+    with caplog.at_level(logging.INFO, "qat"):
+        model(x.double())
+        model(x.double())
+    said = [record.message for record in caplog.records if "operation by operation" in record.message]
+    assert said == ["training runs the prepared graph operation by operation: its input is torch.float64 on cpu"]
+
+
+def test_compiled_code_watches_what_it_was_derived_from() -> None:
+    x = images(count=2, size=8)
+    model = prepared(x)
+    compiled = torch.compile(model)
+    compiled(x)
+    model.act.max_val = 0.4
+    with plain_formulas():
+        expected = copy.deepcopy(model)(x)
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-2, atol=1e-2)
