@@ -1,6 +1,7 @@
 """One function of a fused graph at a time against its reference: the same inputs, the same gradient from behind."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -162,18 +163,15 @@ def _compare_gradients(
     return None
 
 
-class _kept:  # noqa: N801
+@contextmanager
+def _kept(modules: list[nn.Module]) -> Iterator[None]:
     """A context after which the buffers of modules are as before: running statistics move once a step."""
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self.buffers = [buffer for module in modules for buffer in module.buffers()]
-
-    def __enter__(self) -> None:
-        self.before = [buffer.clone() for buffer in self.buffers]
-
-    def __exit__(self, *_: object) -> None:
-        for buffer, before in zip(self.buffers, self.before, strict=True):
-            buffer.data.copy_(before)
+    before = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.data.copy_(value)
 
 
 def _near_edges(level: Tensor, low: int, high: int) -> Tensor:

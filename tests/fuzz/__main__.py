@@ -4,6 +4,9 @@ import argparse
 import json
 import os
 import platform
+import subprocess
+import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -30,7 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runtime-every", type=int, default=10, help="cases that are exported; 0 for none")
     parser.add_argument("--compiled-every", type=int, default=0, help="cases that are compiled; 0 for none")
     parser.add_argument("--no-shrink", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases; needs --out")
     options = parser.parse_args(arguments)
+    if options.jobs > 1:
+        return _shared(options)
     os.environ["QAT_SELF_CHECK"] = "off"  # it would hide what is wrong with the engine; its own verdict is asked for
     torch.set_num_threads(1)  # what is small is faster so
     begin, counts = time.time(), Counter[str]()
@@ -52,6 +58,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: result[key] for key in ("processor", "torch", "cases", "counts", "seconds")}))
     return int(bool(result["fails"]))
+
+
+def _shared(options: argparse.Namespace) -> int:
+    """The same by several processes, each with a stretch of the seeds, and one result of all."""
+    begin, share = time.time(), -(-options.cases // options.jobs)
+    with tempfile.TemporaryDirectory() as folder:
+        running = []
+        for number, first in enumerate(range(options.seed, options.seed + options.cases, share)):
+            count = min(share, options.seed + options.cases - first)
+            command = [sys.executable, "-m", "tests.fuzz", "--cases", str(count), "--seed", str(first)]
+            command += ["--runtime-every", str(options.runtime_every), "--compiled-every", str(options.compiled_every)]
+            command += ["--out", f"{folder}/{number}.json"] + ["--no-shrink"] * options.no_shrink
+            running.append(subprocess.Popen(command))
+        status = max(process.wait() for process in running)
+        parts = [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
+    result = {**parts[0], "cases": sum(part["cases"] for part in parts), "seconds": round(time.time() - begin)}
+    result["counts"] = {kind: sum(part["counts"][kind] for part in parts) for kind in KINDS}
+    for kind in ("fails", "refused", "unclear"):
+        result[kind] = [told for part in parts for told in part[kind]]
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: result[key] for key in ("processor", "torch", "cases", "counts", "seconds")}))
+    return status
 
 
 def _every(number: int, seed: int) -> bool:

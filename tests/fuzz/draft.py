@@ -57,6 +57,8 @@ class Draft:
         name = f"m{self.counts['m']}"
         self.counts["m"] += 1
         module = eval(made, namespace())
+        if hasattr(self.parts, name):
+            delattr(self.parts, name)  # of a move that was taken back
         if isinstance(module, Tensor):
             self.parts.register_buffer(name, module)
         else:
