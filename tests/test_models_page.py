@@ -20,7 +20,9 @@ def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
         if "dry_run" in block:
             table = capsys.readouterr().out
             assert "encoder.layers.encoder_layer_0.self_attention.query_projection" in table and "stays float" in table
-    assert capsys.readouterr().out.endswith("['backbone', 'head']\n")
+    assert capsys.readouterr().out.endswith(
+        "['backbone', 'head']\n{'c3': torch.Size([2, 128, 8, 8]), 'c4': torch.Size([2, 256, 4, 4])}\n"
+    )
     skipped = "encoder.layers.encoder_layer_0.self_attention.query_projection"
     model = names["model"]
     assert f"{skipped}  " in qat.summary(model) and not hasattr(

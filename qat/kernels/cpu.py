@@ -74,8 +74,10 @@ class CPUKernels:
 
     @staticmethod
     def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
-        """x on the grid, in its own memory format."""
-        y = torch.empty_like(x)
+        """x on the grid, in its own memory format; axes of length 1 get the strides that torch's operations give them,
+        by which a convolution decides in what format it answers."""
+        layout = torch.contiguous_format if x.is_contiguous() else torch.preserve_format
+        y = torch.empty_like(x, memory_format=layout)
         if scale.numel() > 1:
             quantize_rows(x, scale, qmin, qmax, values=y)
             return y

@@ -83,8 +83,8 @@ class InputScaleFunction(torch.autograd.Function):
         y: Tensor, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, weight: Tensor,
         weight_scale: Tensor, weight_smallest: Tensor, levels: Levels, weight_levels: Levels, geometry: Geometry,
     ) -> Tensor:  # fmt: skip
-        """Nothing is computed."""
-        return y.view_as(y) if torch.compiler.is_compiling() else owned(y)
+        """Nothing is computed; compiled code, which may not hand out a view here, multiplies on the way."""
+        return y * 1 if torch.compiler.is_compiling() else owned(y)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
