@@ -286,6 +286,31 @@ def test_a_vision_transformer_of_integers_only(tmp_path: Path) -> None:
     assert not FLOAT_PRODUCTS & set(optimized_operators(path))
 
 
+def same_twice(self: Any, x: Tensor) -> Any:
+    return self.c(torch.cat([self.a(x), self.a(x), self.b(x)], -1))
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_calls_that_the_exporter_merges_are_followed(shared: bool, tmp_path: Path) -> None:
+    """The second call of `a` is the first; with one quantizer for all, the third must not be taken for the second."""
+    net = Single(same_twice, a=nn.Linear(6, 6), b=nn.Linear(6, 6), c=nn.Linear(18, 3))
+    model, x, path = quantized(net, {"x": draw(4, 6)}), draw(4, 6), tmp_path / "model.onnx"
+    if shared:
+        for node in model.graph.nodes:
+            if node.target in ("a_quantizer_1", "b_quantizer"):
+                node.target = "a_quantizer"
+        model.recompile()
+    qat.export_onnx(model, path, x)
+    names = [node.name for node in onnx.load(path).graph.node if node.op_type == "QuantizeLinear"]
+    third = "a_quantizer.2" if shared else "b_quantizer"
+    assert names == ["input_quantizer", "a_quantizer", third, "cat_quantizer"]
+    layers = compare_layers(path, model, x)
+    assert len(layers) == 5 and [layer for layer in layers if layer.differing] == []
+    other = quantized(Single(lambda self, x: self.e(self.d(x)), d=nn.Linear(6, 6), e=nn.Linear(6, 3)), {"x": x})
+    with pytest.raises(ValueError, match="model.onnx has no quantizer 'd_quantizer'; was it made from this model"):
+        compare_layers(path, other, x)
+
+
 def grids(bits: int, signed: bool, symmetric: bool) -> qat.QuantRecipe:
     weight = qat.QuantSpec(bits=bits, granularity="channel", narrow_range=True)
     return qat.QuantRecipe(weight, qat.QuantSpec(bits=bits, signed=signed, symmetric=symmetric))

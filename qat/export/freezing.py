@@ -1,6 +1,7 @@
 """A prepared model's copy whose quantizers and layers are ONNX operators on frozen integers."""
 
 import copy
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -49,6 +50,18 @@ def expected_quantizers(frozen: nn.Module) -> dict[str, tuple[float, ...]]:
         for name, module in frozen.named_modules()
         if isinstance(module, ActivationGrid) and name not in unused
     }
+
+
+def call_names(model: fx.GraphModule, fixed: Container[fx.Node]) -> dict[fx.Node, str]:
+    """What every call of a quantizer is called in the file, but for constants' calls: a shared one's are numbered."""
+    names: dict[fx.Node, str] = {}
+    seen: dict[str, int] = {}
+    for node in model.graph.nodes:
+        if isinstance(submodule_of(model, node), Quantizer) and node not in fixed:
+            name = str(node.target)
+            seen[name] = seen.get(name, -1) + 1
+            names[node] = f"{name}.{seen[name]}" if seen[name] else name
+    return names
 
 
 def _frozen(module: nn.Module, path: str) -> nn.Module:
@@ -100,8 +113,10 @@ def _frozen_layer(layer: nn.Module, path: str, inner: dict[str, Any]) -> nn.Modu
 
 def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
     evaluation_only(frozen)
+    _drop_dead(frozen)
     _fold(frozen)
     values = constant_values(frozen)
+    names = call_names(frozen, fixed_nodes(frozen.graph))
     replacements: dict[str, nn.Module] = {}
     nodes = list(frozen.graph.nodes)
     # Asked of the graph as it is: what is put into it hides the grids from those behind.
@@ -110,10 +125,13 @@ def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
     averages = {node for node in nodes if averages_all(node, submodule_of(frozen, node)) and scales_fit(node, frozen)}
     for number, node in enumerate(nodes):
         module = submodule_of(frozen, node)
-        full = f"{path}.{node.target}" if path else str(node.target)
+        name = names.get(node, str(node.target))
+        full = f"{path}.{name}" if path else name
         if isinstance(module, Quantizer):
             if node.args[0] in values:
                 _replace_call(frozen, node, f"constant_{number}", ConstantGrid(module, values[node.args[0]]), ())
+            elif name != node.target:  # a further call: the exporter merges what is equal, so each has its name
+                _replace_call(frozen, node, f"call_{number}", ActivationGrid(module, full), node.args)
             else:
                 replacements[str(node.target)] = ActivationGrid(module, full)
         elif isinstance(module, QuantTable):
@@ -133,9 +151,13 @@ def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
             replacements[str(node.target)] = _frozen(module, full)
     for name, module in replacements.items():
         frozen.set_submodule(name, module)
-    frozen.graph.eliminate_dead_code(lambda node: node.is_impure() or changes_in_place(node))
+    _drop_dead(frozen)
     frozen.recompile()
     return frozen
+
+
+def _drop_dead(frozen: fx.GraphModule) -> None:
+    frozen.graph.eliminate_dead_code(lambda node: node.is_impure() or changes_in_place(node))
 
 
 @torch.no_grad()

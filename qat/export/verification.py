@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
 from qat.export.agreement import Pair, Verification, judge
+from qat.export.freezing import call_names
 from qat.export.integer import written_offset
 from qat.export.runtime import answers, call, open_session, output_tensors
 from qat.preparation.constants import fixed_nodes
@@ -120,12 +121,11 @@ def follow(
     evaluated.graph = copy.deepcopy(model.graph)
     evaluation_only(evaluated)
     evaluated.graph.eliminate_dead_code(lambda node: node.is_impure() or changes_in_place(node))
-    fixed = fixed_nodes(evaluated.graph)
-    names = _call_names(evaluated, fixed)
+    names = call_names(evaluated, fixed_nodes(evaluated.graph))
     integers, theirs = _runtime_integers(path, list(names.values()), inputs, optimize, default_session)
     device = model_device(model)
-    given = {node: torch.from_numpy(integers[name]).to(device) for node, name in names.items()}
-    follower = _Follower(evaluated, names, given)
+    given = {name: torch.from_numpy(found).to(device) for name, found in integers.items()}
+    follower = _Follower(evaluated, names, given, Path(path).name)
     with evaluating(model), torch.no_grad():
         placeholders = [node.target for node in evaluated.graph.nodes if node.op == "placeholder"]
         moved = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
@@ -138,18 +138,6 @@ def follow(
             f"compare_layers: the outputs of {Path(path).name} have other shapes than the model's; was it made from it?"
         )
     return follower.differences, list(zip(ours, theirs, strict=True))
-
-
-def _call_names(model: fx.GraphModule, fixed: set[fx.Node]) -> dict[fx.Node, str]:
-    """What every call of a quantizer is called in the file: a shared one's calls are numbered."""
-    names: dict[fx.Node, str] = {}
-    seen: dict[str, int] = {}
-    for node in model.graph.nodes:
-        if isinstance(submodule_of(model, node), Quantizer) and node not in fixed:
-            name = str(node.target)
-            seen[name] = seen.get(name, -1) + 1
-            names[node] = f"{name}.{seen[name]}" if seen[name] else name
-    return names
 
 
 def optimized_operators(path: str | os.PathLike[str]) -> Counter[str]:
@@ -169,11 +157,13 @@ def optimized_operators(path: str | os.PathLike[str]) -> Counter[str]:
 class _Follower(fx.Interpreter):
     """Runs a prepared model, continuing at every quantizer with the integers that the other runtime got there."""
 
-    def __init__(self, model: fx.GraphModule, names: dict[fx.Node, str], integers: dict[fx.Node, Tensor]) -> None:
+    def __init__(
+        self, model: fx.GraphModule, names: dict[fx.Node, str], integers: dict[str, Tensor], file: str
+    ) -> None:
         super().__init__(model)
-        self.names = names
-        self.integers = integers
+        self.names, self.integers, self.file = names, integers, file
         self.differences: list[LayerDifference] = []
+        self.followed: list[tuple[Quantizer, Tensor, Tensor]] = []
 
     def run_node(self, n: fx.Node) -> Any:
         """The node's value; a quantizer's from the other runtime's integers."""
@@ -181,7 +171,7 @@ class _Follower(fx.Interpreter):
             return super().run_node(n)
         quantizer = self.fetch_attr(str(n.target))
         (x,), _ = self.fetch_args_kwargs_from_env(n)
-        theirs = self.integers[n].float() - written_offset(quantizer)
+        theirs = self._theirs(self.names[n], quantizer, x) - written_offset(quantizer)
         gap = (quantizer.codes(x) - theirs).abs()
         gap = gap.nan_to_num(nan=float(quantizer.span()))  # torch's NaN is no integer of theirs
         self.differences.append(
@@ -189,6 +179,23 @@ class _Follower(fx.Interpreter):
         )
         scale, zero_point = quantizer.grid()
         return (theirs - zero_point) * scale
+
+    def _theirs(self, name: str, quantizer: Quantizer, x: Tensor) -> Tensor:
+        """The runtime's integers; of a call that the exporter merged with an equal one, that one's."""
+        integers = self.integers.get(name)
+        if integers is None:
+            equal = [found for other, read, found in self.followed if _is_same_call(other, read, quantizer, x)]
+            if not equal:
+                raise ValueError(f"compare_layers: {self.file} has no quantizer {name!r}; was it made from this model?")
+            integers = equal[0]
+        if len(self.integers) < len(self.names):
+            self.followed.append((quantizer, x, integers))
+        return integers.float()
+
+
+def _is_same_call(quantizer: Quantizer, x: Tensor, other: Quantizer, y: Tensor) -> bool:
+    same_grid = all(torch.equal(a, b) for a, b in zip(quantizer.grid(), other.grid(), strict=True))
+    return same_grid and quantizer.bounds() == other.bounds() and torch.equal(x, y)
 
 
 def _runtime_integers(
@@ -198,11 +205,7 @@ def _runtime_integers(
 
     proto = onnx.load(path)
     produced = {output for node in proto.graph.node for output in node.output}
-    missing = [name for name in names if name not in produced]
-    if missing:
-        raise ValueError(
-            f"compare_layers: {Path(path).name} has no quantizer {missing[0]!r}; was it made from this model?"
-        )
+    names = [name for name in names if name in produced]
     outputs = [output.name for output in proto.graph.output]
     proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names if name not in outputs)
     session = open_session(proto.SerializeToString(), optimize=optimize, exact=not default_session)
