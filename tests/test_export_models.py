@@ -307,7 +307,7 @@ def test_calls_that_the_exporter_merges_are_followed(shared: bool, tmp_path: Pat
     layers = compare_layers(path, model, x)
     assert len(layers) == 5 and [layer for layer in layers if layer.differing] == []
     other = quantized(Single(lambda self, x: self.e(self.d(x)), d=nn.Linear(6, 6), e=nn.Linear(6, 3)), {"x": x})
-    with pytest.raises(ValueError, match="model.onnx has no quantizer 'd_quantizer'; was it made from this model"):
+    with pytest.raises(ValueError, match=r"model\.onnx has no quantizer 'd_quantizer'; was it made from this model"):
         compare_layers(path, other, x)
 
 

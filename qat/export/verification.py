@@ -21,7 +21,7 @@ from qat.export.integer import written_offset
 from qat.export.runtime import answers, call, open_session, output_tensors
 from qat.preparation.constants import fixed_nodes
 from qat.preparation.modes import evaluation_only
-from qat.preparation.nodes import model_device, submodule_of
+from qat.preparation.nodes import model_device
 from qat.preparation.operations import changes_in_place
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import Quantizer
