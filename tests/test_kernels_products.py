@@ -1,5 +1,6 @@
 """Products of integer codes: exact in every kind of convolution, used where they pay, and their gradients."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.kernels import compiler, float_products, plain_formulas, products
-from qat.kernels.geometry import ROWS_AS_MATRICES, Geometry
+from qat.kernels.geometry import ROWS_AS_MATRICES, Geometry, arranged
 
 __all__ = ["two_threads"]  # a fixture
 
@@ -204,3 +205,16 @@ def test_other_convolutions_are_no_matrix_products() -> None:
     assert not plain._is_product_of_rows(x, x, torch.randn(8, 8, 3, 3))
     for other in (([2, 2], [0, 0], 1), ([1, 1], [1, 1], 1), ([1, 1], [0, 0], 2)):
         assert not Geometry(other[0], other[1], [1, 1], other[2])._is_product_of_rows(x, x, weight)
+
+
+@pytest.mark.parametrize("weight_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("sizes", itertools.product((1, 2, 3), (1, 4), (1, 3), (1, 3)))
+def test_results_have_the_strides_of_torchs(sizes: tuple[int, ...], weight_format: torch.memory_format) -> None:
+    """Whatever the strides of the images: axes of length 1 may have any, and torch reads its memory format off them."""
+    geometry, weight = Geometry([1, 1], [0, 0], [1, 1], 1), torch.ones(4, sizes[1], 1, 1)
+    weight = weight.contiguous(memory_format=weight_format)
+    for order in itertools.permutations(range(4)):
+        moved = torch.ones([sizes[axis] for axis in order]).permute([order.index(axis) for axis in range(4)])
+        for x in (moved, moved.contiguous(), torch.cat([moved, moved], 3)[..., : sizes[3]]):
+            y = F.conv2d(x, weight)
+            assert arranged(torch.empty(y.shape), geometry.layout(x, weight)).stride() == y.stride(), x.stride()

@@ -122,14 +122,24 @@ class Geometry(NamedTuple):
     def layout(self, x: Tensor, weight: Tensor) -> torch.memory_format:
         """The memory format of the product: one in which every view of torch's own result is one of ours.
 
-        Of images it is torch's rule behind a quantizer, which leaves no choice of strides: channels are innermost
-        where those of an operand are. Of volumes, where torch has several rules, it is the plain one.
+        Of images it is torch's rule: channels are innermost where those of an operand are. Of volumes, where torch has
+        several rules, it is the plain one.
         """
         images = len(self.stride) == 2 and x.dim() == 4
-        inner = images and any(
-            t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in (x, weight)
-        )
+        inner = images and (_has_channels_innermost(x) or _has_channels_innermost(weight))
         return torch.channels_last if inner else torch.contiguous_format
+
+
+def _has_channels_innermost(x: Tensor) -> bool:
+    """As torch decides it (`suggest_memory_format`): by all strides, those of axes of length 1 too."""
+    if not x.stride(1) or not x.numel():
+        return False
+    least = 0
+    for axis in (1, 3, 2):
+        if x.stride(axis) < least:
+            return False
+        least = x.stride(axis) * x.shape[axis]
+    return least != x.stride(1) and x.stride(0) >= least
 
 
 def arranged(y: Tensor, layout: torch.memory_format) -> Tensor:

@@ -180,10 +180,16 @@ class QuantLayer(nn.Module):
         """
         with exact_arithmetic(x.device):
             wide = torch.promote_types(x.dtype, torch.float32)
-            x_codes = round_ste(x.to(wide) / grid.grid()[0])
+            x_codes = with_strides_of(x, round_ste(x.to(wide) / grid.grid()[0]))
             codes = self.torch_layout(integers.codes.to(wide))
             total = self.operate(x_codes, codes, None, **options) + self.per_channel(integers.bias_codes, codes)
             return (total * self.per_channel(integers.accumulator_scale, codes)).to(x.dtype)
+
+
+def with_strides_of(x: Tensor, y: Tensor) -> Tensor:
+    """y with x's strides on axes of length 1: torch chooses the memory format of a convolution's result by them."""
+    strides = [mine if size == 1 else other for size, mine, other in zip(x.shape, x.stride(), y.stride(), strict=True)]
+    return y if list(y.stride()) == strides else y.as_strided(y.shape, strides)
 
 
 def exact_arithmetic(device: torch.device) -> AbstractContextManager[Any]:

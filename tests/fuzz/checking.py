@@ -26,13 +26,17 @@ ATTEMPTS, NEEDED, NOISY_RUNS = 6, 3, 5
 ONE_VALUE = "Expected more than 1 value per channel"
 """What torch raises where a batch has no variance; the only refusal of a float step that is of interest."""
 
+NEEDED_BY_BACKWARD = "modified by an inplace operation"
+"""What torch raises of a graph that a changed module no longer fits, where a kernel keeps codes and not the tensor."""
+
 
 @dataclass(frozen=True)
 class Verdict:
     """What became of a program.
 
     Attributes:
-        kind: "agrees"; "discarded" if torch itself refuses the model; "refused" if `prepare` does, in a sentence;
+        kind: "agrees"; "discarded" if torch itself refuses the model; "refused" if `prepare` does, in a sentence, or
+            if torch refuses the plain graph, for it writes into what a backward needs, and the fast one does not;
             "unclear" if noise explains the differences with all data; "fails".
         stage: what was compared, or who refused.
         detail: what differs most, or the sentence.
@@ -50,6 +54,10 @@ class Verdict:
 
 class Failure(Exception):  # noqa: N818
     """Two ways differ; args: stage and detail."""
+
+
+class Refused(Exception):  # noqa: N818
+    """Torch refuses the reference; args: stage and sentence."""
 
 
 class Unclear(Exception):  # noqa: N818
@@ -88,6 +96,8 @@ def _verdict(program: Program, runtime: bool, compiled: bool) -> Verdict:
         _no_false_alarm(prepared.train(), program)
     except Failure as failure:
         return Verdict("fails", *failure.args)
+    except Refused as refused:
+        return Verdict("refused", *refused.args)
     except Unclear as unclear:
         return Verdict("unclear", *unclear.args)
     except Exception as error:  # in a run under noise, or in the fuzzer itself
@@ -231,6 +241,8 @@ def _agree(
         if isinstance(expected, Exception) or isinstance(found, Exception):
             if isinstance(expected, Exception) and isinstance(found, Exception):
                 return
+            if isinstance(expected, RuntimeError) and NEEDED_BY_BACKWARD in str(expected):
+                raise Refused(stage, _first_line(expected))
             raise Failure(f"{stage} raises", _told(expected, found))
         if not differing(expected, found):
             return
