@@ -10,8 +10,6 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from qat.preparation.activations import NO_CLIP
 from qat.preparation.fused_graph import fused_graph
 from qat.preparation.local_check import Both, compare_computing, compare_quantizing
 from qat.preparation.references import COMPUTING, MOVING, QUANTIZING
+from qat.preparation.training_step import NoGradientsError, Results, detached, difference, training_step, undisturbed
 from qat.preparation.verdict import Verdict
 from qat.quantizer import Quantizer
 
@@ -46,58 +45,53 @@ def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Find what of a model may train on codes: all of it, or what is left without the kernels that are wrong.
 
     Args:
-        model: a prepared model in training.
-        args, kwargs: of its forward.
-
-    Returns:
-        What was found; None where nothing can be.
-    """
-    distrusted: tuple[str, ...] = ()
-    reason = ""
-    for _ in range(MOST_CHECKS):
-        graph = fused_graph(model, distrusted)
-        found = Verdict() if graph is None else check(model, graph, args, kwargs)
-        if found is None:
-            return None
-        reason = reason or found.reason
-        if not found.distrusted:
-            return Verdict(None if found.distrusted is None else distrusted, reason)
-        distrusted += found.distrusted
-    return Verdict(None, reason)
-
-
-def check(model: fx.GraphModule, graph: fx.Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict | None:
-    """Hold a fused graph to the plain one; the model is left as it was.
-
-    Args:
-        model: a prepared model in training.
-        graph: derived from it.
+        model: a prepared model in training; it is left as it was.
         args, kwargs: of its forward; a slice of the batch is looked at.
 
     Returns:
-        What was found; None where nothing can be: the plain graph does not run, or no gradients can be taken.
+        What was found; None where nothing can be: the plain graph does not run on this batch, memory is short, or no
+        gradients are taken.
     """
     if torch.is_inference_mode_enabled():
         return None
-    with _undisturbed(model):
-        sample = _sample(model, _bound(model, args, kwargs))
-        if sample is None:
-            return None
-        inputs, copies, expected = sample
-        checking = _Checking(model, graph, copies)
-        try:
-            found = _step(checking, model, inputs)
-        except Exception as error:  # whatever it is, the plain graph runs
-            where = checking.last or "its fused step"
-            return Verdict(
-                None, f"{where} raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            )
-        if checking.wrong:
-            names = tuple(dict.fromkeys(name for name, _ in checking.wrong))
-            reason = checking.wrong[0][1]
-            return Verdict(None if "" in names else names, reason)
-        difference = _difference(expected, found)
-    return Verdict() if difference is None else Verdict(None, difference)
+    distrusted: tuple[str, ...] = ()
+    reason = ""
+    try:
+        with undisturbed(model):
+            sample = _sampled(model, _bound(model, args, kwargs))
+            for _ in range(MOST_CHECKS if sample is not None else 0):
+                graph = fused_graph(model, distrusted)
+                found = Verdict() if graph is None else _check(model, graph, *sample)
+                reason = reason or found.reason
+                if not found.distrusted:
+                    return Verdict(None if found.distrusted is None else distrusted, reason)
+                distrusted += found.distrusted
+    except NoGradientsError as error:
+        return Verdict(None, f"its plain step has no gradients to compare, {_told(error.__cause__)}")
+    except torch.OutOfMemoryError:
+        return None
+    return None if sample is None else Verdict(None, reason)
+
+
+def _check(model: fx.GraphModule, graph: fx.Graph, inputs: list[Any], copies: int, expected: Results) -> Verdict:
+    """Hold a fused graph to what came of the plain one."""
+    checking = _Checking(model, graph, copies)
+    try:
+        found = training_step(checking, model, inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever it is, the plain graph runs
+        cause = error.__cause__ if isinstance(error, NoGradientsError) else error
+        return Verdict(None, f"{checking.last or 'its fused step'} raises {_told(cause)}")
+    if checking.wrong:
+        names = tuple(dict.fromkeys(name for name, _ in checking.wrong))
+        return Verdict(None if "" in names else names, checking.wrong[0][1])
+    wrong = difference(expected, found)
+    return Verdict() if wrong is None else Verdict(None, wrong)
+
+
+def _told(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _bound(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -107,97 +101,27 @@ def _bound(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any])
     return list(bound.arguments.values())
 
 
-def _sample(model: fx.GraphModule, given: list[Any]) -> tuple[list[Any], int, "_Results"] | None:
-    """A slice of a batch, how many of them the batch has, and the plain step on it; None if the model takes none."""
-    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()]
-    lengths = {len(tensor) for tensor in tensors}
+def _sampled(model: fx.GraphModule, given: list[Any]) -> tuple[list[Any], int, Results] | None:
+    """A slice of a batch, how many of them the batch has, and the plain step on it; None if the model takes none.
+
+    Where inputs differ in length, or the model takes no slice, it is the whole batch.
+    """
+    lengths = {len(leaf) for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()}
     whole = lengths.pop() if len(lengths) == 1 else 0
-    needs_two = any(isinstance(module, _BatchNorm) for module in model.modules())
-    for count in (SAMPLES if needs_two else 1, whole):
-        if count <= whole:
-            inputs = pytree.tree_map(lambda x, count=count: _first(x, count), given)
-            with contextlib.suppress(Exception):  # it only takes whole batches, or it is the model's own mistake
-                return (
-                    inputs,
-                    -(-whole // max(count, 1)),
-                    _step(fx.Interpreter(model, graph=model.graph), model, inputs),
-                )
-    return None
-
-
-def _first(x: Any, count: int) -> Any:
-    """The first samples of a tensor."""
-    if not isinstance(x, Tensor):
-        return x
-    return (x[:count] if count and x.dim() else x).detach().clone().requires_grad_(x.requires_grad)
-
-
-def _detached(x: Any) -> Any:
-    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-
-
-@contextlib.contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """A context that leaves no trace: buffers, random numbers, hooks that wait for calls or for saved tensors."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    modules = list(model.modules())
-    waiting = [{name: vars(module)[name] for name in hooks} for module in modules]
-    notes = [
-        {key: value for key, value in vars(module).items() if isinstance(value, (int, float, str, bool, type(None)))}
-        for module in modules
-    ]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
-    with (
-        torch.random.fork_rng(list(devices)),
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-    ):
+    few = SAMPLES if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
+    interpreter = fx.Interpreter(model, graph=model.graph)
+    for count in (few, whole) if few < whole else (whole,):
+        inputs = pytree.tree_map(detached, given)
+        if count < whole:
+            inputs = pytree.tree_map(lambda x: detached(x[:few]) if isinstance(x, Tensor) and x.dim() else x, given)
         try:
-            for module, found in zip(modules, waiting, strict=True):
-                vars(module).update({name: type(hook)() for name, hook in found.items()})
-            yield
-        finally:
-            for module, found, noted in zip(modules, waiting, notes, strict=True):
-                vars(module).update(found)
-                vars(module).update(noted)
-            for buffer, before in buffers:
-                buffer.data.copy_(before)
-
-
-@dataclass
-class _Results:
-    answers: list[Tensor]
-    gradients: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-
-
-def _step(interpreter: fx.Interpreter, model: nn.Module, inputs: list[Any]) -> _Results:
-    """One training step without the optimizer; buffers are put back, since the next one starts from the same."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    torch.manual_seed(0)
-    wanted: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    copied = pytree.tree_map(_detached, inputs)
-    leaves = [leaf for leaf in pytree.tree_leaves(copied) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    wanted |= {f"input {number}": leaf for number, leaf in enumerate(leaves)}
-    # As of a tensor that something computed: the model may write into what it is given.
-    copied = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, copied)
-    answer = interpreter.run(*copied)
-    answers = [leaf for leaf in pytree.tree_leaves(answer) if isinstance(leaf, Tensor)]
-    loss = sum((_weights(y) * y).sum() for y in answers if y.requires_grad)
-    gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
-    if isinstance(loss, Tensor):
-        gradients = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    found = {name: gradient for name, gradient in zip(wanted, gradients, strict=True) if gradient is not None}
-    state = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    for buffer, value in before:
-        buffer.data.copy_(value)
-    return _Results([y.detach() for y in answers], found, state)
-
-
-def _weights(y: Tensor) -> Tensor:
-    generator = torch.Generator("cpu").manual_seed(y.numel())
-    return torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype)
+            return inputs, max(1, -(-whole // max(count, 1))), training_step(interpreter, model, inputs)
+        except NoGradientsError:
+            if count == whole:
+                raise
+        except Exception:  # it takes no slices; or it is the model's own mistake, and its forward is about to say so
+            continue
+    return None
 
 
 class _Checking(fx.Interpreter):
@@ -277,33 +201,3 @@ def _is_both(x: Any) -> bool:
 
 def _value(x: Any) -> Any:
     return x.value if isinstance(x, Both) else x
-
-
-def _difference(expected: _Results, found: _Results) -> str | None:
-    """What the fused graph gives otherwise, with torch's operations in the place of all kernels."""
-    if len(expected.answers) != len(found.answers):
-        return f"{len(found.answers)} answers instead of {len(expected.answers)}"
-    pairs = [("an answer", y, x) for y, x in zip(expected.answers, found.answers, strict=True)]
-    for kind, ours, theirs in (
-        ("the gradient of", expected.gradients, found.gradients), ("the buffer", expected.buffers, found.buffers)
-    ):  # fmt: skip
-        for name, tensor in ours.items():
-            if name not in theirs:
-                return f"{kind} {name} is missing"
-            pairs.append((f"{kind} {name}", tensor, theirs[name]))
-        extra = sorted(theirs.keys() - ours.keys())
-        if extra:
-            return f"{kind} {extra[0]} is there"
-    norms = [float(tensor.double().nan_to_num().norm()) for tensor in expected.gradients.values()]
-    floor = 1e-7 + 1e-5 * max(
-        norms, default=0.0
-    )  # the gradient of a bias in front of a BatchNorm is nothing but rounding
-    for name, tensor, other in pairs:
-        if tensor.shape != other.shape or tensor.dtype != other.dtype:
-            return f"{name} is {other.dtype} {tuple(other.shape)} instead of {tensor.dtype} {tuple(tensor.shape)}"
-        if torch.equal(tensor, other):
-            continue
-        gap, size = (tensor.double() - other.double()).nan_to_num(), tensor.double().nan_to_num().norm()
-        if not bool(torch.equal(tensor.isnan(), other.isnan())) or not float(gap.norm()) <= 1e-3 * float(size) + floor:
-            return f"{name} differs by {float(gap.norm() / size):.2g} of its length"
-    return None

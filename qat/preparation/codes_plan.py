@@ -114,7 +114,7 @@ class CodesPlan:
             and self.stands_in(node)
             and bool(node.args)
             and self.grid(node.args[0]) is not None
-            and set(node.kwargs) <= {"grid", "norm"}
+            and {"grid"} <= set(node.kwargs) <= {"grid", "norm"}
         )
 
     def _multiplies_codes(self, node: fx.Node) -> bool:

@@ -70,10 +70,12 @@ def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict] | None 
     names = module_names(model)
     notes = Notes(model, names)
     kinds = sorted({parameter.device.type for parameter in model.parameters()})
-    key = hashlib.sha256(repr((notes.text, model.code, kinds)).encode()).hexdigest()[:16]
+    graph = fused_graph(model)
+    code = "" if graph is None else graph.python_code("self").src
+    key = hashlib.sha256(repr((notes.text, model.code, code, kinds)).encode()).hexdigest()[:16]
     verdict = (verdicts or {}).get(key)
-    distrusted = () if verdict is None else verdict.distrusted
-    graph = None if distrusted is None else fused_graph(model, distrusted)
+    if verdict is not None and verdict.distrusted != ():
+        graph = None if verdict.distrusted is None else fused_graph(model, verdict.distrusted)
     return FusedForward(
         graph, None if graph is None else compiled(graph), notes, numbers_of(model, names), key, verdict
     )

@@ -1,7 +1,6 @@
 """One function of a fused graph at a time against its reference: the same inputs, the same gradient from behind."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,10 +12,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from qat.kernels import plain_formulas
 from qat.layers.codes import Codes, decode
 from qat.preparation.references import Before, normalised
+from qat.preparation.training_step import kept_buffers, noise
 from qat.quantizer import Quantizer
 
 NEAR = 0.02
-"""In steps: what lies nearer to a tie, or to the end of a grid or clip, may be rounded to either side of it."""
+"""In steps: what lies nearer to a tie, or to the end of a grid or clip, may fall to either side of it."""
 
 TOLERANCE, NEGLIGIBLE = 2e-3, 1e-5
 """Of a difference: relative to what is expected, and to the sum of what cancels in it."""
@@ -87,27 +87,28 @@ def compare_quantizing(
     ends = Ends.of(args)
     quantizer = next(each for each in args if isinstance(each, Quantizer))
     modules = [each for each in args if isinstance(each, nn.Module)]
-    with _kept(modules):
+    with kept_buffers(modules):
         found = function(*ends.coded)
     if not isinstance(found, Codes):
         return None
-    with _kept(modules), plain_formulas():
+    with kept_buffers(modules), plain_formulas():
         exact = [partial(normalised, norm=each) if isinstance(each, _BatchNorm) else each for each in ends.plain]
         unclipped, z, bounds = before(*exact)
         y = quantizer(z)
     with torch.no_grad():
         scale, zero_point = quantizer.grid()
-        low, high = quantizer.bounds()
         level = z / scale + zero_point
-        expected = quantizer.codes(z)
+        ties = ((level - level.floor()) - 0.5).abs() < NEAR
         shift = 128 if quantizer.spec.signed else 0
-        near = _near_edges(level, low, high) | _near_bounds(unclipped, bounds, scale)
-        wrong = (found.codes.to(expected.dtype) - shift != expected) & ~near & z.isfinite()
+        expected = quantizer.codes(z)
+        wrong = (found.codes.to(expected.dtype) - shift != expected) & ~ties & z.isfinite()
     if bool(wrong.any()) or not _same_step(found, scale, z):
         return f"{int(wrong.sum())} of {wrong.numel()} codes of {path} differ"
     if found.source is not None:
         return None  # whoever reads it finds the gradient of its scale
-    cotangent = torch.where(near, 0.0, _noise(y)).to(found.carrier.dtype)
+    either = ties | _at_edges(quantizer, unclipped, z) | _at_bounds(unclipped, bounds, scale)
+    cotangent = torch.where(either, 0.0, noise(y)).to(found.carrier.dtype)
+    low, high = quantizer.bounds()
     slack = cotangent.abs().sum() * quantizer.gradient_factor(z) * (high - low)
     if quantizer.relative_steps:
         slack = slack * scale.detach() ** 2
@@ -130,7 +131,7 @@ def compare_computing(
         return f"the result of {path} differs by up to {(got - y).detach().abs().max().item():.3g}"
     if not y.requires_grad:
         return None
-    cotangent = _noise(y)
+    cotangent = noise(y)
     return _compare_gradients((got, y), cotangent, ends, modules, path, float(cotangent.abs().sum()))
 
 
@@ -163,24 +164,23 @@ def _compare_gradients(
     return None
 
 
-@contextmanager
-def _kept(modules: list[nn.Module]) -> Iterator[None]:
-    """A context after which the buffers of modules are as before: running statistics move once a step."""
-    before = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            buffer.data.copy_(value)
+@torch.no_grad()
+def _at_edges(quantizer: Quantizer, unclipped: Tensor, z: Tensor) -> Tensor:
+    """Where the last digit decides whether a value lies on the grid or beyond an end of it, and that shows.
+
+    It shows in the gradient of what was not clipped yet, and in that of the scale, which is 0 on either side of an end
+    where the value is 0.
+    """
+    scale, zero_point = quantizer.grid()
+    at_edges = torch.zeros_like(z, dtype=torch.bool)
+    for end in quantizer.bounds():
+        at_edges |= (unclipped / scale + zero_point - end).abs() < NEAR
+        at_edges |= ((z / scale + zero_point - end).abs() < NEAR) & (zero_point != end)
+    return at_edges
 
 
-def _near_edges(level: Tensor, low: int, high: int) -> Tensor:
-    """Where a value is about to fall on another level, or out of the grid."""
-    tie = ((level - level.floor()) - 0.5).abs() < NEAR
-    return tie | ((level - low).abs() < NEAR) | ((level - high).abs() < NEAR)
-
-
-def _near_bounds(y: Tensor, bounds: tuple[float, float], scale: Tensor) -> Tensor:
+@torch.no_grad()
+def _at_bounds(y: Tensor, bounds: tuple[float, float], scale: Tensor) -> Tensor:
     """Where what is clipped lies next to a bound of the clip."""
     floor, ceiling = bounds
     return ((y - floor).abs() < NEAR * scale) | ((y - ceiling).abs() < NEAR * scale)
@@ -201,9 +201,3 @@ def _alike(got: Tensor, expected: Tensor) -> bool:
     least = 1e-4 if expected.dtype is torch.float32 else 3e-2
     most = float(expected.abs().max()) if expected.numel() else 0.0
     return bool(((got - expected).abs() <= least * most).all())
-
-
-def _noise(y: Tensor) -> Tensor:
-    """A gradient from behind, the same whenever it is asked for."""
-    generator = torch.Generator("cpu").manual_seed(y.numel())
-    return torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype)

@@ -27,7 +27,7 @@ LAYERS = (QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear, QuantFunction)
 READ: dict[type[nn.Module], tuple[str, ...]] = {
     LSQQuantizer: ("training", "observer", "is_calibrated", "spec", "role"),
     **dict.fromkeys(LAYERS, ("training", "input_quantizer")),
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), ()),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), ("training", "track_running_stats")),
     **dict.fromkeys((nn.ReLU, nn.SiLU, nn.Hardswish), ("inplace",)),
     **dict.fromkeys((nn.ReLU6, nn.Hardtanh), ("inplace", "min_val", "max_val")),
     nn.GELU: ("approximate",),
@@ -82,20 +82,9 @@ _READERS: dict[type[nn.Module], Callable[[Any], Any]] = {
 }
 
 
-NUMBERS = frozenset(
-    (
-        "training",
-        "min_val",
-        "max_val",
-        "approximate",
-        "dim",
-        "kernel_size",
-        "stride",
-        "padding",
-        "dilation",
-        "ceil_mode",
-    )
-)
+NUMBERS = frozenset(name for names in READ.values() for name in names) - {
+    "observer", "is_calibrated", "spec", "role", "input_quantizer"
+}  # fmt: skip
 """Attributes that torch.compile can watch."""
 
 
@@ -132,7 +121,8 @@ class Notes:
         ]
         self._kinds = [(kind, is_changed(kind)) for kind in {kind_of(each) for each in modules.values()} & READ.keys()]
         words = [(kind.__qualname__, _in_words(found), watched) for _, kind, _, found, watched in self._facts]
-        self.text = repr(list(zip(modules, words, strict=True)))
+        patched = sorted(kind.__qualname__ for kind, changed in self._kinds if changed)
+        self.text = repr((list(zip(modules, words, strict=True)), patched))
 
     def hold(self) -> bool:
         """Whether all of it is still so: classes, numbers, who watches them."""

@@ -29,7 +29,7 @@ OWN_MEMORY = {
     "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "add",
     "addmm", "amax", "amin", "avg_pool1d", "avg_pool2d", "avg_pool3d", "baddbmm", "batch_norm", "bilinear", "bmm",
     "cat", "clamp", "clip", "clone", "concat", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
-    "conv_transpose3d", "cos", "cosine_similarity", "cumsum", "div", "einsum", "elu", "embedding", "embedding_bag",
+    "conv_transpose3d", "cos", "cosine_similarity", "cumsum", "div", "elu", "embedding", "embedding_bag",
     "eq", "erf", "exp", "floordiv", "ge", "gelu", "group_norm", "gt", "hardsigmoid", "hardswish", "hardtanh",
     "instance_norm", "interpolate", "layer_norm", "le", "leaky_relu", "linear", "log", "log_softmax", "logsigmoid",
     "lt", "masked_fill", "matmul", "max", "max_pool1d", "max_pool2d", "max_pool3d", "maximum", "mean", "min",
