@@ -126,7 +126,7 @@ def test_a_wrongly_wired_graph_never_runs(monkeypatch: pytest.MonkeyPatch, caplo
         model = calibrated(Residual(), x)
     (verdict,) = model._verdicts.values()
     assert verdict.distrusted is None and model._derive().run is None
-    assert "trains operation by operation, for its fused step differs from the plain one: an answer" in caplog.text
+    assert "trains operation by operation: its fused step differs from the plain one: an answer" in caplog.text
 
 
 def test_an_exception_of_the_fused_step_is_no_exception_of_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from qat.preparation.constants import constant_values, fixed_nodes
 from qat.preparation.kinds import COMPOSITE_TWINS
 from qat.preparation.modes import evaluation_only
 from qat.preparation.nodes import submodule_of
-from qat.preparation.operations import changes_in_place
 from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.writing import drop_unread
 from qat.quantizer import Quantizer
 
 
@@ -113,7 +113,7 @@ def _frozen_layer(layer: nn.Module, path: str, inner: dict[str, Any]) -> nn.Modu
 
 def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
     evaluation_only(frozen)
-    _drop_dead(frozen)
+    drop_unread(frozen.graph, frozen)
     _fold(frozen)
     values = constant_values(frozen)
     names = call_names(frozen, fixed_nodes(frozen.graph))
@@ -151,13 +151,9 @@ def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
             replacements[str(node.target)] = _frozen(module, full)
     for name, module in replacements.items():
         frozen.set_submodule(name, module)
-    _drop_dead(frozen)
+    drop_unread(frozen.graph, frozen)
     frozen.recompile()
     return frozen
-
-
-def _drop_dead(frozen: fx.GraphModule) -> None:
-    frozen.graph.eliminate_dead_code(lambda node: node.is_impure() or changes_in_place(node))
 
 
 @torch.no_grad()

@@ -22,8 +22,8 @@ from qat.export.runtime import answers, call, open_session, output_tensors
 from qat.preparation.constants import fixed_nodes
 from qat.preparation.modes import evaluation_only
 from qat.preparation.nodes import model_device
-from qat.preparation.operations import changes_in_place
 from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.writing import drop_unread
 from qat.quantizer import Quantizer
 
 Batches = Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]
@@ -120,7 +120,7 @@ def follow(
     evaluated = copy.copy(model)
     evaluated.graph = copy.deepcopy(model.graph)
     evaluation_only(evaluated)
-    evaluated.graph.eliminate_dead_code(lambda node: node.is_impure() or changes_in_place(node))
+    drop_unread(evaluated.graph, evaluated)
     names = call_names(evaluated, fixed_nodes(evaluated.graph))
     integers, theirs = _runtime_integers(path, list(names.values()), inputs, optimize, default_session)
     device = model_device(model)
@@ -186,11 +186,15 @@ class _Follower(fx.Interpreter):
         if integers is None:
             equal = [found for other, read, found in self.followed if _is_same_call(other, read, quantizer, x)]
             if not equal:
-                raise ValueError(f"compare_layers: {self.file} has no quantizer {name!r}; was it made from this model?")
+                raise _no_quantizer(self.file, name)
             integers = equal[0]
         if len(self.integers) < len(self.names):
             self.followed.append((quantizer, x, integers))
         return integers.float()
+
+
+def _no_quantizer(file: str, name: str) -> ValueError:
+    return ValueError(f"compare_layers: {file} has no quantizer {name!r}; was it made from this model?")
 
 
 def _is_same_call(quantizer: Quantizer, x: Tensor, other: Quantizer, y: Tensor) -> bool:
@@ -205,10 +209,13 @@ def _runtime_integers(
 
     proto = onnx.load(path)
     produced = {output for node in proto.graph.node for output in node.output}
-    names = [name for name in names if name in produced]
+    missing, names = [name for name in names if name not in produced], [name for name in names if name in produced]
     outputs = [output.name for output in proto.graph.output]
     proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names if name not in outputs)
     session = open_session(proto.SerializeToString(), optimize=optimize, exact=not default_session)
-    results = answers(session, inputs, [*outputs, *names])
+    try:
+        results = answers(session, inputs, [*outputs, *names])
+    except ValueError as error:
+        raise _no_quantizer(Path(path).name, missing[0]) if missing else error from None
     integers = {name: result.numpy() for name, result in zip(names, results[len(outputs) :], strict=True)}
     return integers, [result.float() for result in results[: len(outputs)]]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from qat.kernels.addresses import is_dense
 from qat.kernels.learned import Levels
@@ -24,6 +25,7 @@ from qat.layers.codes import (
     connected,
     decode,
     has_taken_numbers,
+    holds_nan,
     learned_by,
     quantize,
 )
@@ -156,7 +158,12 @@ def quantize_chain(
         elif (sizes := sizes_of(y)) is not None and (norm is None or _is_simple(norm, y, sizes[1])):
             *numbers, follows = _constants(sizes[1], y) if norm is None else _statistics(norm, y)
             learned = learned_by(quantizer, y)
-            return Codes(*QuantizeChainFunction.apply(y, *numbers, *learned, (floor, ceiling), follows))
+            codes = Codes(*QuantizeChainFunction.apply(y, *numbers, *learned, (floor, ceiling), follows))
+            if not holds_nan(codes):
+                return codes
+            if follows:  # the running statistics have moved
+                assert isinstance(norm, _BatchNorm)
+                y, norm = F.batch_norm(y, None, None, norm.weight, norm.bias, True, 0.0, norm.eps), None
     z: Tensor = quantizer(clip(y if norm is None else norm(y)))
     return z
 
@@ -173,11 +180,13 @@ def quantize_sum(
         and not (torch.compiler.is_compiling() and a.codes is b.codes)  # torch.compile takes no tensor twice
     ):  # fmt: skip
         a, b, learned = connected(a), connected(b), learned_by(quantizer, a.codes)
-        return Codes(
+        codes = Codes(
             *AddQuantizeFunction.apply(
                 a.carrier, b.carrier, a.codes, b.codes, a.numbers, b.numbers, *learned, (floor, ceiling)
             )
         )
+        if not holds_nan(codes):
+            return codes
     z: Tensor = quantizer(clip(decode(a) + decode(b)))
     return z
 

@@ -4,6 +4,7 @@ A quantizer's output is a float tensor four times the size of its codes, and eve
 codes. `Codes` holds them; the gradient flows through a carrier, a tensor of the same shape that takes no memory.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +55,8 @@ class Codes(NamedTuple):
     Attributes:
         carrier: of the tensor's shape, which stands for it in autograd and holds no values.
         codes: uint8.
-        numbers: step and zero, which is shifted as the codes are; step is NaN if there was a NaN among the values.
+        numbers: step and zero, which is shifted as the codes are; step is NaN if there was a NaN among
+            the values and nobody looked (`holds_nan`).
         source: of an input of the model, what it was made of; the carrier is then not connected to the scale.
     """
 
@@ -88,13 +90,11 @@ def in_force(quantizer: Quantizer) -> bool:
     return quantizer.training and quantizer.observer is None and quantizer.is_calibrated
 
 
-def has_taken_numbers(quantizer: Quantizer) -> bool:
-    """Whether kernels take a quantizer's numbers: float32, no subclass."""
+def has_taken_numbers(quantizer: Quantizer, scales: int = 1) -> bool:
+    """Whether kernels take a quantizer's numbers: so many, float32, one after the other in memory, no subclass."""
     zero_point = quantizer.zero_point
-    return (
-        is_taken(quantizer.scale) and is_taken(quantizer.smallest_scale)
-        and (zero_point is None or is_taken(zero_point))
-    )  # fmt: skip
+    numbers = (quantizer.scale, quantizer.smallest_scale) + (() if zero_point is None else (zero_point,))
+    return all(is_taken(x) and x.numel() == scales and x.is_contiguous() for x in numbers)
 
 
 def learned_by(quantizer: Quantizer, x: Tensor) -> Learned:
@@ -170,21 +170,12 @@ class DecodeFunction(torch.autograd.Function):
         return grad, None, None
 
 
-class EncodeFunction(torch.autograd.Function):
+class EncodeFunction(QuantizeFunction):
     """A float tensor that lies on a grid already (behind max pooling, say) as codes.
 
     Forward:    codes = round(x / step) + zero
     Backward:   dcarrier/dx = 1
     """
-
-    @staticmethod
-    @positional
-    def forward(
-        x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The first three of `Codes`."""
-        codes, numbers = quantize_codes(x, scale, smallest, zero_point, *levels)
-        return carrier_for(codes, x), codes, numbers
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -198,13 +189,29 @@ class EncodeFunction(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def quantize(x: Tensor, quantizer: Quantizer) -> Codes:
-    """The quantizer's codes of a dense float32 tensor."""
+def quantize(x: Tensor, quantizer: Quantizer) -> Codes | Tensor:
+    """The quantizer's codes of a dense float32 tensor; its values where one is NaN."""
+    codes = _quantized(x, quantizer)
+    if holds_nan(codes):
+        y: Tensor = quantizer(x)
+        return y
+    return codes
+
+
+def _quantized(x: Tensor, quantizer: Quantizer) -> Codes:
     learned = learned_by(quantizer, x)
     if x.requires_grad or not quantizer.scale.requires_grad:
         return Codes(*QuantizeFunction.apply(x, *learned))
     codes, numbers = quantize_codes(x, learned.scale.detach(), *learned[1:3], *learned.levels)
     return Codes(carrier_for(codes, x), codes, numbers, Source(x, learned))
+
+
+def holds_nan(x: Codes) -> bool:
+    """Whether there was a NaN among the values: no code stands for it, so it has to stay in a float tensor.
+
+    Compiled code and CUDA do not wait for the answer; there all of the tensor is NaN then.
+    """
+    return not torch.compiler.is_compiling() and not x.numbers.is_cuda and math.isnan(x.numbers[0].item())
 
 
 def connected(x: Codes) -> Codes:
@@ -232,4 +239,5 @@ def encode(x: Codes | Tensor, quantizer: Quantizer, *dropouts: Any) -> Codes | T
         return x
     if any(dropout.training and dropout.p > 0 for dropout in dropouts):
         return x
-    return Codes(*EncodeFunction.apply(x, *learned_by(quantizer, x)))
+    codes = Codes(*EncodeFunction.apply(x, *learned_by(quantizer, x)))
+    return x if holds_nan(codes) else codes

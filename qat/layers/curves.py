@@ -20,7 +20,7 @@ from qat.kernels.curves import (
 )
 from qat.kernels.learned import Levels
 from qat.kernels.operator import is_taken
-from qat.layers.codes import Codes, carrier_for, decode, has_taken_numbers, learned_by
+from qat.layers.codes import Codes, carrier_for, decode, has_taken_numbers, holds_nan, learned_by
 from qat.layers.first_derivative import first_derivative
 from qat.layers.positional import positional
 from qat.quantizer import Quantizer
@@ -112,7 +112,9 @@ def quantize_curve(
     """
     x = decode(x)
     if _ready(x, quantizer) and is_dense(x):
-        return Codes(*QuantizeCurveFunction.apply(x, *learned_by(quantizer, x), curve))
+        codes = Codes(*QuantizeCurveFunction.apply(x, *learned_by(quantizer, x), curve))
+        if not holds_nan(codes):
+            return codes
     y: Tensor = quantizer(FUNCTIONS[curve](x) if activation is None else activation(x))
     return y
 
@@ -134,7 +136,9 @@ def quantize_softmax(
     last = axis in (-1, x.dim() - 1)
     if _ready(x, quantizer) and last and x.is_contiguous():
         learned = learned_by(quantizer, x)
-        return Codes(*QuantizeSoftmaxFunction.apply(x, *learned, multiplier)[:3])
+        codes = Codes(*QuantizeSoftmaxFunction.apply(x, *learned, multiplier)[:3])
+        if not holds_nan(codes):
+            return codes
     scores = x if multiplier == 1 else x * multiplier
     y: Tensor = quantizer(torch.softmax(scores, axis) if softmax is None else softmax(scores))
     return y

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
@@ -35,13 +36,19 @@ def first_derivative(backward: Backward) -> Backward:
     """Decorator for a Function's backward that calls kernels.
 
     Raises:
-        RuntimeError: when its result is differentiated again (not when that is merely prepared by create_graph=True).
+        RuntimeError: for several gradients at once, and when its result is differentiated again (not when that is
+            merely prepared by create_graph=True).
     """
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
         if torch.compiler.is_compiling():  # which has no second derivatives, and says so itself
             return backward(ctx, grad)
+        if is_batchedtensor(grad) or is_legacy_batchedtensor(grad):
+            raise RuntimeError(
+                "a prepared model on kernels takes one gradient at a time (is_grads_batched, jacobian(vectorize=True));"
+                " for many at once run its forward in `with qat.kernels.plain_formulas():`"
+            )
         again = torch.is_grad_enabled()
         with torch.no_grad():
             found = backward(ctx, grad)

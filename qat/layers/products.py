@@ -119,8 +119,8 @@ def multiply(
     geometry = _geometry(layer)
     quantizer = layer.weight_quantizer
     if (
-        not isinstance(x, Codes) or geometry is None or not has_taken_numbers(quantizer)
-        or not _takes(weight, quantizer) or not (bias is None or is_taken(bias))
+        not isinstance(x, Codes) or geometry is None or not _takes(weight, quantizer)
+        or not (bias is None or (is_taken(bias) and bias.dim() == 1))
         or (geometry.stride and x.dim() != len(geometry.stride) + 2)
     ):  # fmt: skip
         return layer.compute(decode(x), weight, bias, grid, None)
@@ -182,6 +182,7 @@ def _geometry(layer: Any) -> Geometry | None:
 def _takes(weight: Tensor, quantizer: Quantizer) -> bool:
     return (
         is_taken(weight)
+        and has_taken_numbers(quantizer, quantizer.scale.numel())
         and weight.numel() > 0
         and bool(rows_of(weight, quantizer.scale))
         and (weight.is_contiguous() or (weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)))

@@ -6,10 +6,10 @@ right? Each is given what stood before it in that run, and is held to the same o
 difference is not hidden by roundings of another, and the part that is wrong has a name.
 """
 
-import contextlib
 import functools
 import inspect
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +25,16 @@ from qat.preparation.activations import NO_CLIP
 from qat.preparation.fused_graph import fused_graph
 from qat.preparation.local_check import Both, compare_computing, compare_quantizing
 from qat.preparation.references import COMPUTING, MOVING, QUANTIZING
-from qat.preparation.training_step import NoGradientsError, Results, detached, difference, training_step, undisturbed
+from qat.preparation.training_step import (
+    NoGradientsError,
+    Results,
+    copied,
+    detached,
+    difference,
+    same_random_numbers,
+    training_step,
+    unseen_by_hooks,
+)
 from qat.preparation.verdict import Verdict
 from qat.quantizer import Quantizer
 
@@ -45,7 +54,7 @@ def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Find what of a model may train on codes: all of it, or what is left without the kernels that are wrong.
 
     Args:
-        model: a prepared model in training; it is left as it was.
+        model: a prepared model in training. Its copies run, so that it is left as it was.
         args, kwargs: of its forward; a slice of the batch is looked at.
 
     Returns:
@@ -57,27 +66,32 @@ def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     distrusted: tuple[str, ...] = ()
     reason = ""
     try:
-        with undisturbed(model):
-            sample = _sampled(model, _bound(model, args, kwargs))
-            for _ in range(MOST_CHECKS if sample is not None else 0):
-                graph = fused_graph(model, distrusted)
-                found = Verdict() if graph is None else _check(model, graph, *sample)
+        with same_random_numbers(model) as rewind, unseen_by_hooks():
+            base = copied(model)
+            sample = _sampled(base, _bound(model, args, kwargs), rewind)
+            if sample is None:
+                return None
+            for _ in range(MOST_CHECKS):
+                graph = fused_graph(base, distrusted)
+                rewind()
+                found = Verdict() if graph is None else _check(copied(base), graph, *sample)
                 reason = reason or found.reason
                 if not found.distrusted:
                     return Verdict(None if found.distrusted is None else distrusted, reason)
                 distrusted += found.distrusted
-    except NoGradientsError as error:
-        return Verdict(None, f"its plain step has no gradients to compare, {_told(error.__cause__)}")
     except torch.OutOfMemoryError:
         return None
-    return None if sample is None else Verdict(None, reason)
+    except Exception as error:  # it cannot be copied, or it has no gradients
+        cause = error.__cause__ if isinstance(error, NoGradientsError) else error
+        return Verdict(None, f"no step of it can be run apart, {_told(cause)}")
+    return Verdict(None, reason)
 
 
 def _check(model: fx.GraphModule, graph: fx.Graph, inputs: list[Any], copies: int, expected: Results) -> Verdict:
     """Hold a fused graph to what came of the plain one."""
     checking = _Checking(model, graph, copies)
     try:
-        found = training_step(checking, model, inputs)
+        found = training_step(checking, inputs)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever it is, the plain graph runs
@@ -87,7 +101,7 @@ def _check(model: fx.GraphModule, graph: fx.Graph, inputs: list[Any], copies: in
         names = tuple(dict.fromkeys(name for name, _ in checking.wrong))
         return Verdict(None if "" in names else names, checking.wrong[0][1])
     wrong = difference(expected, found)
-    return Verdict() if wrong is None else Verdict(None, wrong)
+    return Verdict() if wrong is None else Verdict(None, f"its fused step differs from the plain one: {wrong}")
 
 
 def _told(error: BaseException | None) -> str:
@@ -101,7 +115,9 @@ def _bound(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any])
     return list(bound.arguments.values())
 
 
-def _sampled(model: fx.GraphModule, given: list[Any]) -> tuple[list[Any], int, Results] | None:
+def _sampled(
+    model: fx.GraphModule, given: list[Any], rewind: Callable[[], None]
+) -> tuple[list[Any], int, Results] | None:
     """A slice of a batch, how many of them the batch has, and the plain step on it; None if the model takes none.
 
     Where inputs differ in length, or the model takes no slice, it is the whole batch.
@@ -109,13 +125,14 @@ def _sampled(model: fx.GraphModule, given: list[Any]) -> tuple[list[Any], int, R
     lengths = {len(leaf) for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()}
     whole = lengths.pop() if len(lengths) == 1 else 0
     few = SAMPLES if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
-    interpreter = fx.Interpreter(model, graph=model.graph)
     for count in (few, whole) if few < whole else (whole,):
         inputs = pytree.tree_map(detached, given)
         if count < whole:
             inputs = pytree.tree_map(lambda x: detached(x[:few]) if isinstance(x, Tensor) and x.dim() else x, given)
+        rewind()
         try:
-            return inputs, max(1, -(-whole // max(count, 1))), training_step(interpreter, model, inputs)
+            expected = training_step(fx.Interpreter(copied(model), graph=model.graph), inputs)
+            return inputs, max(1, -(-whole // max(count, 1))), expected
         except NoGradientsError:
             if count == whole:
                 raise

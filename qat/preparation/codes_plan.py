@@ -18,7 +18,7 @@ from qat.preparation.constants import fixed_nodes
 from qat.preparation.nodes import submodule_of
 from qat.preparation.operations import JOINING, operation_of, passes_grid
 from qat.preparation.placement import grid_of
-from qat.preparation.standing_in import may_stand_in
+from qat.preparation.standing_in import may_stand_in, may_write
 from qat.preparation.writing import Memory
 
 FUNCTIONAL_DROPOUTS = (F.dropout,)
@@ -103,7 +103,10 @@ class CodesPlan:
     def _makes_codes(self, node: fx.Node) -> bool:
         """Whether a node is a quantizer whose output may be codes: nobody writes into it, which they would not show."""
         module: Any = submodule_of(self.model, node)
-        return has_codes(module) and in_force(module) and self.stands_in(node) and not self.memory.writers(node)
+        if not (has_codes(module) and in_force(module) and self.stands_in(node)):
+            return False
+        readers = self.memory.readers(node)
+        return not self.memory.writers(node) and not any(may_write(submodule_of(self.model, each)) for each in readers)
 
     def _reads_codes(self, node: fx.Node) -> bool:
         """Whether a node is a layer that can take its input as codes."""
@@ -149,8 +152,11 @@ class CodesPlan:
     def _activation(self, node: fx.Node) -> Activation | None:
         """What a quantizer may compute together with itself, later than the node does: nobody notices that."""
         found = activation_of(node, self.model)
-        trusted = found is not None and found.module not in self.distrusted
-        return found if trusted and found is not None and self.memory.can_wait(found.source, found.nodes) else None
+        if found is None or found.module in self.distrusted or not self.memory.can_wait(found.source, found.nodes):
+            return None
+        # The source is kept for the backward; who is given it as an answer may write there before.
+        returned = any(reader.op == "output" for reader in self.memory.readers(found.source))
+        return None if returned else found
 
     def _carried_as_codes(self) -> set[fx.Node]:
         """Max pools, reshapings and dropouts behind which somebody reads codes."""

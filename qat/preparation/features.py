@@ -6,17 +6,18 @@ from difflib import get_close_matches
 from torch import fx, nn
 
 from qat.preparation.nodes import scope_of, submodule_of
-from qat.preparation.operations import changes_in_place
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT
+from qat.preparation.writing import drop_unread
 from qat.quantizer import Quantizer
 
 
 def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]) -> nn.Module:
     """A model that answers with the outputs of parts of a prepared one, as a dictionary.
 
-    It shares the modules of the prepared model, so that both train, evaluate and export with the same parameters. What
-    comes out is what the next layer reads: behind BatchNorm, ReLU and quantizer. (Hooks on blocks never fire, since a
+    It shares the modules of the prepared model, so that both train, evaluate and export with the same parameters. A
+    part gives what it answers with in the float model, on its grid where it has one. A layer gives its output behind
+    BatchNorm, which is folded into it, and before an activation that follows. (Hooks on blocks never fire, since a
     prepared model calls the layers in them and not the blocks.)
 
     Args:
@@ -26,7 +27,7 @@ def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]
 
     Raises:
         TypeError: if the model is no graph: prepared in parts, or not prepared.
-        ValueError: if a name is none of the model's, or nothing runs there.
+        ValueError: if a name is none of the model's, nothing runs there, or two names have one key.
 
     >>> import torch, qat
     >>> net = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Flatten(), nn.Linear(64, 2))
@@ -43,16 +44,17 @@ def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]
         )
     model._follow_changes()
     keys = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
+    twice = next((key for key in keys.values() if list(keys.values()).count(key) > 1), None)
+    if twice is not None:
+        raise ValueError(f"feature_extractor: {twice!r} is the key of several names; give each a key of its own")
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(model.graph, copied)
     graph.set_codegen(model.graph._codegen)
     ends = {key: copied[_end_of(name, model)] for name, key in keys.items()}
     graph.output(ends)
+    drop_unread(graph, model)
     found = PreparedGraph(model, graph, f"{type(model).__name__}Features")
-    found.graph.eliminate_dead_code(lambda node: node.is_impure() or changes_in_place(node))
-    found.delete_all_unused_submodules()
-    found.recompile()
     for note in (LEFT_IN_FLOAT, COMPROMISES, LAYERS):
         vars(found)[note] = vars(model).get(note, {})
     return found.train(model.training)

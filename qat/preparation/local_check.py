@@ -121,8 +121,9 @@ def compare_computing(
     """What is wrong with a function that computes with codes; None if it is right."""
     ends = Ends.of(args)
     modules = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, Quantizer)]
-    found = function(*ends.coded)
-    with plain_formulas():
+    with kept_buffers(modules):
+        found = function(*ends.coded)
+    with kept_buffers(modules), plain_formulas():
         y = reference(*ends.plain)
     got = decode(found)
     if got.shape != y.shape or got.dtype != y.dtype:

@@ -35,6 +35,27 @@ class Facts:
         return cls(value.dim(), floating and (value.is_meta or bool(value.isfinite().all())))
 
 
+Notes = list[tuple[str, str, dict[str, Any]]]
+"""Of every node that computes something: what it is called, its scope, and its notes under our own keys of meta."""
+
+
+def notes_of(graph: fx.Graph) -> Notes:
+    """What would be lost with the nodes themselves, in a form that pickles."""
+    return [
+        (str(node.target), scope_of(node), {key: value for key, value in node.meta.items() if key.startswith("qat_")})
+        for node in graph.nodes
+        if node.op != "get_attr"
+    ]
+
+
+def give_notes(graph: fx.Graph, notes: Notes) -> None:
+    """Give the nodes of the same graph, recorded anew, their notes back."""
+    computing = [node for node in graph.nodes if node.op != "get_attr"]
+    for node, (target, scope, found) in zip(computing, notes, strict=True):
+        assert str(node.target) == target or node.op == "call_function", (node.target, target)
+        node.meta |= {"nn_module_stack": {"": (scope, nn.Module)}, **found}
+
+
 def scope_of(node: fx.Node) -> str:
     """Path of the module whose forward created this node, "" at the top."""
     stack = node.meta.get("nn_module_stack")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.preparation.nodes import CHANGED, FACTS, is_call
+from qat.preparation.writing import written_by
 from qat.target_profile import Operation
 
 PASSING_MODULES = (
@@ -111,7 +112,9 @@ def passes_grid(node: fx.Node, graph_module: fx.GraphModule) -> bool:
         return False
     if node.target is F.pad:
         return _pads_with_zero(node)
-    if (node.target == "clone" or node.target is torch.clone) and any(changes_in_place(user) for user in node.users):
+    if (node.target == "clone" or node.target is torch.clone) and any(
+        written_by(user, graph_module) is node for user in node.users
+    ):
         return False  # another tensor from then on
     if node.target is getattr:
         return node.args[1] in ("T", "mT")
@@ -143,11 +146,3 @@ def is_product(node: fx.Node, graph_module: fx.GraphModule) -> bool:
 def operation_of(node: fx.Node, graph_module: fx.GraphModule, table: Mapping[Operation, Calls]) -> Operation | None:
     """Which operation of a table a node is; None if it is none of them."""
     return next((name for name, calls in table.items() if is_call(node, *calls, graph_module)), None)
-
-
-def changes_in_place(node: fx.Node) -> bool:
-    """Whether a node acts by writing into what it is given, so that its own result need not be read."""
-    if node.op == "call_method":
-        return str(node.target).endswith("_") and not str(node.target).endswith("__")
-    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-    return name == "setitem" or (name.endswith("_") and not name.endswith("__"))

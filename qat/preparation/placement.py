@@ -19,14 +19,13 @@ from qat.preparation.operations import (
     AVERAGING,
     CURVES,
     JOINING,
-    changes_in_place,
     is_product,
     is_relu,
     operation_of,
     passes_grid,
 )
 from qat.preparation.reads import SPEAKS_AS
-from qat.preparation.writing import Memory
+from qat.preparation.writing import Memory, written_by
 from qat.quantizer import Quantizer, create_quantizer
 from qat.recipe import AnyRecipe
 from qat.spec import QuantSpec
@@ -55,7 +54,7 @@ class Placement:
 
     def demands(self, node: fx.Node) -> list[QuantSpec]:
         """The grids that the readers of a tensor ask for."""
-        found = [pair for pair in readings(node, self.graph_module) if not changes_in_place(pair[0])]
+        found = [pair for pair in readings(node, self.graph_module) if written_by(pair[0], self.graph_module) is None]
         specs = [spec for reader, operand in found for spec in self._demand(reader, operand)]
         if not specs and self._ends_convolution(node):
             specs = [self.recipe.activation]

@@ -4,12 +4,14 @@ import copy
 import functools
 import inspect
 import logging
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils import _pytree as pytree
 
 from qat.kernels import formulas_wanted, plain_here, plain_wanted, products
 from qat.kernels.compiler import library
@@ -17,6 +19,7 @@ from qat.kernels.formulas.products import try_int_mm
 from qat.kernels.operator import is_taken
 from qat.preparation.checking import is_wanted, judge
 from qat.preparation.fused_graph import FusedForward, fused_forward
+from qat.preparation.nodes import Notes, give_notes, notes_of
 from qat.preparation.replaced import Places, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
 from qat.preparation.verdict import Verdict
@@ -28,6 +31,11 @@ log = logging.getLogger("qat")
 
 OF_ONE_MODEL = "GraphModuleImpl"
 """What torch.fx calls the class that it makes for every model; by this name it finds the class behind."""
+
+MOST_FAILURES = 3
+"""How often in a row a model is not checked, for a step of it does not run, before that is tried no more."""
+
+_ONE_CHECK = threading.RLock()
 
 
 class PreparedGraph(fx.GraphModule):
@@ -42,6 +50,7 @@ class PreparedGraph(fx.GraphModule):
     _fused: ClassVar[FusedForward | None] = None
     _places: ClassVar[Places | None] = None
     _said: ClassVar[frozenset[str]] = frozenset()
+    _failures: ClassVar[int] = 0
 
     def recompile(self) -> Any:
         """Make forward anew from the graph."""
@@ -79,10 +88,10 @@ class PreparedGraph(fx.GraphModule):
     def _derive(self) -> FusedForward:
         """What training runs where kernels apply, made anew if the graph or anything in the model changed."""
         kind: Any = type(self)
-        if kind._fused is None or not kind._fused.notes.hold():
-            kind._fused = fused_forward(self, self._verdicts)
+        found: FusedForward | None = kind._fused
+        if found is None or not found.notes.hold():
+            kind._fused = found = fused_forward(self, self._verdicts)
             self._look_around()
-        found: FusedForward = kind._fused
         return found
 
     @property
@@ -100,22 +109,29 @@ class PreparedGraph(fx.GraphModule):
         Returns:
             What was found; None where nothing runs on codes, or nothing can be found out.
         """
-        fused = self._derive()
-        if fused.graph is not None and fused.verdict is None:
+        kind: Any = type(self)
+        with _ONE_CHECK:  # at a time: who waits finds the verdict there
+            fused = self._derive()
+            if fused.graph is None or fused.verdict is not None:
+                return fused.verdict
             verdict = judge(self, args, kwargs)
+            if verdict is None and not torch.is_inference_mode_enabled():
+                kind._failures += 1
+                if kind._failures == MOST_FAILURES:
+                    verdict = Verdict(None, f"{MOST_FAILURES} times no step of it could be run apart")
             if verdict is not None:
                 self._verdicts[fused.key] = verdict
-                type(self)._fused = None
+                kind._fused, kind._failures = None, 0
                 if verdict.reason:
                     log.warning("%s", verdict)
-        return self._derive().verdict
+            return self._derive().verdict
 
     def _prove(self, *args: Any, **kwargs: Any) -> Verdict | None:
         """`_self_check` ahead of training, in whatever mode the model is; None where no kernels apply."""
         flags = [(module, module.training) for module in self.modules()]
         try:
             self.train()
-            given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             if (
                 not is_wanted()
                 or plain_here()
@@ -159,7 +175,10 @@ class PreparedGraph(fx.GraphModule):
         compiling = torch.compiler.is_compiling()
         if not self.training or (plain_wanted() if compiling else plain_here()):
             return None
-        given: list[Any] = [x for x in (*args, *kwargs.values()) if isinstance(x, (torch.Tensor, fx.Proxy))]
+        leaves = (*args, *kwargs.values())
+        if any(isinstance(x, (list, tuple, dict)) for x in leaves):
+            leaves = tuple(pytree.tree_leaves((args, kwargs)))
+        given: list[Any] = [x for x in leaves if isinstance(x, (torch.Tensor, fx.Proxy))]
         if not all(type(x) in (torch.Tensor, nn.Parameter) or compiling for x in given):
             return None  # somebody looks at the model with tensors that hold no numbers
         refused = self._refusal(given, compiling)
@@ -207,7 +226,7 @@ class PreparedGraph(fx.GraphModule):
         arguments[0].pop(VERDICTS, None)  # of this machine
         kind = next(base for base in type(self).__mro__ if base.__qualname__.split(".")[-1] != OF_ONE_MODEL)
         passing = {name: set(module._non_persistent_buffers_set) for name, module in self.named_modules()}
-        return unpickled, (kind, function, arguments, passing)
+        return unpickled, (kind, function, arguments, passing, notes_of(self.graph))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PreparedGraph":
         twin: Any = super().__deepcopy__(memo)
@@ -240,13 +259,22 @@ class PreparedPart(PreparedGraph):
 
 
 def unpickled(
-    kind: type[PreparedGraph], function: Callable[..., Any], arguments: tuple[Any, ...], passing: dict[str, set[str]]
-) -> PreparedGraph:
-    """The model from what `PreparedGraph.__reduce__` gave to pickle; passing: buffers that are in no checkpoint."""
+    kind: type[PreparedGraph], function: Callable[..., Any], arguments: tuple[Any, ...], passing: dict[str, set[str]],
+    notes: Notes,
+) -> PreparedGraph:  # fmt: skip
+    """The model from what `PreparedGraph.__reduce__` gave to pickle.
+
+    Args:
+        kind: its class.
+        function, arguments: what torch.fx makes of it; the graph is recorded anew from its code.
+        passing: buffers that are in no checkpoint.
+        notes: of the graph's nodes.
+    """
     model: Any = function(*arguments)
     own = type(OF_ONE_MODEL, (kind,), {})
     own.__name__ = type(model).__name__  # what it prints as
     model.__class__ = own
+    give_notes(model.graph, notes)
     model.recompile()
     for name, buffers in passing.items():
         model.get_submodule(name)._non_persistent_buffers_set |= buffers  # which torch 2.11 forgets

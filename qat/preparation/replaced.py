@@ -76,9 +76,13 @@ def follow_replacements(model: fx.GraphModule) -> bool:
 
     Returns:
         Whether a call changed; the graph has to be compiled anew then.
+
+    Raises:
+        ValueError: if a module that is called is gone.
     """
     changed = False
     for node in list(model.graph.nodes):
+        _require_called(node, model)
         now = {key: value for key, value in node.kwargs.items() if key in HANDED and isinstance(value, fx.Node)}
         paths = node.meta.get(AS_PREPARED, {key: str(value.target) for key, value in now.items()})
         if node.op != "call_module" or not paths:
@@ -96,6 +100,19 @@ def follow_replacements(model: fx.GraphModule) -> bool:
                 model.graph.erase_node(node)
         model.graph.lint()
     return changed
+
+
+def _require_called(node: fx.Node, model: nn.Module) -> None:
+    """Raise ValueError if what a node calls is gone, for something else lies where its block was."""
+    steps = str(node.target).split(".") if node.op == "call_module" else []
+    for depth in range(1, len(steps) + 1):
+        if _module_at(model, ".".join(steps[:depth])) is None:
+            block = ".".join(steps[: depth - 1])
+            now = type(_module_at(model, block)).__name__ if block else "this model"
+            raise ValueError(
+                f"{node.target!r} is called by the prepared model, and {block or now!r} ({now}) has no such part now;"
+                " replace layers one by one, or prepare the changed model again"
+            )
 
 
 def _takes(node: fx.Node, key: str, path: str, model: fx.GraphModule) -> bool:

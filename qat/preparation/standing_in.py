@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from qat.layers import QuantConv1d, QuantConv2d, QuantConv3d, QuantFunction, QuantLayer, QuantLinear
+from qat.quantizer import Quantizer
 from qat.quantizer.lsq import LSQQuantizer
 
 METHODS = (
@@ -75,6 +76,17 @@ def may_stand_in(module: nn.Module | None) -> bool:
     kind = kind_of(module)
     known = kind in READ and not is_changed(kind) and not is_watched(module)
     return known and (not isinstance(module, QuantLayer) or may_stand_in(module.weight_quantizer))
+
+
+def may_write(module: nn.Module | None) -> bool:
+    """Whether a module may write into what it is given: one that somebody put there, or who hooks into its call.
+
+    torch's own do only where they are told to (`inplace`).
+    """
+    if module is None:
+        return False
+    known = isinstance(module, (QuantLayer, Quantizer)) or type(module).__module__.startswith("torch.nn.modules.")
+    return not known or is_watched(module)
 
 
 _READERS: dict[type[nn.Module], Callable[[Any], Any]] = {

@@ -49,11 +49,12 @@ def summary(model: nn.Module) -> str:
 
 
 def _verdicts(model: nn.Module) -> Iterator[str]:
-    """What the last self-check of each traced part found, if there was one."""
+    """What the self-check of each traced part found: of its state now, or else the last one."""
     for prefix, graph_module in _graphs(model):
-        found = list(vars(graph_module).get(VERDICTS, {}).values())
-        if found:
-            yield f"{prefix.rstrip('.') or 'the model'} {found[-1]}"
+        now = getattr(type(graph_module), "_fused", None)
+        earlier = list(vars(graph_module).get(VERDICTS, {}).values())[-1:]
+        for verdict in earlier if now is None or now.verdict is None else [now.verdict]:
+            yield f"{prefix.rstrip('.') or 'the model'} {verdict}"
 
 
 def _in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:

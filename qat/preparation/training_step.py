@@ -1,10 +1,15 @@
 """One training step of a graph without the optimizer, all that comes of it, and how two such steps differ."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import copy
+import pickle
+import random
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -12,6 +17,11 @@ from torch.utils import _pytree as pytree
 TOLERANCE, NEGLIGIBLE = 1e-3, 1e-5
 """Of a difference: relative to the tensor's norm, and of a gradient to the norm of the largest gradient. That of a bias
 in front of a BatchNorm is nothing but rounding."""
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Attributes of a module that hold its hooks."""
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 @dataclass
@@ -33,32 +43,29 @@ class NoGradientsError(Exception):
     """The model answers, but its answers have no gradients; its cause is what torch raised."""
 
 
-def training_step(interpreter: fx.Interpreter, model: nn.Module, inputs: list[Any]) -> Results:
-    """Forward and backward from what the buffers are now; they are put back.
+def training_step(interpreter: fx.Interpreter, inputs: list[Any]) -> Results:
+    """Forward and backward, without the optimizer.
 
     Args:
-        interpreter: of a graph.
-        model: whose graph it is.
+        interpreter: of a graph; what its module holds may change.
         inputs: what the graph is given.
 
     Raises:
         NoGradientsError: if forward runs and backward does not.
     """
-    _seed(model)
+    model = interpreter.module
     wanted: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     copied = pytree.tree_map(detached, inputs)
     leaves = [leaf for leaf in pytree.tree_leaves(copied) if isinstance(leaf, Tensor) and leaf.requires_grad]
     wanted |= {f"input {number}": leaf for number, leaf in enumerate(leaves)}
     # As of a tensor that something computed: the model may write into what it is given.
     copied = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, copied)
-    with kept_buffers(model.modules()):
-        answers = [leaf for leaf in pytree.tree_leaves(interpreter.run(*copied)) if isinstance(leaf, Tensor)]
-        try:
-            gradients = _gradients(answers, wanted)
-        except Exception as error:
-            raise NoGradientsError from error
-        state = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    return Results([y.detach() for y in answers], gradients, state)
+    answers = [leaf for leaf in pytree.tree_leaves(interpreter.run(*copied)) if isinstance(leaf, Tensor)]
+    try:
+        gradients = _gradients(answers, wanted)
+    except Exception as error:
+        raise NoGradientsError from error
+    return Results([y.detach() for y in answers], gradients, dict(model.named_buffers()))
 
 
 def _gradients(answers: list[Tensor], wanted: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -82,25 +89,65 @@ def noise(y: Tensor) -> Tensor:
     return torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype)
 
 
-def _seed(model: nn.Module) -> None:
-    """The random numbers of the CPU and of the model's devices; `torch.manual_seed` would touch all others too."""
-    torch.default_generator.manual_seed(0)
-    for device in _cuda_devices(model):
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(0)
+def copied(model: _Module) -> _Module:
+    """A copy that nobody else sees: without hooks, but for those of torch.nn.utils, which compute weights."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name in HOOKS:
+            memo[id(vars(module)[name])] = _of_torch(vars(module)[name])
+        for tensor in (*vars(module).values(), *module._buffers.values()):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:  # a weight that a hook computed
+                memo[id(tensor)] = tensor.detach().clone()
+    return copy.deepcopy(model, memo)
 
 
-def _cuda_devices(model: nn.Module) -> set[torch.device]:
-    return {tensor.device for tensor in model.parameters() if tensor.is_cuda}
+def _of_torch(hooks: dict[int, Any]) -> dict[int, Any]:
+    kept = {key: hook for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils.")}
+    return type(hooks)(kept)
+
+
+@contextlib.contextmanager
+def same_random_numbers(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """A context whose value puts all random numbers back to where they were; so does its end.
+
+    Generators that nobody drew from are left alone, for other threads may be about to draw from them.
+    """
+    generators: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+        (torch.get_rng_state, torch.set_rng_state),
+        (random.getstate, random.setstate),
+        (np.random.get_state, np.random.set_state),
+    ]
+    for device in sorted({tensor.device.index for tensor in model.parameters() if tensor.is_cuda}):
+        generators.append((partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)))
+    states = [(read, write, read()) for read, write in generators]
+
+    def rewind() -> None:
+        for read, write, state in states:
+            if pickle.dumps(read()) != pickle.dumps(state):
+                write(state)
+
+    try:
+        yield rewind
+    finally:
+        rewind()
+
+
+@contextlib.contextmanager
+def unseen_by_hooks() -> Iterator[None]:
+    """A context in which gradients are taken and nobody's hooks see the tensors that are saved for them."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        with contextlib.suppress(RuntimeError):  # hooks are forbidden here, so there are none
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+        yield
 
 
 @contextlib.contextmanager
 def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """A context after which modules have the buffers that they had, with the values that they had."""
-    registered = [(module._buffers, dict(module._buffers)) for module in modules]
-    values = [
-        (buffer, buffer.detach().clone()) for _, buffers in registered for buffer in buffers.values() if buffer is not None
-    ]  # fmt: skip
+    registered = [(part._buffers, dict(part._buffers)) for module in modules for part in module.modules()]
+    found = [buffer for _, buffers in registered for buffer in buffers.values() if buffer is not None]
+    values = [(buffer, buffer.detach().clone()) for buffer in found]
     try:
         yield
     finally:
@@ -111,58 +158,13 @@ def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
             buffer.data.copy_(value)
 
 
-@contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """A context that leaves no trace: no buffers, flags or random numbers change, and no hook of the user's is called.
-
-    Hooks of torch.nn.utils stay: they compute the weight of a pruned or a normalised layer.
-    """
-    modules, parameters = list(model.modules()), list(model.parameters())
-    hooks = [(vars(module), _hooks_of(module)) for module in modules]
-    flags = [(vars(module), _flags_of(module)) for module in modules]
-    waiting = [parameter._backward_hooks for parameter in parameters]
-    with (
-        torch.random.fork_rng([device.index for device in _cuda_devices(model)]),
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-        kept_buffers(modules),
-    ):
-        try:
-            for attributes, found in hooks:
-                attributes.update({name: _of_torch(waits) for name, waits in found.items()})
-            for parameter in parameters:
-                parameter._backward_hooks = None
-            yield
-        finally:
-            for attributes, found in (*hooks, *flags):
-                attributes.update(found)
-            for parameter, before in zip(parameters, waiting, strict=True):
-                parameter._backward_hooks = before
-
-
-def _hooks_of(module: nn.Module) -> dict[str, Any]:
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return {name: vars(module)[name] for name in names}
-
-
-def _of_torch(hooks: dict[int, Any]) -> dict[int, Any]:
-    """Those of torch.nn.utils."""
-    kept = {key: hook for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils.")}
-    return type(hooks)(kept)
-
-
-def _flags_of(module: nn.Module) -> dict[str, Any]:
-    """Plain numbers and words that a forward may change: a counter, say."""
-    plain = (int, float, str, bool, type(None))
-    return {key: value for key, value in vars(module).items() if isinstance(value, plain)}
-
-
 def difference(expected: Results, found: Results) -> str | None:
     """What the second step gives otherwise than the first; None if nothing but the order of sums."""
     if len(expected.answers) != len(found.answers):
         return f"{len(found.answers)} answers instead of {len(expected.answers)}"
     norms = [float(tensor[tensor.isfinite()].double().norm()) for tensor in expected.gradients.values()]
     negligible = 1e-7 + NEGLIGIBLE * max(norms, default=0.0)
+    pairs: list[tuple[str, Tensor, Tensor, float]]
     pairs = [("an answer", y, x, 1e-7) for y, x in zip(expected.answers, found.answers, strict=True)]
     for kind, ours, theirs, least in (
         ("the gradient of", expected.gradients, found.gradients, negligible),
@@ -171,7 +173,8 @@ def difference(expected: Results, found: Results) -> str | None:
         for name in sorted(ours.keys() ^ theirs.keys()):
             return f"{kind} {name} is missing" if name in ours else f"{kind} {name} should not exist"
         pairs += [(f"{kind} {name}", tensor, theirs[name], least) for name, tensor in ours.items()]
-    return next((f"{name} {wrong}" for name, *pair in pairs if (wrong := _gap(*pair)) is not None), None)
+    gaps = ((name, _gap(tensor, other, least)) for name, tensor, other, least in pairs)
+    return next((f"{name} {gap}" for name, gap in gaps if gap is not None), None)
 
 
 def _gap(expected: Tensor, found: Tensor, least: float) -> str | None:

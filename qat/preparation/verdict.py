@@ -17,7 +17,7 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.distrusted is None:
-            return f"trains operation by operation, for its fused step differs from the plain one: {self.reason}"
+            return f"trains operation by operation: {self.reason}"
         if self.distrusted:
             return f"trains on codes but for {', '.join(self.distrusted)}: {self.reason}"
         return "trains on codes, which a step of both kinds has shown to be the same"

@@ -53,6 +53,15 @@ def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
     return target if isinstance(target, fx.Node) else None
 
 
+def drop_unread(graph: fx.Graph, model: nn.Module) -> None:
+    """Remove from a graph, which calls the submodules of a model, what nobody reads and what writes nowhere."""
+
+    def acts(node: fx.Node) -> bool:
+        return (node.op != "call_module" and node.is_impure()) or written_by(node, model) is not None
+
+    graph.eliminate_dead_code(acts)
+
+
 def _writes_into_first(node: fx.Node, model: nn.Module) -> bool:
     if node.op == "call_module":
         return bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
@@ -113,6 +122,10 @@ class Memory:
     def writers(self, node: fx.Node) -> list[fx.Node]:
         """Who writes into the memory of a tensor."""
         return [member for member in self._home[node] if member in self._writers]
+
+    def readers(self, node: fx.Node) -> set[fx.Node]:
+        """Who is given the memory of a tensor, by whatever name."""
+        return {user for member in self._home[node] for user in member.users}
 
     def seen_writers(self, node: fx.Node) -> list[fx.Node]:
         """Those of them whose writing another name of the memory shows."""
