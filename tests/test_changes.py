@@ -2,7 +2,9 @@
 
 import copy
 import logging
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -260,3 +262,194 @@ def test_compiled_code_watches_what_it_was_derived_from() -> None:
     with plain_formulas():
         expected = copy.deepcopy(model)(x)
     torch.testing.assert_close(compiled(x), expected, rtol=1e-2, atol=1e-2)
+
+
+class Residual(nn.Module):
+    """A tensor that two layers' ways read; f is the first layer's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 3)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Any:
+        f = self.a(x)
+        y = F.relu(f)
+        return self.c(F.relu(self.b(self.act(y)) + y)), f
+
+
+class Clamps(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp_(0.1, 0.3)
+
+
+def halve(_: nn.Module, args: tuple[Tensor]) -> None:
+    args[0].mul_(0.5)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "a hook": lambda m: m.b.register_forward_pre_hook(halve),
+    "a module": lambda m: setattr(m, "act", Clamps()),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("mode", ["on", "off"])
+def test_who_writes_into_what_a_sum_reads_is_seen_by_it(write: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QAT_SELF_CHECK", mode)
+    x = images()
+    model = prepared(x, Residual)
+    WRITES[write](model)
+    found = model(x)[0]
+    with plain_formulas():
+        expected = model(x)[0]
+    assert torch.allclose(found, expected, atol=1e-5)
+    net = Residual()
+    net.load_state_dict({name: value for name, value in model.state_dict().items() if name in net.state_dict()})
+    WRITES[write](net)
+    with torch.no_grad():
+        assert (found - net(x)[0]).norm() < 0.1 * found.norm()
+
+
+def test_an_answer_may_be_written_into_before_backward() -> None:
+    x = images()
+    model = prepared(x, Residual)
+    y, f = model(x)
+    f.mul_(2)
+    (y.sum() + f.sum()).backward()
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu6", "gelu", "silu", "hardswish", "sigmoid"])
+def test_a_value_that_is_no_number_stays_with_its_sample(activation: str) -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 6)
+            self.norm = nn.BatchNorm2d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = getattr(F, activation)(self.norm(self.a(x)))
+            return self.c(F.max_pool2d(y + F.relu(self.b(y)), 2)).flatten(1)  # type: ignore[no-any-return]
+
+    x = images()
+    model = prepared(x, Plain)
+    model.norm.eval()
+    x[1, 0, 2, 2] = torch.nan
+    plain, fast = (results(model, x, formula) for formula in (True, False))
+    assert fast["y"].isnan().any(1).tolist() == [False, True, *[False] * (len(x) - 2)]
+    assert all(torch.allclose(fast[name], plain[name], atol=1e-4, equal_nan=True) for name in plain)
+    model.norm.train()  # whose statistics are no numbers then: those of a channel, of all samples
+    before = model.norm.num_batches_tracked.clone()
+    assert torch.equal(model(x).isnan(), results(model, x, True)["y"].isnan())
+    assert int(model.norm.num_batches_tracked - before) == 1
+
+
+def test_a_row_of_attention_that_is_masked_whole_stays_alone() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 5)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).chunk(3, -1)
+            return self.out((q @ k.mT + mask).softmax(-1) @ v)  # type: ignore[no-any-return]
+
+    x, mask = torch.randn(4, 6, 8), torch.zeros(4, 1, 6)
+    model = qat.prepare(Attention(), example_inputs=(x, mask))
+    qat.calibrate(model, [{"x": x, "mask": mask}])
+    mask[0] = -torch.inf
+    assert model.train()(x, mask).isnan().any(2).any(1).tolist() == [True, False, False, False]
+
+
+def test_a_quantized_layer_that_was_put_in_quantizes_nothing_it_is_not_handed() -> None:
+    x = images()
+    model = prepared(x)
+    other = copy.deepcopy(model.conv2)
+    model = qat.prepare(nn.Sequential(nn.Conv2d(3, 16, 1), nn.Upsample(scale_factor=2)), example_inputs=x)
+    qat.calibrate(model, [x])
+    setattr(model, "1", other)
+    plain, fast = (results(model.train(), x, formula) for formula in (True, False))
+    assert torch.allclose(plain["y"], fast["y"], atol=1e-4)
+
+
+def test_a_pickle_keeps_what_a_layer_was_handed() -> None:
+    x = images()
+    model = prepared(x)
+    own, model.conv2 = model.conv2, nn.Conv2d(16, 16, 3, padding=1)
+    model(x)
+    again = pickle.loads(pickle.dumps(model))
+    for each in (model, again):
+        each.conv2 = own
+        each.train()(x)
+        (call,) = [node for node in each.graph.nodes if node.target == "conv2"]
+        assert set(call.kwargs) == {"grid"}
+    features = [qat.feature_extractor(each, ["block"]).eval()(x)["block"] for each in (model, again)]
+    assert torch.equal(*features)
+
+
+def test_a_block_that_was_replaced_is_a_sentence() -> None:
+    x = images()
+    model = prepared(x)
+    model.block = nn.Identity()
+    with pytest.raises(ValueError) as refused:
+        model(x)
+    assert str(refused.value) == (
+        "'block.0' is called by the prepared model, and 'block' (Identity) has no such part now; replace layers one by"
+        " one, or prepare the changed model again"
+    )
+
+
+def test_two_names_with_one_key_are_a_sentence() -> None:
+    model = prepared(images())
+    with pytest.raises(ValueError, match="'a' is the key of several names; give each a key of its own"):
+        qat.feature_extractor(model, {"conv1": "a", "conv2": "a"})
+
+
+def test_features_of_a_tensor_that_is_written_into_through_a_view() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            F.relu(y[:, :4], inplace=True)
+            return self.c(self.b(y))  # type: ignore[no-any-return]
+
+    x = images()
+    model = prepared(x, Views).eval()
+    assert torch.equal(qat.feature_extractor(model, ["c"])(x)["c"], model(x))
+
+
+STRANGE: dict[str, Callable[[Any], Any]] = {
+    "strided": lambda m: setattr(m.conv1.weight_quantizer, "smallest_scale",
+                                 torch.stack([m.conv1.weight_quantizer.smallest_scale] * 2, -1)[..., 0]),
+    "per channel": lambda m: setattr(m.conv2_quantizer, "scale", nn.Parameter(torch.rand(16, 1, 1) + 0.1)),
+    "a bias per sample": lambda m: setattr(m.fc, "bias", nn.Parameter(torch.randn(6, 5))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_tensors_of_shapes_that_kernels_do_not_take_train_plainly(kind: str) -> None:
+    x = images()
+    model = prepared(x)
+    x = x.repeat(6, 1, 1, 1)[:6]
+    STRANGE[kind](model)
+    plain, fast = (results(model, x, formula) for formula in (True, False))
+    assert all(torch.allclose(plain[name], fast[name], atol=1e-3) for name in plain)
+
+
+def test_many_gradients_at_once_are_a_sentence() -> None:
+    x = images()
+    model = prepared(x)
+    y = model(x).sum(0)
+    with pytest.raises(RuntimeError, match="takes one gradient at a time"):
+        torch.autograd.grad(y, model.fc.weight, torch.eye(5), is_grads_batched=True)
+
+
+def test_hooks_that_the_file_does_not_hold_are_named(tmp_path: Path) -> None:
+    x = images()
+    model = prepared(x).eval()
+    model.conv1.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="hooks and patched forwards of conv1 are not in the file"):
+        qat.export_onnx(model, tmp_path / "model.onnx", x)

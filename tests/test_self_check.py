@@ -3,20 +3,26 @@
 import copy
 import logging
 import pickle
+import random
+import threading
 from collections.abc import Callable
+from dataclasses import replace as replaced
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from cases_fused import Block, images, results
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 
 import qat
-from qat.kernels import compiler, plain_formulas
+from qat.kernels import compiler, norms, plain_formulas
 from qat.layers import chains, products
 from qat.preparation import fused_graph, references
 from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.training_step import Results, difference
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 
@@ -223,3 +229,236 @@ def test_one_sample_where_no_statistics_are_taken() -> None:
     model = calibrated(Head(), torch.randn(6, 8))
     (verdict,) = model._verdicts.values()
     assert verdict.distrusted == ()
+
+
+class Deep(nn.Module):
+    """BatchNorm and ReLU between convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 1)
+        self.norm_a, self.norm_b = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm_b(self.b(F.relu(self.norm_a(self.a(x))))))
+        return self.c(y)  # type: ignore[no-any-return]
+
+
+def through_clip(grad: Tensor, y: Tensor, *rest: Any) -> Any:
+    """The kernel's gradients, and one of what ReLU clips to zero."""
+    found = list(norms.norm_quantize_backward(grad, y, *rest))
+    gamma, beta, mean, inverse = rest[:4]
+    shape = (1, -1, 1, 1)
+    z = ((y - mean.view(shape)) * inverse.view(shape)) * gamma.view(shape) + beta.view(shape)
+    found[0] = found[0] + torch.where(z < 0, grad * (gamma * inverse).view(shape), 0.0)
+    return tuple(found)
+
+
+def three_for_zero(*args: Any) -> Any:
+    codes, numbers = norms.norm_quantize(*args)
+    return torch.where(codes == 0, 3, codes).to(torch.uint8), numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"), [("norm_quantize_backward", through_clip), ("norm_quantize", three_for_zero)]
+)
+def test_what_a_clip_hides_is_seen(name: str, changed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(chains, name, changed)
+    model = calibrated(Deep(), images())
+    (verdict,) = model._verdicts.values()
+    assert verdict.distrusted == ("a_quantizer", "b_quantizer")
+
+
+def test_a_frozen_norm_is_another_kernel_and_checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+
+    def changed(grad: Tensor, *rest: Any) -> Any:
+        found = list(norms.norm_quantize_backward(grad, *rest))
+        follows_batch = rest[-2]
+        return (found[0] if follows_batch else found[0] * 2, *found[1:])
+
+    monkeypatch.setattr(chains, "norm_quantize_backward", changed)
+    x = images()
+    model = calibrated(Deep(), x)
+    assert [verdict.distrusted for verdict in model._verdicts.values()] == [()]
+    model.norm_a.eval()  # type: ignore[union-attr]
+    model(x)
+    first, second = model._verdicts.values()
+    assert first.distrusted == () and second.distrusted is not None and "a_quantizer" in second.distrusted
+
+
+def test_inputs_of_different_lengths_are_checked_with_integers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Biased(Deep):
+        def forward(self, x: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + b
+
+    seen = []
+
+    def changed(*args: Any, copies: int = 1) -> Tensor:
+        seen.append(copies)
+        return products.multiply(*args, copies=copies)
+
+    replace(monkeypatch, "multiply", references.COMPUTING, changed)
+    monkeypatch.setattr("qat.preparation.checking.multiply", changed)
+    x, b = images(), torch.randn(5, 4, 1, 1)[:1]
+    model = qat.prepare(Biased(), example_inputs=(x, b))
+    qat.calibrate(model, [{"x": x, "b": b}])
+    assert seen and min(seen) >= 1
+
+
+def test_nothing_of_the_users_moves_and_no_hook_is_called() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[float] = []
+            self.weight, self.average = nn.Parameter(torch.ones(())), torch.zeros(())
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(random.random())
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+                self.average += x.mean()
+                self.steps = self.steps + 1
+            return x * self.weight + np.random.rand()
+
+    torch.manual_seed(0)
+    x, fired = images(), []
+    model = calibrated(Deep(), x)
+    part = Counting()
+    model.norm_b = part
+    model.a.weight.register_hook(fired.append)  # type: ignore[union-attr]
+    random.seed(3), np.random.seed(3)
+    expected = (random.random(), np.random.rand())
+    random.seed(3), np.random.seed(3)
+    model(x).sum().backward()
+    assert len(model._verdicts) == 2 and all(verdict.distrusted == () for verdict in model._verdicts.values())
+    assert part.seen == [expected[0]] and part.weight.item() == 0.5 and float(part.steps) == 1 and len(fired) == 1
+    random.seed(3), np.random.seed(3)
+    random.random(), np.random.rand()
+    after = (random.random(), np.random.rand())
+    random.seed(3), np.random.seed(3)
+    model(x)
+    assert (random.random(), np.random.rand()) == after
+
+
+@pytest.mark.parametrize("kind", ["prune", "weight_norm", "spectral_norm"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_weights_that_hooks_compute_are_no_alarm(kind: str) -> None:
+    torch.manual_seed(0)
+    x = images()
+    model = calibrated(Deep(), x)
+    model(x).sum().backward()
+    layer: Any = model.b
+    if kind == "prune":
+        prune.random_unstructured(layer, "weight", 0.5)
+    elif kind == "weight_norm":
+        nn.utils.weight_norm(layer)
+    else:
+        parametrizations.spectral_norm(layer)
+    for _ in range(2):
+        model(x).sum().backward()
+    found = model._derive().verdict
+    assert found is not None and found.distrusted == () and not found.reason
+
+
+def test_complex_answers_are_checked() -> None:
+    class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.fft(self.layers(x))
+
+    x = images()
+    model = qat.prepare(Spectrum(), example_inputs=x)
+    qat.calibrate(model, [x])
+    model.train()
+    model(x).abs().sum().backward()
+    assert isinstance(model, PreparedGraph)
+    assert [verdict.distrusted for verdict in model._verdicts.values()] == [()]
+
+
+def test_what_cannot_be_run_apart_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Locked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = threading.Lock()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 1.0
+
+    x = images()
+    model = calibrated(Deep(), x)
+    model.norm_b = Locked()
+    with caplog.at_level(logging.WARNING, "qat"):
+        for _ in range(3):
+            model(x).sum().backward()
+    (line,) = [record.message for record in caplog.records if "apart" in record.message]
+    assert line.startswith("trains operation by operation: no step of it can be run apart, TypeError: cannot pickle")
+
+
+def test_a_model_that_only_takes_its_own_batches_is_given_up_after_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = images()
+    model = calibrated(Deep(), x)
+    asked = []
+    monkeypatch.setattr("qat.preparation.prepared_graph.judge", lambda *_: asked.append(1))
+    model.norm_b.eval()  # type: ignore[union-attr]
+    for _ in range(5):
+        model(x).sum().backward()
+    found = model._derive().verdict
+    assert len(asked) == 3 and found is not None and found.reason == "3 times no step of it could be run apart"
+
+
+def test_threads_that_begin_together_count_every_batch() -> None:
+    torch.manual_seed(0)
+    x = images()
+    first = calibrated(Deep(), x)
+    for _ in range(3):
+        model = qat.prepare(Deep(), example_inputs=x)
+        model.load_state_dict(first.state_dict())
+        model.train()
+        norm: Any = model.get_submodule("norm_a")
+        before = int(norm.num_batches_tracked)
+        threads = [threading.Thread(target=model, args=(x,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert int(norm.num_batches_tracked) == before + 3
+        assert isinstance(model, PreparedGraph)
+        assert [verdict.distrusted for verdict in model._verdicts.values()] == [()]
+
+
+def test_where_hooks_for_saved_tensors_are_forbidden_it_is_checked_all_the_same() -> None:
+    x = images()
+    model = calibrated(Deep(), x)
+    model.norm_b.eval()  # type: ignore[union-attr]
+    with torch.autograd.graph.disable_saved_tensors_hooks("none in here"):
+        model(x).sum().backward()
+    assert len(model._verdicts) == 2
+
+
+STEP = Results([torch.ones(10)], {"v": torch.ones(5), "w": torch.tensor([1.0, torch.inf])}, {"n": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"answers": [torch.zeros(10)]}, "an answer differs by 1 of its length"),
+        ({"answers": []}, "0 answers instead of 1"),
+        ({"gradients": {**STEP.gradients, "v": -torch.ones(5)}}, "the gradient of v differs by 2 of its length"),
+        ({"gradients": {"v": torch.ones(5)}}, "the gradient of w is missing"),
+        ({"gradients": {**STEP.gradients, "u": torch.ones(1)}}, "the gradient of u should not exist"),
+        ({"gradients": {**STEP.gradients, "w": torch.ones(2)}}, "the gradient of w has 0 values that are not finite"),
+        ({"gradients": {**STEP.gradients, "w": torch.tensor([1.0, -torch.inf])}}, "the gradient of w has 1 values"),
+        ({"buffers": {"n": torch.ones(2) * 1.01}}, "the buffer n differs by 0.01 of its length"),
+        ({"buffers": {"n": torch.ones(3)}}, "the buffer n is torch.float32 (3,) instead of torch.float32 (2,)"),
+    ],
+)  # fmt: skip
+def test_how_two_steps_differ(changed: dict[str, Any], expected: str) -> None:
+    assert difference(STEP, STEP) is None
+    found = difference(STEP, replaced(STEP, **changed))
+    assert found is not None and found.startswith(expected)

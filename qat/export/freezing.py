@@ -1,6 +1,7 @@
 """A prepared model's copy whose quantizers and layers are ONNX operators on frozen integers."""
 
 import copy
+import warnings
 from collections.abc import Container
 from typing import Any
 
@@ -16,6 +17,7 @@ from qat.preparation.kinds import COMPOSITE_TWINS
 from qat.preparation.modes import evaluation_only
 from qat.preparation.nodes import submodule_of
 from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.standing_in import is_watched
 from qat.preparation.writing import drop_unread
 from qat.quantizer import Quantizer
 
@@ -29,10 +31,24 @@ def to_integer_modules(model: nn.Module) -> nn.Module:
     for part in model.modules():
         if isinstance(part, PreparedGraph):
             part._follow_changes()  # what was replaced since it was prepared
+    _tell_hooks(model)
     frozen = copy.deepcopy(model).cpu().float().eval()
     for parameter in frozen.parameters():
         parameter.requires_grad_(False)
     return _frozen(frozen, "")
+
+
+def _tell_hooks(model: nn.Module) -> None:
+    """Say whose hooks are not in the file: of what is written as integers, and of what holds it."""
+    written = (QuantLayer, Quantizer, PreparedGraph)
+    deaf = [name or type(model).__name__ for name, module in model.named_modules()
+            if isinstance(module, written) and is_watched(module)]  # fmt: skip
+    if deaf:
+        warnings.warn(
+            f"export_onnx: hooks and patched forwards of {', '.join(deaf[:5])} are not in the file; it computes"
+            " what the model does without them",
+            stacklevel=4,
+        )
 
 
 def expected_quantizers(frozen: nn.Module) -> dict[str, tuple[float, ...]]:
