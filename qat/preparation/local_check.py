@@ -102,7 +102,7 @@ def compare_quantizing(
         shift = 128 if quantizer.spec.signed else 0
         expected = quantizer.codes(z)
         wrong = (found.codes.to(expected.dtype) - shift != expected) & ~ties & z.isfinite()
-    if bool(wrong.any()) or not _same_step(found, scale, z):
+    if bool(wrong.any()) or not torch.isclose(found.numbers[0], scale.to(found.numbers.dtype)):
         return f"{int(wrong.sum())} of {wrong.numel()} codes of {path} differ"
     if found.source is not None:
         return None  # whoever reads it finds the gradient of its scale
@@ -185,12 +185,6 @@ def _at_bounds(y: Tensor, bounds: tuple[float, float], scale: Tensor) -> Tensor:
     """Where what is clipped lies next to a bound of the clip."""
     floor, ceiling = bounds
     return ((y - floor).abs() < NEAR * scale) | ((y - ceiling).abs() < NEAR * scale)
-
-
-def _same_step(found: Codes, scale: Tensor, z: Tensor) -> bool:
-    """Whether the codes stand for multiples of this step; NaN, if there was one among the values."""
-    step = found.numbers[0]
-    return bool(step.isnan()) if bool(z.isnan().any()) else bool(torch.isclose(step, scale.to(step.dtype)))
 
 
 def _alike(got: Tensor, expected: Tensor) -> bool:
