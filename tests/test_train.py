@@ -258,7 +258,7 @@ def test_a_second_run_in_the_same_folder_is_refused(
     monkeypatch.setattr(train, "train_stage", starts_another)
     assert train.main(["--config", "tiny.yaml", "run_dir=one"]) == 130 and statuses == [2, 2]
     first, second, _ = capsys.readouterr().err.splitlines()
-    assert first.startswith("one: another run writes there (process ")
+    assert first.startswith(f"{folder}/one: another run writes there (process ")
     assert second == "run_dir: 'one' is not empty; choose another, or set resume=auto to go on from its last.pt"
     assert "seed: 0" in (folder / "one" / "config.yaml").read_text()
     assert sorted(path.name for path in (folder / "one").iterdir() if path.name[:6] != "events") == ["config.yaml"]
@@ -270,7 +270,7 @@ def test_a_second_run_in_the_same_folder_is_refused(
         ("last.pt", "parts/last.pt: the checkpoint is damaged (the checksum of "),
         (
             "float.safetensors",
-            "float weights: 'parts/float.safetensors' is damaged (its tensors are not those that ",
+            "float weights: '{folder}/parts/float.safetensors' is damaged (its tensors are not those that ",
         ),
     ],
 )
@@ -297,7 +297,7 @@ def test_flipped_bytes_are_not_trained_on(
     capsys.readouterr()
     assert train.main([*command, "resume=auto"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(sentence) and len(said.splitlines()) == 1, said
+    assert said.startswith(sentence.format(folder=folder)) and len(said.splitlines()) == 1, said
 
 
 def test_a_disk_that_is_full_at_the_start_is_a_sentence(
@@ -313,7 +313,7 @@ def test_a_disk_that_is_full_at_the_start_is_a_sentence(
         patch.setattr(Path, "write_text", full)
         assert train.main(["--config", "tiny.yaml", "run_dir=full"]) == 2
     assert Path.write_text is real and writes == [".config.yaml.tmp"]
-    assert capsys.readouterr().err == "full/config.yaml: cannot write it (No space left on device)\n"
+    assert capsys.readouterr().err == f"{folder}/full/config.yaml: cannot write it (No space left on device)\n"
     assert list((folder / "full").iterdir()) == []  # nothing is in the way of the next run
 
 
@@ -330,8 +330,8 @@ def test_a_folder_that_is_deleted_while_the_run_writes_is_a_sentence(
     for epochs in (0, 1):  # the first file that is written then is float.safetensors, or last.pt
         assert train.main(["--config", "tiny.yaml", "run_dir=gone", f"float.epochs={epochs}"]) == 2
         assert capsys.readouterr().err == (
-            "gone: the run folder or its .lock was moved, deleted or replaced while the run wrote there; the run ends,"
-            " so that it does not write into another's\n"
+            f"{folder}/gone: the run folder or its .lock was moved, deleted or replaced while the run wrote there; the"
+            " run ends, so that it does not write into another's\n"
         )
 
 
@@ -352,7 +352,7 @@ def test_a_pipe_that_closes_and_a_scheduler_end_the_command_with_a_sentence(fold
             [*command, "resume=auto"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
             assert process.stdout is not None and process.stderr is not None
-            assert process.stdout.readline().startswith("run folder: x;")
+            assert process.stdout.readline().startswith(f"run folder: {folder}/x;")
             if reason == "pipe":
                 process.stdout.close()
             else:
