@@ -207,7 +207,7 @@ def test_a_platform_without_locks_is_a_sentence(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError) as raised:
         RunLock(tmp_path)
     assert str(raised.value) == (
-        f"{tmp_path}: a run needs POSIX's file locks, which are missing here; use Linux, macOS or WSL"
+        f"{tmp_path}: a run needs POSIX's file locks, which are missing; use Linux, macOS or WSL"
     )
 
 

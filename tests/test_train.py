@@ -75,6 +75,7 @@ def test_a_run_leaves_everything(folder: Path, capsys: pytest.CaptureFixture[str
     assert {"top1"} <= set(found["calibrated"]) and {"top1"} <= set(found["float_finetune"])
     checkpoint = torch.load(run / "last.pt", weights_only=True)
     assert checkpoint["stage"] == "qat" and checkpoint["epochs"] == 2
+    assert "16 bits" in (run / "layers.txt").read_text()
     printed = capsys.readouterr().out
     for row in ("float ", "float, fine-tuned as QAT", "calibrated (PTQ)", "QAT", "ONNX Runtime, integers"):
         assert row in printed
@@ -197,6 +198,47 @@ def test_a_failed_proof_is_status_1(
     monkeypatch.setattr(train.qat, "export_onnx", exports_another)
     assert train.main(["--config", "tiny.yaml", "run_dir=wrong"]) == 1
     assert "of its predictions are the torch model's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (OSError(28, "No space left on device"), "{folder}/x/model.onnx: cannot write it (No space left on device)\n"),
+        (MemoryError(), "out of memory; try a smaller data.batch_size or data.image_size; "),
+        (ValueError("no operator"), "export: tinymodels:tiny could not be exported (ValueError: no operator); resume="),
+    ],
+)
+def test_the_exporter_is_blamed_for_its_own_errors_only(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    sentence: str,
+) -> None:
+    def fails(model: torch.fx.GraphModule, path: Path, images: torch.Tensor) -> None:
+        path.write_text("half of it")
+        raise error
+
+    monkeypatch.setattr(train.qat, "export_onnx", fails)
+    assert train.main(["--config", "tiny.yaml", "run_dir=x", "float.epochs=0", "qat.epochs=0"]) == 2
+    assert capsys.readouterr().err.startswith(sentence.format(folder=folder))
+    assert not list((folder / "x").glob("*model.onnx*"))
+
+
+def test_a_folder_that_is_replaced_while_the_export_runs_gets_no_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = train.qat.export_onnx
+
+    def slow(model: torch.fx.GraphModule, path: Path, images: torch.Tensor) -> None:
+        (folder / "x").rename(folder / "mine")
+        (folder / "x").mkdir()
+        real(model, path, images)
+
+    monkeypatch.setattr(train.qat, "export_onnx", slow)
+    assert train.main(["--config", "tiny.yaml", "run_dir=x", "float.epochs=0", "qat.epochs=0"]) == 2
+    assert capsys.readouterr().err.startswith(f"{folder}/x: the run folder or its .lock was moved, deleted or replaced")
+    assert list((folder / "x").iterdir()) == []
 
 
 def test_the_command_line_itself(folder: Path) -> None:

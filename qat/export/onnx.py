@@ -17,6 +17,7 @@ from qat.evaluating import evaluating
 from qat.export.freezing import expected_quantizers, to_integer_modules
 from qat.export.initializers import name_weights, own_initializers
 from qat.export.integer import MOST_BITS, OPSET, QUANTIZER
+from qat.in_place import put_in_place
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.report import LEFT_IN_FLOAT
 from qat.quantizer import Quantizer
@@ -57,12 +58,9 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
     _fix_sizes(program, proto)
     onnx.checker.check_model(proto)
     path = Path(path)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")  # every process of a distributed run may export
+    with put_in_place(scratch, path):
         scratch.write_bytes(proto.SerializeToString())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def example_arguments(example_inputs: Inputs, samples: int = 2) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -49,9 +49,7 @@ class RunLock:
 
     def __init__(self, folder: Path) -> None:
         if fcntl is None:
-            raise UserError(
-                f"{folder}: a run needs POSIX's file locks, which are missing here; use Linux, macOS or WSL"
-            )
+            raise UserError(f"{folder}: a run needs POSIX's file locks, which are missing; use Linux, macOS or WSL")
         self.folder = folder.absolute()  # what it is called, wherever a chdir or a link leads later
         self._path = self.folder / LOCK
         self._key = os.path.realpath(folder)
