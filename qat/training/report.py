@@ -92,7 +92,7 @@ def write_summary(path: Path, config: RunConfig, results: dict[str, Any], second
         "versions": {name: version(name) for name in ("torch", "torchvision", "onnx", "onnxruntime")},
         "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
     }
-    write_text(path, json.dumps(summary, indent=2) + "\n")
+    write_text(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
 
 def table_rows(results: dict[str, Any]) -> list[list[str]]:
