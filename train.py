@@ -27,7 +27,7 @@ from qat.training.config import RunConfig, StageConfig
 from qat.training.config_file import dump_config, load_config
 from qat.training.data import Data, load_data
 from qat.training.device import autocast, compile_mode, pick_device, seed_everything
-from qat.training.ending import exit_status
+from qat.training.ending import exit_status, starved
 from qat.training.engine import StageRun, evaluate, train_stage
 from qat.training.errors import UserError
 from qat.training.files import replacing, write_text
@@ -188,9 +188,9 @@ class Stages:
         with replacing(path) as temporary:
             try:
                 qat.export_onnx(model, temporary, torch.zeros(1, channels, height, width))
-            except (OSError, MemoryError, torch.OutOfMemoryError):  # no fault of the exporter
-                raise
             except Exception as error:  # the exporter's own types; the training is safe in last.pt
+                if isinstance(error, OSError) or starved(error):
+                    raise
                 logger.debug("export: what the exporter said", exc_info=True)
                 said = " ".join(str(error).split())[:200]
                 raise UserError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from qat.training.ending import GOES_ON
+from qat.training.ending import output_told
 from qat.training.errors import UserError
 from qat.training.events import EventFile
 
@@ -64,13 +64,9 @@ class RunLog:
         """
         if sys.stdout is None:  # closed before the run began (`>&-`)
             return
-        try:
+        with output_told():
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise UserError(f"standard output: cannot write to it ({error.strerror}); {GOES_ON}") from error
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
         """Print `format_table(rows)`."""
