@@ -225,6 +225,14 @@ def test_a_rule_off_the_integer_grid_is_refused(tmp_path: Path) -> None:
         type(model.conv_quantizer).exportable = True
 
 
+def test_a_path_and_an_example_that_changed_places_are_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(TypeError) as raised:
+        qat.export_onnx(small_model(), torch.randn(1, 3, 8, 8), tmp_path / "x.onnx")  # type: ignore[arg-type]
+    assert str(raised.value) == (
+        "export_onnx: path must be text or a Path, got Tensor; the order is model, path, example_inputs"
+    )
+
+
 def test_an_existing_file_survives_a_failed_export(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_text("precious")

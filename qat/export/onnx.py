@@ -41,12 +41,17 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
             only the shapes matter. The first axis is the batch.
 
     Raises:
-        TypeError: if the model holds no quantizer.
+        TypeError: if the model holds no quantizer, or the path is none.
         ValueError: if the model was prepared in parts, if a quantizer is not calibrated, not exportable or wider than
             8 bits, or if the ONNX graph lacks a quantizer of the model.
     """
     import onnx
 
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"export_onnx: path must be text or a Path, got {type(path).__name__}; the order is model, path,"
+            " example_inputs"
+        )
     _check_exportable(model)
     frozen = to_integer_modules(model)
     program = _exported(frozen, example_inputs)
