@@ -43,7 +43,7 @@ class CompiledModel:
         """The model's output; its own errors, and a lack of memory, are raised as they are without the compiler."""
         if self._compiled is None:
             return self._model(images)
-        before = self._kept()  # half a percent of a step
+        before = self._kept()  # 1 ms for 200 buffers on the CPU
         try:
             return self._compiled(images)
         except Exception as error:
