@@ -27,10 +27,10 @@ from qat.training.config import RunConfig, StageConfig
 from qat.training.config_file import dump_config, load_config
 from qat.training.data import Data, load_data
 from qat.training.device import autocast, compile_mode, pick_device, seed_everything
-from qat.training.ending import exit_status
+from qat.training.ending import exit_status, starved
 from qat.training.engine import StageRun, evaluate, train_stage
 from qat.training.errors import UserError
-from qat.training.files import write_text
+from qat.training.files import replacing, write_text
 from qat.training.imports import import_rules
 from qat.training.logging import RunLog
 from qat.training.models import build_model
@@ -48,6 +48,8 @@ from qat.training.run_folder import (
 )
 from qat.training.verdict import warnings_about
 from qat.training.weights import load_weights
+
+logger = logging.getLogger("qat")
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
@@ -183,20 +185,23 @@ class Stages:
         """Write model.onnx, run it over the whole validation split, compare every layer's integers."""
         path = self.folder.path / MODEL
         channels, height, width = self.data.image_shape
-        try:
-            qat.export_onnx(model, path, torch.zeros(1, channels, height, width))
-        except Exception as error:  # the exporter's own types; the training is safe in last.pt
-            said = " ".join(str(error).split())[:200]
-            raise UserError(
-                f"export: {self.config.model.name} could not be exported ({type(error).__name__}: {said});"
-                " resume=auto tries again, export.onnx=false goes without"
-            ) from error
+        with replacing(path) as temporary:
+            try:
+                qat.export_onnx(model, temporary, torch.zeros(1, channels, height, width))
+            except Exception as error:  # the exporter's own types; the training is safe in last.pt
+                if isinstance(error, OSError) or starved(error):
+                    raise
+                logger.debug("export: what the exporter said", exc_info=True)
+                said = " ".join(str(error).split())[:200]
+                raise UserError(
+                    f"export: {self.config.model.name} could not be exported ({type(error).__name__}: {said});"
+                    " resume=auto tries again, export.onnx=false goes without"
+                ) from error
         assert isinstance(model, fx.GraphModule)  # prepare_model sees to it
         proof = prove(path, model, self.data.val)
         self.results["onnx"] = proof.results
         self.log.say("\n".join(proof.sentences()))
-        with (self.folder.path / LAYERS).open("a") as table:
-            table.write(f"\n{proof.saturation_table()}\n")
+        write_text(self.folder.path / LAYERS, f"{qat.summary(model)}\n\n{proof.saturation_table()}\n")
         problems = proof.problems()
         if problems:
             print(f"{path}: {' and '.join(problems)}; do not deploy it", file=sys.stderr)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.speed_timing import Contest
+from qat.in_place import put_in_place
 
 Row = dict[str, Any]
 
@@ -94,8 +95,8 @@ def keep(rows: Iterable[Row], results: Path) -> None:
     lines = [row for row in kept(results) if comparison(row) not in measured] + fresh
     results.parent.mkdir(parents=True, exist_ok=True)
     scratch = results.with_suffix(".part")
-    scratch.write_text("".join(json.dumps(row) + "\n" for row in lines))
-    os.replace(scratch, results)
+    with put_in_place(scratch, results):
+        scratch.write_text("".join(json.dumps(row) + "\n" for row in lines))
 
 
 def comparison(row: Row) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.zoo_models import FAMILIES, family_of, names_of
 from benchmarks.zoo_table import RESULTS, kept, verdict
+from qat.in_place import put_in_place
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -112,8 +113,8 @@ def keep(row: dict[str, Any], results: Path) -> None:
     rows = {old["name"]: old for old in kept(results)} | {row["name"]: row}
     results.parent.mkdir(parents=True, exist_ok=True)
     scratch = results.with_suffix(".part")
-    scratch.write_text("".join(json.dumps(rows[name]) + "\n" for name in sorted(rows)))
-    os.replace(scratch, results)
+    with put_in_place(scratch, results):
+        scratch.write_text("".join(json.dumps(rows[name]) + "\n" for name in sorted(rows)))
 
 
 def measure_all(names: list[str], bounds: Bounds, jobs: int, results: Path) -> None:

@@ -30,6 +30,7 @@ import qat
 from benchmarks.zoo_models import Case, build, family_of, names_of
 from benchmarks.zoo_runtime import Part, agreement, parts_of
 from qat.analysis.work import Place, integer_work
+from qat.in_place import put_in_place
 from qat.layers import QuantLayer
 from qat.preparation.fusion import swappable_layers
 from qat.preparation.parts import prepared_parts
@@ -84,8 +85,8 @@ class Row:
     def write(self) -> None:
         """Replace the file."""
         scratch = self.path.with_suffix(".part")
-        scratch.write_text(json.dumps(self.facts))
-        os.replace(scratch, self.path)
+        with put_in_place(scratch, self.path):
+            scratch.write_text(json.dumps(self.facts))
 
 
 def measure(name: str, path: Path) -> dict[str, Any]:

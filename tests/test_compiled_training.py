@@ -72,6 +72,36 @@ def test_a_compiled_model_that_fails_later_is_left_behind(
     assert caplog.messages == [ENDED % "BrokenError: no kernel for this device"]
 
 
+def test_a_batch_counts_once_where_the_compiled_model_fails_after_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    alone, x = copy.deepcopy(model), torch.randn(5, 3)
+    monkeypatch.setattr(torch, "compile", lambda model, mode: lambda images: refusing(model(images)))
+    y = CompiledModel(model, None)(x)
+    assert torch.equal(y, alone(x))
+    assert all(torch.equal(value, alone.state_dict()[name]) for name, value in model.state_dict().items())
+    y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. "),
+    ],
+)
+def test_a_lack_of_memory_is_not_the_compilers_fault(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def starving(images: Tensor) -> Any:
+        raise error
+
+    monkeypatch.setattr(torch, "compile", lambda model, mode: starving)
+    forward, x = CompiledModel(nn.Linear(3, 2), None), torch.ones(5, 3)
+    for call in (lambda: forward(x), lambda: forward.prove(x, lambda run: run(x).sum())):
+        with pytest.raises(type(error)):
+            call()
+
+
 def test_the_models_own_errors_are_its_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch, "compile", lambda model, mode: refusing)
     forward, x = CompiledModel(nn.Linear(3, 2), None), torch.ones(5, 4)

@@ -1,6 +1,7 @@
 """Whatever ends the command from outside: one sentence, the status that a shell expects, no traceback."""
 
 import io
+import multiprocessing
 import os
 import re
 import signal
@@ -47,14 +48,14 @@ def raises(error: BaseException) -> Callable[[], int]:
         (
             RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. "),
             2,
-            "data.workers: loader process 12 was killed (Killed), as one does that finds too little memory; try fewer"
-            f" of them; {GOES_ON}",
+            "data.workers: a loader process was lost (DataLoader worker (pid 12) is killed by signal: Killed), as one"
+            f" is that finds too little memory; try fewer of them; {GOES_ON}",
         ),
         (
             RuntimeError("DataLoader worker (pid(s) 12, 13) exited unexpectedly"),
             2,
-            "data.workers: loader process 12, 13 ended, as one does that finds too little memory; try fewer of them;"
-            f" {GOES_ON}",
+            "data.workers: a loader process was lost (DataLoader worker (pid(s) 12, 13) exited), as one is that finds"
+            f" too little memory; try fewer of them; {GOES_ON}",
         ),
     ],
 )
@@ -65,10 +66,33 @@ def test_each_end_has_a_sentence_and_a_status(
     assert capsys.readouterr().err == sentence + "\n"
 
 
-@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes"), ValueError("x"), AssertionError()])
-def test_our_own_mistakes_keep_their_traceback(error: Exception) -> None:
-    with pytest.raises(type(error)):
-        exit_status(raises(error))
+@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes"), ValueError("x"), AssertionError("y")])
+def test_our_own_mistakes_keep_their_traceback(capsys: pytest.CaptureFixture[str], error: Exception) -> None:
+    """And a status that is not that of a failed proof."""
+    assert exit_status(raises(error)) == 70
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "Traceback (most recent call last):" and said[-1].startswith(type(error).__name__)
+
+
+def test_a_program_that_leaves_by_itself_has_no_status_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    """`sys.exit()` in a model's module is no run that went well."""
+    assert exit_status(lambda: sys.exit(0)) == 70
+    assert capsys.readouterr().err.endswith("SystemExit: 0\n")
+
+
+def test_a_pipe_to_a_loader_is_not_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    reader.close()
+
+    def run() -> int:
+        writer.send(1)
+        return 0
+
+    assert exit_status(run) == 2
+    assert capsys.readouterr().err == (
+        "data.workers: a loader process was lost ([Errno 32] Broken pipe), as one is that finds too little memory; try"
+        f" fewer of them; {GOES_ON}\n"
+    )
 
 
 def test_memory_that_torch_does_not_get_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +118,7 @@ def test_a_scheduler_ends_a_run_as_ctrl_c_does(capsys: pytest.CaptureFixture[str
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
-def test_a_signal_while_another_end_is_told_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_another_end_is_told_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     def slow(*sentences: str, **_: object) -> None:
@@ -103,8 +127,8 @@ def test_a_signal_while_another_end_is_told_is_no_traceback(monkeypatch: pytest.
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr("builtins.print", slow)
-    assert exit_status(raises(UserError("first"))) == 143
-    assert said == ["first", f"ended by SIGTERM; {GOES_ON}"]
+    assert exit_status(raises(UserError("first"))) == 2
+    assert said == ["first"]
 
 
 def test_what_others_do_with_signals_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,14 +177,17 @@ def test_nobody_is_left_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert exit_status(lambda: RunLog(tmp_path).say("x") or 3) == 3  # type: ignore[func-returns-value]
 
 
+@pytest.mark.parametrize(
+    "run",
+    [lambda: RunLog(Path()).say("x") or 0, lambda: print("only flushed at the end") or 0],  # type: ignore[func-returns-value]
+)
 def test_a_full_output_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Callable[[], int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with open("/dev/full", "w") as output, monkeypatch.context() as patch:
         patch.setattr("sys.stdout", output)
-        assert exit_status(lambda: RunLog(tmp_path).say("x") or 0) == 2  # type: ignore[func-returns-value]
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), output.fileno())
+        assert exit_status(run) == 2
+        output.flush()  # as Python does when it ends: it leads to nowhere now
     expected = f"standard output: cannot write to it (No space left on device); {GOES_ON}\n"
     assert capsys.readouterr().err == expected
 
@@ -200,9 +227,8 @@ sys.exit(exit_status(run))
         (
             "SIGKILL",
             2,
-            r"data\.workers: (loader process [\d, ]+ (was killed \(Killed\)|ended), as one does that finds|"
-            r"the connection to a loader process ended \([^)]+\), as it does when one finds)"
-            r" too little memory; try fewer of them",
+            r"data\.workers: a loader process was lost \(.+\), as one is that finds too little memory;"
+            " try fewer of them",
         ),
         ("SIGTERM", 143, "ended by SIGTERM"),  # a scheduler asks the whole group to end
     ],

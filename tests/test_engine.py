@@ -217,6 +217,17 @@ def test_no_epochs_only_evaluates(tmp_path: Path) -> None:
     assert not (tmp_path / "last.pt").exists()
 
 
+def test_a_model_that_answers_no_numbers_is_refused_without_training_too(tmp_path: Path) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.fc.bias.fill_(math.nan)
+    with pytest.raises(UserError) as raised:
+        train(stage_run(tmp_path, model, StageConfig(epochs=0)))
+    assert str(raised.value) == (
+        "qat: the validation loss is nan without any training; try other weights (model.weights, model.checkpoint)"
+    )
+
+
 class Poisoned(TinyBatches):
     """Epoch 2, batch 3 holds a NaN."""
 

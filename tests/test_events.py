@@ -1,7 +1,7 @@
 """TensorBoard reads the curves, and what the disk does to them is a sentence where it happens."""
 
+import io
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -17,12 +17,10 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(point.step, point.value) for point in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
 
 
-def test_tensorboard_reads_the_points(tmp_path: Path) -> None:
+def test_tensorboard_reads_a_point_as_soon_as_it_is_drawn(tmp_path: Path) -> None:
     events = EventFile(tmp_path)
     events.scalar("qat/val_top1", 50.0, 3)
     events.scalar("scale/0.weight_quantizer", 0.25, 3)
-    assert points(tmp_path) == {}  # not yet on the disk
-    events.flush()
     assert points(tmp_path) == {"qat/val_top1": [(3, 50.0)], "scale/0.weight_quantizer": [(3, 0.25)]}
     events.close()
 
@@ -39,29 +37,33 @@ def test_a_resumed_run_hides_what_the_stopped_one_drew_too_much(tmp_path: Path) 
     assert len({path.name for path in tmp_path.iterdir()}) == 3
 
 
-def test_a_full_disk_is_a_sentence_and_hides_no_other_error(tmp_path: Path) -> None:
-    def full(*_: Any) -> None:
+class FullDisk(io.BytesIO):
+    """Takes what is written, and cannot get rid of it."""
+
+    def flush(self) -> None:
         raise OSError(28, "No space left on device")
 
+    close = flush
+
+
+def test_a_full_disk_is_a_sentence_and_hides_no_other_error(tmp_path: Path) -> None:
     sentence = f"{tmp_path}: cannot write the curves (No space left on device)"
     with pytest.raises(UserError) as raised, RunLog(tmp_path) as log:
-        log._events._records.write = full  # type: ignore[union-attr, method-assign]
+        _fill_the_disk(log)
         log.scalar("loss", 1.0, 1)
     assert str(raised.value) == sentence
     for error, expected in ((None, sentence), (UserError("the first trouble"), "the first trouble")):
         with pytest.raises(UserError) as raised, RunLog(tmp_path) as log:
-            events = log._events
-            assert events is not None
-            real = events._file
-
-            class Full:
-                close = staticmethod(full)
-
-            events._file = Full()  # type: ignore[assignment]
-            real.close()
+            _fill_the_disk(log)
             if error is not None:
                 raise error
         assert str(raised.value) == expected
     with pytest.raises(UserError) as raised:
         EventFile(tmp_path / "gone")
     assert str(raised.value) == f"{tmp_path}/gone: cannot write the curves (No such file or directory)"
+
+
+def _fill_the_disk(log: RunLog) -> None:
+    assert log._events is not None
+    log._events._file.close()
+    log._events._file = FullDisk()  # type: ignore[assignment]

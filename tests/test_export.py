@@ -1,5 +1,6 @@
 """Export: integer initializers, the same integers in ONNX Runtime as in torch, and refusals that are loud."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -224,12 +225,31 @@ def test_a_rule_off_the_integer_grid_is_refused(tmp_path: Path) -> None:
         type(model.conv_quantizer).exportable = True
 
 
+def test_a_path_and_an_example_that_changed_places_are_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(TypeError) as raised:
+        qat.export_onnx(small_model(), torch.randn(1, 3, 8, 8), tmp_path / "x.onnx")  # type: ignore[arg-type]
+    assert str(raised.value) == (
+        "export_onnx: path must be text or a Path, got Tensor; the order is model, path, example_inputs"
+    )
+
+
 def test_an_existing_file_survives_a_failed_export(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_text("precious")
     with pytest.raises(ValueError):
         qat.export_onnx(qat.prepare(Small()), path, torch.randn(1, 3, 8, 8))
     assert path.read_text() == "precious"
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, name=name, real=real: (done.append(name), real(*given)))
+    model = small_model()
+    done.clear()  # compiled kernels are put in place too
+    qat.export_onnx(model, tmp_path / "model.onnx", torch.randn(1, 3, 8, 8))
+    assert done == ["fsync", "replace"] and [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
 def test_split_and_signed_grids_stay_in_integers(tmp_path: Path) -> None:

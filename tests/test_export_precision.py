@@ -132,6 +132,16 @@ def test_the_probe_sees_sums_that_saturate(monkeypatch: pytest.MonkeyPatch) -> N
         assert not default_session.multiplies_exactly.__wrapped__(with_option=True)
 
 
+def test_a_processor_that_multiplies_exactly_in_no_session_proves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model, x = exported("shared", tmp_path)
+    monkeypatch.setattr(default_session, "multiplies_exactly", lambda with_option: False)
+    with pytest.raises(RuntimeError, match=r"^ONNX Runtime [\d.]+ does not multiply integers exactly on this "):
+        qat.verify_onnx(path, model, [x])
+    qat.verify_onnx(path, model, [x], default_session=True)  # says nothing about exact products
+
+
 @pytest.mark.parametrize("default", [False, True])
 def test_the_proof_multiplies_exactly_unless_the_default_is_asked_for(
     default: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,15 @@ def test_links_to_other_places_are_followed(root: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_hidden_files_and_folders_are_no_images(root: Path) -> None:
+    expected = listed(root)
+    for hidden in (".ipynb_checkpoints/0-checkpoint.png", "more/.thumbs/1.png", "._0.png", "more/._1.png"):
+        path = root / "train" / "cat" / hidden
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"\0\5\x16\7")
+    assert listed(root) == expected
+
+
 @pytest.mark.parametrize("up", ["..", "../..", "../../..", "/", "."])
 def test_a_link_that_leads_back_up_is_refused(root: Path, up: str) -> None:
     link = root / "train" / "cat" / "up"

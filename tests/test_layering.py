@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up. A module may import from its own floor and from those before it.
 FLOORS = [
     ("qat.kernels",),
-    ("qat.spec", "qat.functional", "qat.ranges", "qat.evaluating", "qat.silence"),
+    ("qat.spec", "qat.functional", "qat.ranges", "qat.evaluating", "qat.in_place", "qat.silence"),
     ("qat.target_profile", "qat.targets", "qat.recipe"),
     ("qat.testing",),
     ("qat.quantizer",),

@@ -9,9 +9,10 @@ from test_train import CONFIG, TINY_MODEL
 
 import train
 from qat.export import LayerDifference, Saturation, Verification, default_session
-from qat.kernels import processor
+from qat.kernels import processor, products
+from qat.training.config import RunConfig
 from qat.training.proof import Proof
-from qat.training.report import onnx_results, session_results
+from qat.training.report import onnx_results, session_results, write_summary
 
 DEFAULT_ROW = "ONNX Runtime, default session"
 
@@ -88,6 +89,38 @@ def test_the_processor_as_it_is_decides(
     monkeypatch.delenv(processor.VARIABLE, raising=False)
     found, _, _ = finished(folder, capsys)
     assert ("default_session" in found) is not default_session.multiplies_exactly(with_option=False)
+
+
+def test_a_processor_without_exact_products_is_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(default_session, "multiplies_exactly", lambda with_option: False)
+    assert train.main(["--config", "tiny.yaml", "run_dir=x", "float.epochs=0", "qat.epochs=0"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"{folder}/x/model.onnx: ONNX Runtime ") and said.endswith("without the proof")
+
+
+@pytest.mark.parametrize("asked", [None, "no-vnni", "vnni"])
+def test_the_summary_names_the_processor(
+    asked: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(processor.VARIABLE, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(processor.VARIABLE, asked)
+    command = ["--config", "tiny.yaml", "run_dir=x", "float.epochs=0", "qat.epochs=0", "export.onnx=false"]
+    assert train.main(command) == 0
+    machine = json.loads((folder / "x" / "summary.json").read_text())["machine"]
+    assert machine["exact_integer_products"] == {
+        "torch": products.is_exact_natively(),
+        "onnxruntime_default": default_session.multiplies_exactly(with_option=False),
+    }
+    assert machine["taken_for"] == asked and machine["processor"] and machine["threads"] >= 1
+
+
+def test_the_summary_is_json_or_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError):
+        write_summary(tmp_path / "summary.json", RunConfig(), {"qat": {"loss": float("nan")}}, 1.0, 0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_kind_of_processor_is_a_mistake(

@@ -40,30 +40,30 @@ def refusal(config: RunConfig) -> str:
 
 def test_default_folders_are_numbered() -> None:
     paths = [open_run_folder(RunConfig(name="x")).path for _ in range(3)]
-    assert paths == [Path("runs/x"), Path("runs/x-2"), Path("runs/x-3")]
+    assert paths == [Path(name).absolute() for name in ("runs/x", "runs/x-2", "runs/x-3")]
     assert all(path.is_dir() for path in paths)
 
 
 def test_the_next_number_follows_the_highest_and_other_names_do_not_count() -> None:
     make("runs/x/", "runs/x-7/", "runs/x-y/", "runs/x-08/", "runs/xx-30/")
-    assert open_run_folder(RunConfig(name="x")) == RunFolder(Path("runs/x-8"), None)
+    assert open_run_folder(RunConfig(name="x")) == RunFolder(Path("runs/x-8").absolute(), None)
 
 
 def test_a_folder_taken_at_the_same_moment_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     make("runs/x/", "runs/x-2/")
     monkeypatch.setattr("qat.training.run_folder._numbered_folders", lambda name: {})  # what the slower one saw
-    assert open_run_folder(RunConfig(name="x")).path == Path("runs/x-3")
+    assert open_run_folder(RunConfig(name="x")).path == Path("runs/x-3").absolute()
 
 
 def test_resume_takes_the_highest_number_with_a_checkpoint() -> None:
     make("runs/x/last.pt", "runs/x-2/last.pt", "runs/x-10/last.pt", "runs/x-11/config.yaml")
     folder = open_run_folder(RunConfig(name="x", resume="auto"))
-    assert folder == RunFolder(Path("runs/x-10"), Path("runs/x-10/last.pt"))
+    assert folder == RunFolder(Path("runs/x-10").absolute(), Path("runs/x-10/last.pt"))
 
 
 def test_resume_starts_where_there_is_nothing_to_resume() -> None:
     make("runs/x/config.yaml")
-    assert open_run_folder(RunConfig(name="x", resume="auto")) == RunFolder(Path("runs/x-2"), None)
+    assert open_run_folder(RunConfig(name="x", resume="auto")) == RunFolder(Path("runs/x-2").absolute(), None)
 
 
 def finished(summary: str = '{"onnx": {}, "exit_status": 0}', **config: Any) -> None:
@@ -93,7 +93,7 @@ def test_a_run_that_is_asked_for_more_is_not_finished() -> None:
     make("runs/x/last.pt")
     finished('{"exit_status": 0}', export={"onnx": False})
     with open_run_folder(RunConfig(name="x", resume="auto")) as folder:
-        assert folder == RunFolder(Path("runs/x"), Path("runs/x/last.pt"))
+        assert folder == RunFolder(Path("runs/x").absolute(), Path("runs/x/last.pt"))
     assert open_run_folder(RunConfig(name="x", resume="auto", export={"onnx": False})).finished == 0
 
 
@@ -102,7 +102,7 @@ def test_a_run_whose_summary_was_cut_off_does_its_end_again(summary: str) -> Non
     make("runs/x/last.pt")
     finished(summary)
     with open_run_folder(RunConfig(name="x", resume="auto")) as folder:
-        assert folder == RunFolder(Path("runs/x"), Path("runs/x/last.pt"))
+        assert folder == RunFolder(Path("runs/x").absolute(), Path("runs/x/last.pt"))
 
 
 def test_a_folder_has_one_run_at_a_time() -> None:
@@ -116,7 +116,8 @@ def test_a_folder_has_one_run_at_a_time() -> None:
         with open_run_folder(config):
             resuming = config.model_copy(update={"resume": "auto"})
             assert refusal(resuming) == (
-                f"{path}: another run writes there ({host}); wait for its end, or choose another run_dir"
+                f"{Path(path).absolute()}: another run writes there ({host}); wait for its end,"
+                " or choose another run_dir"
             )
         assert not Path(path, ".lock").exists()
         open_run_folder(resuming).__exit__(None, None, None)
@@ -132,7 +133,7 @@ def test_a_numbered_folder_that_another_run_locks_is_passed_over(monkeypatch: py
 
     monkeypatch.setattr(run_folder, "RunLock", lock)
     with open_run_folder(RunConfig(name="x")) as folder:
-        assert folder == RunFolder(Path("runs/x-2"), None)
+        assert folder == RunFolder(Path("runs/x-2").absolute(), None)
 
 
 def test_a_run_that_was_faster_is_seen_once_the_folder_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,24 +153,26 @@ def test_a_run_that_was_faster_is_seen_once_the_folder_is_ours(monkeypatch: pyte
 def test_what_a_killed_run_left_before_its_config_is_nothing(resume: str) -> None:
     make("mine/.lock", "mine/.config.yaml.tmp")
     with open_run_folder(RunConfig(run_dir="mine", resume=resume)) as folder:
-        assert folder == RunFolder(Path("mine"), None)
+        assert folder == RunFolder(Path("mine").absolute(), None)
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_a_given_folder_may_be_new_or_empty(resume: str) -> None:
     make("empty/")
     for name in ("new", "empty"):
-        assert open_run_folder(RunConfig(run_dir=name, resume=resume)) == RunFolder(Path(name), None)
+        assert open_run_folder(RunConfig(run_dir=name, resume=resume)) == RunFolder(Path(name).absolute(), None)
         assert Path(name).is_dir()
 
 
 def test_a_given_folder_is_resumed() -> None:
     make("mine/last.pt")
-    assert open_run_folder(RunConfig(run_dir="mine", resume="auto")) == RunFolder(Path("mine"), Path("mine/last.pt"))
+    assert open_run_folder(RunConfig(run_dir="mine", resume="auto")) == RunFolder(
+        Path("mine").absolute(), Path("mine/last.pt")
+    )
 
 
 def test_missing_parents_are_created() -> None:
-    assert open_run_folder(RunConfig(run_dir="no/such")) == RunFolder(Path("no/such"), None)
+    assert open_run_folder(RunConfig(run_dir="no/such")) == RunFolder(Path("no/such").absolute(), None)
     assert Path("no/such").is_dir()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from qat.training.errors import UserError
+from qat.training.files import write_text
 from qat.training.run_lock import LOCK, FolderInUseError, RunLock, check_folder
 
 HOST = socket.gethostname()
@@ -108,6 +109,31 @@ def test_a_folder_that_was_moved_or_replaced_is_noticed(tmp_path: Path) -> None:
     assert (folder / LOCK).read_text() == "1 elsewhere"  # not ours to remove
 
 
+@pytest.mark.parametrize("how", ["link", "chdir"])
+def test_a_name_that_leads_elsewhere_by_now_is_noticed(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run may hold the folder to which it leads."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    run_dir = tmp_path / "now" if how == "link" else Path("one")
+    (tmp_path / "now").symlink_to("one")
+    monkeypatch.chdir(tmp_path)
+    lock = RunLock(run_dir)
+    write_text(lock.folder / "x", "ours")
+    if how == "chdir":
+        monkeypatch.chdir(tmp_path / "two")
+        write_text(lock.folder / "x", "ours still")
+        assert (tmp_path / "one" / "x").read_text() == "ours still"
+    else:
+        run_dir.unlink()
+        run_dir.symlink_to("two")
+        with pytest.raises(UserError, match=r"now: the run folder or its \.lock was moved, deleted or replaced"):
+            write_text(lock.folder / "x", "ours")
+    assert list((tmp_path / "two").iterdir()) == []
+    lock.release()
+
+
 def test_a_lock_that_was_taken_away_while_it_was_opened_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +178,37 @@ def test_a_run_that_crashed_on_another_host_is_named(tmp_path: Path, caplog: pyt
         f"{tmp_path}: the last run here, process 4321 on elsewhere, did not end by itself; make sure that it does not"
         " run any more, as some file systems lock for one host only"
     ]
+
+
+def test_a_lock_file_of_nothing_but_space_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / LOCK).write_text(" \n")
+    RunLock(tmp_path).release()
+    assert caplog.messages == []
+
+
+def test_giving_the_folder_back_hides_no_error_and_leaves_nothing_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    lock = RunLock(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", broken)
+        lock.release()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(lock._descriptor)
+    RunLock(tmp_path).release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_platform_without_locks_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qat.training.run_lock.fcntl", None)
+    with pytest.raises(UserError) as raised:
+        RunLock(tmp_path)
+    assert str(raised.value) == (
+        f"{tmp_path}: a run needs POSIX's file locks, which are missing; use Linux, macOS or WSL"
+    )
 
 
 def test_a_lock_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

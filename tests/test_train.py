@@ -75,6 +75,7 @@ def test_a_run_leaves_everything(folder: Path, capsys: pytest.CaptureFixture[str
     assert {"top1"} <= set(found["calibrated"]) and {"top1"} <= set(found["float_finetune"])
     checkpoint = torch.load(run / "last.pt", weights_only=True)
     assert checkpoint["stage"] == "qat" and checkpoint["epochs"] == 2
+    assert "16 bits" in (run / "layers.txt").read_text()
     printed = capsys.readouterr().out
     for row in ("float ", "float, fine-tuned as QAT", "calibrated (PTQ)", "QAT", "ONNX Runtime, integers"):
         assert row in printed
@@ -199,6 +200,47 @@ def test_a_failed_proof_is_status_1(
     assert "of its predictions are the torch model's" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (OSError(28, "No space left on device"), "{folder}/x/model.onnx: cannot write it (No space left on device)\n"),
+        (MemoryError(), "out of memory; try a smaller data.batch_size or data.image_size; "),
+        (ValueError("no operator"), "export: tinymodels:tiny could not be exported (ValueError: no operator); resume="),
+    ],
+)
+def test_the_exporter_is_blamed_for_its_own_errors_only(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    sentence: str,
+) -> None:
+    def fails(model: torch.fx.GraphModule, path: Path, images: torch.Tensor) -> None:
+        path.write_text("half of it")
+        raise error
+
+    monkeypatch.setattr(train.qat, "export_onnx", fails)
+    assert train.main(["--config", "tiny.yaml", "run_dir=x", "float.epochs=0", "qat.epochs=0"]) == 2
+    assert capsys.readouterr().err.startswith(sentence.format(folder=folder))
+    assert not list((folder / "x").glob("*model.onnx*"))
+
+
+def test_a_folder_that_is_replaced_while_the_export_runs_gets_no_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = train.qat.export_onnx
+
+    def slow(model: torch.fx.GraphModule, path: Path, images: torch.Tensor) -> None:
+        (folder / "x").rename(folder / "mine")
+        (folder / "x").mkdir()
+        real(model, path, images)
+
+    monkeypatch.setattr(train.qat, "export_onnx", slow)
+    assert train.main(["--config", "tiny.yaml", "run_dir=x", "float.epochs=0", "qat.epochs=0"]) == 2
+    assert capsys.readouterr().err.startswith(f"{folder}/x: the run folder or its .lock was moved, deleted or replaced")
+    assert list((folder / "x").iterdir()) == []
+
+
 def test_the_command_line_itself(folder: Path) -> None:
     shown = subprocess.run([sys.executable, str(ROOT / "train.py"), "--config", "resnet_int9"],
                            capture_output=True, text=True)  # fmt: skip
@@ -258,7 +300,7 @@ def test_a_second_run_in_the_same_folder_is_refused(
     monkeypatch.setattr(train, "train_stage", starts_another)
     assert train.main(["--config", "tiny.yaml", "run_dir=one"]) == 130 and statuses == [2, 2]
     first, second, _ = capsys.readouterr().err.splitlines()
-    assert first.startswith("one: another run writes there (process ")
+    assert first.startswith(f"{folder}/one: another run writes there (process ")
     assert second == "run_dir: 'one' is not empty; choose another, or set resume=auto to go on from its last.pt"
     assert "seed: 0" in (folder / "one" / "config.yaml").read_text()
     assert sorted(path.name for path in (folder / "one").iterdir() if path.name[:6] != "events") == ["config.yaml"]
@@ -270,7 +312,7 @@ def test_a_second_run_in_the_same_folder_is_refused(
         ("last.pt", "parts/last.pt: the checkpoint is damaged (the checksum of "),
         (
             "float.safetensors",
-            "float weights: 'parts/float.safetensors' is damaged (its tensors are not those that ",
+            "float weights: '{folder}/parts/float.safetensors' is damaged (its tensors are not those that ",
         ),
     ],
 )
@@ -297,7 +339,7 @@ def test_flipped_bytes_are_not_trained_on(
     capsys.readouterr()
     assert train.main([*command, "resume=auto"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(sentence) and len(said.splitlines()) == 1, said
+    assert said.startswith(sentence.format(folder=folder)) and len(said.splitlines()) == 1, said
 
 
 def test_a_disk_that_is_full_at_the_start_is_a_sentence(
@@ -313,7 +355,7 @@ def test_a_disk_that_is_full_at_the_start_is_a_sentence(
         patch.setattr(Path, "write_text", full)
         assert train.main(["--config", "tiny.yaml", "run_dir=full"]) == 2
     assert Path.write_text is real and writes == [".config.yaml.tmp"]
-    assert capsys.readouterr().err == "full/config.yaml: cannot write it (No space left on device)\n"
+    assert capsys.readouterr().err == f"{folder}/full/config.yaml: cannot write it (No space left on device)\n"
     assert list((folder / "full").iterdir()) == []  # nothing is in the way of the next run
 
 
@@ -330,8 +372,8 @@ def test_a_folder_that_is_deleted_while_the_run_writes_is_a_sentence(
     for epochs in (0, 1):  # the first file that is written then is float.safetensors, or last.pt
         assert train.main(["--config", "tiny.yaml", "run_dir=gone", f"float.epochs={epochs}"]) == 2
         assert capsys.readouterr().err == (
-            "gone: the run folder or its .lock was moved, deleted or replaced while the run wrote there; the run ends,"
-            " so that it does not write into another's\n"
+            f"{folder}/gone: the run folder or its .lock was moved, deleted or replaced while the run wrote there; the"
+            " run ends, so that it does not write into another's\n"
         )
 
 
@@ -352,7 +394,7 @@ def test_a_pipe_that_closes_and_a_scheduler_end_the_command_with_a_sentence(fold
             [*command, "resume=auto"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
             assert process.stdout is not None and process.stderr is not None
-            assert process.stdout.readline().startswith("run folder: x;")
+            assert process.stdout.readline().startswith(f"run folder: {folder}/x;")
             if reason == "pipe":
                 process.stdout.close()
             else:

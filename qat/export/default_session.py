@@ -6,6 +6,7 @@ kernels add in 32 bits; which operators run does not change. Other processors ig
 """
 
 import functools
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,18 @@ def default_is_exact() -> bool:
 
 
 def needs_option() -> bool:
-    """Whether exact products take `EXACT_OPTION` here."""
-    return not (default_is_exact() and multiplies_exactly(with_option=False))
+    """Whether exact products take `EXACT_OPTION` here.
+
+    Raises:
+        RuntimeError: if they are not to be had, with it neither.
+    """
+    needed = not (default_is_exact() and multiplies_exactly(with_option=False))
+    if needed and not multiplies_exactly(with_option=True):
+        raise RuntimeError(
+            f"ONNX Runtime {version('onnxruntime')} does not multiply integers exactly on this processor, with"
+            f" {'='.join(EXACT_OPTION)} neither; nothing can be proven here, use another processor or version"
+        )
+    return needed
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from qat.evaluating import evaluating
 from qat.export.freezing import expected_quantizers, to_integer_modules
 from qat.export.initializers import name_weights, own_initializers
 from qat.export.integer import MOST_BITS, OPSET, QUANTIZER
+from qat.in_place import put_in_place
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.report import LEFT_IN_FLOAT
 from qat.quantizer import Quantizer
@@ -40,12 +41,17 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
             only the shapes matter. The first axis is the batch.
 
     Raises:
-        TypeError: if the model holds no quantizer.
+        TypeError: if the model holds no quantizer, or the path is none.
         ValueError: if the model was prepared in parts, if a quantizer is not calibrated, not exportable or wider than
             8 bits, or if the ONNX graph lacks a quantizer of the model.
     """
     import onnx
 
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"export_onnx: path must be text or a Path, got {type(path).__name__}; the order is model, path,"
+            " example_inputs"
+        )
     _check_exportable(model)
     frozen = to_integer_modules(model)
     program = _exported(frozen, example_inputs)
@@ -57,12 +63,9 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
     _fix_sizes(program, proto)
     onnx.checker.check_model(proto)
     path = Path(path)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")  # every process of a distributed run may export
+    with put_in_place(scratch, path):
         scratch.write_bytes(proto.SerializeToString())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def example_arguments(example_inputs: Inputs, samples: int = 2) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -23,6 +23,7 @@ def open_session(model: bytes, optimize: bool = True, optimized: Path | None = N
 
     Raises:
         ValueError: if the file is none that ONNX Runtime reads.
+        RuntimeError: if no session multiplies exactly here, and this one must.
     """
     import onnxruntime as ort
 

@@ -1,4 +1,6 @@
-"""Files of tensors, read only if every byte of them is what was written.
+"""Files of tensors, read only if every byte is what was written, where the file can tell.
+
+Files of torch before 1.6 and safetensors of other programs cannot, and are read as they are.
 
 torch.load does not look at the checksums of the archive that torch.save writes, and safetensors has none: a flipped
 byte would be a weight. Here the first are checked, and a digest of its own goes into each safetensors file.

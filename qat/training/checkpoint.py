@@ -69,7 +69,7 @@ def restore_rng(states: dict[str, Tensor], device: torch.device) -> None:
 
 
 def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
-    """Write a checkpoint so that `path` always holds a whole one: the old or the new, whenever the power fails.
+    """Write a checkpoint in one piece: wherever the process ends, `path` holds the old one or the new.
 
     Args:
         path: the file; it is replaced if it exists.

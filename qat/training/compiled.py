@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.preparation.prepared_graph import PreparedGraph
+from qat.training.ending import starved
 
 FAR, FAR_GRADIENT = 0.25, 4.0
 """Compiled code draws other random numbers, so only gross differences count: of the loss by its size, and the factor
@@ -39,13 +40,17 @@ class CompiledModel:
         self._proven = False
 
     def __call__(self, images: Tensor) -> Any:
-        """The model's output; its own errors are raised as they are without the compiler."""
+        """The model's output; its own errors, and a lack of memory, are raised as they are without the compiler."""
         if self._compiled is None:
             return self._model(images)
+        before = self._kept()  # 1 ms for 200 buffers on the CPU
         try:
             return self._compiled(images)
         except Exception as error:
+            if starved(error):
+                raise
             reason = _first_line(error)
+        _restore(before)  # running statistics may hold this batch already
         output = self._model(images)
         self._give_up(reason)
         return output
@@ -68,11 +73,16 @@ class CompiledModel:
         try:
             found = self._step(self._compiled, loss_of)
         except Exception as error:  # not the model's: it has just run
+            if starved(error):
+                raise
             self._give_up(_first_line(error))
             return
         difference = _gross_difference(found, expected)
         if difference is not None:
             self._give_up(difference)
+
+    def _kept(self) -> list[tuple[Tensor, Tensor]]:
+        return [(each, each.detach().clone()) for each in self._model.buffers()]
 
     def _give_up(self, reason: str) -> None:
         self._compiled = None
@@ -80,7 +90,7 @@ class CompiledModel:
 
     def _step(self, forward: Callable[[Tensor], Any], loss_of: Callable[[Callable[[Tensor], Any]], Tensor]) -> Step:
         named = dict(self._model.named_parameters())
-        buffers = [(each, each.detach().clone()) for each in self._model.buffers()]
+        buffers = self._kept()
         gradients = [(each, each.grad) for each in named.values()]
         devices = {each.device.index or 0 for each in named.values() if each.is_cuda}
         with torch.random.fork_rng(devices=sorted(devices)):
@@ -93,9 +103,7 @@ class CompiledModel:
                 norm = math.hypot(*(float(torch.linalg.vector_norm(each.float())) for each in found.values()))
                 return Step(float(loss.detach()), norm, frozenset(found))
             finally:
-                with torch.no_grad():
-                    for buffer, kept in buffers:
-                        buffer.copy_(kept)
+                _restore(buffers)
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
 
@@ -113,6 +121,12 @@ def _gross_difference(found: Step, expected: Step) -> str | None:
     if high > FAR_GRADIENT * low + 1e-6:
         return f"the gradients of the compiled model have the norm {found.norm:.4g} instead of {expected.norm:.4g}"
     return None
+
+
+@torch.no_grad()
+def _restore(buffers: list[tuple[Tensor, Tensor]]) -> None:
+    for buffer, kept in buffers:
+        buffer.copy_(kept)
 
 
 def _first_line(error: Exception) -> str:

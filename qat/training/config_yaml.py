@@ -53,7 +53,7 @@ def parse_yaml(text: str) -> ParsedYAML:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is not None and _size(node, {}) > LARGEST:
-            return ParsedYAML(None, (f"with its aliases (*) written out it is longer than {LARGEST:,} characters",))
+            return ParsedYAML(None, (f"it is longer than {LARGEST:,} characters, aliases (*) written out",))
         value = None if node is None else loader.construct_document(node)
         # Through JSON: aliased mappings become copies, so that changing one leaves the other alone,
         # and a mapping that contains itself is found here.

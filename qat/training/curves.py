@@ -74,7 +74,6 @@ def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation
     run.log.scalar(f"{run.name}/val_loss", validation.loss, step)
     run.log.scalar(f"{run.name}/val_top1", validation.top1, step)
     low = _log_quantizers(run, step)
-    run.log.flush()
     run.log.say(
         f"{run.name} {epoch + 1}/{run.stage.epochs}: train loss {training.mean_loss:.3f}, top1 {training.top1:.2f} %;"
         f" val loss {validation.loss:.3f}, top1 {validation.top1:.2f} %; {training.images_per_second:.0f} images/s"

@@ -1,6 +1,6 @@
 """How the command ends when it does not end well: one sentence on standard error, and the status that a shell expects.
 
-Nothing is lost by any of these ends: last.pt holds the last finished epoch, and resume=auto goes on from it.
+What was trained up to the last finished epoch stands in last.pt, and resume=auto goes on from it.
 """
 
 import io
@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -21,8 +20,14 @@ from qat.training.errors import UserError
 
 GOES_ON = "resume=auto goes on from the last finished epoch"
 
-ASKED_TO_END = ("SIGTERM", "SIGHUP")
+ASKED_TO_END = [each for each in signal.Signals if each.name in ("SIGTERM", "SIGHUP")]
 """Signals of schedulers and of terminals that close, answered as Ctrl-C is."""
+
+SOFTWARE = 70
+"""The status of our own mistakes, which keep their traceback: EX_SOFTWARE of sysexits.h."""
+
+LOST_LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by signal: [\w ]+|exited)")
+"""What torch says, in a RuntimeError, when a loader process dies."""
 
 
 class SignalledError(KeyboardInterrupt):
@@ -44,61 +49,51 @@ def exit_status(run: Callable[[], int]) -> int:
         run: the program; its own status comes back if it ends by itself.
 
     Returns:
-        2 for what the user can mend (a config, a disk, memory), 128 plus the signal for what asked the run to end:
-        130 for Ctrl-C, 143 for SIGTERM, 141 for a pipe that was closed.
+        2 for what the user can mend (a config, a disk, memory), 70 for a mistake of the program, and 128 plus the
+        signal for what asked the run to end: 130 for Ctrl-C, 143 for SIGTERM, 141 for a pipe that was closed.
     """
-    with _spelled_out(sys.stdout), _spelled_out(sys.stderr), _signals_raised():
+    with _spelled_out(sys.stdout), _spelled_out(sys.stderr), _signals_raised() as ignore_signals:
         try:
-            return _ended(run)
-        except SignalledError as error:  # also while another end was being told
-            return _said(128 + error.number, f"ended by {signal.Signals(error.number).name}; {GOES_ON}")
-        except RuntimeError as error:  # of torch, for a loader process that died while another end was looked at
-            sentence = _sentence(error)
-            if sentence is None:
-                raise
-            return _said(2, sentence)
+            status = run()
+            if sys.stdout is not None:
+                with output_told():  # here, where it may fail, and not when Python ends
+                    sys.stdout.flush()
+            return status
+        except BaseException as error:
+            ignore_signals()  # another one would interrupt the end that is told
+            end = _end(error)
+            _forget_output()
+            return _said(*end)
 
 
-def _ended(run: Callable[[], int]) -> int:
+@contextmanager
+def output_told() -> Iterator[None]:
+    """Name standard output where it cannot be written.
+
+    Raises:
+        BrokenPipeError: if nobody reads it any more.
+        UserError: if it cannot be written for another reason.
+    """
     try:
-        status = run()
-        if sys.stdout is not None:
-            sys.stdout.flush()  # here, where it may fail, and not when Python ends
-        return status
-    except UserError as error:
-        return _said(2, *error.problems)
-    except SignalledError:
-        raise
-    except KeyboardInterrupt:
-        return _said(130, f"interrupted; {GOES_ON}")
+        yield
     except BrokenPipeError:
-        _forget_output()
-        return _said(141, f"standard output was closed; {GOES_ON}")
-    except (ConnectionError, EOFError) as error:
-        _watch_no_loaders()
-        if not _came_over_a_connection(error):
-            raise
-        return _said(2, _lost_loader(error))
+        raise
     except OSError as error:
-        what = "" if error.filename is None else f"{error.filename}: "
-        return _said(2, f"{what}cannot be read or written ({error.strerror or error}); {GOES_ON}")
-    except (MemoryError, RuntimeError) as error:
-        sentence = _sentence(error)
-        if sentence is None:
-            raise
-        return _said(2, sentence)
+        raise UserError(f"standard output: cannot write to it ({error.strerror}); {GOES_ON}") from error
 
 
-def _sentence(error: BaseException) -> str | None:
-    """What torch says without a type of its own when a loader process dies or memory ends; None for anything else."""
+def starved(error: BaseException) -> str | None:
+    """The sentence for an error of a machine that is short of memory, in this process or a loader's; None for others.
+
+    torch has no types of its own for most of them, and raises for a dead loader process wherever the main thread is.
+    """
     words = " ".join(str(error).split())
-    worker = re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited)", words)
-    if worker:
-        _watch_no_loaders()
-        how = f"was killed ({worker[2]})" if worker[2] else "ended"
+    lost = LOST_LOADER.match(words) if isinstance(error, RuntimeError) else None
+    if lost or (isinstance(error, ConnectionError | EOFError) and _came_over_a_connection(error)):
+        said = lost[0] if lost else words or type(error).__name__
         return (
-            f"data.workers: loader process {worker[1]} {how}, as one does that finds too little memory;"
-            f" try fewer of them; {GOES_ON}"
+            f"data.workers: a loader process was lost ({said}), as one is that finds too little memory; try fewer of"
+            f" them; {GOES_ON}"
         )
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in words:
         asked = re.search(r"[Tt]ried to allocate (\d+(?:\.\d+)? ?\w+)", words)
@@ -109,29 +104,34 @@ def _sentence(error: BaseException) -> str | None:
     return None
 
 
+def _end(error: BaseException) -> tuple[int, str]:
+    """The status and what is said."""
+    if isinstance(error, UserError):
+        return 2, str(error)
+    if isinstance(error, SignalledError):
+        return 128 + error.number, f"ended by {signal.Signals(error.number).name}; {GOES_ON}"
+    if isinstance(error, KeyboardInterrupt):
+        return 130, f"interrupted; {GOES_ON}"
+    sentence = starved(error)
+    if sentence is not None:
+        return 2, sentence
+    if isinstance(error, BrokenPipeError):
+        return 141, f"standard output was closed; {GOES_ON}"
+    if isinstance(error, OSError):
+        what = "" if error.filename is None else f"{error.filename}: "
+        return 2, f"{what}cannot be read or written ({error.strerror or error}); {GOES_ON}"
+    return SOFTWARE, "".join(traceback.format_exception(error)).rstrip()
+
+
 def _came_over_a_connection(error: BaseException) -> bool:
     """Whether Python's multiprocessing raised it: where loader processes are read."""
     return any("multiprocessing" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
 
 
-def _lost_loader(error: BaseException) -> str:
-    """Why a connection ended: a loader process died, of which torch's own sentence would come next."""
-    return (
-        f"data.workers: the connection to a loader process ended ({error or 'it broke off'}), as it does when one finds"
-        f" too little memory; try fewer of them; {GOES_ON}"
-    )
-
-
-def _watch_no_loaders() -> None:
-    """torch raises for each loader process that dies, wherever the main thread is then: in Python's own ending too."""
-    if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def _said(status: int, *sentences: str) -> int:
+def _said(status: int, words: str) -> int:
     if sys.stderr is not None:
         try:
-            print(*sentences, sep="\n", file=sys.stderr, flush=True)
+            print(words, file=sys.stderr, flush=True)
         except OSError:  # nobody reads this any more, either
             _forget_output()
     return status
@@ -165,27 +165,27 @@ def _spelled_out(stream: object) -> Iterator[None]:
 
 
 @contextmanager
-def _signals_raised() -> Iterator[None]:
-    """Raise `SignalledError` for the first signal; further ones wait until the run has ended properly."""
-    numbers = [getattr(signal, name) for name in ASKED_TO_END if hasattr(signal, name)]
-    mine = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]  # nohup's stay ignored
-    if threading.current_thread() is not threading.main_thread():
-        mine = []  # only the main thread may
-    replaced: dict[int, Any] = {}
+def _signals_raised() -> Iterator[Callable[[], None]]:
+    """Raise `SignalledError` for the first signal, and ignore further ones; yields what ignores the first one too."""
+    main = threading.current_thread() is threading.main_thread()  # only it may
+    mine = [each for each in ASKED_TO_END if main and signal.getsignal(each) is signal.SIG_DFL]  # nohup's stay ignored
+
+    def answer(handler: signal.Handlers) -> None:
+        for each in mine:
+            signal.signal(each, handler)
+        if main and hasattr(signal, "SIGCHLD"):  # torch raises for each loader process that dies
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+    def ignore() -> None:
+        answer(signal.SIG_IGN)
 
     def end(number: int, frame: FrameType | None) -> None:
-        for each in mine:
-            signal.signal(each, signal.SIG_IGN)
-        if hasattr(signal, "SIGCHLD"):  # loader processes get the scheduler's signal too; torch would raise for each
-            replaced[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ignore()
         raise SignalledError(number)
 
-    for number in mine:
-        signal.signal(number, end)
+    for each in mine:
+        signal.signal(each, end)
     try:
-        yield
+        yield ignore
     finally:
-        for number in mine:
-            signal.signal(number, signal.SIG_DFL)
-        for number, handler in replaced.items():
-            signal.signal(number, handler)
+        answer(signal.SIG_DFL)

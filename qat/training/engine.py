@@ -89,7 +89,7 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     if run.config.channels_last:
         run.model.to(memory_format=torch.channels_last)
     if run.stage.epochs == 0:
-        return _validate(run)
+        return _validate_untrained(run)
     if len(run.train) == 0:
         raise UserError(f"data.batch_size: {run.config.data.batch_size} leaves no whole training batch; reduce it")
     machinery = _Machinery(run)
@@ -194,6 +194,16 @@ def _validate(run: StageRun) -> Evaluation:
     return evaluate(
         run.model, run.val, run.device, channels_last=run.config.channels_last, progress=f"{run.name} validation"
     )
+
+
+def _validate_untrained(run: StageRun) -> Evaluation:
+    evaluation = _validate(run)
+    if not math.isfinite(evaluation.loss):
+        raise UserError(
+            f"{run.name}: the validation loss is {evaluation.loss} without any training; try other weights"
+            " (model.weights, model.checkpoint)"
+        )
+    return evaluation
 
 
 def _check_finite(run: StageRun, split: str, losses: list[float], epoch: int, first_step: int | None = None) -> None:

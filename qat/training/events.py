@@ -2,22 +2,22 @@
 
 torch's SummaryWriter writes in a thread of its own, in which a full disk or a deleted folder ends as a traceback on
 standard error, and opens the file anew for each flush. These are the same records of the same form, through one open
-file, and what goes wrong is raised where the point is drawn.
+file; each is visible at once, and what goes wrong is raised where the point is drawn.
 """
 
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from qat.training.errors import UserError
-
-FLUSH_SECONDS = 10
-"""How long a point may wait before TensorBoard can see it."""
 
 
 class EventFile:
@@ -32,46 +32,31 @@ class EventFile:
     """
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+        self._folder = folder
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
-        self.path = folder / name
-        try:
-            self._file = open(self.path, "xb")  # noqa: SIM115  (closed by `close`)
-        except OSError as error:
-            raise self._trouble(error) from error
-        self._records = RecordWriter(self._file)
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        with self._told():
+            self._file = open(folder / name, "xb")  # noqa: SIM115  (closed by `close`)
+        self._write(file_version="brain.Event:2")
         if purge_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
-        self.flush()
+            self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
 
     def scalar(self, tag: str, value: float, step: int) -> None:
-        """Add a point; it is on the disk within `FLUSH_SECONDS` of the next one."""
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
-        self._write(Event(wall_time=time.time(), step=step, summary=summary))
-        if time.monotonic() - self._flushed > FLUSH_SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Make all points visible now."""
-        try:
-            self._file.flush()
-        except OSError as error:
-            raise self._trouble(error) from error
-        self._flushed = time.monotonic()
+        """Add a point."""
+        self._write(step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]))
 
     def close(self) -> None:
-        """Write what is left and close the file, also where the former fails."""
-        try:
+        """Close the file, also where the last point could not be written."""
+        with self._told():
             self._file.close()
-        except OSError as error:
-            raise self._trouble(error) from error
 
-    def _write(self, event: Event) -> None:
+    def _write(self, **content: Any) -> None:
+        with self._told():
+            RecordWriter(self._file).write(Event(wall_time=time.time(), **content).SerializeToString())
+            self._file.flush()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
         try:
-            self._records.write(event.SerializeToString())
+            yield
         except OSError as error:
-            raise self._trouble(error) from error
-
-    def _trouble(self, error: OSError) -> UserError:
-        return UserError(f"{self.path.parent}: cannot write the curves ({error.strerror})")
+            raise UserError(f"{self._folder}: cannot write the curves ({error.strerror})") from error

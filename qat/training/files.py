@@ -1,18 +1,18 @@
 """The files of a run: each is written in one piece, into the folder that the run has locked."""
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from qat.in_place import put_in_place
 from qat.training.errors import UserError
 from qat.training.run_lock import check_folder
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file as UTF-8, so that `path` holds the old text or the new, whenever the power fails.
+    """Write a text file as UTF-8, in one piece: wherever the process ends, `path` holds the old text or the new.
 
     Args:
         path: the file; it is replaced if it exists.
@@ -36,14 +36,11 @@ def replacing(path: Path) -> Iterator[Path]:
     check_folder(path.parent)
     temporary = temporary_of(path)
     try:
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with put_in_place(temporary, path):
+            yield temporary
+            check_folder(path.parent)  # writing may take minutes: an export does
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = _disk_trouble(error)
-        with suppress(OSError):  # the trouble goes on, and is told below
-            temporary.unlink(missing_ok=True)
         if reason is None:
             raise
         raise UserError(f"{path}: cannot write it ({reason})") from error

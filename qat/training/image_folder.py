@@ -2,6 +2,8 @@
 
 Links are followed, as torchvision's ImageFolder does; but one that leads back up would put the images of all classes
 under one, and a file that two classes hold would have two labels. Both are refused, as is a folder that cannot be read.
+A file that one class holds under two names counts twice, as whoever links for balance wants. What begins with a dot
+(.ipynb_checkpoints, macOS's ._1.png) is no image of anyone's.
 """
 
 import logging
@@ -113,6 +115,8 @@ def _walk(folder: str, above: frozenset[str]) -> Iterator[tuple[str, _Place]]:
         device = os.stat(folder).st_dev
         with os.scandir(folder) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
+                if entry.name[0] == ".":
+                    continue
                 if entry.is_dir():
                     yield from _walk(entry.path, above | {real})
                 elif entry.name.lower().endswith(IMG_EXTENSIONS):

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from qat.training.ending import GOES_ON
+from qat.training.ending import output_told
 from qat.training.errors import UserError
 from qat.training.events import EventFile
 
@@ -31,29 +31,27 @@ class RunLog:
         self._events: EventFile | None = None
 
     def __enter__(self) -> "RunLog":
-        self._open(purge_step=None)
+        self._events = EventFile(self.folder)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        events, self._events = self._events, None
         with suppress(UserError) if error is not None else nullcontext():  # it would hide the error
-            self._close()
+            if events is not None:
+                events.close()
 
     def resume(self, step: int) -> None:
         """Go on after this step: points of the interrupted run that lie behind it are hidden by TensorBoard."""
-        self._close()
-        self._open(purge_step=step + 1)
+        assert self._events is not None, "RunLog: resume() outside of the with block"
+        self._events.close()
+        self._events = EventFile(self.folder, purge_step=step + 1)
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Add a point to the curve `tag`; the part before the first slash groups the curves."""
         assert self._events is not None, "RunLog: scalar() outside of the with block"
         self._events.scalar(tag, value, step)
-
-    def flush(self) -> None:
-        """Make all points visible now."""
-        if self._events is not None:
-            self._events.flush()
 
     def say(self, text: str) -> None:
         """Print a line on standard output, above a progress bar where one is shown.
@@ -64,25 +62,13 @@ class RunLog:
         """
         if sys.stdout is None:  # closed before the run began (`>&-`)
             return
-        try:
+        with output_told():
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise UserError(f"standard output: cannot write to it ({error.strerror}); {GOES_ON}") from error
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
         """Print `format_table(rows)`."""
         self.say(format_table(rows))
-
-    def _open(self, purge_step: int | None) -> None:
-        self._events = EventFile(self.folder, purge_step)
-
-    def _close(self) -> None:
-        events, self._events = self._events, None
-        if events is not None:
-            events.close()
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:

@@ -1,6 +1,7 @@
 """The float model that a run starts from: a torchvision builder by name, or a callable of the user's own."""
 
 import difflib
+import hashlib
 import inspect
 import logging
 import warnings
@@ -12,7 +13,6 @@ import torch
 import torchvision
 from torch import nn
 
-from qat.training.archive import check_archive
 from qat.training.config import ModelConfig
 from qat.training.errors import UserError
 from qat.training.imports import current_folder_importable, import_user_module, place, reason
@@ -85,9 +85,9 @@ def _weights(name: str, wanted: str) -> Any:
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     file = folder / known[key].url.rsplit("/", 1)[1]
     was_there = file.exists()
+    if was_there:  # torchvision looks at the hash of what it downloads, and never again
+        _check_hash(file)
     try:
-        if was_there:  # torchvision looks at the hash of what it downloads, and never again
-            check_archive(file)
         known[key].get_state_dict(progress=True, check_hash=True)
     except Exception as error:  # network, disk, hash, damaged file: each layer raises its own
         if was_there:
@@ -97,6 +97,20 @@ def _weights(name: str, wanted: str) -> Any:
             f"'{folder}', or use model.checkpoint"
         ) from error
     return known[key]
+
+
+def _check_hash(file: Path) -> None:
+    """Hold a file against the hash in its name."""
+    said = torch.hub.HASH_REGEX.search(file.name)
+    try:
+        found = hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UserError(f"model.weights: '{file}' cannot be read ({error.strerror})") from error
+    if said is not None and not found.startswith(said[1]):
+        raise UserError(
+            f"model.weights: '{file}' is damaged (its sha256 begins with {found[: len(said[1])]}); delete it, or if"
+            " it is your own use model.checkpoint"
+        )
 
 
 def _renew_classifier(model: nn.Module, classes: int) -> str:

@@ -10,7 +10,8 @@ from torch import fx
 
 import qat
 from qat.export import LayerDifference, Saturation, compare_layers, find_saturation, optimized_operators
-from qat.export.default_session import default_is_exact
+from qat.export.default_session import default_is_exact, needs_option
+from qat.training.errors import UserError
 from qat.training.logging import format_table
 from qat.training.report import onnx_results, session_results
 
@@ -88,7 +89,14 @@ def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
         path: of `export_onnx`.
         model: that it was made from.
         batches: (images, labels), which can be gone through several times.
+
+    Raises:
+        UserError: if ONNX Runtime multiplies exactly in no session here.
     """
+    try:
+        needs_option()
+    except RuntimeError as error:
+        raise UserError(f"{path}: {error}; export.onnx=false goes without the proof") from error
     saturation = find_saturation(path)
     images = next(iter(batches))[0]
     layers = compare_layers(path, model, images)

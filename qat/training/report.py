@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from qat.export import LayerDifference, Saturation, Verification
+from qat.export.default_session import multiplies_exactly
+from qat.kernels import processor, products
 from qat.training.config import RunConfig
 from qat.training.files import write_text
 
@@ -81,7 +83,10 @@ def session_results(verification: Verification, layers: list[LayerDifference]) -
 
 
 def write_summary(path: Path, config: RunConfig, results: dict[str, Any], seconds: float, status: int) -> None:
-    """Write summary.json in one piece: the results, what one needs to get them again, and the run's exit status."""
+    """Write summary.json in one piece: the results, what one needs to get them again, and the run's exit status.
+
+    Of the processor it says what multiplies integers exactly, and the kind that QAT_PROCESSOR takes it for.
+    """
     summary = {
         "name": config.name,
         "seed": config.seed,
@@ -90,9 +95,17 @@ def write_summary(path: Path, config: RunConfig, results: dict[str, Any], second
         **results,
         "seconds": round(seconds, 1),
         "versions": {name: version(name) for name in ("torch", "torchvision", "onnx", "onnxruntime")},
-        "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
+        "machine": {
+            "processor": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "exact_integer_products": {
+                "torch": products.is_exact_natively(),
+                "onnxruntime_default": multiplies_exactly(with_option=False),
+            },
+            "taken_for": processor.asked_for(),
+        },
     }
-    write_text(path, json.dumps(summary, indent=2) + "\n")
+    write_text(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
 
 def table_rows(results: dict[str, Any]) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""The folder that a run writes into: a new one, or the one that it goes on in. Nothing that exists is overwritten."""
+"""The folder that a run writes into: a new one, or its own, in which it goes on. No other run's files are touched."""
 
 import json
 import os
@@ -34,7 +34,8 @@ class RunFolder:
     """Where a run writes; a context manager that gives the folder back at the end.
 
     Args:
-        path: the folder; it exists and is new or empty, or holds the checkpoint.
+        path: the folder; it exists and is new or empty, or holds the checkpoint. The path of a locked one begins at the
+            root, so that a chdir changes nothing.
         checkpoint: its last.pt to resume from, or None for a run from the start.
         finished: the exit status of the finished run that it holds, or None where there is something left to do.
         lock: what keeps other runs out; None for a finished one.
@@ -98,7 +99,7 @@ def _taken(path: Path, config: RunConfig) -> RunFolder:
     _checkpoint(path, config)
     lock = RunLock(path)
     try:
-        return RunFolder(path, _checkpoint(path, config), lock=lock)
+        return RunFolder(lock.folder, _checkpoint(path, config), lock=lock)
     except BaseException:
         lock.release()
         raise

@@ -1,17 +1,22 @@
-"""One run at a time in a folder: a lock that ends with the process, however the process ends."""
+"""One run at a time in a folder: a lock that ends with the process, however the process ends.
+
+It is a lock of POSIX; Windows has none, and no runs.
+"""
 
 import errno
 import logging
 import os
 import socket
-import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from qat.training.errors import UserError
 
-if sys.platform != "win32":
+try:
     import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger("qat")
 
@@ -31,24 +36,26 @@ class RunLock:
     """The right to write into a folder, held from construction to `release`.
 
     The lock is POSIX's (`fcntl.lockf`): the system ends it with the process, loader processes do not inherit it (they
-    live on for seconds after their parent was killed), and NFS knows it on every host. A file system or a platform
-    without such locks is named in a warning.
+    live on for seconds after their parent was killed), and NFS knows it on every host. A file system without such
+    locks is named in a warning.
 
     Args:
         folder: an existing, writable folder.
 
     Raises:
         FolderInUseError: if another run holds the lock, with its process and its host.
-        UserError: if the file of the lock cannot be written.
+        UserError: if the file of the lock cannot be written, or the platform has no such locks.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._path = folder / LOCK
+        if fcntl is None:
+            raise UserError(f"{folder}: a run needs POSIX's file locks, which are missing; use Linux, macOS or WSL")
+        self.folder = folder.absolute()  # what it is called, wherever a chdir or a link leads later
+        self._path = self.folder / LOCK
         self._key = os.path.realpath(folder)
         with _guard:
             if self._key in _held:
-                raise _in_use(folder, f"{os.getpid()} {socket.gethostname()}")
+                raise _in_use(self.folder, f"{os.getpid()} {socket.gethostname()}")
             try:
                 self._descriptor = self._acquire()
             except OSError as error:
@@ -72,16 +79,19 @@ class RunLock:
         with _guard:
             if _held.get(self._key) is not self:
                 return
-            if self._is_ours(self._descriptor):
-                self._path.unlink(missing_ok=True)
             del _held[self._key]
-            os.close(self._descriptor)
+            try:
+                with suppress(OSError):  # it would hide how the run ended, and a file that stays keeps nobody out
+                    if self._is_ours(self._descriptor):
+                        self._path.unlink()
+            finally:
+                os.close(self._descriptor)
 
     def _acquire(self) -> int:
         while True:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                before = os.read(descriptor, 1000).decode(errors="replace")
+                before = os.read(descriptor, 1000).decode(errors="replace").strip()
                 self._lock(descriptor, before)
                 if self._is_ours(descriptor):  # else its last holder took it away since it was opened
                     self._sign(descriptor, before)
@@ -92,9 +102,6 @@ class RunLock:
             os.close(descriptor)
 
     def _lock(self, descriptor: int, holder: str) -> None:
-        if sys.platform == "win32":
-            logger.warning("%s: without locks on this platform nothing keeps a second run out of it", self.folder)
-            return
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -128,12 +135,14 @@ class RunLock:
 def check_folder(folder: Path) -> None:
     """`RunLock.check` of the lock that this process holds on a folder; nothing for a folder that it has not locked.
 
+    The folder counts by its name, as a link may lead elsewhere by now.
+
     Raises:
         UserError: if the folder is no longer the one that was locked.
     """
-    lock = _held.get(os.path.realpath(folder))
-    if lock is not None:
-        lock.check()
+    for lock in list(_held.values()):
+        if lock.folder == folder.absolute():
+            lock.check()
 
 
 def _in_use(folder: Path, holder: str) -> FolderInUseError:
@@ -143,5 +152,5 @@ def _in_use(folder: Path, holder: str) -> FolderInUseError:
 
 
 def _named(holder: str) -> str:
-    process, _, host = holder.strip().partition(" ")
+    process, _, host = holder.partition(" ")
     return f"process {process} on {host}" if host else "it has not said which"
