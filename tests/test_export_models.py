@@ -509,3 +509,16 @@ def test_calibration_and_verification_take_the_same_batches(tmp_path: Path) -> N
     qat.calibrate(model, [batch])
     qat.export_onnx(model, tmp_path / "model.onnx", batch[0])
     assert qat.verify_onnx(tmp_path / "model.onnx", model, [batch]).max_difference < 2e-6
+
+
+def test_a_branch_that_ends_in_writing_is_not_exported(tmp_path: Path) -> None:
+    """Nobody reads what the activation writes into."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        F.silu(self.a(x), inplace=True)
+        return self.b(x)  # type: ignore[no-any-return]
+
+    x = draw(4, 6)
+    model = quantized(Single(forward, **linears(6, 6), b=nn.Linear(6, 3)), {"x": x})
+    qat.export_onnx(model, tmp_path / "model.onnx", x)
+    assert qat.verify_onnx(tmp_path / "model.onnx", model, [x]).max_difference < 1e-5

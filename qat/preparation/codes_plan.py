@@ -64,7 +64,7 @@ class CodesPlan:
     def __init__(self, model: fx.GraphModule, distrusted: Collection[str] = ()) -> None:
         self.model, self.distrusted = model, distrusted
         self.nodes: list[fx.Node] = list(model.graph.nodes)
-        self.memory = Memory(model)
+        self.memory = Memory(model, model.graph)
         fixed = fixed_nodes(model.graph)
         self.quantizers = {node for node in self.nodes if node not in fixed and self._makes_codes(node)}
         self.readers = {node for node in self.nodes if self._reads_codes(node)}

@@ -62,7 +62,7 @@ def scope_of(node: fx.Node) -> str:
     return str(next(reversed(stack.values()))[0]) if stack else ""
 
 
-def submodule_of(graph_module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+def submodule_of(graph_module: nn.Module, node: fx.Node) -> nn.Module | None:
     """The module that a call_module node calls, else None."""
     return graph_module.get_submodule(str(node.target)) if node.op == "call_module" else None
 

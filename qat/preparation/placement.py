@@ -46,7 +46,7 @@ class Placement:
         self.tensors = tensor_nodes(graph_module.graph)
         self.constants = constant_nodes(graph_module.graph)
         self.nodes = list(graph_module.graph.nodes)
-        self.memory = Memory(graph_module)
+        self.memory = Memory(graph_module, graph_module.graph)
         self.order = self.memory.order
         self.wanted: dict[fx.Node, bool] = {}
         for node in reversed(self.nodes):  # readers first, so that no question leads through the whole model

@@ -54,10 +54,12 @@ def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
 
 
 def drop_unread(graph: fx.Graph, model: nn.Module) -> None:
-    """Remove from a graph, which calls the submodules of a model, what nobody reads and what writes nowhere."""
+    """Remove from a graph, which calls the submodules of a model, what nobody reads and what writes for nobody."""
+    memory = Memory(model, graph)
 
     def acts(node: fx.Node) -> bool:
-        return (node.op != "call_module" and node.is_impure()) or written_by(node, model) is not None
+        writes = written_by(node, model) is not None and memory.is_read_outside(node)
+        return writes or (node.op != "call_module" and node.is_impure())
 
     graph.eliminate_dead_code(acts)
 
@@ -96,11 +98,12 @@ class Memory:
     What is not known to answer with memory of its own may answer with that of any of its inputs.
 
     Args:
-        model: a traced model.
+        model: whose submodules the graph calls.
+        graph: of a traced model.
     """
 
-    def __init__(self, model: fx.GraphModule) -> None:
-        self.order = {node: position for position, node in enumerate(model.graph.nodes)}
+    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
+        self.order = {node: position for position, node in enumerate(graph.nodes)}
         self._last_read = {node: max(map(self.order.__getitem__, node.users), default=-1) for node in self.order}
         self._home: dict[fx.Node, list[fx.Node]] = {node: [node] for node in self.order}
         targets = {node: written_by(node, model) for node in self.order}
@@ -126,6 +129,13 @@ class Memory:
     def readers(self, node: fx.Node) -> set[fx.Node]:
         """Who is given the memory of a tensor, by whatever name."""
         return {user for member in self._home[node] for user in member.users}
+
+    def is_read_outside(self, node: fx.Node) -> bool:
+        """Whether the memory of a tensor is read by what has memory of its own, or comes from outside the graph."""
+        names = self._home[node]
+        return any(
+            member.op in ("placeholder", "get_attr") or not set(names).issuperset(member.users) for member in names
+        )
 
     def seen_writers(self, node: fx.Node) -> list[fx.Node]:
         """Those of them whose writing another name of the memory shows."""
@@ -153,7 +163,7 @@ class Memory:
 
 def mark_changes(model: fx.GraphModule) -> None:
     """Note which tensors are written to after they were made, through a view: on no grid are they what they were."""
-    memory = Memory(model)
+    memory = Memory(model, model.graph)
     for node in model.graph.nodes:
         writers = memory.seen_writers(node) if has_own_memory(node, model) else []
         if any(memory.order[writer] > memory.order[node] for writer in writers):

@@ -111,7 +111,7 @@ def _scaled(draft: Draft, scores: str) -> str:
 
 def _masked(draft: Draft, scores: str, steps: int) -> str:
     mask = draft.module(f"nn.Buffer(torch.ones({steps}, {steps}).triu(1).bool())")
-    value = draft.pick(("-1e4", "-1e9", "float('-inf')", "-10.0"))
+    value = draft.pick(("-1e4", "-1e3", "float('-inf')", "-10.0"))
     if draft.chance(0.3):
         draft.do(f"{scores}.masked_fill_({mask}, {value})")
         return scores
