@@ -170,7 +170,7 @@ def mark_changes(model: fx.GraphModule) -> None:
             node.meta[CHANGED] = True
 
 
-def has_own_memory(node: fx.Node, model: fx.GraphModule) -> bool:
+def has_own_memory(node: fx.Node, model: nn.Module) -> bool:
     """Whether a node that does not write answers with a tensor that shares no memory with another."""
     if node.op in ("placeholder", "get_attr"):
         return True
