@@ -74,11 +74,12 @@ def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             for _ in range(MOST_CHECKS):
                 graph = fused_graph(base, distrusted)
                 rewind()
-                found = Verdict() if graph is None else _check(copied(base), graph, *sample)
+                found = Verdict() if graph is None else _check(base, graph, *sample)
                 reason = reason or found.reason
                 if not found.distrusted:
                     return Verdict(None if found.distrusted is None else distrusted, reason)
                 distrusted += found.distrusted
+                base = copied(model)
     except torch.OutOfMemoryError:
         return None
     except Exception as error:  # it cannot be copied, or it has no gradients

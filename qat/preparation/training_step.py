@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -162,8 +163,8 @@ def difference(expected: Results, found: Results) -> str | None:
     """What the second step gives otherwise than the first; None if nothing but the order of sums."""
     if len(expected.answers) != len(found.answers):
         return f"{len(found.answers)} answers instead of {len(expected.answers)}"
-    norms = [float(tensor[tensor.isfinite()].double().norm()) for tensor in expected.gradients.values()]
-    negligible = 1e-7 + NEGLIGIBLE * max(norms, default=0.0)
+    norms = [_norm(tensor) for tensor in expected.gradients.values()]
+    negligible = 1e-7 + NEGLIGIBLE * max(filter(math.isfinite, norms), default=0.0)
     pairs: list[tuple[str, Tensor, Tensor, float]]
     pairs = [("an answer", y, x, 1e-7) for y, x in zip(expected.answers, found.answers, strict=True)]
     for kind, ours, theirs, least in (
@@ -180,11 +181,19 @@ def difference(expected: Results, found: Results) -> str | None:
 def _gap(expected: Tensor, found: Tensor, least: float) -> str | None:
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"is {found.dtype} {tuple(found.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
-    finite = expected.isfinite()
-    same = torch.equal(expected[~finite].nan_to_num(), found[~finite].nan_to_num())
-    if not same or not torch.equal(finite, found.isfinite()):
-        return f"has {int((~found.isfinite()).sum())} values that are not finite instead of {int((~finite).sum())}"
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    a, b = expected[finite].to(wide), found[finite].to(wide)
-    gap, size = float((a - b).norm()), float(a.norm())
+    if torch.equal(expected, found):
+        return None
+    gap, size = _norm(expected - found), _norm(expected)
+    if not math.isfinite(gap + size):
+        finite = expected.isfinite()
+        same = torch.equal(expected[~finite].nan_to_num(), found[~finite].nan_to_num())
+        if not same or not torch.equal(finite, found.isfinite()):
+            return f"has {int((~found.isfinite()).sum())} values that are not finite instead of {int((~finite).sum())}"
+        gap, size = _norm(expected[finite] - found[finite]), _norm(expected[finite])
     return None if gap <= TOLERANCE * size + least else f"differs by {gap / max(size, 1e-30):.2g} of its length"
+
+
+def _norm(x: Tensor) -> float:
+    """In float64, so that it does not overflow."""
+    wide = x if x.is_floating_point() or x.is_complex() else x.double()
+    return float(torch.linalg.vector_norm(wide, dtype=torch.complex128 if x.is_complex() else torch.float64))
