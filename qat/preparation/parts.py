@@ -14,7 +14,7 @@ from qat.preparation.graph import prepare_graph
 from qat.preparation.kinds import COMPOSITES, float_kind, kind_name, make_twin
 from qat.preparation.nodes import model_device
 from qat.preparation.prepared_graph import PreparedPart, keep_attributes, keep_class, plain_attributes
-from qat.preparation.recording import UntraceableError
+from qat.preparation.remembering import UntraceableError, remembering
 from qat.preparation.report import LAYERS, LEFT_IN_FLOAT
 from qat.quantizer import create_quantizer
 from qat.recipe import AnyRecipe, QuantRecipe, ScopedRecipe
@@ -82,7 +82,7 @@ def record_calls(model: nn.Module, examples: dict[str, Any]) -> Calls:
         if name
     ]
     try:
-        with evaluating(model), torch.no_grad():
+        with evaluating(model), torch.no_grad(), remembering(model):
             call_with(model, examples)
     finally:
         for hook in hooks:

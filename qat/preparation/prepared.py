@@ -15,7 +15,7 @@ from qat.preparation.fusion import check_patterns
 from qat.preparation.graph import prepare_graph
 from qat.preparation.kinds import COMPOSITE_TWINS, COMPOSITES, float_kind
 from qat.preparation.parts import prepare_parts
-from qat.preparation.recording import UntraceableError
+from qat.preparation.remembering import UntraceableError, remembering
 from qat.preparation.report import LAYERS, noted
 from qat.preparation.table import summary
 from qat.quantizer import Quantizer
@@ -164,7 +164,7 @@ def probe(model: nn.Module, examples: Examples) -> None:
     try:
         for quantizer in quantizers:
             quantizer._is_calibrated = True  # the probe is no use of the model: no warning
-        with evaluating(model), torch.no_grad():
+        with evaluating(model), torch.no_grad(), remembering(model):
             call_with(model, examples)
     finally:
         for hook in hooks:
