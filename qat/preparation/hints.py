@@ -56,6 +56,10 @@ class Known:
     def __float__(self) -> float:
         return float(self.tracer.settle(self))
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """What numpy computes with: sizes."""
+        return np.asarray(self.tracer.settle(self), dtype)
+
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
 
@@ -131,7 +135,11 @@ class HintTracer(fx.Tracer):
         """A proxy for a node, with a hint where there are example inputs."""
         if self.examples is None:
             return super().proxy(node)
-        value = self._value_of(node)
+        try:
+            value = self._value_of(node)
+        except BaseException:
+            self.graph.erase_node(node)  # whoever catches the error goes another way
+            raise
         node.meta[FACTS] = Facts.of(value)
         return HintProxy(node, self, value)
 

@@ -79,7 +79,7 @@ def record_calls(model: nn.Module, examples: dict[str, Any]) -> Calls:
     hooks = [
         module.register_forward_pre_hook(lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True)
         for name, module in model.named_modules()
-        if name
+        if name and not isinstance(module, torch.jit.ScriptModule)  # which takes no hooks
     ]
     try:
         with evaluating(model), torch.no_grad(), remembering(model):

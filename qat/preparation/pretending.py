@@ -15,15 +15,17 @@ from torch import fx
 from torch.autograd.function import BackwardCFunction
 from torch.fx.proxy import TraceError
 from torch.nn.modules import transformer
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 
-from qat.preparation.hints import HintProxy, Known
+from qat.preparation.hints import Known
 from qat.preparation.patching import replaced_here, tracing_alone, without_fast_path
 
 SIZED = ("zeros", "ones", "empty", "rand", "randn")
 """Functions that take a size as several numbers."""
 
 CONVERTING = ("as_tensor", "asarray", "tensor")
-"""Functions that take a tensor as they take any data, and do not ask it what it is."""
+"""Functions that take any data, and do not ask it what it is."""
 
 
 @contextmanager
@@ -46,7 +48,9 @@ def torch_takes_proxies() -> Iterator[None]:
 
 @contextmanager
 def gradients_refused(looks_away: Callable[[], bool]) -> Iterator[None]:
-    """A context in which no `torch.autograd.Function` is applied, in this thread: a graph would have only its forward.
+    """A context in which this thread applies no `torch.autograd.Function`, and no checkpoint.
+
+    Of a function a graph would have only the forward, and differentiate that.
 
     torch makes a context for every application of one, which no reference to `apply` goes around.
 
@@ -59,7 +63,15 @@ def gradients_refused(looks_away: Callable[[], bool]) -> Iterator[None]:
             kind = type(context)._forward_cls
             raise TraceError(f"forward applies {kind.__module__}.{kind.__qualname__}, which has a gradient of its own")
 
-    with tracing_alone(), replaced_here({(BackwardCFunction, "__init__"): refuse}):
+    infer_device = checkpoint._infer_device_type  # torch asks for the device at the start of every checkpoint
+
+    def refuse_checkpoint(*args: Any) -> Any:
+        if not looks_away():
+            raise TraceError("forward checkpoints activations, which a graph would keep")
+        return infer_device(*args)  # type: ignore[no-untyped-call]
+
+    functions = {(BackwardCFunction, "__init__"): refuse, (checkpoint, "_infer_device_type"): refuse_checkpoint}
+    with tracing_alone(), replaced_here(functions):
         yield
 
 
@@ -73,9 +85,10 @@ def _with_tuple(factory: Any) -> Any:
 
 def _as_node(convert: Any) -> Any:
     def make(data: Any, *args: Any, **options: Any) -> Any:
-        if type(data) is HintProxy and isinstance(data.hint, torch.Tensor):
-            return data.tracer.create_proxy("call_function", convert, (data, *args), options)
-        return convert(data, *args, **options)
+        proxy = next((leaf for leaf in pytree.tree_leaves(data) if issubclass(type(leaf), fx.Proxy)), None)
+        if proxy is None:
+            return convert(data, *args, **options)
+        return proxy.tracer.create_proxy("call_function", convert, (data, *args), options)
 
     return make
 

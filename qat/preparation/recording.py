@@ -32,6 +32,8 @@ def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
     if words:
         raise UntraceableError(f"a graph has other uses for the name {min(words)!r}; rename it to have one graph")
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UntraceableError(f"{name} is a torch.jit.ScriptModule, into which a graph cannot look")
         if type(module).train is not nn.Module.train:
             raise UntraceableError(f"{name or type(model).__name__} overrides train(), which a graph does not keep")
         hooked = module._backward_hooks or module._backward_pre_hooks
