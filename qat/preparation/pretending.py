@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._functorch import utils as functorch
 from torch.autograd.function import BackwardCFunction
 from torch.fx.proxy import TraceError
 from torch.nn.modules import transformer
@@ -70,7 +71,13 @@ def gradients_refused(looks_away: Callable[[], bool]) -> Iterator[None]:
             raise TraceError("forward checkpoints activations, which a graph would keep")
         return infer_device(*args)  # type: ignore[no-untyped-call]
 
-    functions = {(BackwardCFunction, "__init__"): refuse, (checkpoint, "_infer_device_type"): refuse_checkpoint}
+    functions: dict[tuple[Any, str], Any] = {
+        (BackwardCFunction, "__init__"): refuse,
+        (checkpoint, "_infer_device_type"): refuse_checkpoint,
+    }
+    if hasattr(functorch, "unwrap_if_dead"):  # torch 2.11 hands arguments to C++ before it makes the context
+        unwrap = functorch.unwrap_if_dead
+        functions[functorch, "unwrap_if_dead"] = lambda x: x if issubclass(type(x), fx.Proxy) else unwrap(x)
     with tracing_alone(), replaced_here(functions):
         yield
 
