@@ -8,56 +8,36 @@ instead of computing something else than the float model.
 import inspect
 import operator
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
-from torch.fx.node import has_side_effect
 from torch.fx.proxy import Attribute, TraceError
-from torch.nn.modules import transformer
+from torch.utils import _pytree as pytree
 
 from qat.preparation.constants import attribute
 from qat.preparation.examples import copied
+from qat.preparation.expectations import expect_default, expect_same
 from qat.preparation.nodes import FACTS, Facts
-from qat.preparation.patching import replaced_here, tracing_alone, without_fast_path
+from qat.preparation.patching import tracing_alone
 from qat.preparation.writing import written_by
 
+GRADIENTS = frozenset((
+    "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "backward", "retain_grad", "retains_grad",
+    "register_hook", "register_post_accumulate_grad_hook", "is_inference", "_backward_hooks", "_version",
+))  # fmt: skip
+"""What a tensor knows of its gradients, and takes for them: no graph does, and another call may find it otherwise."""
 
-@has_side_effect
-def expect_same(value: Any, expected: Any, where: str) -> None:
-    """Refuse inputs for which the float model would have taken another way than the one that was traced.
-
-    Raises:
-        ValueError: if value is not what it was for the example inputs.
-    """
-    if isinstance(value, fx.Proxy):  # unpickling traces the code again
-        value.tracer.create_proxy("call_function", expect_same, (value, expected, where), {})
-    elif value != expected:
-        raise ValueError(
-            f"{where}: a size that decides the way through the model is {value!r}, and it was {expected!r} for the"
-            " example_inputs of prepare; prepare the model again with inputs of this size"
-        )
+OF_SHAPES = frozenset((
+    "getattr", "getitem", "len", "size", "dim", "ndimension", "numel", "nelement", "stride", "get_device",
+    "element_size", "type", "is_contiguous", "is_floating_point", "is_complex", "is_tensor",
+))  # fmt: skip
+"""Questions to tensors that any tensors of these sizes and types answer alike."""
 
 
-@has_side_effect
-def expect_default(value: Any, default: Any, name: str) -> None:
-    """Refuse an argument of forward that the model was not prepared for.
-
-    Raises:
-        ValueError: if value is not the default.
-    """
-    if isinstance(value, fx.Proxy):
-        value.tracer.create_proxy("call_function", expect_default, (value, default, name), {})
-    elif value is not default and (isinstance(value, torch.Tensor) or value != default):
-        raise ValueError(
-            f"the model was prepared for its argument {name!r} being {default!r}; to use another, prepare it with"
-            " example_inputs that contain one"
-        )
-
-
-class _Known:
+class Known:
     """Conversions to Python values that a plain proxy refuses; each is traced as it was for the example inputs."""
 
     hint: Any
@@ -76,30 +56,31 @@ class _Known:
     def __float__(self) -> float:
         return float(self.tracer.settle(self))
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """What numpy computes with: sizes."""
+        return np.asarray(self.tracer.settle(self), dtype)
+
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
 
     def __getattr__(self, name: str) -> Any:
         if not hasattr(self.hint, name):
             raise AttributeError(f"{type(self.hint).__name__!r} object has no attribute {name!r}")
+        if name in GRADIENTS and isinstance(self.hint, torch.Tensor):
+            raise TraceError(f"forward asks a tensor for {name}, which a graph does not keep")
         proxy: Any = self
         return HintAttribute(proxy, name)
 
 
-class HintProxy(_Known, fx.Proxy):
+class HintProxy(Known, fx.Proxy):
     """A proxy with the value that its node had for the example inputs."""
 
     def __init__(self, node: fx.Node, tracer: Any, hint: Any) -> None:
         self.hint = hint
         super().__init__(node, tracer)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """What `isinstance` asks for: models tell a tensor from a list of tensors by it."""
-        return type(self.hint)
 
-
-class HintAttribute(_Known, Attribute):
+class HintAttribute(Known, Attribute):
     """`x.shape` and `x.view`: a node only when it is used as a value."""
 
     @property
@@ -109,39 +90,13 @@ class HintAttribute(_Known, Attribute):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A method call; the views of a mapping are taken apart at once, since a graph cannot index them."""
-        if isinstance(self.root.hint, Mapping) and self.attr in ("keys", "values", "items") and not args:
-            keys = list(self.root.hint)
-            return {
-                "keys": keys,
-                "values": [self.root[key] for key in keys] if self.attr == "values" else [],
-                "items": [(key, self.root[key]) for key in keys] if self.attr == "items" else [],
-            }[self.attr]
+        if isinstance(self.root.hint, Mapping) and self.attr in ("keys", "values", "items", "get"):
+            return getattr({key: self.root[key] for key in self.root.hint}, self.attr)(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
 
-@contextmanager
-def torch_takes_proxies() -> Iterator[None]:
-    """A context in which torch's Python code does with proxies what it does with tensors and sizes.
-
-    `torch.zeros(n, m)` takes proxies as sizes, as torch itself takes `torch.zeros((n, m))`; transformers take their
-    plain way, not the fast path that no graph shows, and do not look whether a mask's values happen to be causal.
-    All this holds in the thread that enters; another one that wants to enter waits.
-    """
-
-    def with_tuple(factory: Any) -> Any:
-        def make(*size: Any, **options: Any) -> Any:
-            several = len(size) > 1 and any(isinstance(length, fx.Proxy) for length in size)
-            return factory(size, **options) if several else factory(*size, **options)
-
-        return make
-
-    factories = ("zeros", "ones", "empty", "rand", "randn")
-    with without_fast_path():
-        replacements: dict[tuple[Any, str], Any] = {
-            (torch, name): with_tuple(getattr(torch, name)) for name in factories
-        }
-        with replaced_here({**replacements, (transformer, "_detect_is_causal_mask"): lambda *_: False}):
-            yield
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
 
 
 def _context() -> tuple[bool, bool]:
@@ -180,12 +135,18 @@ class HintTracer(fx.Tracer):
         """A proxy for a node, with a hint where there are example inputs."""
         if self.examples is None:
             return super().proxy(node)
-        value = self._value_of(node)
+        try:
+            value = self._value_of(node)
+        except BaseException:
+            self.graph.erase_node(node)  # whoever catches the error goes another way
+            raise
         node.meta[FACTS] = Facts.of(value)
         return HintProxy(node, self, value)
 
     def create_arg(self, a: Any) -> Any:
-        """A proxy is its node, whatever class it says that it is."""
+        """A proxy is its node, a number of numpy's the number."""
+        if isinstance(a, np.generic):
+            a = a.item()
         return a.node if isinstance(a, fx.Proxy) else super().create_arg(a)
 
     def create_proxy(
@@ -209,16 +170,28 @@ class HintTracer(fx.Tracer):
         """The proxy's value for the example inputs, which the graph from now on insists on.
 
         Raises:
-            TraceError: if it is a tensor's value, which no size decides.
+            TraceError: if it follows from the values of a tensor, which no size decides.
         """
         value = proxy.hint
-        if isinstance(value, torch.Tensor):
+        if self._follows_values(proxy.node):
             raise TraceError("the way through the model depends on the values of a tensor")
         if proxy.node not in self._settled:
             self._settled.add(proxy.node)
             where = next(reversed(self.module_stack.values()))[0] if self.module_stack else "the model"
             self.create_proxy("call_function", expect_same, (proxy, value, where or "the model"), {})
         return value
+
+    def _follows_values(self, node: fx.Node) -> bool:
+        """Whether a node's value is a tensor's, or what `item()` or `tolist()` made of one."""
+        if isinstance(self._known(node), torch.Tensor):
+            return True
+        if _holds_tensors(self._known(node)):
+            return False
+        asks_shape = getattr(node.target, "__name__", node.target) in OF_SHAPES
+        return any(
+            not asks_shape if _holds_tensors(self._known(source)) else self._follows_values(source)
+            for source in node.all_input_nodes
+        )
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         """Placeholders; an argument that has a default, and no example, is its default and nothing else."""
@@ -235,6 +208,9 @@ class HintTracer(fx.Tracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Decide as the example inputs do."""
+        hint = getattr(obj, "hint", None)
+        if isinstance(hint, Sized) and not isinstance(hint, torch.Tensor):
+            return len(obj) > 0
         return super().to_bool(obj) if self.examples is None else bool(self.settle(obj))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
@@ -242,6 +218,8 @@ class HintTracer(fx.Tracer):
         if self.examples is None:
             return super().iter(obj)
         items: Any = obj
+        if isinstance(items.hint, Mapping):
+            return iter(list(items.hint))
         return iter([items[number] for number in range(len(items))])
 
     def keys(self, obj: fx.Proxy) -> Any:
@@ -257,6 +235,12 @@ class HintTracer(fx.Tracer):
         """What the traced graph answered to the example inputs."""
         end = next(node for node in graph.nodes if node.op == "output")
         return fx.node.map_arg(end.args[0], self._known)
+
+    def replay(self, graph: fx.Graph) -> Any:
+        """What the graph answers when every node runs anew."""
+        for node in graph.nodes:
+            self._value_of(node)
+        return self.answer(graph)
 
     def _value_of(self, node: fx.Node) -> Any:
         assert self.examples is not None

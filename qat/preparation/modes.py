@@ -14,7 +14,8 @@ from qat.evaluating import evaluating
 from qat.preparation.examples import Examples
 from qat.preparation.nodes import free_name, scope_of, submodule_of
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.preparation.recording import UntraceableError, check_modules, graph_of
+from qat.preparation.recording import check_modules, graph_of
+from qat.preparation.remembering import UntraceableError
 from qat.preparation.writing import written_by
 
 
@@ -42,10 +43,10 @@ def trace(
     Raises:
         UntraceableError: if torch.fx cannot trace the model, or if evaluation has a BatchNorm of its own.
     """
-    check_modules(model)
+    check_modules(model, graph_class)
     with evaluating(model):
         in_evaluation, opaque = graph_of(model, examples)
-        training, _ = graph_of(model.train(), examples, compare=False)
+        training, _ = graph_of(model.train(), examples)
     twins = _merge(model, training, in_evaluation)
     for node in training.nodes:
         if node.op != "output" and not node.args and "input" in node.kwargs:  # layer(input=x) and such

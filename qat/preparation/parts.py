@@ -14,7 +14,7 @@ from qat.preparation.graph import prepare_graph
 from qat.preparation.kinds import COMPOSITES, float_kind, kind_name, make_twin
 from qat.preparation.nodes import model_device
 from qat.preparation.prepared_graph import PreparedPart, keep_attributes, keep_class, plain_attributes
-from qat.preparation.recording import UntraceableError
+from qat.preparation.remembering import UntraceableError, remembering
 from qat.preparation.report import LAYERS, LEFT_IN_FLOAT
 from qat.quantizer import create_quantizer
 from qat.recipe import AnyRecipe, QuantRecipe, ScopedRecipe
@@ -79,10 +79,10 @@ def record_calls(model: nn.Module, examples: dict[str, Any]) -> Calls:
     hooks = [
         module.register_forward_pre_hook(lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True)
         for name, module in model.named_modules()
-        if name
+        if name and not isinstance(module, torch.jit.ScriptModule)  # which takes no hooks
     ]
     try:
-        with evaluating(model), torch.no_grad():
+        with evaluating(model), torch.no_grad(), remembering(model):
             call_with(model, examples)
     finally:
         for hook in hooks:

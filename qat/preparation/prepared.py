@@ -15,7 +15,8 @@ from qat.preparation.fusion import check_patterns
 from qat.preparation.graph import prepare_graph
 from qat.preparation.kinds import COMPOSITE_TWINS, COMPOSITES, float_kind
 from qat.preparation.parts import prepare_parts
-from qat.preparation.recording import UntraceableError
+from qat.preparation.randomness import seeded
+from qat.preparation.remembering import UntraceableError, remembering
 from qat.preparation.report import LAYERS, noted
 from qat.preparation.table import summary
 from qat.quantizer import Quantizer
@@ -79,6 +80,31 @@ def prepare(
     >>> [name for name, module in model.named_modules() if isinstance(module, Quantizer)]
     ['0.weight_quantizer', '4.weight_quantizer', 'input_quantizer', '0_quantizer']
     """
+    _check_float(model, recipe)
+    recipe = recipe or QuantRecipe()
+    with seeded(0):
+        root = _copy_of(model)
+        examples = None if example_inputs is None else bind_inputs(root, example_inputs)
+        prepared: nn.Module
+        try:
+            if float_kind(root) in COMPOSITES:
+                raise UntraceableError(f"{type(root).__name__} is one layer")
+            prepared = prepare_graph(root, recipe, examples)
+        except UntraceableError as error:
+            # From a fresh copy, for tracing may leave proxies in what a model remembers.
+            prepared = prepare_parts(_copy_of(model), recipe, examples, str(error))
+        layers = noted(prepared, LAYERS)
+        check_patterns(recipe, layers)
+        if not any(isinstance(module, QuantLayer) for module in prepared.modules()):
+            raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
+        _set_modes(prepared, model)
+        if examples is not None:
+            probe(prepared, examples)
+    return summary(prepared) if dry_run else prepared
+
+
+def _check_float(model: nn.Module, recipe: Any) -> None:
+    """Refuse what `prepare` cannot take, see there."""
     if not (recipe is None or isinstance(recipe, QuantRecipe)):
         raise TypeError(
             f"prepare: recipe must be a QuantRecipe, got {type(recipe).__name__}; inputs are given by name,"
@@ -92,6 +118,11 @@ def prepare(
             raise ValueError(
                 f"prepare: {type(model).__name__} is a {what} wrapper; prepare its .{attribute} and wrap again"
             )
+    compiled = [name.removesuffix("._orig_mod") for name, _ in model.named_modules() if name.endswith("._orig_mod")]
+    if compiled:
+        raise ValueError(
+            f"prepare: {compiled[0]!r} is a torch.compile wrapper; prepare the model before it is compiled"
+        )
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
             "prepare: the model is a torch.jit.ScriptModule, which cannot be changed; prepare it unscripted"
@@ -99,25 +130,6 @@ def prepare(
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ValueError(f"prepare: {lazy[0]!r} has no shape yet; run the model once before it is prepared")
-    recipe = recipe or QuantRecipe()
-    root = _copy_of(model)
-    examples = None if example_inputs is None else bind_inputs(root, example_inputs)
-    prepared: nn.Module
-    try:
-        if float_kind(root) in COMPOSITES:
-            raise UntraceableError(f"{type(root).__name__} is one layer")
-        prepared = prepare_graph(root, recipe, examples)
-    except UntraceableError as error:
-        # From a fresh copy, for tracing may leave proxies in what a model remembers.
-        prepared = prepare_parts(_copy_of(model), recipe, examples, str(error))
-    layers = noted(prepared, LAYERS)
-    check_patterns(recipe, layers)
-    if not any(isinstance(module, QuantLayer) for module in prepared.modules()):
-        raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
-    _set_modes(prepared, model)
-    if examples is not None:
-        probe(prepared, examples)
-    return summary(prepared) if dry_run else prepared
 
 
 def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
@@ -164,7 +176,7 @@ def probe(model: nn.Module, examples: Examples) -> None:
     try:
         for quantizer in quantizers:
             quantizer._is_calibrated = True  # the probe is no use of the model: no warning
-        with evaluating(model), torch.no_grad():
+        with evaluating(model), torch.no_grad(), remembering(model):
             call_with(model, examples)
     finally:
         for hook in hooks:

@@ -1,0 +1,145 @@
+"""What a forward changes in a model besides its answer: it is put back, and noticed where it decides something."""
+
+import copy
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+PLAIN = (bool, int, float, complex, str, type(None))
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+TORCHS_OWN = frozenset(vars(nn.Module()))
+
+
+class Change(NamedTuple):
+    """An attribute that a forward changed.
+
+    Attributes:
+        name: of the module.
+        module: that has it.
+        key: what it is called.
+        is_new: whether there was none before.
+    """
+
+    name: str
+    module: nn.Module
+    key: str
+    is_new: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}.{self.key}".lstrip(".")
+
+
+class UntraceableError(ValueError):
+    """A model, or a submodule, that has no one graph; the message says why."""
+
+
+@contextmanager
+def remembering(model: nn.Module) -> Iterator[list[Change]]:
+    """A context after which every module remembers what it did before: a forward may note things, here proxies.
+
+    It gives a list, to which leaving adds the attributes that changed, of those that can be compared.
+    """
+    modules = list(model.named_modules())
+    notes = [(module, {key: copy.copy(value) for key, value in _plain(module).items()}) for _, module in modules]
+    told = [{key: _told(value) for key, value in _own(module).items()} for _, module in modules]
+    buffers = [
+        (buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_inference()
+    ]
+    changed: list[Change] = []
+    try:
+        yield changed
+        _check_replaced(model)
+    finally:
+        for (name, module), before in zip(modules, told, strict=True):
+            changed += _changes(name, module, before)
+        for module, noted in notes:
+            for key in _plain(module):
+                if key not in noted and not key.startswith("_tensor_constant"):
+                    del module.__dict__[key]
+            module.__dict__.update(noted)
+        with torch.no_grad():
+            for buffer, version, value in buffers:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+def _changes(name: str, module: nn.Module, before: dict[str, Any]) -> Iterator[Change]:
+    for key, value in _own(module).items():
+        known = before[key] if key in before else _told(getattr(type(module), key, _told))
+        is_new = key not in before and known is None
+        if not issubclass(type(value), fx.Proxy) and (known is not None or is_new) and _told(value) != known:
+            yield Change(name, module, key, is_new)
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(module).items() if key not in TORCHS_OWN}
+
+
+def _check_replaced(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for key, value in (*module._buffers.items(), *module._parameters.items()):
+            if type(value) is not nn.Parameter and issubclass(type(value), fx.Proxy):
+                raise UntraceableError(f"forward replaces {f'{name}.{key}'.lstrip('.')}, which a graph does not keep")
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    kinds = (list, dict, tuple, int, float, str, type(None))
+    plain = {key: value for key, value in _own(module).items() if isinstance(value, kinds)}
+    return {**plain, "_buffers": module._buffers}
+
+
+def _told(value: Any) -> Any:
+    """What can be compared of an attribute's value; None if nothing can."""
+    if type(value) in PLAIN:
+        return (value,)
+    if isinstance(value, GENERATORS):
+        return pickle.dumps(value)
+    if type(value) in (list, tuple, dict):
+        leaves, shape = pytree.tree_flatten(value)
+        if all(type(leaf) in PLAIN for leaf in leaves):
+            return leaves, shape
+    return None
+
+
+def read_before_written(changes: list[Change], run: Callable[[], Any]) -> Change | None:
+    """The first of some attributes that a run reads before it writes it, or None: they are mere notes then.
+
+    Args:
+        changes: attributes.
+        run: runs the model that holds them.
+    """
+    found: list[Change] = []
+    kinds = [(module, type(module)) for module in {change.module: None for change in changes}]
+    try:
+        for module, kind in kinds:
+            of_module = {change.key: change for change in changes if change.module is module}
+            object.__setattr__(module, "__class__", _watched(kind, of_module, found))
+        run()
+    finally:
+        for module, kind in kinds:
+            object.__setattr__(module, "__class__", kind)
+    return found[0] if found else None
+
+
+def _watched(kind: Any, changes: dict[str, Change], found: list[Change]) -> type[nn.Module]:
+    """A class for a module that acts as ever, and notes which of the attributes is read before it is written."""
+
+    class Watched(kind):  # type: ignore[misc]
+        def __getattribute__(self, key: str) -> Any:
+            if key in changes:
+                found.append(changes[key])
+            return super().__getattribute__(key)
+
+        def __setattr__(self, key: str, value: Any) -> None:
+            changes.pop(key, None)
+            super().__setattr__(key, value)
+
+    Watched.__name__, Watched.__qualname__ = kind.__name__, kind.__qualname__
+    return Watched

@@ -1,0 +1,262 @@
+"""What forward does besides computing with tensors: functions with their own gradients, chance, counters, questions."""
+
+import builtins
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prepared_case import Plain, assert_computes_as, draw, without_quantizers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import qat
+from qat.preparation.randomness import python_state
+from qat.preparation.report import LEFT_IN_FLOAT, noted
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return -gradients[0]
+
+
+class Halve(torch.autograd.Function):
+    @staticmethod
+    def forward(tensors: list[Tensor], x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, gradients[0] / 2
+
+
+reverse: Callable[[Tensor], Tensor] = Reverse.apply
+
+
+def with_hook(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda gradient: -gradient)
+    return x
+
+
+def in_parts(model: nn.Module) -> str:
+    return noted(model, LEFT_IN_FLOAT).get("(the model)", "")
+
+
+def net_with(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    return Plain(lambda self, x: self.b(function(self.a(x).relu())), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
+
+
+def prepared(net: nn.Module, x: Tensor) -> nn.Module:
+    return qat.prepare(net, example_inputs=x)
+
+
+OWN_GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "function": (lambda x: Reverse.apply(x), "Reverse"),
+    "function bound before": (reverse, "Reverse"),
+    "function with a list": (lambda x: Halve.apply([x], x), "Halve"),
+    "checkpoint": (lambda x: checkpoint(torch.relu, x, use_reentrant=False), "checkpoints activations"),
+    "reentrant checkpoint": (lambda x: checkpoint(torch.relu, x, use_reentrant=True), "CheckpointFunction"),
+    "vmap": (torch.func.vmap(torch.relu), "_add_batch_dim"),
+    "hook": (with_hook, "requires_grad"),
+    "is_leaf": (lambda x: -x if x.is_leaf else x, "is_leaf"),
+    "grad_fn": (lambda x: -x if x.grad_fn is None else x, "grad_fn"),
+    "is_grad_enabled": (lambda x: x if torch.is_grad_enabled() else -x, "otherwise than the model"),
+    "item": (lambda x: x if x.sum().item() > 0 else -x, "values of a tensor"),
+    "tolist": (lambda x: x if x[0].tolist()[0] > 0.1 else -x, "values of a tensor"),
+    "equal": (lambda x: x if torch.equal(x, x.abs()) else -x, "values of a tensor"),
+    "numpy": (lambda x: x + torch.from_numpy(x.detach().numpy()), "np.ndarray"),
+    "bound before": (torch.as_tensor, "values of a tensor"),
+    "made of": (lambda x: torch.Tensor._make_subclass(torch.Tensor, x), "expected Tensor"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("case", OWN_GRADIENTS)
+def test_what_no_graph_keeps_is_prepared_in_parts_and_keeps_its_gradient(case: str) -> None:
+    function, reason = OWN_GRADIENTS[case]
+    net, x = net_with(function), draw(5, 8)
+    model = prepared(net, x)
+    assert reason in in_parts(model)
+    found = []
+    for each in (net, without_quantizers(model)):
+        given = x.clone().requires_grad_()
+        y = each(given)
+        y.square().sum().backward()
+        found.append((y.detach(), given.grad))
+    torch.testing.assert_close(found[0], found[1])
+
+
+TRACED: dict[str, Callable[[Tensor], Tensor]] = {
+    "as_tensor": lambda x: torch.as_tensor(x) + torch.as_tensor(x.shape[1]),
+    "tensor of a size": lambda x: x * torch.tensor(x.shape[1]) + torch.tensor([x.shape[0], 1]).sum(),
+    "numpy's numbers": lambda x: np.float64(2) * x + x * np.float32(3) + np.int64(1),
+    "numpy on sizes": lambda x: x / np.sqrt(x.shape[1]) + x.reshape(-1, np.prod(x.shape[1:])),
+    "shape": lambda x: x if isinstance(x.shape, torch.Size) and isinstance(x.shape[0], int) else -x,
+    "random": lambda x: x * torch.rand_like(x) + torch.rand(x.shape),
+}
+
+
+@pytest.mark.parametrize("case", TRACED)
+def test_what_a_graph_keeps_is_traced(case: str) -> None:
+    net, x = net_with(TRACED[case]), draw(5, 8)
+    model = prepared(net, x)
+    assert not in_parts(model)
+    free = without_quantizers(model)
+    answers = []
+    for each in (net, free):
+        torch.manual_seed(5)
+        answers.append(each(x))
+    torch.testing.assert_close(answers[0], answers[1], rtol=1e-4, atol=1e-5)
+
+
+def test_an_operation_that_fails_and_is_caught_leaves_nothing_in_the_graph() -> None:
+    def careful(x: Tensor) -> Tensor:
+        try:
+            return x.view(3, 7, 5)
+        except RuntimeError:
+            return 2 * x
+
+    net, x = net_with(careful), draw(5, 8)
+    model = prepared(net, x)
+    assert not in_parts(model)
+    assert_computes_as(net, model, x)
+
+
+generator = np.random.default_rng(0)
+CHANCE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "rand": lambda self, x: x * torch.rand(8),
+    "rand in training": lambda self, x: x * torch.rand(8) if self.training else x,
+    "a decision": lambda self, x: x if torch.rand(1).item() < 0.5 else -x,
+    "a rare decision": lambda self, x: x if random.random() < 1e-9 else -x,
+    "permutation": lambda self, x: x[:, torch.randperm(8)],
+    "random": lambda self, x: x * random.random(),
+    "numpy": lambda self, x: x * np.random.rand(),
+    "a generator": lambda self, x: x * generator.random(),
+}
+
+
+@pytest.mark.parametrize("case", CHANCE)
+def test_what_is_drawn_beside_the_graph_is_drawn_at_every_call(case: str) -> None:
+    function = CHANCE[case]
+    net = Plain(lambda self, x: self.b(function(self, self.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
+    assert in_parts(prepared(net, draw(5, 8)))
+
+
+def test_the_random_numbers_of_the_user_go_on_as_if_nothing_had_been_drawn() -> None:
+    for function in (lambda x: x * torch.rand(8), lambda x: x * torch.rand_like(x) * random.random(), torch.relu):
+        net = net_with(function)
+        state = torch.get_rng_state(), python_state()
+        prepared(net, draw(5, 8))
+        assert torch.equal(torch.get_rng_state(), state[0]) and python_state() == state[1]
+
+
+class Counting(nn.Module):
+    def __init__(self, start: Any, step: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.fc, self.steps, self.step, self.width = nn.Linear(8, 4), start, step, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.width = x.shape[1]  # a mere note
+        if self.step is not None:
+            self.steps = self.step(self.steps)
+        return self.fc(x)
+
+
+COUNTERS: list[tuple[Any, Callable[[Any], Any]]] = [
+    (0, lambda number: number + 1), (False, lambda done: not done), ("a", lambda name: name + "a"),
+    ([], lambda seen: [*seen, 1]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("start", "step"), COUNTERS)
+@pytest.mark.parametrize("example_inputs", [draw(2, 8), None])
+def test_a_model_that_counts_goes_on_counting(start: Any, step: Any, example_inputs: Tensor | None) -> None:
+    model = qat.prepare(Counting(start, step), example_inputs=example_inputs)
+    assert "steps" in in_parts(model)
+    assert model.steps == start
+    free = without_quantizers(model)
+    free(draw(2, 8))
+    assert free.steps == step(start)
+
+
+def test_a_note_that_nobody_reads_is_no_reason() -> None:
+    assert not in_parts(prepared(Counting(0, None), draw(2, 8)))
+
+
+def test_buffers_are_as_they_were() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.bn.running_mean.add_(1)
+        return self.fc(self.bn(x))
+
+    net = Plain(forward, fc=nn.Linear(8, 4), bn=nn.BatchNorm1d(8))
+    model = prepared(net, draw(5, 8))
+    torch.testing.assert_close(model.state_dict()["bn.running_mean"], net.state_dict()["bn.running_mean"])
+
+
+@pytest.mark.parametrize(
+    "names", [("graph", "b"), ("_graph", "b"), ("self", "b"), ("else", "if"), ("_fused", "b"), ("code", "b")]
+)
+def test_parts_may_have_names_that_a_graph_has_other_uses_for(names: tuple[str, str]) -> None:
+    net, x = nn.Sequential(), draw(5, 8)
+    for name in names:
+        net.add_module(name, nn.Linear(8, 8))
+    model = prepared(net, x)
+    assert "rename it" in in_parts(model) and repr(names[0]) in in_parts(model)
+    assert_computes_as(net, model, x)
+
+
+def test_mappings_are_asked_for_what_they_hold() -> None:
+    def forward(self: Any, x: Tensor, extra: Any = None) -> Tensor:
+        y = self.a(x)
+        if extra and "bias" in extra and extra.get("scale") is None:
+            y = y + extra["bias"]
+        return self.b(y)
+
+    class Net(Plain):
+        def forward(self, x: Tensor, extra: Any = None) -> Tensor:
+            return forward(self, x, extra)
+
+    net = Net(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 4))
+    given = {"x": draw(5, 8), "extra": {"bias": draw(8)}}
+    model = qat.prepare(net, example_inputs=given)
+    assert not in_parts(model)
+    torch.testing.assert_close(without_quantizers(model)(**given), net(**given))
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        return y.relu()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_compiled_parts_are_refused_and_scripted_ones_stay() -> None:
+    inner: Any = torch.compile(Inner(), backend="eager")
+    with pytest.raises(ValueError, match="'0' is a torch"):
+        prepared(nn.Sequential(inner, nn.Linear(8, 4)), draw(5, 8))
+    net = nn.Sequential(torch.jit.trace(Inner(), draw(5, 8)), nn.Linear(8, 4))
+    model = prepared(net, draw(5, 8))
+    assert "ScriptModule" in in_parts(model)
+    torch.testing.assert_close(without_quantizers(model)(draw(5, 8)), net(draw(5, 8)))
+
+
+def test_isinstance_is_pythons_own_again() -> None:
+    original = builtins.isinstance
+    prepared(net_with(torch.relu), draw(5, 8))
+    prepared(net_with(reverse), draw(5, 8))
+    assert builtins.isinstance is original
