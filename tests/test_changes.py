@@ -453,3 +453,23 @@ def test_hooks_that_the_file_does_not_hold_are_named(tmp_path: Path) -> None:
     model.conv1.register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match="hooks and patched forwards of conv1 are not in the file"):
         qat.export_onnx(model, tmp_path / "model.onnx", x)
+
+
+def test_a_number_that_forward_read_is_said_to_be_fixed(caplog: pytest.LogCaptureFixture) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.alpha = Net(), 0.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x) * self.alpha  # type: ignore[no-any-return]
+
+    x = images()
+    model = prepared(x, Scaled)
+    model.alpha, model.seen = 0.7, 3
+    with caplog.at_level(logging.WARNING, "qat"):
+        model(x), model(x)
+    assert [record.message for record in caplog.records] == [
+        "'alpha' changed, and what forward computed from it is fixed since the model was prepared; prepare it again if"
+        " it reads that"
+    ]

@@ -244,7 +244,7 @@ def _producer_name(node: fx.Node, graph_module: fx.GraphModule) -> str:
         alone = sum(other.op == "placeholder" for other in anchor.graph.nodes) == 1
         return "input" if alone else str(anchor.target)
     scope = scope_of(anchor)
-    operation = getattr(anchor.target, "__name__", str(anchor.target))
+    operation = getattr(anchor.target, "__name__", str(anchor.target)).replace(".", "_")
     return f"{scope}.{operation}" if scope else operation
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from qat.evaluating import evaluating
@@ -15,8 +15,10 @@ from qat.preparation.fusion import check_patterns
 from qat.preparation.graph import prepare_graph
 from qat.preparation.kinds import COMPOSITE_TWINS, COMPOSITES, float_kind
 from qat.preparation.parts import prepare_parts
+from qat.preparation.prepared_graph import keep_attributes
 from qat.preparation.randomness import seeded
 from qat.preparation.remembering import UntraceableError, remembering
+from qat.preparation.replaced import plain_of
 from qat.preparation.report import LAYERS, noted
 from qat.preparation.table import summary
 from qat.quantizer import Quantizer
@@ -97,6 +99,7 @@ def prepare(
         check_patterns(recipe, layers)
         if not any(isinstance(module, QuantLayer) for module in prepared.modules()):
             raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
+        _keep_numbers(prepared, model)
         _set_modes(prepared, model)
         if examples is not None:
             probe(prepared, examples)
@@ -143,6 +146,15 @@ def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
         if isinstance(twin, QuantLayer) or isinstance(twin, COMPOSITE_TWINS):  # noqa: SIM101
             twin.train(module.training)
         twin.training = module.training
+
+
+def _keep_numbers(prepared: nn.Module, model: nn.Module) -> None:
+    """Those of the model and its blocks: other code may read them, and who changes them is told."""
+    parts = dict(prepared.named_modules())
+    for name, module in model.named_modules():
+        twin = parts.get(name)
+        if type(twin) is nn.Module or isinstance(twin, fx.GraphModule):
+            keep_attributes(dict(plain_of(module)), twin)
 
 
 def _copy_of(model: nn.Module) -> nn.Module:

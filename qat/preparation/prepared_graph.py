@@ -77,7 +77,10 @@ class PreparedGraph(fx.GraphModule):
         kind: Any = type(self)
         if kind._places is not None and kind._places.hold():
             return False
-        known = set() if kind._places is None else kind._places.deaf
+        known = set()
+        if kind._places is not None:
+            kind._places.warn_of_numbers()
+            known = kind._places.deaf
         changed = follow_replacements(self)
         if changed:
             self.recompile()

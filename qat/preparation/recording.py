@@ -160,11 +160,15 @@ def _called_in_evaluation(model: nn.Module, graph: fx.Graph) -> Iterator[None]:
         yield
 
 
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
 def _are_same(ours: Any, theirs: Any) -> bool:
     left, right = (
         [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)] for value in (ours, theirs)
     )
     return len(left) == len(right) and all(
-        a.shape == b.shape and (a.is_meta or torch.allclose(a.double(), b.double(), 1e-3, 1e-5, equal_nan=True))
+        a.shape == b.shape and (a.is_meta or torch.allclose(_wide(a), _wide(b), 1e-3, 1e-5, equal_nan=True))
         for a, b in zip(left, right, strict=True)
     )

@@ -42,6 +42,8 @@ class Places:
             for name, module in self.modules.items()
         ]
         self._containers = [(name, module) for name, module in self.modules.items() if name not in names]
+        around = [("", model), *self._containers]
+        self._read = [(name, vars(module), *found) for name, module in around for found in plain_of(module)]
         self.deaf = {name for name, module in self._containers if is_watched(module)}
 
     def hold(self) -> bool:
@@ -49,7 +51,18 @@ class Places:
         for children, name, module in self._children:
             if children.get(name) is not module:
                 return False
+        if any(attributes.get(key) != value for _, attributes, key, value in self._read):
+            return False
         return all(is_watched(module) is (name in self.deaf) for name, module in self._containers)
+
+    def warn_of_numbers(self) -> None:
+        """Say which attributes of the model and its blocks are not what they were: a graph does not ask for them."""
+        for name, attributes, key, value in self._read:
+            if attributes.get(key) != value:
+                log.warning(
+                    "%r changed, and what forward computed from it is fixed since the model was prepared; prepare it"
+                    " again if it reads that", f"{name}.{key}".lstrip("."),
+                )  # fmt: skip
 
     def warn(self, known: set[str]) -> None:
         """Say which hooks never fire: those of containers, which a graph does not call."""
@@ -58,6 +71,16 @@ class Places:
                 "a hook or a patched forward of %r never runs, for a prepared model calls the layers in it and not"
                 " itself; take its features with qat.feature_extractor(model, [%r])", name, name,
             )  # fmt: skip
+
+
+def plain_of(module: nn.Module) -> list[tuple[str, object]]:
+    """Numbers, words and flags that somebody gave a block, and what they are now."""
+    plain = (int, float, str, bool, type(None))
+    return [
+        (key, value)
+        for key, value in vars(module).items()
+        if isinstance(value, plain) and key not in ("training", "shape_env") and not key.startswith("_")
+    ]
 
 
 def module_names(model: fx.GraphModule) -> set[str]:
