@@ -1,5 +1,7 @@
 """What is process-wide, or looks as if it were, with several threads: each finds its own, and nothing stays wrong."""
 
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -122,6 +124,17 @@ def test_compiled_code_watches_the_switches_of_its_own_thread() -> None:
     with kernels_by_formula():
         assert in_thread(both) == [0, 10, 10] and compiled(x).item() == 100
     assert compiled(x).item() == 0
+
+
+def test_torch_compile_knows_its_functions_after_a_trace() -> None:
+    """It notes at its import what Python's own functions are; and tracing, which imports it, replaces `isinstance`."""
+    code = (
+        "import torch, qat; from torch import nn\n"
+        "qat.prepare(nn.Sequential(nn.Linear(3, 3)), example_inputs=torch.ones(2, 3))\n"
+        "f = torch.compile(lambda x: x + isinstance(x, torch.Tensor), fullgraph=True, backend='eager')\n"
+        "assert f(torch.ones(1)).item() == 2"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 class Waiting(nn.Module):

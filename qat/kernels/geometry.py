@@ -122,12 +122,13 @@ class Geometry(NamedTuple):
     def layout(self, x: Tensor, weight: Tensor) -> torch.memory_format:
         """The memory format of the product: one in which every view of torch's own result is one of ours.
 
-        Of images it is torch's rule: channels are innermost where those of an operand are. Of volumes, where torch has
-        several rules, it is the plain one.
+        Of images it is torch's rule: channels are innermost where those of an operand are. The weight is the one behind
+        its quantizer, which leaves no choice of strides. Of volumes, where torch has several rules, it is the plain one.
         """
-        images = len(self.stride) == 2 and x.dim() == 4
-        inner = images and (_has_channels_innermost(x) or _has_channels_innermost(weight))
-        return torch.channels_last if inner else torch.contiguous_format
+        if len(self.stride) != 2 or x.dim() != 4:
+            return torch.contiguous_format
+        of_weight = weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+        return torch.channels_last if of_weight or _has_channels_innermost(x) else torch.contiguous_format
 
 
 def _has_channels_innermost(x: Tensor) -> bool:

@@ -4,7 +4,6 @@ import copy
 import functools
 import inspect
 import logging
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +19,7 @@ from qat.kernels.operator import is_taken
 from qat.preparation.checking import is_wanted, judge
 from qat.preparation.fused_graph import FusedForward, fused_forward
 from qat.preparation.nodes import Notes, give_notes, notes_of
+from qat.preparation.patching import tracing_alone
 from qat.preparation.replaced import Places, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
 from qat.preparation.verdict import Verdict
@@ -34,8 +34,6 @@ OF_ONE_MODEL = "GraphModuleImpl"
 
 MOST_FAILURES = 3
 """How often in a row a model is not checked, for a step of it does not run, before that is tried no more."""
-
-_ONE_CHECK = threading.RLock()
 
 
 class PreparedGraph(fx.GraphModule):
@@ -113,7 +111,7 @@ class PreparedGraph(fx.GraphModule):
             What was found; None where nothing runs on codes, or nothing can be found out.
         """
         kind: Any = type(self)
-        with _ONE_CHECK:  # at a time: who waits finds the verdict there
+        with tracing_alone():  # who waits finds the verdict there
             fused = self._derive()
             if fused.graph is None or fused.verdict is not None:
                 return fused.verdict

@@ -5,6 +5,7 @@ and a proxy's class is its own.
 """
 
 import builtins
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,8 @@ def torch_takes_proxies() -> Iterator[None]:
     plain way, not the fast path that no graph shows, and do not look whether a mask's values happen to be causal.
     All this holds in the thread that enters; another one that wants to enter waits.
     """
+    # Tracing imports it anyway, and it notes at its import which functions are Python's own.
+    importlib.import_module("torch._dynamo")
     with without_fast_path():
         replacements: dict[tuple[Any, str], Any] = {
             **{(torch, name): _with_tuple(getattr(torch, name)) for name in SIZED},

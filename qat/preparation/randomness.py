@@ -11,14 +11,16 @@ import torch
 from torch.fx.proxy import TraceError
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from qat.preparation.patching import tracing_alone
+
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A context with random numbers of its own: torch's, Python's and numpy's."""
+    """A context with random numbers of its own: torch's, Python's and numpy's; for one thread at a time."""
     # Seeding a device that is not in use yet would outlast the context.
     cards = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    python, arrays = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=cards):
+    with tracing_alone(), torch.random.fork_rng(devices=cards):
+        python, arrays = random.getstate(), np.random.get_state()
         torch.default_generator.manual_seed(seed)
         if cards:
             torch.cuda.manual_seed_all(seed)
