@@ -123,7 +123,8 @@ class Geometry(NamedTuple):
         """The memory format of the product: one in which every view of torch's own result is one of ours.
 
         Of images it is torch's rule: channels are innermost where those of an operand are. The weight is the one behind
-        its quantizer, which leaves no choice of strides. Of volumes, where torch has several rules, it is the plain one.
+        its quantizer, which leaves no choice of strides. Of volumes, where torch has several rules, it is the plain
+        one.
         """
         if len(self.stride) != 2 or x.dim() != 4:
             return torch.contiguous_format
