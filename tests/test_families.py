@@ -37,18 +37,7 @@ DETECTION = ("ssd", "rcnn", "retinanet", "fcos")
 """What their heads find is sorted and filtered by scores: a comparison of outputs says nothing."""
 
 
-OPEN = pytest.mark.xfail(
-    strict=True,
-    reason="known and open: two quantizers before an in-place Hardswish at the end of a part have no reader",
-)
-
-
-def slow(name: str) -> object:
-    marks = [pytest.mark.slow, OPEN] if name.startswith("ssdlite") else [pytest.mark.slow]
-    return pytest.param(name, marks=marks)
-
-
-@pytest.mark.parametrize("name", [*QUICK, *map(slow, SLOW)])
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_family_trains_and_evaluates_on_integers(name: str) -> None:
     case = build(name)
     if hasattr(case.model, "roi_heads"):

@@ -251,3 +251,21 @@ def test_a_grid_without_negatives_refuses_negative_values() -> None:
     model = qat.prepare(Net().eval(), recipe)
     with pytest.raises(ValueError, match=r"^calibrate: quantizer '[\w.]+': values down to -\d\.\d+, which its grid"):
         qat.calibrate(model, [torch.randn(2, 3, 8, 8)])
+
+
+def test_answers_that_activations_wrote_share_no_memory() -> None:
+    """Every quantizer is read, whose tensor an in-place activation changes and the model answers with."""
+
+    class Features(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Hardswish(inplace=True))
+            self.b = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.Hardswish(inplace=True))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = self.a(x)
+            return {"0": y, "1": self.b(y)}
+
+    model: Any = qat.prepare(Features(), example_inputs=torch.randn(2, 3, 4, 4))
+    calls = [node for node in model.graph.nodes if str(node.target).endswith("_quantizer") and node.op == "call_module"]
+    assert len(calls) == 4 and all(node.users for node in calls)

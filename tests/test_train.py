@@ -257,7 +257,7 @@ def test_the_default_run_keeps_its_promises(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     found = json.loads((tmp_path / "runs" / "resnet_int8" / "summary.json").read_text())
     assert found["float"]["top1"] > 97
-    assert found["qat"]["top1"] >= found["float"]["top1"] - 1.0  # of 360 images one is 0.28
+    assert found["qat"]["top1"] >= found["float"]["top1"] - 0.5
     assert abs(found["onnx"]["top1"] - found["qat"]["top1"]) <= 0.2
     assert found["onnx"]["agreement"] >= 0.995
     assert found["onnx"]["size_bytes"] <= 0.27 * found["float"]["size_bytes"]
