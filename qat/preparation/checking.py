@@ -24,6 +24,7 @@ from qat.layers.products import multiply
 from qat.preparation.activations import NO_CLIP
 from qat.preparation.fused_graph import fused_graph
 from qat.preparation.local_check import Both, compare_computing, compare_quantizing
+from qat.preparation.randomness import rewinding
 from qat.preparation.references import COMPUTING, MOVING, QUANTIZING
 from qat.preparation.training_step import (
     NoGradientsError,
@@ -31,7 +32,6 @@ from qat.preparation.training_step import (
     copied,
     detached,
     difference,
-    same_random_numbers,
     training_step,
     unseen_by_hooks,
 )
@@ -66,7 +66,7 @@ def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     distrusted: tuple[str, ...] = ()
     reason = ""
     try:
-        with same_random_numbers(model) as rewind, unseen_by_hooks():
+        with rewinding() as rewind, unseen_by_hooks():
             base = copied(model)
             sample = _sampled(base, _bound(model, args, kwargs), rewind)
             if sample is None:

@@ -1,6 +1,7 @@
 """One function of a fused graph at a time against its reference: the same inputs, the same gradient from behind."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from qat.kernels import plain_formulas
 from qat.layers.codes import Codes, decode
 from qat.preparation.references import Before, normalised
-from qat.preparation.training_step import kept_buffers, noise
+from qat.preparation.training_step import noise
 from qat.quantizer import Quantizer
 
 NEAR = 0.02
@@ -87,11 +88,11 @@ def compare_quantizing(
     ends = Ends.of(args)
     quantizer = next(each for each in args if isinstance(each, Quantizer))
     modules = [each for each in args if isinstance(each, nn.Module)]
-    with kept_buffers(modules):
+    with _kept_buffers(modules):
         found = function(*ends.coded)
     if not isinstance(found, Codes):
         return None
-    with kept_buffers(modules), plain_formulas():
+    with _kept_buffers(modules), plain_formulas():
         exact = [partial(normalised, norm=each) if isinstance(each, _BatchNorm) else each for each in ends.plain]
         unclipped, z, bounds = before(*exact)
         y = quantizer(z)
@@ -121,9 +122,9 @@ def compare_computing(
     """What is wrong with a function that computes with codes; None if it is right."""
     ends = Ends.of(args)
     modules = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, Quantizer)]
-    with kept_buffers(modules):
+    with _kept_buffers(modules):
         found = function(*ends.coded)
-    with kept_buffers(modules), plain_formulas():
+    with _kept_buffers(modules), plain_formulas():
         y = reference(*ends.plain)
     got = decode(found)
     if got.shape != y.shape or got.dtype != y.dtype:
@@ -163,6 +164,22 @@ def _compare_gradients(
         if not float(gap) <= allowed:
             return f"a gradient of {path} differs by {float(gap / length):.2g} of its length"
     return None
+
+
+@contextmanager
+def _kept_buffers(modules: list[nn.Module]) -> Iterator[None]:
+    """A context after which modules have the buffers that they had, with the values that they had."""
+    registered = [(part._buffers, dict(part._buffers)) for module in modules for part in module.modules()]
+    found = [buffer for _, buffers in registered for buffer in buffers.values() if buffer is not None]
+    values = [(buffer, buffer.detach().clone()) for buffer in found]
+    try:
+        yield
+    finally:
+        for buffers, before in registered:
+            buffers.clear()
+            buffers.update(before)
+        for buffer, value in values:
+            buffer.data.copy_(value)
 
 
 @torch.no_grad()

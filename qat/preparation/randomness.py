@@ -1,9 +1,10 @@
-"""Random numbers while a model is traced: the user's go on afterwards as if nothing had been drawn."""
+"""Random numbers while a model is traced or checked: the user's go on afterwards as if nothing had been drawn."""
 
 import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,22 +16,47 @@ from qat.preparation.patching import tracing_alone
 
 
 @contextmanager
+def rewinding() -> Iterator[Callable[[], None]]:
+    """A context whose value puts torch's, Python's and numpy's random numbers back to where they were; so does its end.
+
+    Generators that nobody drew from are left alone, for other threads may be about to draw from them.
+    """
+    generators: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+        (torch.get_rng_state, torch.set_rng_state),
+        (random.getstate, random.setstate),
+        (np.random.get_state, np.random.set_state),
+    ]
+    generators += [
+        (partial(torch.cuda.get_rng_state, card), partial(torch.cuda.set_rng_state, device=card)) for card in _cards()
+    ]
+    states = [(read, write, read()) for read, write in generators]
+
+    def rewind() -> None:
+        for read, write, state in states:
+            if pickle.dumps(read()) != pickle.dumps(state):
+                write(state)
+
+    try:
+        yield rewind
+    finally:
+        rewind()
+
+
+@contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """A context with random numbers of its own: torch's, Python's and numpy's; for one thread at a time."""
-    # Seeding a device that is not in use yet would outlast the context.
-    cards = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with tracing_alone(), torch.random.fork_rng(devices=cards):
-        python, arrays = random.getstate(), np.random.get_state()
+    with tracing_alone(), rewinding():
         torch.default_generator.manual_seed(seed)
-        if cards:
+        if _cards():
             torch.cuda.manual_seed_all(seed)
         random.seed(seed)
         np.random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(arrays)
+        yield
+
+
+def _cards() -> range:
+    """Those in use: what is done to another device would outlast the context."""
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
 
 
 def python_state() -> bytes:

@@ -3,14 +3,10 @@
 import contextlib
 import copy
 import math
-import pickle
-import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -108,32 +104,6 @@ def _of_torch(hooks: dict[int, Any]) -> dict[int, Any]:
 
 
 @contextlib.contextmanager
-def same_random_numbers(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """A context whose value puts all random numbers back to where they were; so does its end.
-
-    Generators that nobody drew from are left alone, for other threads may be about to draw from them.
-    """
-    generators: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
-        (torch.get_rng_state, torch.set_rng_state),
-        (random.getstate, random.setstate),
-        (np.random.get_state, np.random.set_state),
-    ]
-    for device in sorted({tensor.device.index for tensor in model.parameters() if tensor.is_cuda}):
-        generators.append((partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)))
-    states = [(read, write, read()) for read, write in generators]
-
-    def rewind() -> None:
-        for read, write, state in states:
-            if pickle.dumps(read()) != pickle.dumps(state):
-                write(state)
-
-    try:
-        yield rewind
-    finally:
-        rewind()
-
-
-@contextlib.contextmanager
 def unseen_by_hooks() -> Iterator[None]:
     """A context in which gradients are taken and nobody's hooks see the tensors that are saved for them."""
     with contextlib.ExitStack() as stack:
@@ -141,22 +111,6 @@ def unseen_by_hooks() -> Iterator[None]:
         with contextlib.suppress(RuntimeError):  # hooks are forbidden here, so there are none
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         yield
-
-
-@contextlib.contextmanager
-def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """A context after which modules have the buffers that they had, with the values that they had."""
-    registered = [(part._buffers, dict(part._buffers)) for module in modules for part in module.modules()]
-    found = [buffer for _, buffers in registered for buffer in buffers.values() if buffer is not None]
-    values = [(buffer, buffer.detach().clone()) for buffer in found]
-    try:
-        yield
-    finally:
-        for buffers, before in registered:
-            buffers.clear()
-            buffers.update(before)
-        for buffer, value in values:
-            buffer.data.copy_(value)
 
 
 def difference(expected: Results, found: Results) -> str | None:

@@ -132,10 +132,8 @@ class Memory:
 
     def is_read_outside(self, node: fx.Node) -> bool:
         """Whether the memory of a tensor is read by what has memory of its own, or comes from outside the graph."""
-        names = self._home[node]
-        return any(
-            member.op in ("placeholder", "get_attr") or not set(names).issuperset(member.users) for member in names
-        )
+        names = set(self._home[node])
+        return any(each.op in ("placeholder", "get_attr") or not names.issuperset(each.users) for each in names)
 
     def seen_writers(self, node: fx.Node) -> list[fx.Node]:
         """Those of them whose writing another name of the memory shows."""
