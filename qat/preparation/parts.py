@@ -8,12 +8,13 @@ from torch import fx, nn
 
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
+from qat.preparation.attributes import keep_attributes, keep_class, plain_attributes
 from qat.preparation.examples import bind_arguments, call_with, copied
 from qat.preparation.fusion import is_layer, refusal, swappable_layers
 from qat.preparation.graph import prepare_graph
 from qat.preparation.kinds import COMPOSITES, float_kind, kind_name, make_twin
 from qat.preparation.nodes import model_device
-from qat.preparation.prepared_graph import PreparedPart, keep_attributes, keep_class, plain_attributes
+from qat.preparation.prepared_graph import PreparedPart
 from qat.preparation.remembering import UntraceableError, remembering
 from qat.preparation.report import LAYERS, LEFT_IN_FLOAT
 from qat.quantizer import create_quantizer

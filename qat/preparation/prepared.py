@@ -10,15 +10,14 @@ from torch.nn.parameter import is_lazy
 
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
+from qat.preparation.attributes import keep_attributes, numbers_of_block
 from qat.preparation.examples import Examples, bind_inputs, call_with
 from qat.preparation.fusion import check_patterns
 from qat.preparation.graph import prepare_graph
 from qat.preparation.kinds import COMPOSITE_TWINS, COMPOSITES, float_kind
 from qat.preparation.parts import prepare_parts
-from qat.preparation.prepared_graph import keep_attributes
 from qat.preparation.randomness import seeded
 from qat.preparation.remembering import UntraceableError, remembering
-from qat.preparation.replaced import plain_of
 from qat.preparation.report import LAYERS, noted
 from qat.preparation.table import summary
 from qat.quantizer import Quantizer
@@ -154,7 +153,7 @@ def _keep_numbers(prepared: nn.Module, model: nn.Module) -> None:
     for name, module in model.named_modules():
         twin = parts.get(name)
         if type(twin) is nn.Module or isinstance(twin, fx.GraphModule):
-            keep_attributes(dict(plain_of(module)), twin)
+            keep_attributes(dict(numbers_of_block(module)), twin)
 
 
 def _copy_of(model: nn.Module) -> nn.Module:

@@ -16,6 +16,7 @@ from qat.kernels import formulas_wanted, plain_here, plain_wanted, products
 from qat.kernels.compiler import library
 from qat.kernels.formulas.products import try_int_mm
 from qat.kernels.operator import is_taken
+from qat.preparation.attributes import keep_attributes, keep_class, plain_attributes
 from qat.preparation.checking import is_wanted, judge
 from qat.preparation.fused_graph import FusedForward, fused_forward
 from qat.preparation.nodes import Notes, give_notes, notes_of
@@ -281,26 +282,3 @@ def unpickled(
         model.get_submodule(name)._non_persistent_buffers_set |= buffers  # which torch 2.11 forgets
     same: PreparedGraph = model
     return same
-
-
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module has besides parameters, buffers, submodules and torch's own notes: sizes, flags, names."""
-    torchs_own = vars(nn.Module()).keys()
-    return {
-        key: value
-        for key, value in vars(module).items()
-        if key not in torchs_own and not key.startswith("_tensor_constant")
-    }
-
-
-def keep_attributes(attributes: dict[str, Any], module: nn.Module) -> None:
-    """Give a module those of the attributes that it lacks: what other code may ask it for."""
-    for key, value in attributes.items():
-        if not hasattr(module, key):
-            setattr(module, key, value)
-
-
-def keep_class(original: nn.Module, module: nn.Module) -> None:
-    """Make a bare container of parameters and submodules one of the original's class again, for its methods."""
-    if type(module) is nn.Module and not isinstance(original, fx.GraphModule):
-        module.__class__ = type(original)

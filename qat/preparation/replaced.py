@@ -9,6 +9,7 @@ import logging
 from torch import fx, nn
 
 from qat.layers import QuantLayer
+from qat.preparation.attributes import numbers_of_block
 from qat.preparation.fusion import folds
 from qat.preparation.nodes import submodule_of
 from qat.preparation.standing_in import is_watched
@@ -43,7 +44,7 @@ class Places:
         ]
         self._containers = [(name, module) for name, module in self.modules.items() if name not in names]
         around = [("", model), *self._containers]
-        self._read = [(name, vars(module), *found) for name, module in around for found in plain_of(module)]
+        self._read = [(name, vars(module), *found) for name, module in around for found in numbers_of_block(module)]
         self.deaf = {name for name, module in self._containers if is_watched(module)}
 
     def hold(self) -> bool:
@@ -71,16 +72,6 @@ class Places:
                 "a hook or a patched forward of %r never runs, for a prepared model calls the layers in it and not"
                 " itself; take its features with qat.feature_extractor(model, [%r])", name, name,
             )  # fmt: skip
-
-
-def plain_of(module: nn.Module) -> list[tuple[str, object]]:
-    """Numbers, words and flags that somebody gave a block, and what they are now."""
-    plain = (int, float, str, bool, type(None))
-    return [
-        (key, value)
-        for key, value in vars(module).items()
-        if isinstance(value, plain) and key not in ("training", "shape_env") and not key.startswith("_")
-    ]
 
 
 def module_names(model: fx.GraphModule) -> set[str]:
