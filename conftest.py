@@ -10,10 +10,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """On which kind of processor the tests ran; they have to pass on both. A header would not show under `-q`."""
     from qat.export.default_session import multiplies_exactly
-    from qat.kernels import processor, products
+    from qat.kernels.cpu import onednn, processor
 
     found = (
-        f"oneDNN multiplies integers {_word(products.is_exact_natively())}, ONNX Runtime's default session"
+        f"oneDNN multiplies integers {_word(onednn.is_exact_natively())}, ONNX Runtime's default session"
         f" {_word(multiplies_exactly(with_option=False))}"
     )
     asked = processor.asked_for()

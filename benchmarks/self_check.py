@@ -18,7 +18,7 @@ import torch
 import torchvision
 
 import qat
-from qat.kernels import products
+from qat.kernels.cpu import onednn
 from qat.preparation.prepared_graph import PreparedGraph
 
 OUT = Path(__file__).resolve().parent / "results" / "self_check.json"
@@ -39,7 +39,7 @@ def main() -> None:
     command = [sys.executable, "-m", "benchmarks.self_check", "--model"]
     rows = [json.loads(subprocess.check_output([*command, name], text=True).splitlines()[-1]) for name in CASES]
     found = {
-        "processor": f"{platform.machine()}, {'VNNI' if products.are_exact('dense') else 'no VNNI'}",
+        "processor": f"{platform.machine()}, {'VNNI' if onednn.are_exact('dense') else 'no VNNI'}",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "rows": rows,

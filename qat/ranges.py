@@ -10,7 +10,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from qat.kernels import cpu, plain_here
+from qat.kernels import plain_here
+from qat.kernels.cpu import quantizers
 from qat.spec import QuantSpec
 
 _MSE_CANDIDATES = 80
@@ -117,8 +118,8 @@ def _lsq(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 
 def _squared_error(values: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec) -> Tensor:
     """Of every row of values, with scale and zero of shape (rows, 1)."""
-    if len(values) == 1 and not plain_here() and cpu.applies(values, scale, zero):
-        return torch.tensor([cpu.squared_error(values, scale, zero, spec.qmin, spec.qmax)])
+    if len(values) == 1 and not plain_here() and quantizers.applies(values, scale, zero):
+        return torch.tensor([quantizers.squared_error(values, scale, zero, spec.qmin, spec.qmax)])
     on_grid = (torch.clamp(torch.round(values / scale) + zero, spec.qmin, spec.qmax) - zero) * scale
     return (on_grid - values).square().sum(1)
 

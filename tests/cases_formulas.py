@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qat.kernels import curves, learned, matmul_operators, norms, pools, product_operators, quantizers
+from qat.kernels.cpu import learned
 from qat.kernels.formulas import curves as f_curves
 from qat.kernels.formulas import matmuls as f_matmuls
 from qat.kernels.formulas import norms as f_norms
 from qat.kernels.formulas import pools as f_pools
 from qat.kernels.formulas import products as f_products
 from qat.kernels.formulas import quantizers as f_quantizers
+from qat.kernels.operators import curves, matmuls, norms, pools, products, quantizers
 
 Grid = tuple[Tensor, Tensor, Tensor | None, int, int, int, float, bool]
 
@@ -108,23 +109,23 @@ def calls() -> dict[str, Call]:
         "softmax_quantize_backward": (curves, f_curves, (grad, x.softmax(-1), 0.3, *affine)),
         "max_pool_codes": (pools, f_pools, (a, *window, True)),
         "max_pool_codes_backward": (pools, f_pools, (draw(4, 8, 3, 7), draw_codes(4, 8, 3, 7) % 6, 5, 6, *window)),
-        "codes_matmul": (matmul_operators, f_matmuls, (a, b.mT.contiguous(), *numbers)),
+        "codes_matmul": (matmuls, f_matmuls, (a, b.mT.contiguous(), *numbers)),
         "codes_matmul_backward": (
-            matmul_operators, f_matmuls, (draw(4, 8, 5, 5), a, b.mT.contiguous(), *numbers),
+            matmuls, f_matmuls, (draw(4, 8, 5, 5), a, b.mT.contiguous(), *numbers),
         ),
         "codes_product": (
-            product_operators, f_products, (a, numbers[0], *weight, draw(16), -127, 127, *geometry, False),
+            products, f_products, (a, numbers[0], *weight, draw(16), -127, 127, *geometry, False),
         ),
         "codes_product in integers": (
-            product_operators, f_products,
+            products, f_products,
             (rows, numbers[0], *weight_of(16, 8), None, -127, 127, [], [], [], 1, True),
         ),
         "codes_product_backward": (
-            product_operators, f_products,
+            products, f_products,
             (grad_y, a, numbers[0], *weight, -127, 127, 0.1, True, *geometry, True, True, True),
         ),
         "input_scale_gradient": (
-            product_operators, f_products, (grad_y, x, *affine, *weight, -127, 127, *geometry),
+            products, f_products, (grad_y, x, *affine, *weight, -127, 127, *geometry),
         ),
     }  # fmt: skip
     for curve in f_curves.CURVES:

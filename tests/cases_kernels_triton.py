@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qat.kernels import triton
-from qat.kernels.triton_trial import Kind, difference
+from qat.kernels.triton import fake_quantizer
+from qat.kernels.triton.trial import Kind, difference
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,16 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
 def computed(case: Case, device: str = "cpu") -> dict[str, Any]:
     """What the kernels make of a case."""
     x, scale, zero_point, grad = (None if tensor is None else tensor.to(device) for tensor in inputs(case))
-    assert triton.applies(x, scale, zero_point), case.name
-    limit, triton.INDEX_LIMIT = triton.INDEX_LIMIT, case.index_limit
+    assert fake_quantizer.applies(x, scale, zero_point), case.name
+    limit, fake_quantizer.INDEX_LIMIT = fake_quantizer.INDEX_LIMIT, case.index_limit
     low, high = case.bounds
     dtype = torch.uint8 if low == 0 else torch.int8
     found = {
-        "y": triton.quantize(x, scale, zero_point, low, high),
-        "gradients": triton.gradients(grad, x, scale, zero_point, low, high),
-        "codes": triton.quantize_codes(x, scale, zero_point, low, high, dtype) if high < 256 else None,
+        "y": fake_quantizer.quantize(x, scale, zero_point, low, high),
+        "gradients": fake_quantizer.gradients(grad, x, scale, zero_point, low, high),
+        "codes": fake_quantizer.quantize_codes(x, scale, zero_point, low, high, dtype) if high < 256 else None,
     }
-    triton.INDEX_LIMIT = limit
+    fake_quantizer.INDEX_LIMIT = limit
     return found
 
 
@@ -117,23 +117,29 @@ EDGES = [  # x, then its level on a grid of step 1 from -4 to 3, then whether it
 def edges() -> dict[str, Any]:
     """What the kernels make of single values, of unusual gradients, and of tensors that are not theirs."""
     x, one = torch.tensor([edge[0] for edge in EDGES]), torch.tensor(1.0)
-    found: dict[str, Any] = {"y": triton.quantize(x, one, None, -4, 3), "grad": torch.ones(len(EDGES))}
-    found["gradients"] = triton.gradients(found["grad"], x, one, None, -4, 3)
-    found["affine"] = triton.quantize(x, one, torch.tensor(2.4), -2, 5)  # the same levels
-    found["codes"] = triton.quantize_codes(x, one, torch.tensor(2.4), -2, 5)
-    found["bad grid"] = [triton.quantize(one, torch.tensor(step), None, -4, 3) for step in (0.0, -1.0, NAN, INF)]
-    found["bad zero point"] = [triton.quantize(one, one, torch.tensor(zero), -4, 3) for zero in (NAN, INF, -INF, 99.0)]
+    found: dict[str, Any] = {"y": fake_quantizer.quantize(x, one, None, -4, 3), "grad": torch.ones(len(EDGES))}
+    found["gradients"] = fake_quantizer.gradients(found["grad"], x, one, None, -4, 3)
+    found["affine"] = fake_quantizer.quantize(x, one, torch.tensor(2.4), -2, 5)  # the same levels
+    found["codes"] = fake_quantizer.quantize_codes(x, one, torch.tensor(2.4), -2, 5)
+    found["bad grid"] = [
+        fake_quantizer.quantize(one, torch.tensor(step), None, -4, 3) for step in (0.0, -1.0, NAN, INF)
+    ]
+    found["bad zero point"] = [
+        fake_quantizer.quantize(one, one, torch.tensor(zero), -4, 3) for zero in (NAN, INF, -INF, 99.0)
+    ]
     x, scale, zero_point, grad = inputs(CASES[names.index("conv2d, channels_last")])
     leaves = [tensor.requires_grad_() for tensor in (x, scale, zero_point)]
-    found["order"] = [triton.gradients(g, *leaves, -8, 7) for g in (grad, grad.contiguous())]
+    found["order"] = [fake_quantizer.gradients(g, *leaves, -8, 7) for g in (grad, grad.contiguous())]
     ones = torch.ones(())
-    found["expanded"] = [triton.gradients(g, *leaves, -8, 7) for g in (ones.expand_as(x), torch.ones_like(x))]
+    found["expanded"] = [fake_quantizer.gradients(g, *leaves, -8, 7) for g in (ones.expand_as(x), torch.ones_like(x))]
     needs = list(itertools.product((True, False), repeat=3))
-    found["needs"] = [(need, triton.gradients(grad, *leaves, -8, 7, need)) for need in needs]
+    found["needs"] = [(need, fake_quantizer.gradients(grad, *leaves, -8, 7, need)) for need in needs]
     expanded = [tensor.detach()[:1].expand(40, 1, 1, 1) for tensor in leaves[1:]]
-    found["expanded scale"] = [triton.quantize(x, *grid, -8, 7) for grid in (expanded, [g.clone() for g in expanded])]
-    found["types"] = [triton.quantize(x, scale.to(t), zero_point.round().to(u), -8, 7) for t, u in TYPES]
-    found["applies"] = [triton.applies(*tensors) for tensors, _ in offered()]
+    found["expanded scale"] = [
+        fake_quantizer.quantize(x, *grid, -8, 7) for grid in (expanded, [g.clone() for g in expanded])
+    ]
+    found["types"] = [fake_quantizer.quantize(x, scale.to(t), zero_point.round().to(u), -8, 7) for t, u in TYPES]
+    found["applies"] = [fake_quantizer.applies(*tensors) for tensors, _ in offered()]
     return found
 
 
@@ -156,12 +162,12 @@ def offered() -> list[tuple[tuple[Tensor, ...], bool]]:
 
 def trials() -> dict[Kind, str]:
     """What the kernels fail in, of all kinds."""
-    dtypes, zeros, places = triton.DTYPES, (None, torch.float32, torch.int8), ("one", "rows", "columns")
+    dtypes, zeros, places = fake_quantizer.DTYPES, (None, torch.float32, torch.int8), ("one", "rows", "columns")
     kinds = [
         Kind(torch.device("cpu"), dtype, torch.float32, zero, place)
         for dtype, zero, place in itertools.product(dtypes, zeros, places)
     ]
-    found = {kind: difference(kind, triton.quantize, triton.gradients) for kind in kinds}
+    found = {kind: difference(kind, fake_quantizer.quantize, fake_quantizer.gradients) for kind in kinds}
     return {kind: wrong for kind, wrong in found.items() if wrong is not None}
 
 
@@ -169,17 +175,17 @@ def compiled_ptx() -> dict[str, str]:
     """The kernels compiled for an H200, which needs no GPU: PTX by name."""
     compile_for = importlib.import_module("triton.compiler")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
-    from qat.kernels import triton_kernels
+    from qat.kernels.triton import kernels
 
     def ptx(name: str, pointers: dict[str, str | None], constants: dict[str, Any]) -> str:
-        kernel = getattr(triton_kernels, name)
+        kernel = getattr(kernels, name)
         constants = {**constants, **{name: None for name, kind in pointers.items() if kind is None}}
         numbers = {"qmin": "fp32", "qmax": "fp32"}
         signature = {a: "constexpr" if a in constants else (pointers | numbers).get(a, "i32") for a in kernel.arg_names}
         aligned = (*pointers, "width", "height")
         attributes = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if a in aligned}
         source = compile_for.ASTSource(kernel, signature, constants, attributes)
-        options = {"num_warps": triton.WARPS, "enable_fp_fusion": False}
+        options = {"num_warps": fake_quantizer.WARPS, "enable_fp_fusion": False}
         return str(compile_for.compile(source, target=target, options=options).asm["ptx"])
 
     found = {}

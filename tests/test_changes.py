@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import qat
-from qat.kernels import compiler, plain_formulas
+from qat.kernels import plain_formulas
+from qat.kernels.cpu import compiler
 from qat.preparation.prepared_graph import PreparedGraph
 
 __all__ = ["counted"]  # a fixture

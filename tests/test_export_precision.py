@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.export import compare_layers, default_session, runtime, verification
-from qat.kernels import processor
+from qat.kernels.cpu import processor
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -12,7 +12,8 @@ from cases_fused import Block, assert_same, counted, images, prepared, results, 
 from torch import Tensor, nn
 
 import qat
-from qat.kernels import compiler, float_products, plain_formulas, products
+from qat.kernels import float_products, plain_formulas
+from qat.kernels.cpu import compiler, onednn
 from qat.layers.codes import Codes, DecodeFunction
 from qat.preparation.fused_graph import fused_forward
 from qat.preparation.prepared_graph import PreparedGraph
@@ -262,32 +263,32 @@ def test_products_in_float_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(400, 64)
     quantized = prepared(model, x)
     calls: list[tuple[int, ...]] = []
-    original = products.linear
+    original = onednn.linear
 
     def linear(codes: Tensor, *rest: Any) -> Tensor:
         calls.append(tuple(codes.shape))
         return original(codes, *rest)
 
-    monkeypatch.setattr(products, "linear", linear)
+    monkeypatch.setattr(onednn, "linear", linear)
     with float_products():
         in_float = quantized(x)
     assert calls == []
     in_integers = quantized(x)
-    assert calls == ([(400, 64), (400, 48)] if products.are_exact("dense") else [])
+    assert calls == ([(400, 64), (400, 48)] if onednn.are_exact("dense") else [])
     assert torch.allclose(in_float, in_integers, rtol=1e-5, atol=1e-6)
 
 
 def test_where_integers_are_wrong_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a processor without VNNI, whose sums saturate."""
-    products.are_exact.cache_clear()
-    original = products.convolution
-    monkeypatch.setattr(products, "convolution", lambda *operands: original(*operands).clamp(-100000, 100000))
-    assert not products.are_exact("dense")
+    onednn.are_exact.cache_clear()
+    original = onednn.convolution
+    monkeypatch.setattr(onednn, "convolution", lambda *operands: original(*operands).clamp(-100000, 100000))
+    assert not onednn.are_exact("dense")
     x = torch.randn(400, 64)
     model = prepared(nn.Sequential(nn.Linear(64, 8)), x)
-    monkeypatch.setattr(products, "convolution", lambda *operands: pytest.fail("multiplied in integers"))
+    monkeypatch.setattr(onednn, "convolution", lambda *operands: pytest.fail("multiplied in integers"))
     assert model(x).isfinite().all()
-    products.are_exact.cache_clear()
+    onednn.are_exact.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -336,12 +337,12 @@ def test_nor_are_those_behind_a_sum(name: str) -> None:
 def test_the_default_dtype_is_not_the_kernels() -> None:
     x = torch.randn(600, 64)
     model = prepared(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 4)), x)
-    expected, exact = model(x), {kind: products.are_exact(kind) for kind in products.KINDS}
+    expected, exact = model(x), {kind: onednn.are_exact(kind) for kind in onednn.KINDS}
     torch.set_default_dtype(torch.float64)
     try:
         assert torch.equal(model(x), expected)
-        products.are_exact.cache_clear()
-        assert {kind: products.are_exact(kind) for kind in products.KINDS} == exact
+        onednn.are_exact.cache_clear()
+        assert {kind: onednn.are_exact(kind) for kind in onednn.KINDS} == exact
     finally:
         torch.set_default_dtype(torch.float32)
 

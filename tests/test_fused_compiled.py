@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from benchmarks.speed_memory import saved_bytes
-from qat.kernels import compiler, float_products, plain_formulas
+from qat.kernels import float_products, plain_formulas
+from qat.kernels.cpu import compiler
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 

@@ -17,9 +17,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.speed_memory import saved_bytes
-from qat.kernels import cpu, float_products, kernels_by_formula, plain_formulas
+from qat.kernels import float_products, kernels_by_formula, plain_formulas
+from qat.kernels.cpu import quantizers
+from qat.kernels.dispatch import _switches
 from qat.kernels.formulas import products
-from qat.kernels.switches import _switches
 from qat.layers import repair
 from qat.preparation import prepared_graph
 
@@ -130,7 +131,7 @@ def test_formulas_need_no_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     model = prepared(x)
     other = copy.deepcopy(model)
     expected = step(model, x, model)
-    for module in (cpu, repair, prepared_graph):
+    for module in (quantizers, repair, prepared_graph):
         monkeypatch.setattr(module, "library", lambda: None)
     found = step(other, x, other)
     # What is not on codes (hidden's input) is quantized by the plain formula, whose sums have another order.

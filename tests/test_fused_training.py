@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import qat
-from qat.kernels import compiler, plain_formulas
+from qat.kernels import plain_formulas
+from qat.kernels.cpu import compiler
 from qat.training.config import DataConfig
 from qat.training.data import load_data
 

@@ -7,9 +7,10 @@ from cases_fused import two_threads
 from torch import Tensor
 
 from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize
-from qat.kernels import choose, compiler, plain_formulas
-from qat.kernels.norms import statistics
-from qat.kernels.quantizers import quantize_codes
+from qat.kernels import choose, plain_formulas
+from qat.kernels.cpu import compiler
+from qat.kernels.operators.norms import statistics
+from qat.kernels.operators.quantizers import quantize_codes
 from qat.ranges import initial_range
 from qat.spec import QuantSpec
 

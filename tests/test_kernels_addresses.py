@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 import qat
-from qat.kernels import compiler, plain_formulas
-from qat.kernels.addresses import elements_at, numbers_at, rows_at
-from qat.kernels.cpu import quantize_rows
-from qat.kernels.norms import batch_statistics, norm_quantize, norm_quantize_backward, statistics
-from qat.kernels.pools import max_pool_codes, max_pool_codes_backward
-from qat.kernels.product_operators import codes_product
-from qat.kernels.quantizers import add_quantize, quantize_codes
+from qat.kernels import plain_formulas
+from qat.kernels.cpu import compiler
+from qat.kernels.cpu.addresses import elements_at, numbers_at, rows_at
+from qat.kernels.cpu.quantizers import quantize_rows
+from qat.kernels.operators.norms import batch_statistics, norm_quantize, norm_quantize_backward, statistics
+from qat.kernels.operators.pools import max_pool_codes, max_pool_codes_backward
+from qat.kernels.operators.products import codes_product
+from qat.kernels.operators.quantizers import add_quantize, quantize_codes
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_kernels = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
@@ -31,7 +32,7 @@ def test_no_other_file_asks_for_an_address() -> None:
         for path in (ROOT / "qat").rglob("*.py")
         if re.search(r"(?<!untyped_storage\(\))\.data_ptr\b", path.read_text())
     }
-    assert asking == {"qat/kernels/addresses.py"}
+    assert asking == {"qat/kernels/cpu/addresses.py"}
 
 
 def test_numbers_are_as_many_as_promised_and_of_the_type() -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from qat.functional import lsq_quantize
-from qat.kernels import cache, choose, compiler
+from qat.kernels import choose
+from qat.kernels.cpu import cache, compiler
 
 needs_kernels = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 UNUSED = "no private folder to keep the C kernels in (%s): they are compiled for this process only"

@@ -9,8 +9,8 @@ import torch
 from cases_fused import two_threads
 from torch import Tensor
 
-from qat.kernels import compiler
-from qat.kernels.curves import (
+from qat.kernels.cpu import compiler
+from qat.kernels.operators.curves import (
     CURVES,
     curve_quantize,
     curve_quantize_backward,

@@ -8,11 +8,12 @@ import torch
 from cases_formulas import LAYOUTS, Grid, draw, draw_codes, grids, scale_factor, slopes
 from torch import Tensor
 
-from qat.kernels import compiler, curves, learned, norms, pools, quantizers
+from qat.kernels.cpu import compiler, learned
 from qat.kernels.formulas import curves as f_curves
 from qat.kernels.formulas import norms as f_norms
 from qat.kernels.formulas import pools as f_pools
 from qat.kernels.formulas import quantizers as f_quantizers
+from qat.kernels.operators import curves, norms, pools, quantizers
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 GRIDS = grids()

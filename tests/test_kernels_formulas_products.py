@@ -8,10 +8,11 @@ import torch
 from cases_formulas import Grid, draw, draw_codes, grids, scale_factor, slopes, weight_of
 from torch import Tensor
 
-from qat.kernels import compiler, matmul_operators, product_operators
+from qat.kernels.cpu import compiler
 from qat.kernels.formulas import matmuls as f_matmuls
 from qat.kernels.formulas import products as f_products
 from qat.kernels.geometry import Geometry
+from qat.kernels.operators import matmuls, products
 
 needs_kernels = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 NEAREST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -79,7 +80,7 @@ def test_products(name: str, per_row: bool, nearest: tuple[bool, bool]) -> None:
     for bias in (None, draw(shape.weight[0])):
         expected = geometry.multiply(x, values, None if bias is None else bias.double())
         given = (codes, NUMBERS, *weight, bias, -127, 127, *geometry)
-        operators = product_operators.codes_product(*given, False)
+        operators = products.codes_product(*given, False)
         for integers in (False, True):
             found = f_products.codes_product(*given, integers)
             near(found, expected, 3e-6 * terms)
@@ -92,8 +93,8 @@ def magnitudes(given: tuple[Any, ...], relative: bool) -> tuple[float, ...]:
     grad, codes, numbers, weight, scales, smallest, *rest = given
     extreme = (grad.abs(), torch.full_like(codes, 255), numbers, weight.abs())
     rest[-3:] = [True] * 3
-    of_x, *_, of_bias = product_operators.codes_product_backward(*extreme, scales, smallest, *rest)
-    of_weight = product_operators.codes_product_backward(*extreme, scales * 0 + 10, smallest, *rest)[1]
+    of_x, *_, of_bias = products.codes_product_backward(*extreme, scales, smallest, *rest)
+    of_weight = products.codes_product_backward(*extreme, scales * 0 + 10, smallest, *rest)[1]
     steps = torch.maximum(scales, smallest)
     v = (weight / steps).clamp(-127, 127)
     of_steps = of_weight * torch.where(v.abs() == 127, v, v.round() - v).abs() * 0.1 * (steps**2 if relative else 1)
@@ -115,7 +116,7 @@ def test_gradients(name: str, nearest: tuple[bool, bool], needs: tuple[bool, boo
         grad = draw(*out.shape, seed=5)
         given = (grad, codes, NUMBERS, *weight, -127, 127, 0.1, relative, *geometry, *needs)
         found = f_products.codes_product_backward(*given)
-        expected = product_operators.codes_product_backward(*given)
+        expected = products.codes_product_backward(*given)
         for got, wanted, terms in zip(found, expected, magnitudes(given, relative), strict=True):
             near(got, wanted, 1e-5 * terms if wanted.numel() else 0.0)
             assert got.dtype == wanted.dtype and dense(got) == dense(wanted)
@@ -134,9 +135,9 @@ def test_gradient_of_an_inputs_scale(name: str, grid: str) -> None:
     given = (x, *learned, *weight, -127, 127, *geometry)
     terms = input_terms(grad, x, learned, values_of(weight), geometry)
     found = f_products.input_scale_gradient(grad, *given)
-    near(found, product_operators.input_scale_gradient(grad, *given), 1e-5 * terms)
+    near(found, products.input_scale_gradient(grad, *given), 1e-5 * terms)
     low = f_products.input_scale_gradient(grad.bfloat16(), *given)
-    near(low, product_operators.input_scale_gradient(grad.bfloat16().float(), *given), 2.0**-8 * terms)
+    near(low, products.input_scale_gradient(grad.bfloat16().float(), *given), 2.0**-8 * terms)
     assert low.dtype == torch.float32 and (grid == "broken" or found != 0)
 
 
@@ -273,7 +274,7 @@ def test_matmuls(shape: tuple[int, ...], turned: tuple[bool, bool]) -> None:
     b = draw_codes(*rest, columns, inner, seed=1).mT if turned[1] else draw_codes(*rest, inner, columns, seed=1)
     given = (a, b, NUMBERS, torch.tensor([0.2, 0.0]))
     x, z = ((each.double() - float(number[1])) * float(number[0]) for each, number in zip(given[:2], given[2:]))  # noqa: B905
-    found, expected = f_matmuls.codes_matmul(*given), matmul_operators.codes_matmul(*given)
+    found, expected = f_matmuls.codes_matmul(*given), matmuls.codes_matmul(*given)
     near(found, expected, 1e-5 * (x.abs() @ z.abs()))
     near(found, x @ z, 3e-6 * (x.abs() @ z.abs()))
     assert found.is_contiguous() and found.dtype == expected.dtype
@@ -283,7 +284,7 @@ def test_matmuls(shape: tuple[int, ...], turned: tuple[bool, bool]) -> None:
     near(low, x @ z, 2.0**-7 * (x @ z).abs() + 3e-6 * (x.abs() @ z.abs()))
     for grad in (draw(*rest, rows, columns), draw(*rest, columns, rows).mT):
         gradients = f_matmuls.codes_matmul_backward(grad, *given)
-        operators = matmul_operators.codes_matmul_backward(grad, *given)
+        operators = matmuls.codes_matmul_backward(grad, *given)
         terms = (grad.abs().double() @ z.abs().mT, x.abs().mT @ grad.abs().double())
         for got, wanted, term in zip(gradients, operators, terms, strict=True):
             near(got, wanted, 1e-5 * term)

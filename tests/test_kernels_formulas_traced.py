@@ -11,7 +11,7 @@ from cases_waiting import Watch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qat.kernels import compiler
+from qat.kernels.cpu import compiler
 from qat.kernels.formulas.products import try_int_mm
 
 CALLS = calls()

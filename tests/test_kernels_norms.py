@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qat.kernels import compiler
-from qat.kernels.norms import norm_quantize_backward
+from qat.kernels.cpu import compiler
+from qat.kernels.operators.norms import norm_quantize_backward
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 

@@ -11,7 +11,8 @@ from cases_fused import prepared, two_threads
 from torch import Tensor, nn
 
 import qat
-from qat.kernels import compiler, float_products, plain_formulas, products
+from qat.kernels import float_products, plain_formulas
+from qat.kernels.cpu import compiler, onednn
 from qat.kernels.geometry import ROWS_AS_MATRICES, Geometry, arranged
 
 __all__ = ["two_threads"]  # a fixture
@@ -30,7 +31,7 @@ CONVOLUTIONS = {
 
 
 def needs_exact(kind: str) -> None:
-    if not products.are_exact(kind):
+    if not onednn.are_exact(kind):
         pytest.skip(f"this processor has no exact integer convolution ({kind})")
 
 
@@ -64,13 +65,13 @@ def test_what_pays_runs_on_integers(groups: int, monkeypatch: pytest.MonkeyPatch
     needs_exact({1: "dense", 4: "grouped", 64: "depthwise"}[groups])
     model, x = of_groups(groups)
     quantized, calls = prepared(model, x), []
-    original = products.convolution
+    original = onednn.convolution
 
     def convolution(*operands: Any) -> Tensor:
         calls.append(operands[-1])
         return original(*operands)
 
-    monkeypatch.setattr(products, "convolution", convolution)
+    monkeypatch.setattr(onednn, "convolution", convolution)
     with float_products():
         in_float = quantized(x)
     assert calls == []
@@ -116,26 +117,26 @@ def test_sums_that_could_leave_int32_are_not_computed_in_integers() -> None:
 @pytest.fixture
 def untried() -> Iterator[None]:
     """The self-tests run anew, and leave nothing behind."""
-    products.are_exact.cache_clear()
+    onednn.are_exact.cache_clear()
     yield
-    products.are_exact.cache_clear()
+    onednn.are_exact.cache_clear()
 
 
 @pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("wrong", ["grouped", "depthwise"])
 def test_a_kind_that_is_wrong_is_not_used(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_exact("dense")
-    products.are_exact.cache_clear()  # it has been tried just now
-    original, calls = products.convolution, []
+    onednn.are_exact.cache_clear()  # it has been tried just now
+    original, calls = onednn.convolution, []
 
     def saturating(*operands: Any) -> Tensor:
         calls.append(operands[-1])
         y = original(*operands)
-        return y.clamp(-1000, 1000) if operands[-1] == products.KINDS[wrong] else y
+        return y.clamp(-1000, 1000) if operands[-1] == onednn.KINDS[wrong] else y
 
-    monkeypatch.setattr(products, "convolution", saturating)
-    assert {kind: products.are_exact(kind) for kind in products.KINDS}[wrong] is False
-    assert products.are_exact("dense")
+    monkeypatch.setattr(onednn, "convolution", saturating)
+    assert {kind: onednn.are_exact(kind) for kind in onednn.KINDS}[wrong] is False
+    assert onednn.are_exact("dense")
     model, x = of_groups(4 if wrong == "grouped" else 64)
     quantized = prepared(model, x)
     calls.clear()

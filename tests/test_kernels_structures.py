@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from qat.kernels import compiler, structures
-from qat.kernels.structures import DOUBLE, FLOAT, INT, POINTER, SIZE
+from qat.kernels.cpu import compiler, structures
+from qat.kernels.cpu.structures import DOUBLE, FLOAT, INT, POINTER, SIZE
 
 SOURCE = "\n".join(path.read_text() for path in (*compiler.HEADERS, *compiler.SOURCES))
 

@@ -16,9 +16,10 @@ from cases_kernels_triton import CASES, EDGES, Case, computed, inputs, names, of
 from torch import Tensor
 
 from qat.functional import lsq_plus_quantize, lsq_quantize
-from qat.kernels import plain_formulas, triton
-from qat.kernels.triton_layout import Layout, layout_of, tiling_of
-from qat.kernels.triton_trial import Kind, plain_gradients, plain_quantize
+from qat.kernels import plain_formulas
+from qat.kernels.triton import fake_quantizer
+from qat.kernels.triton.layout import Layout, layout_of, tiling_of
+from qat.kernels.triton.trial import Kind, plain_gradients, plain_quantize
 
 ROOT = Path(__file__).resolve().parents[1]
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -192,17 +193,17 @@ def test_refusals_are_sentences() -> None:
     x, one = torch.ones(4, 6), torch.tensor(1.0)
     cases: list[tuple[Any, type[Exception], str]] = [
         (
-            lambda: triton.quantize(x[:, ::2], one, None, -8, 7),
+            lambda: fake_quantizer.quantize(x[:, ::2], one, None, -8, 7),
             ValueError,
             "no kernel for x of shape (4, 3) and strides (6, 2) with a scale of shape (); ask applies() first",
         ),
         (
-            lambda: triton.quantize_codes(x, one, None, 0, 255),
+            lambda: fake_quantizer.quantize_codes(x, one, None, 0, 255),
             ValueError,
             "quantize_codes: torch.int8 holds -128..127, got qmin=0 and qmax=255",
         ),
         (
-            lambda: triton.quantize_codes(x, one, None, 0, 255, torch.int32),
+            lambda: fake_quantizer.quantize_codes(x, one, None, 0, 255, torch.int32),
             TypeError,
             "quantize_codes: dtype must be torch.int8 or torch.uint8, got torch.int32",
         ),
@@ -220,12 +221,12 @@ NOT_USED = "Triton's kernels are not used on cpu (%s): the plain formula is, slo
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine on which the kernels seem to run, and are the plain formulas."""
-    monkeypatch.setattr(triton, "_refused", set())
-    monkeypatch.setattr(triton, "may_run_on", lambda device: True)
-    monkeypatch.setattr(triton, "kernels", object)
-    monkeypatch.setattr(triton, "_is_right", triton._is_right.__wrapped__)
-    monkeypatch.setattr(triton, "quantize", plain_quantize)
-    monkeypatch.setattr(triton, "gradients", plain_gradients)
+    monkeypatch.setattr(fake_quantizer, "_refused", set())
+    monkeypatch.setattr(fake_quantizer, "may_run_on", lambda device: True)
+    monkeypatch.setattr(fake_quantizer, "kernels", object)
+    monkeypatch.setattr(fake_quantizer, "_is_right", fake_quantizer._is_right.__wrapped__)
+    monkeypatch.setattr(fake_quantizer, "quantize", plain_quantize)
+    monkeypatch.setattr(fake_quantizer, "gradients", plain_gradients)
     return monkeypatch
 
 
@@ -240,11 +241,11 @@ def half_of_it(*arguments: Any) -> Any:
 
 @pytest.mark.parametrize("places", ["one", "rows", "columns"])
 @pytest.mark.parametrize("zero_dtype", [None, torch.float32, torch.uint8])
-@pytest.mark.parametrize("dtype", triton.DTYPES)
+@pytest.mark.parametrize("dtype", fake_quantizer.DTYPES)
 def test_kernels_that_are_right_are_used(
     faked: Any, dtype: torch.dtype, zero_dtype: torch.dtype | None, places: str
 ) -> None:
-    assert triton.runs(Kind(torch.device("cpu"), dtype, torch.float32, zero_dtype, places))
+    assert fake_quantizer.runs(Kind(torch.device("cpu"), dtype, torch.float32, zero_dtype, places))
 
 
 @pytest.mark.parametrize(
@@ -261,9 +262,9 @@ def test_kernels_that_are_right_are_used(
 def test_kernels_that_fail_or_are_wrong_are_not_used_and_named(
     faked: pytest.MonkeyPatch, name: str, kernel: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    faked.setattr(triton, name, kernel)
-    assert not triton.runs(KIND) and not triton.runs(KIND._replace(dtype=torch.bfloat16))
-    assert not triton.applies(torch.ones(3), torch.ones(()))
+    faked.setattr(fake_quantizer, name, kernel)
+    assert not fake_quantizer.runs(KIND) and not fake_quantizer.runs(KIND._replace(dtype=torch.bfloat16))
+    assert not fake_quantizer.applies(torch.ones(3), torch.ones(()))
     assert caplog.messages == [NOT_USED % reason]
 
 
@@ -272,8 +273,8 @@ def test_a_kernel_that_fails_in_the_middle_of_training_is_replaced(
     faked: pytest.MonkeyPatch, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = {"quantize": plain_quantize, "gradients": plain_gradients}
-    guarded = triton._or_plainly(fail, plain[name])
-    faked.setattr(triton.TritonKernels, name, staticmethod(guarded))
+    guarded = fake_quantizer._or_plainly(fail, plain[name])
+    faked.setattr(fake_quantizer.TritonKernels, name, staticmethod(guarded))
     case = next(case for case in CASES if case.affine and case.dtype is torch.float32 and case.scale)
     x, scale, zero_point, grad = inputs(case)
     given = (x, scale, zero_point, *case.bounds)
@@ -292,7 +293,7 @@ def test_interpreted_kernels_pass_their_trial(interpreted: Any) -> None:
 
 def test_triton_is_neither_loaded_without_a_gpu_nor_needed() -> None:
     code = (
-        "import sys, torch, qat, qat.kernels.triton as face; "
+        "import sys, torch, qat, qat.kernels.triton.fake_quantizer as face; "
         "print(face.applies(torch.ones(2), torch.ones(())), 'triton' in sys.modules); "
         "sys.modules['triton'] = None; print(face.kernels())"
     )
@@ -316,11 +317,11 @@ def test_kernels_on_a_gpu(case: Case) -> None:
 def test_on_a_gpu_nothing_waits_and_every_run_gives_the_same_bits() -> None:
     x, grad = torch.randn(64, 32, 56, 56, device="cuda"), torch.randn(64, 32, 56, 56, device="cuda")
     scale, zero_point = torch.tensor(0.02, device="cuda"), torch.tensor(100.0, device="cuda")
-    first = triton.gradients(grad, x, scale, zero_point, 0, 255)
+    first = fake_quantizer.gradients(grad, x, scale, zero_point, 0, 255)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        triton.quantize(x, scale, zero_point, 0, 255)
-        runs = [triton.gradients(grad, x, scale, zero_point, 0, 255) for _ in range(5)]
+        fake_quantizer.quantize(x, scale, zero_point, 0, 255)
+        runs = [fake_quantizer.gradients(grad, x, scale, zero_point, 0, 255) for _ in range(5)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for run in runs:

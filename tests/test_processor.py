@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import qat
-from qat.kernels import compiler, processor, products
+from qat.kernels.cpu import compiler, onednn, processor
 
 GEOMETRIES = {
     # images, input channels, output channels, groups, kernel, stride, height, width
@@ -26,7 +26,7 @@ GEOMETRIES = {
 @pytest.fixture
 def untried() -> Iterator[None]:
     """What was found out about the processor is forgotten, before and after."""
-    caches = (products.are_exact, products.is_exact_natively, products._say)
+    caches = (onednn.are_exact, onednn.is_exact_natively, onednn._say)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -49,10 +49,10 @@ def operands(name: str, zero: float, biased: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize("zero", [0.0, 7.0])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_the_emulation_is_what_onednn_returns(name: str, zero: float, biased: bool) -> None:
-    emulated = products._emulated_convolution(*operands(name, zero, biased))
+    emulated = onednn._emulated_convolution(*operands(name, zero, biased))
     assert emulated.is_contiguous(memory_format=torch.channels_last)
-    if products.is_exact_natively():  # elsewhere there is nothing to hold it against
-        real = products._convolution(*operands(name, zero, biased))
+    if onednn.is_exact_natively():  # elsewhere there is nothing to hold it against
+        real = onednn._convolution(*operands(name, zero, biased))
         assert torch.equal(emulated, real) and emulated.stride() == real.stride()
 
 
@@ -62,35 +62,35 @@ def test_each_kind_can_be_asked_for(
 ) -> None:
     monkeypatch.setenv(processor.VARIABLE, asked)
     with caplog.at_level(logging.INFO, "qat.kernels"):
-        found = {kind: products.are_exact(kind) for kind in products.KINDS}
+        found = {kind: onednn.are_exact(kind) for kind in onednn.KINDS}
     assert set(found.values()) == {asked == "vnni"}
     said = {"no-vnni": ["QAT_PROCESSOR=no-vnni: training multiplies in float on the same grids"]}
     emulated = ["QAT_PROCESSOR=vnni, and this processor has none: integer products are emulated, slowly"]
-    assert caplog.messages == said.get(asked, [] if products.is_exact_natively() else emulated)
+    assert caplog.messages == said.get(asked, [] if onednn.is_exact_natively() else emulated)
 
 
 def test_without_vnni_one_calm_line_says_so(
     untried: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(processor.VARIABLE, raising=False)
-    exact = products._emulated_convolution
-    monkeypatch.setattr(products, "_convolution", lambda *given: exact(*given).clamp(-30000, 30000))
+    exact = onednn._emulated_convolution
+    monkeypatch.setattr(onednn, "_convolution", lambda *given: exact(*given).clamp(-30000, 30000))
     with caplog.at_level(logging.INFO, "qat.kernels"):
-        assert {False} == set(map(products.are_exact, reversed(products.KINDS)))
+        assert {False} == set(map(onednn.are_exact, reversed(onednn.KINDS)))
     assert caplog.messages == ["no VNNI: training multiplies in float on the same grids"]
 
 
 @pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 def test_as_either_kind_a_layer_trains_on_the_same_numbers(untried: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a processor without VNNI: integers by the emulation, or float products, which differ by rounding only."""
-    emulated, calls = products._emulated_convolution, []
-    monkeypatch.setattr(products, "_convolution", lambda *given: emulated(*given).clamp(-30000, 30000))
+    emulated, calls = onednn._emulated_convolution, []
+    monkeypatch.setattr(onednn, "_convolution", lambda *given: emulated(*given).clamp(-30000, 30000))
 
     def counted(*given: Any) -> Tensor:
         calls.append(os.environ[processor.VARIABLE])
         return emulated(*given)
 
-    monkeypatch.setattr(products, "_emulated_convolution", counted)
+    monkeypatch.setattr(onednn, "_emulated_convolution", counted)
     torch.manual_seed(0)
     x = torch.randn(8, 16, 28, 28)
     model = qat.prepare(nn.Sequential(nn.Conv2d(16, 32, 3)))
@@ -98,8 +98,8 @@ def test_as_either_kind_a_layer_trains_on_the_same_numbers(untried: None, monkey
     found: dict[str, Tensor] = {}
     for asked in ("vnni", "no-vnni"):
         monkeypatch.setenv(processor.VARIABLE, asked)
-        products.are_exact.cache_clear()
-        products.is_exact_natively.cache_clear()
+        onednn.are_exact.cache_clear()
+        onednn.is_exact_natively.cache_clear()
         model.train()
         calls.clear()
         found[asked] = model(x)

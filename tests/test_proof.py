@@ -9,7 +9,7 @@ from test_train import CONFIG, TINY_MODEL
 
 import train
 from qat.export import LayerDifference, Saturation, Verification, default_session
-from qat.kernels import processor, products
+from qat.kernels.cpu import onednn, processor
 from qat.training.config import RunConfig
 from qat.training.proof import Proof
 from qat.training.report import onnx_results, session_results, write_summary
@@ -111,7 +111,7 @@ def test_the_summary_names_the_processor(
     assert train.main(command) == 0
     machine = json.loads((folder / "x" / "summary.json").read_text())["machine"]
     assert machine["exact_integer_products"] == {
-        "torch": products.is_exact_natively(),
+        "torch": onednn.is_exact_natively(),
         "onnxruntime_default": default_session.multiplies_exactly(with_option=False),
     }
     assert machine["taken_for"] == asked and machine["processor"] and machine["threads"] >= 1

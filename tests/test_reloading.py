@@ -26,7 +26,7 @@ import qat
 {TRAINS}
 expected = trains(False)
 names = [each.name for each in pkgutil.walk_packages(qat.__path__, "qat.") if "__main__" not in each.name]
-first = ("qat.kernels.structures", "qat.kernels")  # classes before those who use them
+first = ("qat.kernels.cpu.structures", "qat.kernels")  # classes before those who use them
 for name in sorted(names, key=lambda name: [not name.startswith(each) for each in first]):
     if not name.startswith("qat.kernels") and "found" not in globals():
         found = trains(False)  # classes of layers and quantizers of two loads would not know each other
@@ -40,13 +40,13 @@ from torch import nn
 import qat
 {TRAINS}
 expected = trains(True)
-old = qat.kernels.norms.batch_statistics
+old = qat.kernels.operators.norms.batch_statistics
 for name in [name for name in sys.modules if name == "qat" or name.startswith("qat.")]:
     del sys.modules[name]
 import qat
 found = trains(True)
 assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-4), (expected, found)
-assert old is not qat.kernels.norms.batch_statistics
+assert old is not qat.kernels.operators.norms.batch_statistics
 torch.compile(old, backend="aot_eager")(torch.randn(2, 3, 4, 4), 1e-5)  # who holds it can still use it
 print("done")
 """

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import qat
-from qat.kernels import compiler, norms, plain_formulas
+from qat.kernels import plain_formulas
+from qat.kernels.cpu import compiler
+from qat.kernels.operators import norms
 from qat.layers import chains, products
 from qat.preparation import fused_graph, references
 from qat.preparation.prepared_graph import PreparedGraph

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from qat.kernels import processor
+from qat.kernels.cpu import processor
 
 EXACT_OPTION = ("session.x64quantprecision", "1")
 """Name and value, for `onnxruntime.SessionOptions().add_session_config_entry`."""

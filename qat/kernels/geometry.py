@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qat.kernels import products
+from qat.kernels.cpu import onednn
 
 FEWEST_ROWS, FEWEST_ROWS_QUICKLY_PACKED = 512, 160
 """With fewer rows, packing an int8 weight takes longer than multiplying by it saves. oneDNN packs three times as fast
@@ -72,7 +72,7 @@ class Geometry(NamedTuple):
     def is_exact(self, weight: torch.Size) -> bool:
         """Whether this machine's integer products of this kind are right."""
         kind = self.kind(weight)
-        return kind is not None and products.are_exact("dense") and products.are_exact(kind)
+        return kind is not None and onednn.are_exact("dense") and onednn.are_exact(kind)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """In float."""
@@ -87,8 +87,8 @@ class Geometry(NamedTuple):
     ) -> Tensor:
         """In integers."""
         if not self.stride:
-            return products.linear(codes, step, zero, weight, steps, bias)
-        return products.convolution(
+            return onednn.linear(codes, step, zero, weight, steps, bias)
+        return onednn.convolution(
             codes, step, zero, weight, steps, bias, self.stride, self.padding, self.dilation, self.groups
         )
 
@@ -164,7 +164,7 @@ def _gradients_of_rows(
     """Of a linear layer's x, weight and bias."""
     rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     return (
-        products.product(rows, weight.T).view(x.shape) if needs[0] else None,
+        onednn.product(rows, weight.T).view(x.shape) if needs[0] else None,
         rows.T @ inputs if needs[1] else None,
         rows.sum(0) if needs[2] else None,
     )

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from qat.kernels.addresses import is_dense
-from qat.kernels.learned import Levels
-from qat.kernels.norms import batch_statistics, norm_quantize, norm_quantize_backward, sizes_of, statistics
-from qat.kernels.operator import by_formula, is_taken
-from qat.kernels.quantizers import add_quantize, add_quantize_backward
+from qat.kernels.cpu.addresses import is_dense
+from qat.kernels.cpu.learned import Levels
+from qat.kernels.dispatch import by_formula, is_taken
+from qat.kernels.operators.norms import batch_statistics, norm_quantize, norm_quantize_backward, sizes_of, statistics
+from qat.kernels.operators.quantizers import add_quantize, add_quantize_backward
 from qat.layers.codes import (
     Codes,
     carrier_for,

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qat.kernels.addresses import is_dense
+from qat.kernels.cpu.addresses import is_dense
+from qat.kernels.cpu.learned import Levels, dequantize
+from qat.kernels.dispatch import by_formula, is_taken
 from qat.kernels.formulas import quantizers as formulas
-from qat.kernels.learned import Levels, dequantize
-from qat.kernels.operator import by_formula, is_taken
-from qat.kernels.quantizers import quantize_codes, quantize_codes_backward
+from qat.kernels.operators.quantizers import quantize_codes, quantize_codes_backward
 from qat.layers.first_derivative import first_derivative
 from qat.layers.positional import positional
 from qat.quantizer import Quantizer

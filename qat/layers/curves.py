@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.kernels.addresses import is_dense
-from qat.kernels.curves import (
+from qat.kernels.cpu.addresses import is_dense
+from qat.kernels.cpu.learned import Levels
+from qat.kernels.dispatch import is_taken
+from qat.kernels.operators.curves import (
     curve_quantize,
     curve_quantize_backward,
     softmax_quantize,
     softmax_quantize_backward,
 )
-from qat.kernels.learned import Levels
-from qat.kernels.operator import is_taken
 from qat.layers.codes import Codes, carrier_for, decode, has_taken_numbers, holds_nan, learned_by
 from qat.layers.first_derivative import first_derivative
 from qat.layers.positional import positional

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.kernels.matmul_operators import arranged, codes_matmul, codes_matmul_backward
+from qat.kernels.operators.matmuls import arranged, codes_matmul, codes_matmul_backward
 from qat.layers.codes import Codes, connected, decode, owned
 from qat.layers.first_derivative import first_derivative
 from qat.layers.positional import positional

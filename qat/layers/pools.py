@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.kernels.formulas.pools import pooled_size
-from qat.kernels.pools import LARGEST_WINDOW, max_pool_codes, max_pool_codes_backward
+from qat.kernels.operators.pools import LARGEST_WINDOW, max_pool_codes, max_pool_codes_backward
 from qat.layers.codes import Codes, carrier_for, connected, decode
 from qat.layers.first_derivative import first_derivative
 from qat.layers.positional import positional

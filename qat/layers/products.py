@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.kernels import integers_allowed
-from qat.kernels.cpu import rows_of
+from qat.kernels.cpu.learned import Levels
+from qat.kernels.cpu.quantizers import rows_of
+from qat.kernels.dispatch import is_taken
 from qat.kernels.geometry import Geometry
-from qat.kernels.learned import Levels
-from qat.kernels.operator import is_taken
-from qat.kernels.product_operators import codes_product, codes_product_backward, input_scale_gradient
+from qat.kernels.operators.products import codes_product, codes_product_backward, input_scale_gradient
 from qat.layers.base import QuantLayer
 from qat.layers.codes import Codes, decode, has_taken_numbers, in_force, owned
 from qat.layers.conv import QuantConvolution

@@ -5,10 +5,10 @@ import ctypes
 import torch
 from torch import Tensor
 
-from qat.kernels.addresses import numbers_at
-from qat.kernels.compiler import library
-from qat.kernels.cpu import compiled, is_plain
-from qat.kernels.operator import by_formula
+from qat.kernels.cpu.addresses import numbers_at
+from qat.kernels.cpu.compiler import library
+from qat.kernels.cpu.quantizers import compiled, is_plain
+from qat.kernels.dispatch import by_formula
 from qat.quantizer import Quantizer
 from qat.quantizer.positive import FLOOR_SHARE
 

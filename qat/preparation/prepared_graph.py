@@ -12,10 +12,11 @@ from torch import fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
-from qat.kernels import formulas_wanted, plain_here, plain_wanted, products
-from qat.kernels.compiler import library
+from qat.kernels import formulas_wanted, plain_here, plain_wanted
+from qat.kernels.cpu import onednn
+from qat.kernels.cpu.compiler import library
+from qat.kernels.dispatch import is_taken
 from qat.kernels.formulas.products import try_int_mm
-from qat.kernels.operator import is_taken
 from qat.preparation.attributes import keep_attributes, keep_class, plain_attributes
 from qat.preparation.checking import is_wanted, judge
 from qat.preparation.fused_graph import FusedForward, fused_forward
@@ -152,8 +153,8 @@ class PreparedGraph(fx.GraphModule):
         devices = {parameter.device for parameter in self.parameters()}
         if any(device.type == "cpu" for device in devices) and library() is not None:
             kind._has_library = True
-            for each in products.KINDS:
-                products.are_exact(each)
+            for each in onednn.KINDS:
+                onednn.are_exact(each)
         for device in devices:
             if device.type == "cuda" or formulas_wanted():
                 try_int_mm(device)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
-from qat.kernels import processor
+from qat.kernels.cpu import processor
 from qat.training.errors import UserError
 
 LARGEST_SEED = 2**63 - 1

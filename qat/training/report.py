@@ -11,7 +11,7 @@ import torch
 
 from qat.export import LayerDifference, Saturation, Verification
 from qat.export.default_session import multiplies_exactly
-from qat.kernels import processor, products
+from qat.kernels.cpu import onednn, processor
 from qat.training.config import RunConfig
 from qat.training.files import write_text
 
@@ -99,7 +99,7 @@ def write_summary(path: Path, config: RunConfig, results: dict[str, Any], second
             "processor": platform.machine(),
             "threads": torch.get_num_threads(),
             "exact_integer_products": {
-                "torch": products.is_exact_natively(),
+                "torch": onednn.is_exact_natively(),
                 "onnxruntime_default": multiplies_exactly(with_option=False),
             },
             "taken_for": processor.asked_for(),

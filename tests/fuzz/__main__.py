@@ -16,7 +16,7 @@ from typing import Any
 import onnxruntime
 import torch
 
-from qat.kernels import products
+from qat.kernels.cpu import onednn
 from tests.fuzz.checking import Verdict, check, checked
 from tests.fuzz.program import Program
 from tests.fuzz.shrinking import shrink
@@ -105,7 +105,7 @@ def surroundings() -> dict[str, Any]:
         "torch": torch.__version__,
         "onnxruntime": onnxruntime.__version__,
         "processor": model[0] if model else platform.processor(),
-        "exact integer products": products.are_exact("dense"),
+        "exact integer products": onednn.are_exact("dense"),
     }
 
 

@@ -1,4 +1,4 @@
-"""Formulas that quantize what an activation function or softmax makes of a tensor; operators of `qat.kernels.curves`.
+"""Formulas that quantize what an activation function or softmax makes of a tensor; see `qat.kernels.operators.curves`.
 
 The functions are torch's own, accurate to a few units in the last place as those of the C kernels are: a value next to
 a tie may fall on the other level.

@@ -1,4 +1,4 @@
-"""Formulas of the product of two quantized tensors, batch by batch; operators of `qat.kernels.matmul_operators`."""
+"""Formulas of the product of two quantized tensors, batch by batch; operators of `qat.kernels.operators.matmuls`."""
 
 import torch
 from torch import Tensor

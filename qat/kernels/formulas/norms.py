@@ -1,4 +1,4 @@
-"""Formulas of a BatchNorm, a clamp and the quantizer behind them; operators of `qat.kernels.norms`.
+"""Formulas of a BatchNorm, a clamp and the quantizer behind them; operators of `qat.kernels.operators.norms`.
 
     z = y * alpha + offset, with alpha = gamma * inverse and offset = beta - mean * alpha
 

@@ -1,4 +1,4 @@
-"""Formulas of max pooling of codes, (N, C, H, W); operators of `qat.kernels.pools`.
+"""Formulas of max pooling of codes, (N, C, H, W); operators of `qat.kernels.operators.pools`.
 
 Both go over the elements of the window, each a strided slice of the whole tensor: no indices of eight bytes, and no
 two windows ever write to one place at once, so that the gradient's sums have one order on every device.

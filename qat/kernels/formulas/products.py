@@ -1,4 +1,4 @@
-"""Formulas of a product of codes and a weight, which is put on its grid; operators of `qat.kernels.product_operators`.
+"""Formulas of a product of codes and a weight, which is put on its grid; operators of `qat.kernels.operators.products`.
 
     y = product(codes - zero, integers) * (step * steps) + bias, integers = clamp(round(weight / steps), low, high)
 

@@ -1,4 +1,4 @@
-"""Formulas that quantize: a tensor, and a sum of two quantized tensors; operators of `qat.kernels.quantizers`.
+"""Formulas that quantize: a tensor, and a sum of two quantized tensors; see `qat.kernels.operators.quantizers`.
 
 Values and gradients may be float32, bfloat16 or float16; everything is computed in float32.
 """

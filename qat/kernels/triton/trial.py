@@ -38,7 +38,7 @@ def plain_gradients(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int,
     needs: tuple[bool, ...] = (True, True, True),
 ) -> Gradients:  # fmt: skip
-    """The gradients of x, scale and zero point, in the dtypes and shapes of `qat.kernels.triton.gradients`."""
+    """The gradients of x, scale and zero point, as `qat.kernels.triton.fake_quantizer.gradients` gives them."""
     step, zero, v = _ratio(x, scale, zero_point, qmin, qmax)
     bounded = torch.clamp(v, qmin - zero, qmax - zero)
     inside, full = bounded == v, grad.to(torch.float32)

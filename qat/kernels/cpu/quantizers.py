@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.kernels.addresses import elements_at, is_dense, numbers_at, rows_at
-from qat.kernels.compiler import library
-from qat.kernels.structures import Grid, Rows
+from qat.kernels.cpu.addresses import elements_at, is_dense, numbers_at, rows_at
+from qat.kernels.cpu.compiler import library
+from qat.kernels.cpu.structures import Grid, Rows
 
 FEW = 1 << 15
 """Tensors up to this size are not worth a second thread."""
@@ -70,7 +70,7 @@ def compiled() -> Any:
 
 
 class CPUKernels:
-    """The fake-quantizer in C; see `qat.kernels.choice.Kernels`."""
+    """The fake-quantizer in C; see `qat.kernels.dispatch.Kernels`."""
 
     @staticmethod
     def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:

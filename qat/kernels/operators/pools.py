@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from qat.kernels.addresses import elements_at
-from qat.kernels.cpu import compiled, like, threads_for
+from qat.kernels.cpu.addresses import elements_at
+from qat.kernels.cpu.quantizers import compiled, like, threads_for
+from qat.kernels.cpu.structures import Pool
 from qat.kernels.formulas import pools as formulas
-from qat.kernels.operator import operator
-from qat.kernels.structures import Pool
+from qat.kernels.operators.operator import operator
 
 LARGEST_WINDOW = 256
 """Elements of a window: which of them was the largest is kept in one byte."""

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qat.kernels.addresses import elements_at, numbers_at
-from qat.kernels.cpu import compiled, like, threads_for
+from qat.kernels.cpu.addresses import elements_at, numbers_at
+from qat.kernels.cpu.learned import learned_grid
+from qat.kernels.cpu.quantizers import compiled, like, threads_for
+from qat.kernels.cpu.structures import Extent, Norm
 from qat.kernels.formulas import norms as formulas
-from qat.kernels.learned import learned_grid
-from qat.kernels.operator import operator
-from qat.kernels.structures import Extent, Norm
+from qat.kernels.operators.operator import operator
 
 
 def sizes_of(y: Tensor) -> tuple[int, int, int] | None:

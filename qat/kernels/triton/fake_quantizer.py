@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from qat.kernels.triton_layout import Layout, Tiling, layout_of, tiling_of
-from qat.kernels.triton_trial import Kind, difference, plain_gradients, plain_quantize
+from qat.kernels.triton.layout import Layout, Tiling, layout_of, tiling_of
+from qat.kernels.triton.trial import Kind, difference, plain_gradients, plain_quantize
 
 Result = TypeVar("Result")
 
@@ -38,9 +38,9 @@ log = logging.getLogger("qat.kernels")
 @functools.cache
 def kernels() -> Any | None:
     """The module of the kernels, or None where triton is not installed."""
-    from qat.kernels import triton_kernels
+    from qat.kernels.triton import kernels as loaded
 
-    return triton_kernels if triton_kernels.triton is not None else None
+    return loaded if loaded.triton is not None else None
 
 
 def may_run_on(device: torch.device) -> bool:
@@ -275,7 +275,7 @@ def _or_plainly(kernel: Callable[..., Result], plain: Callable[..., Result]) -> 
 
 
 class TritonKernels:
-    """The fake-quantizer in Triton; see `qat.kernels.choice.Kernels`."""
+    """The fake-quantizer in Triton; see `qat.kernels.dispatch.Kernels`."""
 
     quantize = staticmethod(_or_plainly(quantize, plain_quantize))
     gradients = staticmethod(_or_plainly(gradients, plain_gradients))

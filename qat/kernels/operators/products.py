@@ -9,12 +9,12 @@ import math
 import torch
 from torch import Tensor
 
-from qat.kernels.addresses import elements_at, numbers_at
-from qat.kernels.cpu import compiled, like, quantize_rows, quantize_rows_backward, threads_for
+from qat.kernels.cpu.addresses import elements_at, numbers_at
+from qat.kernels.cpu.learned import dequantize, learned_grid, step_and_zero
+from qat.kernels.cpu.quantizers import compiled, like, quantize_rows, quantize_rows_backward, threads_for
 from qat.kernels.formulas import products as formulas
 from qat.kernels.geometry import Geometry, arranged
-from qat.kernels.learned import dequantize, learned_grid, step_and_zero
-from qat.kernels.operator import operator
+from qat.kernels.operators.operator import operator
 
 
 def _product(

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat.kernels.addresses import elements_at, numbers_at
-from qat.kernels.cpu import compiled, threads_for
-from qat.kernels.structures import LearnedGrid
+from qat.kernels.cpu.addresses import elements_at, numbers_at
+from qat.kernels.cpu.quantizers import compiled, threads_for
+from qat.kernels.cpu.structures import LearnedGrid
 
 
 class Levels(NamedTuple):

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from qat.kernels.addresses import elements_at, numbers_at
-from qat.kernels.cpu import compiled, like, threads_for
+from qat.kernels.cpu.addresses import elements_at, numbers_at
+from qat.kernels.cpu.learned import learned_grid
+from qat.kernels.cpu.quantizers import compiled, like, threads_for
 from qat.kernels.formulas import curves as formulas
-from qat.kernels.learned import learned_grid
-from qat.kernels.operator import operator
+from qat.kernels.operators.operator import operator
 
 CURVES = ("gelu", "gelu_tanh", "silu", "hardswish")
 """In the order of the kernels' own numbers."""
@@ -18,7 +18,7 @@ def curve_quantize(
     x: Tensor, curve: str, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int,
     factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes of curve(x), one of `CURVES`; x: dense. As of `qat.kernels.quantizers`."""
+    """Codes of curve(x), one of `CURVES`; x: dense. As of `qat.kernels.operators.quantizers`."""
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     codes, numbers = torch.empty_like(x, dtype=torch.uint8), x.new_empty(2)
     compiled().curve_quantize(

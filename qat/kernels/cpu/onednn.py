@@ -1,8 +1,8 @@
 """Convolutions and matrix products of uint8 by int8 codes, exact in int32, through oneDNN: on processors with VNNI.
 
 Elsewhere these operators of torch return wrong values without a word (sums that saturate at 16 bits), so they are
-tried on extreme integers first and never used where one sum is off. `qat.kernels.processor` can ask for the other kind
-of processor: then they are emulated, or left alone.
+tried on extreme integers first and never used where one sum is off. `qat.kernels.cpu.processor` can ask for the other
+kind of processor: then they are emulated, or left alone.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.kernels import processor
+from qat.kernels.cpu import processor
 
 log = logging.getLogger("qat.kernels")
 

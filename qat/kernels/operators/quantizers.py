@@ -7,12 +7,12 @@ All take a quantizer's own tensors (scale, smallest, zero_point) and the fields 
 import torch
 from torch import Tensor
 
-from qat.kernels.addresses import elements_at, numbers_at
-from qat.kernels.cpu import compiled, like, threads_for
+from qat.kernels.cpu.addresses import elements_at, numbers_at
+from qat.kernels.cpu.learned import learned_grid
+from qat.kernels.cpu.quantizers import compiled, like, threads_for
+from qat.kernels.cpu.structures import Operand
 from qat.kernels.formulas import quantizers as formulas
-from qat.kernels.learned import learned_grid
-from qat.kernels.operator import operator
-from qat.kernels.structures import Operand
+from qat.kernels.operators.operator import operator
 
 
 def _codes_like(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from qat.kernels.cache import cache_folder, process_folder, store, stored
-from qat.kernels.structures import declare
+from qat.kernels.cpu.cache import cache_folder, process_folder, store, stored
+from qat.kernels.cpu.structures import declare
 
 HERE = Path(__file__).parent
 

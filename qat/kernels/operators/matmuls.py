@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from qat.kernels.cpu import like
+from qat.kernels.cpu.learned import dequantize
+from qat.kernels.cpu.quantizers import like
 from qat.kernels.formulas import matmuls as formulas
-from qat.kernels.learned import dequantize
-from qat.kernels.operator import operator
+from qat.kernels.operators.operator import operator
 
 
 @operator(

@@ -1,11 +1,11 @@
 # ruff: noqa: N803 - constants of a kernel are written in capitals
 """The Triton kernels of the affine fake-quantizer: one pass over the storage of x, seen as a matrix of tiles.
 
-Loaded by `qat.kernels.triton` at the first use, never by `import qat`. Where triton is missing the file can still be
-read; nothing in it can be called.
+Loaded by `qat.kernels.triton.fake_quantizer` at the first use, never by `import qat`. Where triton is missing the file
+can still be read; nothing in it can be called.
 
 A kernel sees x as (height, width). Its programs take tiles of ROWS x COLS; the scale is the same for a whole row, or
-(PER_COLUMN, channels innermost in memory) for a whole column. `qat.kernels.triton_layout` chooses the view.
+(PER_COLUMN, channels innermost in memory) for a whole column. `qat.kernels.triton.layout` chooses the view.
 """
 
 from collections.abc import Callable

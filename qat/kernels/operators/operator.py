@@ -6,28 +6,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from qat.kernels.cpu import is_plain
-from qat.kernels.switches import formulas_wanted
+from qat.kernels.dispatch import DTYPES, by_formula
 
 Result = TypeVar("Result")
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of the tensors that formulas take."""
-
-
-def by_formula(x: Tensor) -> bool:
-    """Whether kernels are formulas for this tensor: on CUDA, where torch.compile makes kernels of them."""
-    return x.is_cuda or formulas_wanted()
-
-
-def is_taken(x: Tensor) -> bool:
-    """Whether operators take a tensor: float32 on the CPU, by formula what mixed precision is made of, no subclass."""
-    if by_formula(x):
-        return x.dtype in DTYPES and type(x) in (Tensor, torch.nn.Parameter)
-    return is_plain(x)
 
 
 def operator(

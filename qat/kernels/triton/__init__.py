@@ -1,0 +1,1 @@
+"""The fake-quantizer on CUDA, in Triton."""
