@@ -1,4 +1,4 @@
-"""What the engine's proof of itself costs: once a model, at the end of `calibrate` (`qat.preparation.checking`).
+"""What the engine's proof of itself costs: once a model, at the end of `calibrate` (`qat.fused.self_check.judging`).
 
 python -m benchmarks.self_check              # each model in a process of its own; keeps results/self_check.json
 python -m benchmarks.document                # writes the table into docs/speed.md
@@ -18,8 +18,8 @@ import torch
 import torchvision
 
 import qat
+from qat.fused.graph import FusedGraph
 from qat.kernels.cpu import onednn
-from qat.preparation.prepared_graph import PreparedGraph
 
 OUT = Path(__file__).resolve().parent / "results" / "self_check.json"
 CASES = {"resnet18": (16, 112), "mobilenet_v2": (16, 112), "vit_b_16": (8, 224)}
@@ -55,7 +55,7 @@ def measured(name: str) -> dict[str, object]:
     images = torch.randn(batch, 3, size, size).to(memory_format=torch.channels_last)
     model = qat.prepare(net, example_inputs=images[:2])
     qat.calibrate(model, [images])
-    assert isinstance(model, PreparedGraph)
+    assert isinstance(model, FusedGraph)
     model.train()
     steps, checks = [], []
     step(model, images)

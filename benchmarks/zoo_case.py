@@ -32,9 +32,9 @@ from benchmarks.zoo_runtime import Part, agreement, parts_of
 from qat.analysis.work import Place, integer_work
 from qat.in_place import put_in_place
 from qat.layers import QuantLayer
-from qat.preparation.fusion import swappable_layers
 from qat.preparation.parts import prepared_parts
 from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.preparation.swapping import swappable_layers
 from qat.quantizer import Quantizer
 
 LEARNING_RATE = 1e-4

@@ -30,10 +30,13 @@ from qat.layers import (
     QuantMultiheadAttention,
     QuantRNN,
 )
-from qat.preparation import feature_extractor, float_state_dict, prepare, self_check
+from qat.preparation.features import feature_extractor
+from qat.preparation.proof import self_check
+from qat.preparation.state import float_state_dict
 from qat.quantizer import Quantizer, penalty, register_quantizer, set_progress
 from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec
+from qat.workflow import prepare
 
 __version__ = "0.1.0"
 

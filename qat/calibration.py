@@ -10,9 +10,9 @@ from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
 from qat.layers import QuantFunction, QuantLayer
-from qat.preparation.nodes import model_device
 from qat.preparation.proof import first_calls, prove
 from qat.quantizer import Quantizer, RangeObserver
+from qat.tracing.nodes import model_device
 
 
 def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]) -> None:

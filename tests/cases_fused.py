@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
+from qat.fused.functions.codes import EncodeFunction
+from qat.fused.functions.curves import QuantizeCurveFunction, QuantizeSoftmaxFunction
+from qat.fused.functions.matmuls import MatmulFunction
+from qat.fused.functions.pools import MaxPoolFunction
+from qat.fused.functions.products import CodesProductFunction
 from qat.kernels import plain_formulas
-from qat.layers.codes import EncodeFunction
-from qat.layers.curves import QuantizeCurveFunction, QuantizeSoftmaxFunction
-from qat.layers.matmuls import MatmulFunction
-from qat.layers.pools import MaxPoolFunction
-from qat.layers.products import CodesProductFunction
 
 
 @pytest.fixture(autouse=True)

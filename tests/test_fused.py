@@ -12,11 +12,11 @@ from cases_fused import Block, assert_same, counted, images, prepared, results, 
 from torch import Tensor, nn
 
 import qat
+from qat.fused.functions.codes import Codes, DecodeFunction
+from qat.fused.graph import FusedGraph
+from qat.fused.rewriting import fused_forward
 from qat.kernels import float_products, plain_formulas
 from qat.kernels.cpu import compiler, onednn
-from qat.layers.codes import Codes, DecodeFunction
-from qat.preparation.fused_graph import fused_forward
-from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import Quantizer
 
 __all__ = ["counted", "two_threads"]  # fixtures
@@ -181,7 +181,7 @@ def test_the_model_stays_what_it_was() -> None:
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    assert type(loaded).__mro__[1] is type(model).__mro__[1] is PreparedGraph and loaded._derive() is not None
+    assert type(loaded).__mro__[1] is type(model).__mro__[1] is FusedGraph and loaded._derive() is not None
     assert list(again.state_dict()) == keys == list(loaded.state_dict())
     assert torch.equal(again(x), loaded(x))
     assert isinstance(model.eval()(x), Tensor)

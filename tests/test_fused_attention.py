@@ -10,9 +10,9 @@ from cases_fused import assert_same, counted, images, prepared, results, two_thr
 from torch import Tensor, nn
 
 from benchmarks.speed_memory import saved_bytes
+from qat.fused.functions.codes import DecodeFunction
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
-from qat.layers.codes import DecodeFunction
 
 __all__ = ["counted", "two_threads"]  # fixtures
 

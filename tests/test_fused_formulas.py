@@ -17,12 +17,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.speed_memory import saved_bytes
+from qat.fused.functions import scale_repair
 from qat.kernels import float_products, kernels_by_formula, plain_formulas
-from qat.kernels.cpu import quantizers
+from qat.kernels.cpu import compiler, quantizers
 from qat.kernels.dispatch import _switches
 from qat.kernels.formulas import products
-from qat.layers import repair
-from qat.preparation import prepared_graph
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +130,7 @@ def test_formulas_need_no_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     model = prepared(x)
     other = copy.deepcopy(model)
     expected = step(model, x, model)
-    for module in (quantizers, repair, prepared_graph):
+    for module in (quantizers, scale_repair, compiler):
         monkeypatch.setattr(module, "library", lambda: None)
     found = step(other, x, other)
     # What is not on codes (hidden's input) is quantized by the plain formula, whose sums have another order.
@@ -143,7 +142,7 @@ def test_formulas_need_no_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_broken_scales_on_several_devices_are_put_back() -> None:
     with FakeTensorMode():
         scales = [torch.ones((), device=device) for device in ("cpu", "cuda", "cpu", "cuda")]
-        repair._put_back._init_fn(scales, [each * 0.1 for each in scales])
+        scale_repair._put_back._init_fn(scales, [each * 0.1 for each in scales])
     assert [each.device.type for each in scales] == ["cpu", "cuda", "cpu", "cuda"]
 
 

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from cases_fused import Block, assert_same, counted, images, prepared, two_threads
 from torch import Tensor, nn
 
+from qat.fused.functions.codes import Codes, carrier_for, decode
+from qat.fused.functions.pools import max_pool, window_of
 from qat.kernels.cpu import compiler
-from qat.layers.codes import Codes, carrier_for, decode
-from qat.layers.pools import max_pool, window_of
 
 __all__ = ["counted", "two_threads"]  # fixtures
 

@@ -17,9 +17,12 @@ FLOORS = [
     ("qat.testing",),
     ("qat.quantizer",),
     ("qat.layers",),
-    ("qat.preparation", "qat.calibration", "qat.ewgs"),
-    ("qat.analysis",),
+    ("qat.tracing",),
+    ("qat.preparation",),
+    ("qat.analysis", "qat.calibration", "qat.ewgs"),
+    ("qat.fused",),
     ("qat.export",),
+    ("qat.workflow",),
     ("qat.training",),
 ]
 HEAVY = ("yaml", "pydantic", "torchvision", "tensorboard", "onnx", "onnxscript", "onnxruntime")

@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 from torchvision.ops import SqueezeExcitation
 
 import qat
-from qat.preparation.nodes import tensor_nodes
 from qat.quantizer import Quantizer
 from qat.targets import PROFILES
+from qat.tracing.nodes import tensor_nodes
 
 EACH = pytest.mark.parametrize("target", list(PROFILES))
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import qat
 from qat.layers import QuantLayer
-from qat.preparation.prepared import probe
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer, create_quantizer, registered_quantizers
+from qat.workflow import probe
 
 
 def test_the_float_model_is_untouched_and_its_keys_stay() -> None:

@@ -18,21 +18,22 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import qat
+from qat.fused import rewriting
+from qat.fused.functions import norm_activation, products
+from qat.fused.graph import FusedGraph
+from qat.fused.self_check import references
+from qat.fused.self_check.training_step import Results, difference
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
 from qat.kernels.operators import norms
-from qat.layers import chains, products
-from qat.preparation import fused_graph, references
-from qat.preparation.prepared_graph import PreparedGraph
-from qat.preparation.training_step import Results, difference
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 
 
-def calibrated(model: nn.Module, x: Tensor) -> PreparedGraph:
+def calibrated(model: nn.Module, x: Tensor) -> FusedGraph:
     model = qat.prepare(model, example_inputs=x)
     qat.calibrate(model, [x])
-    assert isinstance(model, PreparedGraph)
+    assert isinstance(model, FusedGraph)
     return model.train()
 
 
@@ -51,8 +52,8 @@ class Residual(nn.Module):
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, table: dict[Any, Any], changed: Callable[..., Any]) -> None:
     """Let fused graphs call something else instead of one of their functions, in the sight of the check."""
-    original = getattr(fused_graph, name)
-    monkeypatch.setattr(fused_graph, name, changed)
+    original = getattr(rewriting, name)
+    monkeypatch.setattr(rewriting, name, changed)
     monkeypatch.setitem(table, changed, table[original])
 
 
@@ -61,7 +62,7 @@ def test_a_sound_model_trains_on_codes_and_is_left_as_it_was() -> None:
     x = images()
     model = qat.prepare(Block(), example_inputs=x)
     qat.calibrate(model, [x])
-    assert isinstance(model, PreparedGraph)
+    assert isinstance(model, FusedGraph)
     model._verdicts.clear()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(7)
@@ -106,7 +107,7 @@ def test_a_wrong_clip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     x = images()
 
     def changed(y: Any, quantizer: Any, norm: Any = None, floor: float = 0, *rest: Any) -> Any:
-        return chains.quantize_chain(y, quantizer, norm, 0.1 if norm is not None else floor, *rest)
+        return norm_activation.quantize_chain(y, quantizer, norm, 0.1 if norm is not None else floor, *rest)
 
     replace(monkeypatch, "quantize_chain", references.QUANTIZING, changed)
     model = calibrated(Block(), x)
@@ -119,17 +120,17 @@ def test_a_wrong_clip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrongly_wired_graph_never_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     x = images()
-    original = fused_graph.fused_graph
+    original = rewriting.fused_graph
 
     def crossed(model: Any, distrusted: Any = ()) -> Any:
         graph = original(model, distrusted)
         assert graph is not None
         for node in graph.nodes:
-            if node.target is chains.quantize_sum:
+            if node.target is norm_activation.quantize_sum:
                 node.args = (node.args[0], node.args[0], *node.args[2:])
         return graph
 
-    monkeypatch.setattr("qat.preparation.checking.fused_graph", crossed)
+    monkeypatch.setattr("qat.fused.self_check.judging.fused_graph", crossed)
     with caplog.at_level(logging.WARNING, "qat"):
         model = calibrated(Residual(), x)
     (verdict,) = model._verdicts.values()
@@ -157,7 +158,7 @@ def test_the_first_step_checks_what_calibration_did_not_see() -> None:
     first = calibrated(Block(), x)
     model = qat.prepare(Block(), example_inputs=x)
     model.load_state_dict(first.state_dict())
-    assert isinstance(model, PreparedGraph) and not model._verdicts
+    assert isinstance(model, FusedGraph) and not model._verdicts
     model.train()
     model(x)
     (verdict,) = model._verdicts.values()
@@ -174,7 +175,7 @@ def test_every_change_is_checked_anew_and_known_states_are_not(monkeypatch: pyte
     model(x)
     assert len(model._verdicts) == 2
     model.conv1.train()
-    monkeypatch.setattr("qat.preparation.prepared_graph.judge", None)  # not asked again
+    monkeypatch.setattr("qat.fused.graph.judge", None)  # not asked again
     model(x)
     copied = copy.deepcopy(model)
     copied(x)
@@ -182,7 +183,7 @@ def test_every_change_is_checked_anew_and_known_states_are_not(monkeypatch: pyte
 
 def test_off_means_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QAT_SELF_CHECK", "off")
-    monkeypatch.setattr("qat.preparation.prepared_graph.judge", None)
+    monkeypatch.setattr("qat.fused.graph.judge", None)
     x = images()
     model = calibrated(Block(), x)
     model(x)
@@ -266,7 +267,7 @@ def three_for_zero(*args: Any) -> Any:
 )
 def test_what_a_clip_hides_is_seen(name: str, changed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(chains, name, changed)
+    monkeypatch.setattr(norm_activation, name, changed)
     model = calibrated(Deep(), images())
     (verdict,) = model._verdicts.values()
     assert verdict.distrusted == ("a_quantizer", "b_quantizer")
@@ -280,7 +281,7 @@ def test_a_frozen_norm_is_another_kernel_and_checked_anew(monkeypatch: pytest.Mo
         follows_batch = rest[-2]
         return (found[0] if follows_batch else found[0] * 2, *found[1:])
 
-    monkeypatch.setattr(chains, "norm_quantize_backward", changed)
+    monkeypatch.setattr(norm_activation, "norm_quantize_backward", changed)
     x = images()
     model = calibrated(Deep(), x)
     assert [verdict.distrusted for verdict in model._verdicts.values()] == [()]
@@ -302,7 +303,7 @@ def test_inputs_of_different_lengths_are_checked_with_integers_too(monkeypatch: 
         return products.multiply(*args, copies=copies)
 
     replace(monkeypatch, "multiply", references.COMPUTING, changed)
-    monkeypatch.setattr("qat.preparation.checking.multiply", changed)
+    monkeypatch.setattr("qat.fused.self_check.judging.multiply", changed)
     x, b = images(), torch.randn(5, 4, 1, 1)[:1]
     model = qat.prepare(Biased(), example_inputs=(x, b))
     qat.calibrate(model, [{"x": x, "b": b}])
@@ -379,7 +380,7 @@ def test_complex_answers_are_checked() -> None:
     qat.calibrate(model, [x])
     model.train()
     model(x).abs().sum().backward()
-    assert isinstance(model, PreparedGraph)
+    assert isinstance(model, FusedGraph)
     assert [verdict.distrusted for verdict in model._verdicts.values()] == [()]
 
 
@@ -406,7 +407,7 @@ def test_a_model_that_only_takes_its_own_batches_is_given_up_after_three(monkeyp
     x = images()
     model = calibrated(Deep(), x)
     asked = []
-    monkeypatch.setattr("qat.preparation.prepared_graph.judge", lambda *_: asked.append(1))
+    monkeypatch.setattr("qat.fused.graph.judge", lambda *_: asked.append(1))
     model.norm_b.eval()  # type: ignore[union-attr]
     for _ in range(5):
         model(x).sum().backward()
@@ -430,7 +431,7 @@ def test_threads_that_begin_together_count_every_batch() -> None:
         for thread in threads:
             thread.join()
         assert int(norm.num_batches_tracked) == before + 3
-        assert isinstance(model, PreparedGraph)
+        assert isinstance(model, FusedGraph)
         assert [verdict.distrusted for verdict in model._verdicts.values()] == [()]
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import qat
-from qat.preparation.randomness import python_state
 from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.tracing.randomness import python_state
 
 
 class Reverse(torch.autograd.Function):

@@ -1,5 +1,5 @@
 """Looking at prepared models: what is quantized, how, and what stays in float and why."""
 
-from qat.preparation.table import summary
+from qat.analysis.table import summary
 
 __all__ = ["summary"]

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 from qat.analysis.work_operators import FACTORS, macs_of, moves_values
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
-from qat.preparation.nodes import scope_of
-from qat.preparation.patching import without_fast_path
 from qat.quantizer import Quantizer
 from qat.silence import warnings_ignored
+from qat.tracing.nodes import scope_of
+from qat.tracing.patches import without_fast_path
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from qat.export.integer import ActivationGrid, ConstantGrid, FrozenTable, Global
 from qat.export.runtime_grids import averages_all, grid_to_restate, restate_grid, scales_fit
 from qat.layers import QuantBilinear, QuantFunction, QuantLayer
 from qat.layers.embedding import QuantTable
-from qat.preparation.constants import constant_values, fixed_nodes
-from qat.preparation.kinds import COMPOSITE_TWINS
-from qat.preparation.modes import evaluation_only
-from qat.preparation.nodes import submodule_of
+from qat.layers.twins import COMPOSITE_TWINS
+from qat.preparation.hooks import is_watched
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.preparation.standing_in import is_watched
-from qat.preparation.writing import drop_unread
 from qat.quantizer import Quantizer
+from qat.tracing.constants import constant_values, fixed_nodes
+from qat.tracing.in_place import drop_unread
+from qat.tracing.nodes import submodule_of
+from qat.tracing.train_eval import evaluation_only
 
 
 def to_integer_modules(model: nn.Module) -> nn.Module:

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.export.integer import written_offset
-from qat.preparation.nodes import submodule_of
 from qat.preparation.operations import SPLITTING_FUNCTIONS, SPLITTING_METHODS, passes_grid
 from qat.preparation.placement import grid_of
 from qat.quantizer import Quantizer
+from qat.tracing.nodes import submodule_of
 
 NOT_CARRIED = {
     F.pad, operator.getitem, torch.roll, torch.repeat_interleave, torch.select, torch.narrow,

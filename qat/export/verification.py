@@ -19,12 +19,12 @@ from qat.export.agreement import Pair, Verification, judge
 from qat.export.freezing import call_names
 from qat.export.integer import written_offset
 from qat.export.runtime import answers, call, open_session, output_tensors
-from qat.preparation.constants import fixed_nodes
-from qat.preparation.modes import evaluation_only
-from qat.preparation.nodes import model_device
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.preparation.writing import drop_unread
 from qat.quantizer import Quantizer
+from qat.tracing.constants import fixed_nodes
+from qat.tracing.in_place import drop_unread
+from qat.tracing.nodes import model_device
+from qat.tracing.train_eval import evaluation_only
 
 Batches = Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]
 

@@ -5,11 +5,11 @@ from difflib import get_close_matches
 
 from torch import fx, nn
 
-from qat.preparation.nodes import scope_of, submodule_of
-from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.prepared_graph import PreparedGraph, class_of
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT
-from qat.preparation.writing import drop_unread
 from qat.quantizer import Quantizer
+from qat.tracing.in_place import drop_unread
+from qat.tracing.nodes import scope_of, submodule_of
 
 
 def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]) -> nn.Module:
@@ -54,7 +54,7 @@ def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]
     ends = {key: copied[_end_of(name, model)] for name, key in keys.items()}
     graph.output(ends)
     drop_unread(graph, model)
-    found = PreparedGraph(model, graph, f"{type(model).__name__}Features")
+    found = class_of(model)(model, graph, f"{type(model).__name__}Features")
     for note in (LEFT_IN_FLOAT, COMPROMISES, LAYERS):
         vars(found)[note] = vars(model).get(note, {})
     return found.train(model.training)

@@ -2,20 +2,20 @@
 
 from torch import nn
 
-from qat.preparation.examples import Examples
-from qat.preparation.fusion import fuse_batch_norms, name_float_rest, refusal, swap_layers, swappable_layers
-from qat.preparation.kinds import kind_name
-from qat.preparation.modes import trace
+from qat.layers.twins import kind_name
+from qat.preparation.functional_weights import Read, find_reads, quantize_reads
 from qat.preparation.placement import place_quantizers
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.preparation.reads import Read, find_reads, quantize_reads
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT
-from qat.preparation.writing import mark_changes
+from qat.preparation.swapping import fuse_batch_norms, name_float_rest, refusal, swap_layers, swappable_layers
 from qat.recipe import AnyRecipe, ScopedRecipe
+from qat.tracing.examples import Examples
+from qat.tracing.in_place import mark_changes
+from qat.tracing.train_eval import trace
 
 
 def prepare_graph(
-    root: nn.Module, recipe: AnyRecipe, examples: Examples | None, graph_class: type[PreparedGraph] = PreparedGraph
+    root: nn.Module, recipe: AnyRecipe, examples: Examples | None, graph_class: type[PreparedGraph]
 ) -> PreparedGraph:
     """Trace a float model and quantize the graph; the model's own layers are used up.
 

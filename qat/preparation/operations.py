@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from qat.preparation.nodes import CHANGED, FACTS, is_call
-from qat.preparation.writing import written_by
 from qat.target_profile import Operation
+from qat.tracing.in_place import written_by
+from qat.tracing.nodes import CHANGED, FACTS, is_call
 
 PASSING_MODULES = (
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,

@@ -8,17 +8,17 @@ from torch import fx, nn
 
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
+from qat.layers.twins import COMPOSITES, float_kind, kind_name, make_twin
 from qat.preparation.attributes import keep_attributes, keep_class, plain_attributes
-from qat.preparation.examples import bind_arguments, call_with, copied
-from qat.preparation.fusion import is_layer, refusal, swappable_layers
 from qat.preparation.graph import prepare_graph
-from qat.preparation.kinds import COMPOSITES, float_kind, kind_name, make_twin
-from qat.preparation.nodes import model_device
-from qat.preparation.prepared_graph import PreparedPart
-from qat.preparation.remembering import UntraceableError, remembering
+from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import LAYERS, LEFT_IN_FLOAT
+from qat.preparation.swapping import is_layer, refusal, swappable_layers
 from qat.quantizer import create_quantizer
 from qat.recipe import AnyRecipe, QuantRecipe, ScopedRecipe
+from qat.tracing.examples import bind_arguments, call_with, copied
+from qat.tracing.nodes import model_device
+from qat.tracing.side_effects import UntraceableError, remembering
 
 OWN_QUANTIZERS = ("input_quantizer", "other_quantizer")
 """What a layer calls the quantizers of its own for its first and its second input."""
@@ -26,7 +26,13 @@ OWN_QUANTIZERS = ("input_quantizer", "other_quantizer")
 Calls = Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]
 
 
-def prepare_parts(root: nn.Module, recipe: QuantRecipe, examples: dict[str, Any] | None, reason: str) -> nn.Module:
+def prepare_parts(
+    root: nn.Module,
+    recipe: QuantRecipe,
+    examples: dict[str, Any] | None,
+    reason: str,
+    graph_class: type[PreparedGraph],
+) -> nn.Module:
     """Quantize the largest submodules that can be traced, and other layers one by one, in place.
 
     Args:
@@ -34,13 +40,12 @@ def prepare_parts(root: nn.Module, recipe: QuantRecipe, examples: dict[str, Any]
         recipe: the grids.
         examples: arguments of forward by name; the submodules' own inputs are recorded from a run with them.
         reason: why the model cannot be traced as a whole.
+        graph_class: what the parts are.
 
     Raises:
         ValueError: if a grid of the recipe does not fit.
     """
     calls = None if examples is None else record_calls(root, examples)
-    left = {"(the model)": f"prepared in parts, since {reason}"}
-    done: dict[int, nn.Module] = {}
     for name in ("first_bits", "last_bits"):
         if getattr(recipe, name) is not None:
             raise ValueError(
@@ -49,8 +54,9 @@ def prepare_parts(root: nn.Module, recipe: QuantRecipe, examples: dict[str, Any]
     if float_kind(root) in COMPOSITES:
         return _layer(root, "", recipe, {})
     layers = {name: kind_name(layer) for name, layer in swappable_layers(root)}
-    _visit(root, "", ScopedRecipe(recipe, ""), calls, left, done)
-    setattr(root, LEFT_IN_FLOAT, left)
+    parts = _Parts(recipe, calls, graph_class, {"(the model)": f"prepared in parts, since {reason}"})
+    parts.visit(root, "")
+    setattr(root, LEFT_IN_FLOAT, parts.left)
     setattr(root, LAYERS, layers)
     return root
 
@@ -91,59 +97,64 @@ def record_calls(model: nn.Module, examples: dict[str, Any]) -> Calls:
     return calls
 
 
-def _visit(
-    module: nn.Module,
-    path: str,
-    scope: ScopedRecipe,
-    calls: Calls | None,
-    left: dict[str, str],
-    done: dict[int, nn.Module],
-) -> None:
-    # torch's fast path for these computes with the weights as they are, past the layers that hold them.
-    if isinstance(module, nn.TransformerEncoderLayer):
-        module.activation_relu_or_gelu = 0
-    if isinstance(module, nn.TransformerEncoder):
-        module.enable_nested_tensor = module.use_nested_tensor = False
-    for key, child in list(module._modules.items()):
-        if child is None:
-            continue
-        name = f"{path}.{key}" if path else key
-        if not any(True for _ in swappable_layers(child)):
-            continue
-        if id(child) not in done:
-            made = _part(child, name, scope, calls, left)
-            if made is None:
-                _visit(child, name, scope, calls, left, done)
-            done[id(child)] = child if made is None else made
-        setattr(module, key, done[id(child)])
+class _Parts:
+    """The walk through a model that cannot be traced as a whole.
 
+    Args:
+        recipe, calls, graph_class: as of `prepare_parts`; calls is None without examples.
 
-def _part(
-    child: nn.Module, name: str, scope: ScopedRecipe, calls: Calls | None, left: dict[str, str]
-) -> nn.Module | None:
-    """What takes the submodule's place; None if its own submodules are to be looked at."""
-    if calls is not None and name not in calls:
+    Attributes:
+        left: what stays in float, name to reason.
+    """
+
+    def __init__(
+        self, recipe: QuantRecipe, calls: Calls | None, graph_class: type[PreparedGraph], left: dict[str, str]
+    ) -> None:
+        self.recipe, self.calls, self.graph_class, self.left = recipe, calls, graph_class, left
+        self._done: dict[int, nn.Module] = {}
+
+    def visit(self, module: nn.Module, path: str) -> None:
+        """Quantize what lies in a module, in place."""
+        # torch's fast path for these computes with the weights as they are, past the layers that hold them.
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder):
+            module.enable_nested_tensor = module.use_nested_tensor = False
+        for key, child in list(module._modules.items()):
+            if child is None or not any(True for _ in swappable_layers(child)):
+                continue
+            name = f"{path}.{key}" if path else key
+            if id(child) not in self._done:
+                made = self._part(child, name)
+                if made is None:
+                    self.visit(child, name)
+                self._done[id(child)] = child if made is None else made
+            setattr(module, key, self._done[id(child)])
+
+    def _part(self, child: nn.Module, name: str) -> nn.Module | None:
+        """What takes the submodule's place; None if its own submodules are to be looked at."""
+        if self.calls is not None and name not in self.calls:
+            if is_layer(child):
+                self.left[name] = "forward never calls it for the example inputs"
+            return child if is_layer(child) else None
         if is_layer(child):
-            left[name] = "forward never calls it for the example inputs"
-        return child if is_layer(child) else None
-    if is_layer(child):
-        return _layer(child, name, scope.recipe, left)
-    if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-        return None
-    try:
-        examples = None if calls is None else bind_arguments(child, *calls[name])
-        part = prepare_graph(child, ScopedRecipe(scope.recipe, name), examples, PreparedPart)
+            return _layer(child, name, self.recipe, self.left)
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            return None
+        try:
+            examples = None if self.calls is None else bind_arguments(child, *self.calls[name])
+            part = prepare_graph(child, ScopedRecipe(self.recipe, name), examples, self.graph_class)
+        except (UntraceableError, TypeError):
+            return None
         vars(part)["float_class"] = type(child)
-    except (UntraceableError, TypeError):
-        return None
-    # The rest of the model may ask for `backbone.out_channels`, or call `head.compute_loss(...)`.
-    kept = dict(part.named_modules())
-    for path, inner in child.named_modules():
-        if path in kept:
-            keep_attributes(plain_attributes(inner), kept[path])
-            if not isinstance(inner, nn.MultiheadAttention):  # of which the projections are left
-                keep_class(inner, kept[path])
-    return part.train(child.training)
+        # The rest of the model may ask for `backbone.out_channels`, or call `head.compute_loss(...)`.
+        kept = dict(part.named_modules())
+        for path, inner in child.named_modules():
+            if path in kept:
+                keep_attributes(plain_attributes(inner), kept[path])
+                if not isinstance(inner, nn.MultiheadAttention):  # of which the projections are left
+                    keep_class(inner, kept[path])
+        return part.train(child.training)
 
 
 def _layer(layer: nn.Module, name: str, recipe: AnyRecipe, left: dict[str, str]) -> nn.Module:

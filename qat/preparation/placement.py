@@ -13,8 +13,7 @@ from torch import fx, nn
 
 from qat.layers import QuantFunction, QuantLayer
 from qat.layers.function import CONVOLUTIONS
-from qat.preparation.constants import constant_nodes
-from qat.preparation.nodes import free_name, model_device, scope_of, submodule_of, tensor_nodes
+from qat.preparation.functional_weights import SPEAKS_AS
 from qat.preparation.operations import (
     AVERAGING,
     CURVES,
@@ -24,11 +23,12 @@ from qat.preparation.operations import (
     operation_of,
     passes_grid,
 )
-from qat.preparation.reads import SPEAKS_AS
-from qat.preparation.writing import Memory, written_by
 from qat.quantizer import Quantizer, create_quantizer
 from qat.recipe import AnyRecipe
 from qat.spec import QuantSpec
+from qat.tracing.constants import constant_nodes
+from qat.tracing.in_place import Memory, written_by
+from qat.tracing.nodes import free_name, model_device, scope_of, submodule_of, tensor_nodes
 
 
 class Placement:

@@ -12,7 +12,7 @@ LAYERS = "qat_layers"
 """Attribute: all layers that a recipe could speak of, those in float included, name to float class."""
 
 VERDICTS = "qat_self_checks"
-"""Attribute: what `qat.preparation.checking` found, by the state of the model that it looked at."""
+"""Attribute: what `qat.fused.self_check.judging` found, by the state of the model that it looked at."""
 
 
 def noted(model: nn.Module, key: str) -> dict[str, str]:

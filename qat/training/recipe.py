@@ -12,12 +12,12 @@ from qat.evaluating import evaluating
 from qat.export.integer import MOST_BITS
 from qat.export.onnx import keeps_to_its_grid
 from qat.layers import QuantFunction
-from qat.preparation.nodes import model_device
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer.registry import quantizer_class
 from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec
 from qat.targets import profile_of
+from qat.tracing.nodes import model_device
 from qat.training.config import QuantizationConfig, RunConfig, SpecConfig
 from qat.training.errors import UserError
 from qat.training.evaluation import split_output

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import qat
-from qat.preparation.prepared_graph import PreparedGraph
+from qat.fused.graph import FusedGraph
 from tests.fuzz.agreement import Results, beyond_noise, differing, nudged
 from tests.fuzz.generation import generate
 from tests.fuzz.program import Program
@@ -165,7 +165,7 @@ def _compare(program: Program, model: nn.Module, prepared: nn.Module, runtime: b
 
 def _no_false_alarm(prepared: nn.Module, program: Program) -> None:
     """What agrees passes the engine's own check of itself too."""
-    if isinstance(prepared, PreparedGraph):
+    if isinstance(prepared, FusedGraph):
         verdict = prepared._self_check(program.draw())
         if verdict is not None and verdict.reason:
             raise Failure("the self-check raises an alarm", verdict.reason)

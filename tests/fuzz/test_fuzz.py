@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qat.preparation import activations
+from qat.fused import activations
 from tests.fuzz.__main__ import main, report
 from tests.fuzz.agreement import beyond_noise, differing
 from tests.fuzz.checking import check, checked

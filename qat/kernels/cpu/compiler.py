@@ -37,6 +37,14 @@ SECONDS = 120
 log = logging.getLogger("qat.kernels")
 
 
+_loaded = False
+
+
+def is_loaded() -> bool:
+    """Whether the library is there already: what torch.compile may ask, which can neither build nor load it."""
+    return _loaded
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The library, or None where it cannot be built; the reason goes to the log, once.
@@ -51,9 +59,11 @@ def library() -> ctypes.CDLL | None:
     if compiler is None:
         log.warning("no C compiler found (cc, gcc, clang or $CC): quantizers run as plain torch operations, slower")
         return None
+    global _loaded
     try:
         found = ctypes.CDLL(str(_built(compiler)))
         declare(found)
+        _loaded = True
         return found
     except (OSError, subprocess.SubprocessError) as error:
         log.warning(

@@ -1,0 +1,140 @@
+"""`summary`: a prepared model as a table."""
+
+from collections.abc import Iterator, Mapping
+
+from torch import fx, nn
+
+from qat.layers import QuantLayer
+from qat.layers.twins import COMPOSITE_TWINS
+from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, noted
+from qat.preparation.swapping import swappable_layers
+from qat.quantizer import Quantizer
+from qat.tracing.nodes import submodule_of
+
+HANDED = ("grid", "norm")
+
+HEADER = ("name", "type", "grid", "rule", "parameters", "remark")
+
+Row = tuple[str, str, str, str, str, str]
+
+
+def summary(model: nn.Module) -> str:
+    """A table of a prepared model: every layer and quantizer with its grid, and what stays float with the reason.
+
+    Args:
+        model: from `prepare`, or any module that holds quantized layers.
+
+    Returns:
+        The table as text, one row a layer or quantizer, in the order in which they run; below it, the
+        counts, and what a self-check of training found.
+
+    >>> from qat import prepare
+    >>> print(summary(prepare(nn.Sequential(nn.Linear(8, 2)))))
+    name             type          grid                               rule  parameters  remark
+    input_quantizer  LSQQuantizer  uint8 affine per tensor            lsq   1           not calibrated
+    0                QuantLinear   int8 narrow symmetric per channel  lsq   20          input: input_quantizer
+    <BLANKLINE>
+    1 quantized layer, 1 activation quantizer, 0 layers in float; 18 float parameters, 3 quantizer parameters
+    """
+    remarks = {**_grids(model), **noted(model, COMPROMISES)}
+    reasons = noted(model, LEFT_IN_FLOAT)
+    for name, _ in swappable_layers(model):
+        if not isinstance(model.get_submodule(name), (QuantLayer, *COMPOSITE_TWINS)):
+            reasons.setdefault(name, "it was put there after the model was prepared")
+    rows = [_row(name, module, remarks) for name, module in _in_order(model)]
+    kinds = noted(model, LAYERS)
+    rows += [_float_row(name, model, reason, kinds) for name, reason in reasons.items()]
+    in_float = sum(name in kinds or _module(model, name) is not None for name in reasons)
+    return "\n".join([*_align([HEADER, *rows]), "", _counts(model, in_float), *_verdicts(model)])
+
+
+def _verdicts(model: nn.Module) -> Iterator[str]:
+    """What the self-check of each traced part found."""
+    for prefix, graph_module in _graphs(model):
+        verdict = graph_module._verdict() if isinstance(graph_module, PreparedGraph) else None
+        if verdict is not None:
+            yield f"{prefix.rstrip('.') or 'the model'} {verdict}"
+
+
+def _in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Layers and activation quantizers, each once, as they run; as they are registered without a graph."""
+    wanted = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantLayer) or (isinstance(module, Quantizer) and module.role == "activation")
+    }
+    order: dict[str, None] = {}
+    for prefix, graph_module in _graphs(model):
+        for node in graph_module.graph.nodes:
+            if submodule_of(graph_module, node) is not None:
+                called = f"{prefix}{node.target}"
+                if called in wanted:
+                    order[called] = None
+                elif isinstance(model.get_submodule(called), COMPOSITE_TWINS):  # whose call runs the products in it
+                    order |= dict.fromkeys(name for name in wanted if name.startswith(f"{called}."))
+    return [(name, wanted[name]) for name in (*order, *(name for name in wanted if name not in order))]
+
+
+def _graphs(model: nn.Module) -> Iterator[tuple[str, fx.GraphModule]]:
+    """The traced parts of the model, and how their names begin."""
+    for name, module in model.named_modules():
+        if isinstance(module, fx.GraphModule):
+            yield f"{name}." if name else "", module
+
+
+def _grids(model: nn.Module) -> dict[str, str]:
+    """Layer name to what its graph call is handed: the input's grid, and the BatchNorm."""
+    found: dict[str, str] = {}
+    for prefix, graph_module in _graphs(model):
+        for node in graph_module.graph.nodes:
+            if isinstance(submodule_of(graph_module, node), QuantLayer):
+                handed = {key: f"{prefix}{value.target}" for key, value in node.kwargs.items() if key in HANDED}
+                text = f"input: {handed['grid']}" if "grid" in handed else "input: indices"
+                found[f"{prefix}{node.target}"] = f"{text}, folds {handed['norm']}" if "norm" in handed else text
+    return found
+
+
+def _row(name: str, module: nn.Module, remarks: dict[str, str]) -> Row:
+    quantizer = module.weight_quantizer if isinstance(module, QuantLayer) else module
+    assert isinstance(quantizer, Quantizer)
+    parts = [remarks.get(name, ""), "" if quantizer.is_calibrated else "not calibrated"]
+    remark = "; ".join(part for part in parts if part)
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return name, type(module).__name__, quantizer.describe(), quantizer.spec.rule, f"{count:,}", remark
+
+
+def _float_row(name: str, model: nn.Module, reason: str, kinds: Mapping[str, str]) -> Row:
+    module = _module(model, name)
+    if module is None:
+        return name, "-", "float", "-", "-", f"stays float: {reason}"
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return name, kinds.get(name, type(module).__name__), "float", "-", f"{count:,}", f"stays float: {reason}"
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _counts(model: nn.Module, in_float: int) -> str:
+    layers = sum(isinstance(module, QuantLayer) for module in model.modules())
+    quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
+    activations = sum(quantizer.role == "activation" for quantizer in quantizers)
+    learned = sum(parameter.numel() for quantizer in quantizers for parameter in quantizer.parameters())
+    rest = sum(parameter.numel() for parameter in model.parameters()) - learned
+    return (
+        f"{_plural(layers, 'quantized layer')}, {_plural(activations, 'activation quantizer')},"
+        f" {_plural(in_float, 'layer')} in float; {rest:,} float parameters, {learned:,} quantizer parameters"
+    )
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _align(rows: list[Row]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

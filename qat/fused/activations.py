@@ -1,0 +1,121 @@
+"""Which activation stands before a quantizer, in the terms of the kernels that compute both in one pass."""
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from qat.fused.known_modules import may_stand_in
+from qat.tracing.nodes import submodule_of
+
+CLIPS: dict[Any, tuple[float, float]] = {
+    **dict.fromkeys((F.relu, torch.relu, F.relu_, "relu", "relu_"), (0.0, math.inf)),
+    F.relu6: (0.0, 6.0),
+}
+"""Functions and methods of one argument that clip."""
+
+NO_CLIP = (-math.inf, math.inf)
+
+CURVES: dict[Any, str] = {
+    nn.SiLU: "silu", F.silu: "silu", nn.Hardswish: "hardswish", F.hardswish: "hardswish", nn.GELU: "gelu",
+    F.gelu: "gelu",
+}  # fmt: skip
+"""Modules and functions to the kernels' names."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What one or two nodes compute.
+
+    Attributes:
+        nodes: they, the last one first: the activation itself, and the multiplication before a softmax.
+        source: the node that they start from.
+        bounds: floor and ceiling of a clip.
+        curve: name of a curve, or None.
+        axis: of a softmax, or None.
+        multiplier: of a softmax's scores.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    source: fx.Node
+    bounds: tuple[float, float] = NO_CLIP
+    curve: str | None = None
+    axis: int | None = None
+    multiplier: float = 1.0
+
+    @property
+    def module(self) -> str | None:
+        """Name of the layer that computes it; None for a function."""
+        node = self.nodes[0]
+        return str(node.target) if node.op == "call_module" else None
+
+
+def activation_of(node: fx.Node, model: fx.GraphModule) -> Activation | None:
+    """What a node computes that only one other reads; None if the kernels have nothing of the kind."""
+    if len(node.users) != 1 or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source, module = node.args[0], submodule_of(model, node)
+    if module is not None and not may_stand_in(module):
+        return None
+    bounds = _bounds(node, module)
+    if bounds is not None:
+        return Activation((node,), source, bounds)
+    curve = _curve(node, module)
+    if curve is not None:
+        return Activation((node,), source, curve=curve)
+    axis = _softmax_axis(node, module)
+    if axis is None:
+        return None
+    multiplier = _multiplier(source)
+    if multiplier is None:
+        return Activation((node,), source, axis=axis)
+    (scores,) = source.all_input_nodes
+    return Activation((node, source), scores, axis=axis, multiplier=multiplier)
+
+
+def _bounds(node: fx.Node, module: Any) -> tuple[float, float] | None:
+    """Floor and ceiling of a ReLU, None for anything else."""
+    if type(module) is nn.ReLU:
+        return 0.0, math.inf
+    if type(module) in (nn.ReLU6, nn.Hardtanh):
+        return float(module.min_val), float(module.max_val)
+    if node.op in ("call_function", "call_method") and len(node.args) == 1 and set(node.kwargs) <= {"inplace"}:
+        return CLIPS.get(node.target)
+    return None
+
+
+def _curve(node: fx.Node, module: Any) -> str | None:
+    """Name of a curve."""
+    name = CURVES.get(node.target if module is None else type(module))
+    plain = len(node.args) == 1 and set(node.kwargs) <= {"inplace", "approximate"}
+    if name != "gelu" or not plain:
+        return name if plain else None
+    approximate = node.kwargs.get("approximate", "none") if module is None else module.approximate
+    return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(approximate))
+
+
+def _softmax_axis(node: fx.Node, module: Any) -> int | None:
+    """The axis of a softmax in the type of its input."""
+    if module is not None:  # whatever its name, which is the node's target
+        return module.dim if type(module) is nn.Softmax and isinstance(module.dim, int) else None
+    if node.target not in (F.softmax, torch.softmax, "softmax") or node.kwargs.get("dtype") is not None:
+        return None
+    if len(node.args) > 2 or not set(node.kwargs) <= {"dim", "dtype", "_stacklevel"}:
+        return None
+    axis = node.args[1] if len(node.args) == 2 else node.kwargs.get("dim")
+    return axis if isinstance(axis, int) else None
+
+
+def _multiplier(node: fx.Node) -> float | None:
+    """The number that a node multiplies a tensor with, which nobody else reads."""
+    multiplies = node.target in (operator.mul, torch.mul, "mul") and node.op != "call_module"
+    if not multiplies or len(node.args) != 2 or node.kwargs or len(node.users) != 1:
+        return None
+    x, number = node.args
+    if not isinstance(x, fx.Node):
+        x, number = number, x
+    return float(number) if isinstance(x, fx.Node) and isinstance(number, (int, float)) else None

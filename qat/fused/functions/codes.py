@@ -1,0 +1,243 @@
+"""Quantized tensors as codes: what layers pass to each other in training where kernels compute on integers.
+
+A quantizer's output is a float tensor four times the size of its codes, and everything that reads it can compute on the
+codes. `Codes` holds them; the gradient flows through a carrier, a tensor of the same shape that takes no memory.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qat.fused.functions.first_derivative import first_derivative
+from qat.fused.functions.positional import positional
+from qat.kernels.cpu.addresses import is_dense
+from qat.kernels.cpu.learned import Levels, dequantize
+from qat.kernels.dispatch import by_formula, is_taken
+from qat.kernels.formulas import quantizers as formulas
+from qat.kernels.operators.quantizers import quantize_codes, quantize_codes_backward
+from qat.quantizer import Quantizer
+from qat.quantizer.lsq import LSQQuantizer
+
+SHIFT = 128
+"""Added to the codes and zero points of signed grids, so that all codes are uint8."""
+
+
+class Learned(NamedTuple):
+    """A quantizer's tensors and the rest of its grid, as the kernels take them.
+
+    Attributes:
+        scale, smallest, zero_point: its tensors; None on a symmetric grid.
+        levels: bounds, shift and the factor of the scale's gradient.
+    """
+
+    scale: Tensor
+    smallest: Tensor
+    zero_point: Tensor | None
+    levels: Levels
+
+
+class Source(NamedTuple):
+    """A tensor that needs no gradient itself, quantized with a scale that learns.
+
+    Its readers find the scale's gradient without that of the tensor, which for an image is the dearest of all: that of
+    a convolution at full resolution.
+    """
+
+    x: Tensor
+    learned: Learned
+
+
+class Codes(NamedTuple):
+    """A quantized tensor: (codes - zero) * step.
+
+    Attributes:
+        carrier: of the tensor's shape, which stands for it in autograd and holds no values.
+        codes: uint8.
+        numbers: step and zero, which is shifted as the codes are; step is NaN if there was a NaN among
+            the values and nobody looked (`holds_nan`).
+        source: of an input of the model, what it was made of; the carrier is then not connected to the scale.
+    """
+
+    carrier: Tensor
+    codes: Tensor
+    numbers: Tensor
+    source: Source | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """As of the tensor that it stands for."""
+        return self.codes.shape
+
+    def dim(self) -> int:
+        """As of the tensor that it stands for."""
+        return self.codes.dim()
+
+
+def has_codes(quantizer: Any) -> bool:
+    """Whether a quantizer's output can be held as codes: the rule `lsq`, one scale, at most 8 bits."""
+    return (
+        type(quantizer) is LSQQuantizer
+        and quantizer.spec.granularity == "tensor"
+        and quantizer.spec.ewgs == "none"
+        and quantizer.spec.bits <= 8
+    )
+
+
+def in_force(quantizer: Quantizer) -> bool:
+    """Whether it quantizes as in training: calibrated, and not observing."""
+    return quantizer.training and quantizer.observer is None and quantizer.is_calibrated
+
+
+def has_taken_numbers(quantizer: Quantizer, scales: int = 1) -> bool:
+    """Whether kernels take a quantizer's numbers: so many, float32, one after the other in memory, no subclass."""
+    zero_point = quantizer.zero_point
+    numbers = (quantizer.scale, quantizer.smallest_scale) + (() if zero_point is None else (zero_point,))
+    return all(is_taken(x) and x.numel() == scales and x.is_contiguous() for x in numbers)
+
+
+def learned_by(quantizer: Quantizer, x: Tensor) -> Learned:
+    """What the kernels need of a quantizer, whose scale is finite; x is what will be quantized."""
+    low, high = quantizer.bounds()
+    shift = SHIFT if quantizer.spec.signed else 0
+    levels = Levels(low, high, shift, quantizer.gradient_factor(x), quantizer.relative_steps)
+    return Learned(quantizer.scale, quantizer.smallest_scale, quantizer.zero_point, levels)
+
+
+def carrier_for(codes: Tensor, x: Tensor) -> Tensor:
+    """A tensor of this shape in one element of memory, in the dtype of x: that of the gradients which it will carry."""
+    return torch.empty((), dtype=x.dtype, device=codes.device).expand(codes.shape)
+
+
+def owned(y: Tensor) -> Tensor:
+    """What a Function's forward answers with, as autograd's own tensor: a view of something that forward made could
+    not be changed in place by who reads it."""
+    return y if torch.compiler.is_compiling() else y.detach()
+
+
+class QuantizeFunction(torch.autograd.Function):
+    """A quantizer alone, as codes; formulas as of `LSQPlusFunction`."""
+
+    @staticmethod
+    @positional
+    def forward(
+        x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The first three of `Codes`."""
+        codes, numbers = quantize_codes(x, scale, smallest, zero_point, *levels)
+        return carrier_for(codes, x), codes, numbers
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        """The input; the codes are the reader's to keep."""
+        ctx.save_for_backward(*inputs[:4])
+        ctx.levels = inputs[4]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """One pass."""
+        needs_x = ctx.needs_input_grad[0]
+        grad_x, grad_scale = quantize_codes_backward(grad, *ctx.saved_tensors, *ctx.levels, needs_x)
+        return grad_x if needs_x else None, grad_scale, None, None, None
+
+
+class DecodeFunction(torch.autograd.Function):
+    """Codes as the float tensor that they stand for.
+
+    Forward:    y = (codes - zero) * step
+    Backward:   dy/dcarrier = 1: the gradient of the step belongs to the quantizer that made the codes
+    """
+
+    @staticmethod
+    @positional
+    def forward(carrier: Tensor, codes: Tensor, numbers: Tensor) -> Tensor:
+        """One pass; compiled code makes it part of what follows."""
+        if torch.compiler.is_compiling() or by_formula(codes):
+            return formulas.dequantize(codes, numbers)
+        return dequantize(codes, numbers)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Nothing to save."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """dy/dcarrier = 1."""
+        return grad, None, None
+
+
+class EncodeFunction(QuantizeFunction):
+    """A float tensor that lies on a grid already (behind max pooling, say) as codes.
+
+    Forward:    codes = round(x / step) + zero
+    Backward:   dcarrier/dx = 1
+    """
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Nothing to save."""
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+        """dcarrier/dx = 1."""
+        return grad, None, None, None, None
+
+
+def quantize(x: Tensor, quantizer: Quantizer) -> Codes | Tensor:
+    """The quantizer's codes of a dense float32 tensor; its values where one is NaN."""
+    codes = _quantized(x, quantizer)
+    if holds_nan(codes):
+        y: Tensor = quantizer(x)
+        return y
+    return codes
+
+
+def _quantized(x: Tensor, quantizer: Quantizer) -> Codes:
+    learned = learned_by(quantizer, x)
+    if x.requires_grad or not quantizer.scale.requires_grad:
+        return Codes(*QuantizeFunction.apply(x, *learned))
+    codes, numbers = quantize_codes(x, learned.scale.detach(), *learned[1:3], *learned.levels)
+    return Codes(carrier_for(codes, x), codes, numbers, Source(x, learned))
+
+
+def holds_nan(x: Codes) -> bool:
+    """Whether there was a NaN among the values: no code stands for it, so it has to stay in a float tensor.
+
+    Compiled code and CUDA do not wait for the answer; there all of the tensor is NaN then.
+    """
+    return not torch.compiler.is_compiling() and not x.numbers.is_cuda and math.isnan(x.numbers[0].item())
+
+
+def connected(x: Codes) -> Codes:
+    """The same with a carrier through which the scale gets its gradient, for readers who cannot find it themselves."""
+    return x if x.source is None else Codes(*QuantizeFunction.apply(x.source.x, *x.source.learned))
+
+
+def decode(x: Codes | Tensor) -> Tensor:
+    """The float tensor; a tensor is one already."""
+    if isinstance(x, Tensor):
+        return x
+    y: Tensor = DecodeFunction.apply(*connected(x)[:3])
+    return y
+
+
+def encode(x: Codes | Tensor, quantizer: Quantizer, *dropouts: Any) -> Codes | Tensor:
+    """Codes of a tensor that lies on this quantizer's grid; the tensor itself where kernels do not apply.
+
+    Args:
+        x: the tensor.
+        quantizer: whose grid it is.
+        dropouts: the layers that it went through; an active one takes it off the grid.
+    """
+    if not isinstance(x, Tensor) or not (is_taken(x) and x.numel() and is_dense(x) and has_taken_numbers(quantizer)):
+        return x
+    if any(dropout.training and dropout.p > 0 for dropout in dropouts):
+        return x
+    codes = Codes(*EncodeFunction.apply(x, *learned_by(quantizer, x)))
+    return x if holds_nan(codes) else codes

@@ -1,0 +1,148 @@
+"""Activation function and quantizer in one pass, and softmax and quantizer: the codes that the next product reads.
+
+What the function makes of its input is never written, but for softmax, whose probabilities its own gradient needs.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qat.fused.functions.codes import Codes, carrier_for, decode, has_taken_numbers, holds_nan, learned_by
+from qat.fused.functions.first_derivative import first_derivative
+from qat.fused.functions.positional import positional
+from qat.kernels.cpu.addresses import is_dense
+from qat.kernels.cpu.learned import Levels
+from qat.kernels.dispatch import is_taken
+from qat.kernels.operators.curves import (
+    curve_quantize,
+    curve_quantize_backward,
+    softmax_quantize,
+    softmax_quantize_backward,
+)
+from qat.quantizer import Quantizer
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+}
+"""What torch calls the curves of the kernels."""
+
+
+class QuantizeCurveFunction(torch.autograd.Function):
+    """codes = clamp(round(curve(x) / step) + zero, low, high).
+
+    Backward:   dx = curve'(x) * the quantizer's gradient at curve(x), which is computed anew from x
+    """
+
+    @staticmethod
+    @positional
+    def forward(
+        x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels, curve: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The first three of `Codes`."""
+        codes, numbers = curve_quantize(x, curve, scale, smallest, zero_point, *levels)
+        return carrier_for(codes, x), codes, numbers
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        """The input of the function; its output is nowhere."""
+        ctx.save_for_backward(*inputs[:4])
+        ctx.levels, ctx.curve = inputs[4:]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """One pass."""
+        x, *learned = ctx.saved_tensors
+        grad_x, grad_scale = curve_quantize_backward(grad, x, ctx.curve, *learned, *ctx.levels)
+        return grad_x, grad_scale, *[None] * 4
+
+
+class QuantizeSoftmaxFunction(torch.autograd.Function):
+    """codes of p = softmax(x * multiplier) over the last axis.
+
+    Backward, `passed` being the gradient behind the quantizer:
+        dx = multiplier * p * (passed - sum(passed * p))
+    """
+
+    @staticmethod
+    @positional
+    def forward(
+        x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels, multiplier: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The first three of `Codes`, and the probabilities."""
+        probabilities, codes, numbers = softmax_quantize(x, multiplier, scale, smallest, zero_point, *levels)
+        return carrier_for(codes, x), codes, numbers, probabilities
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """The probabilities; the scores are nobody's any more."""
+        ctx.save_for_backward(output[3], *inputs[1:4])
+        ctx.levels, ctx.multiplier = inputs[4:]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+        """One pass over the rows."""
+        probabilities, *learned = ctx.saved_tensors
+        grad_x, grad_scale = softmax_quantize_backward(grad, probabilities, ctx.multiplier, *learned, *ctx.levels)
+        return grad_x, grad_scale, *[None] * 4
+
+
+def quantize_curve(
+    x: Codes | Tensor, quantizer: Quantizer, curve: str, activation: nn.Module | None = None
+) -> Codes | Tensor:
+    """quantizer(curve(x)), as codes where kernels apply.
+
+    Args:
+        x: a layer's output.
+        quantizer: whose codes are wanted.
+        curve: one of `FUNCTIONS`.
+        activation: the layer that computes it; None for a function.
+    """
+    x = decode(x)
+    if _ready(x, quantizer) and is_dense(x):
+        codes = Codes(*QuantizeCurveFunction.apply(x, *learned_by(quantizer, x), curve))
+        if not holds_nan(codes):
+            return codes
+    y: Tensor = quantizer(FUNCTIONS[curve](x) if activation is None else activation(x))
+    return y
+
+
+def quantize_softmax(
+    x: Codes | Tensor, quantizer: Quantizer, axis: int, multiplier: float = 1.0,
+    softmax: nn.Module | None = None,
+) -> Codes | Tensor:  # fmt: skip
+    """quantizer(softmax(x * multiplier)), as codes where kernels apply.
+
+    Args:
+        x: the scores.
+        quantizer: whose codes are wanted.
+        axis: of softmax.
+        multiplier: of the scores.
+        softmax: the layer that computes it; None for a function.
+    """
+    x = decode(x)
+    last = axis in (-1, x.dim() - 1)
+    if _ready(x, quantizer) and last and x.is_contiguous():
+        learned = learned_by(quantizer, x)
+        codes = Codes(*QuantizeSoftmaxFunction.apply(x, *learned, multiplier)[:3])
+        if not holds_nan(codes):
+            return codes
+    scores = x if multiplier == 1 else x * multiplier
+    y: Tensor = quantizer(torch.softmax(scores, axis) if softmax is None else softmax(scores))
+    return y
+
+
+def _ready(x: Tensor, quantizer: Quantizer) -> bool:
+    return is_taken(x) and x.numel() > 0 and has_taken_numbers(quantizer)

@@ -1,0 +1,235 @@
+"""BatchNorm, ReLU and quantizer in one pass, and sum, ReLU and quantizer: the codes that the next layer reads.
+
+Forward and backward read what they need from the layer's float output and recompute the rest, so that neither the
+normalised tensor, nor ReLU's, nor the quantized one is ever written, or kept for backward.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from qat.fused.functions.codes import (
+    Codes,
+    carrier_for,
+    connected,
+    decode,
+    has_taken_numbers,
+    holds_nan,
+    learned_by,
+    quantize,
+)
+from qat.fused.functions.first_derivative import first_derivative
+from qat.fused.functions.positional import positional
+from qat.kernels.cpu.addresses import is_dense
+from qat.kernels.cpu.learned import Levels
+from qat.kernels.dispatch import by_formula, is_taken
+from qat.kernels.operators.norms import batch_statistics, norm_quantize, norm_quantize_backward, sizes_of, statistics
+from qat.kernels.operators.quantizers import add_quantize, add_quantize_backward
+from qat.quantizer import Quantizer
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What stands between a tensor and its quantizer: ReLU, ReLU6, Hardtanh, or nothing.
+
+    Attributes:
+        floor, ceiling: the bounds; -inf and inf for nothing.
+        module: the layer that does it; None for a function.
+    """
+
+    floor: float = -math.inf
+    ceiling: float = math.inf
+    module: nn.Module | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply it with torch's own operations."""
+        if self.module is not None:
+            y: Tensor = self.module(x)
+            return y
+        if not self.clips:
+            return x
+        return F.relu(x) if (self.floor, self.ceiling) == (0, math.inf) else F.hardtanh(x, self.floor, self.ceiling)
+
+    @property
+    def clips(self) -> bool:
+        """Whether it does anything."""
+        return (self.floor, self.ceiling) != (-math.inf, math.inf)
+
+
+class QuantizeChainFunction(torch.autograd.Function):
+    """BatchNorm -> clip -> quantizer.
+
+    Forward, with alpha = gamma / sqrt(var + eps) and beta' = beta - mean * alpha:
+        codes = clamp(round(clip(y * alpha + beta') / step) + zero, low, high)
+    Backward: that of the three after each other; `masked` is the gradient behind quantizer and clip, and with
+        statistics of the batch
+        dy = alpha * (masked - mean(masked) - (y - mean) * mean(masked * (y - mean)) / (var + eps))
+    """
+
+    @staticmethod
+    @positional
+    def forward(
+        y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, scale: Tensor, smallest: Tensor,
+        zero_point: Tensor | None, levels: Levels, bounds: tuple[float, float], follows_batch: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The first three of `Codes`; inverse is 1 / sqrt(var + eps), bounds floor and ceiling of the clip."""
+        codes, numbers = norm_quantize(
+            y, gamma, beta, mean, inverse, *bounds, scale, smallest, zero_point, *levels
+        )  # fmt: skip
+        return carrier_for(codes, y), codes, numbers
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Only the layer's output is large."""
+        ctx.save_for_backward(*inputs[:8])
+        ctx.levels, ctx.bounds, ctx.follows_batch = inputs[8:]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Two passes: the sums, then dy."""
+        y, gamma, beta, mean, inverse, *learned = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        grad_y, grad_gamma, grad_beta, grad_scale = norm_quantize_backward(
+            grad, y, gamma, beta, mean, inverse, *ctx.bounds, *learned, *ctx.levels, ctx.follows_batch, needs[0]
+        )
+        norm = (grad_gamma if needs[1] else None, grad_beta if needs[2] else None)
+        return grad_y if needs[0] else None, *norm, None, None, grad_scale, *[None] * 5
+
+
+class AddQuantizeFunction(torch.autograd.Function):
+    """Sum of two quantized tensors -> clip -> quantizer, all of them codes."""
+
+    @staticmethod
+    @positional
+    def forward(
+        a_carrier: Tensor, b_carrier: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor,
+        scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels, bounds: tuple[float, float],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The first three of `Codes`; a and b are codes, bounds floor and ceiling of the clip."""
+        codes, numbers = add_quantize(a, b, a_numbers, b_numbers, *bounds, scale, smallest, zero_point, *levels)
+        return carrier_for(codes, a_carrier), codes, numbers
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Codes of the operands: a quarter of their floats, and both have readers that keep them anyway."""
+        ctx.save_for_backward(*inputs[2:9])
+        ctx.levels, ctx.bounds = inputs[9:]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Both operands have the same gradient."""
+        a, b, a_numbers, b_numbers, *learned = ctx.saved_tensors
+        grad_sum, grad_scale = add_quantize_backward(
+            grad, a, b, a_numbers, b_numbers, *ctx.bounds, *learned, *ctx.levels
+        )
+        return grad_sum, grad_sum, *[None] * 4, grad_scale, *[None] * 4
+
+
+def quantize_chain(
+    y: Codes | Tensor, quantizer: Quantizer, norm: nn.Module | None = None, floor: float = -math.inf,
+    ceiling: float = math.inf, activation: nn.Module | None = None,
+) -> Codes | Tensor:  # fmt: skip
+    """quantizer(clip(norm(y))), as codes where kernels apply.
+
+    Args:
+        y: a layer's output.
+        quantizer: whose codes are wanted.
+        norm: a BatchNorm, or None.
+        floor, ceiling: of a ReLU; -inf and inf for none.
+        activation: the ReLU, if it is a module.
+    """
+    y, clip = decode(y), Clip(floor, ceiling, activation)
+    if is_taken(y) and y.numel() > 0 and has_taken_numbers(quantizer):
+        if norm is None and not clip.clips:
+            if is_dense(y):
+                return quantize(y, quantizer)
+        elif (sizes := sizes_of(y)) is not None and (norm is None or _is_simple(norm, y, sizes[1])):
+            *numbers, follows = _constants(sizes[1], y) if norm is None else _statistics(norm, y)
+            learned = learned_by(quantizer, y)
+            codes = Codes(*QuantizeChainFunction.apply(y, *numbers, *learned, (floor, ceiling), follows))
+            if not holds_nan(codes):
+                return codes
+            if follows:  # the running statistics have moved
+                assert isinstance(norm, _BatchNorm)
+                y, norm = F.batch_norm(y, None, None, norm.weight, norm.bias, True, 0.0, norm.eps), None
+    z: Tensor = quantizer(clip(y if norm is None else norm(y)))
+    return z
+
+
+def quantize_sum(
+    a: Codes | Tensor, b: Codes | Tensor, quantizer: Quantizer, floor: float = -math.inf, ceiling: float = math.inf,
+    activation: nn.Module | None = None,
+) -> Codes | Tensor:  # fmt: skip
+    """quantizer(clip(a + b)), as codes where kernels apply; arguments as of `quantize_chain`."""
+    clip = Clip(floor, ceiling, activation)
+    if (
+        isinstance(a, Codes) and isinstance(b, Codes) and a.shape == b.shape and a.codes.stride() == b.codes.stride()
+        and has_taken_numbers(quantizer)
+        and not (torch.compiler.is_compiling() and a.codes is b.codes)  # torch.compile takes no tensor twice
+    ):  # fmt: skip
+        a, b, learned = connected(a), connected(b), learned_by(quantizer, a.codes)
+        codes = Codes(
+            *AddQuantizeFunction.apply(
+                a.carrier, b.carrier, a.codes, b.codes, a.numbers, b.numbers, *learned, (floor, ceiling)
+            )
+        )
+        if not holds_nan(codes):
+            return codes
+    z: Tensor = quantizer(clip(decode(a) + decode(b)))
+    return z
+
+
+def _is_simple(norm: Any, y: Tensor, channels: int) -> bool:
+    """Whether it is torch's own BatchNorm for as many channels, in float32: what the kernels compute."""
+    if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or not (y.dim() > 3 or y.dim() == 2):
+        return False
+    tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    uncounted = norm.track_running_stats and (norm.num_batches_tracked is None or norm.running_mean is None)
+    return not uncounted and all(
+        tensor is None or (is_taken(tensor) and tensor.is_contiguous() and tensor.numel() == channels)
+        for tensor in tensors
+    )
+
+
+def _constants(channels: int, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+    """A norm that does nothing; four tensors, since torch.compile takes none twice."""
+    ones, zeros = (
+        functools.partial(make, channels, dtype=torch.float32, device=y.device) for make in (torch.ones, torch.zeros)
+    )
+    return ones(), zeros(), zeros(), ones(), False
+
+
+def _statistics(norm: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+    """gamma, beta, mean, 1 / sqrt(var + eps), and whether these are the batch's; running statistics are updated."""
+    follows = norm.training or norm.running_mean is None
+    if follows and y.numel() == y.shape[1]:  # as torch
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {y.shape}")
+    if not follows:
+        mean, inverse = norm.running_mean, torch.rsqrt(norm.running_var + norm.eps)
+    elif not (norm.training and norm.track_running_stats):
+        mean, inverse, _ = batch_statistics(y.detach(), norm.eps)
+    else:
+        norm.num_batches_tracked.add_(1)
+        share = 1.0 / norm.num_batches_tracked.float() if norm.momentum is None else norm.momentum
+        if torch.compiler.is_compiling() or by_formula(y):
+            # An operator that writes would cost a copy of what it writes to.
+            mean, inverse, variance = batch_statistics(y.detach(), norm.eps)
+            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
+            norm.running_var.lerp_(variance.to(norm.running_var.dtype), share)
+        else:
+            mean, inverse = statistics(y, norm.eps, (norm.running_mean, norm.running_var), float(share))
+    gamma = torch.ones_like(mean) if norm.weight is None else norm.weight
+    beta = torch.zeros_like(mean) if norm.bias is None else norm.bias
+    return gamma, beta, mean, inverse, follows

@@ -1,0 +1,98 @@
+"""Max pooling of quantized tensors as codes: a byte each way instead of floats and 64-bit indices."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qat.fused.functions.codes import Codes, carrier_for, connected, decode
+from qat.fused.functions.first_derivative import first_derivative
+from qat.fused.functions.positional import positional
+from qat.kernels.formulas.pools import pooled_size
+from qat.kernels.operators.pools import LARGEST_WINDOW, max_pool_codes, max_pool_codes_backward
+
+
+class Window(NamedTuple):
+    """A max pool's numbers, for height and width each."""
+
+    kernel: list[int]
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    ceil_mode: bool
+
+
+class MaxPoolFunction(torch.autograd.Function):
+    """Max pooling of codes.
+
+    Forward:    y = the largest of every window
+    Backward:   dy/dx = 1 for the first largest element of the window, else 0
+    """
+
+    @staticmethod
+    @positional
+    def forward(carrier: Tensor, codes: Tensor, window: Window) -> tuple[Tensor, Tensor, Tensor]:
+        """Carrier, codes, and the number of the largest element in every window."""
+        out, where = max_pool_codes(codes, *window)
+        return carrier_for(out, carrier), out, where
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        """A byte for every window."""
+        _, codes, ctx.window = inputs
+        ctx.height, ctx.width = codes.shape[2:]
+        ctx.save_for_backward(output[2])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Every element gathers from its windows."""
+        (where,) = ctx.saved_tensors
+        return max_pool_codes_backward(grad, where, ctx.height, ctx.width, *ctx.window[:4]), None, None
+
+
+def max_pool(x: Codes | Tensor, window: tuple[Any, ...], module: nn.Module | None = None) -> Codes | Tensor:
+    """Max pooling, of codes where x is such.
+
+    Args:
+        x: (N, C, H, W).
+        window: the numbers of `Window`.
+        module: the layer that does it; None for a function.
+    """
+    dense = isinstance(x, Codes) and (
+        x.codes.is_contiguous() or (x.dim() == 4 and x.codes.is_contiguous(memory_format=torch.channels_last))
+    )
+    kernel, stride, padding, dilation, ceil_mode = window
+    numbers = Window(list(kernel), list(stride), list(padding), list(dilation), ceil_mode)
+    fits = dense and x.dim() == 4 and math.prod(kernel) <= LARGEST_WINDOW and not has_empty_windows(x.shape, numbers)
+    if not isinstance(x, Codes) or not fits:
+        y: Tensor = F.max_pool2d(decode(x), *window) if module is None else module(decode(x))
+        return y
+    x = connected(x)
+    carrier, codes, _ = MaxPoolFunction.apply(x.carrier, x.codes, numbers)
+    return Codes(carrier, codes, x.numbers)
+
+
+def has_empty_windows(shape: torch.Size, window: Window) -> bool:
+    """Whether a window lies in the padding altogether, as dilated ones may: there is no largest code in it."""
+    for size, kernel, stride, padding, dilation in zip(shape[2:], *window[:4], strict=True):
+        if dilation > 1 and padding > 0:
+            starts = range(pooled_size(size, kernel, stride, padding, dilation, window.ceil_mode))
+            places = [range(k * stride - padding, k * stride - padding + kernel * dilation, dilation) for k in starts]
+            if not all(any(0 <= place < size for place in each) for each in places):
+                return True
+    return False
+
+
+def window_of(pool: Any) -> Window | None:
+    """The numbers of an nn.MaxPool2d; None if it returns indices too."""
+    if pool.return_indices:
+        return None
+    stride = pool.kernel_size if pool.stride is None else pool.stride
+    sizes = (pool.kernel_size, stride, pool.padding, pool.dilation)
+    pairs = [[size, size] if isinstance(size, int) else list(size) for size in sizes]
+    return Window(pairs[0], pairs[1], pairs[2], pairs[3], pool.ceil_mode)

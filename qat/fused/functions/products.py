@@ -1,0 +1,189 @@
+"""Quantized convolutions and linear layers on codes: one Function that keeps codes and weight, and nothing else.
+
+The weight is quantized inside, and again in the backward; the input's codes are a quarter of its floats. The forward
+runs on integers where the processor multiplies them exactly and it pays, else in float on the same grids.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qat.fused.functions.codes import Codes, decode, has_taken_numbers, in_force, owned
+from qat.fused.functions.first_derivative import first_derivative
+from qat.fused.functions.positional import positional
+from qat.kernels import integers_allowed
+from qat.kernels.cpu.learned import Levels
+from qat.kernels.cpu.quantizers import rows_of
+from qat.kernels.dispatch import is_taken
+from qat.kernels.geometry import Geometry
+from qat.kernels.operators.products import codes_product, codes_product_backward, input_scale_gradient
+from qat.layers.base import QuantLayer
+from qat.layers.conv import QuantConvolution
+from qat.layers.function import CONVOLUTIONS, QuantFunction
+from qat.layers.linear import QuantLinear
+from qat.quantizer import Quantizer
+from qat.quantizer.lsq import LSQQuantizer
+
+LINEAR = Geometry([], [], [], 1)
+
+
+class CodesProductFunction(torch.autograd.Function):
+    """y = product((codes - zero) * step, lsq(weight)) + bias.
+
+    Forward:    the weight's codes, then the product of integers, or of both operands in float
+    Backward:   of the product in float, its operands quantized anew; then LSQ's for the weight and its scales
+    """
+
+    @staticmethod
+    @positional
+    def forward(
+        carrier: Tensor, codes: Tensor, numbers: Tensor, weight: Tensor, scale: Tensor, smallest: Tensor,
+        bias: Tensor | None, levels: Levels, geometry: Geometry, copies: int,
+    ) -> Tensor:  # fmt: skip
+        """scale and smallest: the weight's; copies: of `multiply`, or 0 for no integers."""
+        return owned(
+            codes_product(codes, numbers, weight, scale, smallest, bias, levels.low, levels.high, *geometry, copies)
+        )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Codes and parameters."""
+        ctx.save_for_backward(*inputs[1:6])
+        ctx.levels, ctx.geometry, _ = inputs[7:]
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of carrier, weight, scale and bias."""
+        levels, needs = ctx.levels, ctx.needs_input_grad
+        wanted = (needs[0], needs[3] or needs[4], needs[6])
+        numbers = (levels.low, levels.high, levels.factor, levels.relative)
+        grad_x, grad_weight, grad_scale, grad_bias = codes_product_backward(
+            grad, *ctx.saved_tensors, *numbers, *ctx.geometry, *wanted
+        )
+        learned = (grad_weight if needs[3] else None, grad_scale if needs[4] else None, None)
+        return grad_x if wanted[0] else None, None, None, *learned, grad_bias if wanted[2] else None, *[None] * 3
+
+
+class InputScaleFunction(torch.autograd.Function):
+    """The product itself, with the gradient of its input's scale, for an input that needs no gradient.
+
+    Forward:    y
+    Backward:   dy = grad;    dscale = sum(grad * product(dx/dscale, weight))
+
+    A product is linear, so the scale's derivative goes forward through it: one more product instead of the gradient of
+    the input.
+    """
+
+    @staticmethod
+    @positional
+    def forward(
+        y: Tensor, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, weight: Tensor,
+        weight_scale: Tensor, weight_smallest: Tensor, levels: Levels, weight_levels: Levels, geometry: Geometry,
+    ) -> Tensor:  # fmt: skip
+        """Nothing is computed; compiled code, which may not hand out a view here, multiplies on the way."""
+        return y * 1 if torch.compiler.is_compiling() else owned(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """The input and the parameters."""
+        ctx.save_for_backward(*inputs[1:8])
+        ctx.levels, ctx.weight_levels, ctx.geometry = inputs[8:]
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The product of the slopes with the weight on its grid."""
+        saved = ctx.saved_tensors  # once: checkpointing hands every tensor out a single time
+        source, weight = saved[:4], saved[4:]
+        bounds = ctx.weight_levels[:2]
+        grad_scale = input_scale_gradient(grad, *source, *ctx.levels, *weight, *bounds, *ctx.geometry)
+        return grad, None, grad_scale, *[None] * 8
+
+
+def multiply(
+    layer: QuantLayer, x: Codes | Tensor, grid: Quantizer, *operands: Tensor | None, copies: int = 1
+) -> Tensor:  # fmt: skip
+    """layer(x, *operands, grid=grid) without a norm, on codes where kernels apply.
+
+    Args:
+        layer: a quantized convolution or linear layer.
+        x: its input.
+        grid: the quantizer that x comes from.
+        operands: weight and bias of a `QuantFunction`.
+        copies: of how many batches like this it decides whether integers pay.
+    """
+    weight, bias = _parameters(layer, operands)
+    geometry = _geometry(layer)
+    quantizer = layer.weight_quantizer
+    if (
+        not isinstance(x, Codes) or geometry is None or not _takes(weight, quantizer)
+        or not (bias is None or (is_taken(bias) and bias.dim() == 1))
+        or (geometry.stride and x.dim() != len(geometry.stride) + 2)
+    ):  # fmt: skip
+        return layer.compute(decode(x), weight, bias, grid, None)
+    low, high = quantizer.bounds()
+    levels = Levels(low, high, 0, quantizer.gradient_factor(weight), quantizer.relative_steps)
+    of_weight = (weight, quantizer.scale, quantizer.smallest_scale)
+    y: Tensor = CodesProductFunction.apply(*x[:3], *of_weight, bias, levels, geometry, copies * integers_allowed())
+    if x.source is not None and torch.is_grad_enabled():
+        source, learned = x.source
+        fixed = (weight.detach(), quantizer.scale.detach(), quantizer.smallest_scale)
+        y = InputScaleFunction.apply(y, source, *learned[:3], *fixed, learned.levels, levels, geometry)
+    return y
+
+
+def takes_codes(layer: object) -> bool:
+    """Whether a layer can compute on codes, by its kind and its grid."""
+    if isinstance(layer, QuantFunction):
+        fits = layer.function is F.linear or layer.function in CONVOLUTIONS
+    else:
+        fits = isinstance(layer, (QuantConvolution, QuantLinear))
+    if not fits:
+        return False
+    assert isinstance(layer, QuantLayer)
+    quantizer, spec = layer.weight_quantizer, layer.weight_quantizer.spec
+    ready = layer.training and layer.input_quantizer is None and not getattr(layer, "calibrating", False)
+    return (
+        ready and type(quantizer) is LSQQuantizer and in_force(quantizer) and spec.symmetric and spec.signed
+        and spec.bits <= 8 and spec.ewgs == "none" and spec.granularity != "group" and _geometry(layer) is not None
+    )  # fmt: skip
+
+
+def _parameters(layer: Any, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None]:
+    if isinstance(layer, QuantFunction):
+        weight, bias = (*operands, None)[:2]
+        assert weight is not None
+        return weight, bias
+    return layer.weight, layer.bias
+
+
+def _geometry(layer: Any) -> Geometry | None:
+    """None for padding that is no number of zeros."""
+    if isinstance(layer, QuantFunction):
+        if layer.function is F.linear:
+            return LINEAR
+        axes = CONVOLUTIONS.index(layer.function) + 1
+        options = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1} | layer.options
+        given = [options[name] for name in ("stride", "padding", "dilation")]
+        if isinstance(given[1], str):
+            return None
+        sizes = [[value] * axes if isinstance(value, int) else list(value) for value in given]
+        return Geometry(sizes[0], sizes[1], sizes[2], options["groups"])
+    if isinstance(layer, nn.Linear):
+        return LINEAR
+    if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+        return None
+    return Geometry(list(layer.stride), list(layer.padding), list(layer.dilation), layer.groups)
+
+
+def _takes(weight: Tensor, quantizer: Quantizer) -> bool:
+    return (
+        is_taken(weight)
+        and has_taken_numbers(quantizer, quantizer.scale.numel())
+        and weight.numel() > 0
+        and bool(rows_of(weight, quantizer.scale))
+        and (weight.is_contiguous() or (weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)))
+    )

@@ -1,0 +1,183 @@
+"""`FusedGraph`: a prepared model that trains on codes where kernels apply, and where that was proven to be the same."""
+
+import logging
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils import _pytree as pytree
+
+from qat.fused.rewriting import FusedForward, fused_forward
+from qat.fused.self_check.judging import is_wanted, judge
+from qat.kernels import formulas_wanted, plain_here, plain_wanted
+from qat.kernels.cpu import compiler, onednn
+from qat.kernels.dispatch import is_taken
+from qat.kernels.formulas.products import try_int_mm
+from qat.preparation.prepared_graph import Forward, PreparedGraph
+from qat.preparation.report import VERDICTS
+from qat.preparation.verdict import Verdict
+from qat.tracing.patches import tracing_alone
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+log = logging.getLogger("qat")
+
+MOST_FAILURES = 3
+"""How often in a row a model is not checked, for a step of it does not run, before that is tried no more."""
+
+
+class FusedGraph(PreparedGraph):
+    """A prepared model that trains by a graph derived from its own; see `qat.fused.rewriting`."""
+
+    _fused: ClassVar[FusedForward | None] = None
+    _looked_at: ClassVar[frozenset[torch.device]] = frozenset()
+    _said: ClassVar[frozenset[str]] = frozenset()
+    _failures: ClassVar[int] = 0
+
+    def _forget(self) -> None:
+        """What was derived from the graph too."""
+        super()._forget()
+        kind: Any = type(self)
+        kind._fused = None
+
+    def _derive(self) -> FusedForward:
+        """What training runs where kernels apply, made anew if the graph or anything in the model changed."""
+        kind: Any = type(self)
+        found: FusedForward | None = kind._fused
+        if found is None or not found.notes.hold():
+            kind._fused = found = fused_forward(self, self._verdicts)
+        return found
+
+    @property
+    def _verdicts(self) -> dict[str, Verdict]:
+        """What self-checks found, by what they looked at; a copy of the model takes them along."""
+        found: dict[str, Verdict] = vars(self).setdefault(VERDICTS, {})
+        return found
+
+    def _self_check(self, *args: Any, **kwargs: Any) -> Verdict | None:
+        """Hold a fused training step to the plain one; from now on the model trains as that allows.
+
+        Args:
+            args, kwargs: of forward; a slice of the batch is looked at.
+
+        Returns:
+            What was found; None where nothing runs on codes, or nothing can be found out.
+        """
+        kind: Any = type(self)
+        with tracing_alone():  # who waits finds the verdict there
+            fused = self._derive()
+            if fused.graph is None or fused.verdict is not None:
+                return fused.verdict
+            verdict = judge(self, args, kwargs)
+            if verdict is None and not torch.is_inference_mode_enabled():
+                kind._failures += 1
+                if kind._failures == MOST_FAILURES:
+                    verdict = Verdict(None, f"{MOST_FAILURES} times no step of it could be run apart")
+            if verdict is not None:
+                self._verdicts[fused.key] = verdict
+                kind._fused, kind._failures = None, 0
+                if verdict.reason:
+                    log.warning("%s", verdict)
+            return self._derive().verdict
+
+    def _prove(self, *args: Any, **kwargs: Any) -> Verdict | None:
+        """`_self_check` ahead of training, in whatever mode the model is; None where no kernels apply."""
+        flags = [(module, module.training) for module in self.modules()]
+        try:
+            self.train()
+            if not is_wanted() or plain_here() or self._is_meta_only():
+                return None
+            self._look_around()
+            given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            if self._refusal(given, compiling=True) is not None:
+                return None
+            return self._self_check(*args, **kwargs)
+        finally:
+            for module, flag in flags:
+                module.training = flag
+
+    def _verdict(self) -> Verdict | None:
+        """That of the model's state now, or else the last one."""
+        fused, earlier = type(self)._fused, list(self._verdicts.values())[-1:]
+        now = [] if fused is None or fused.verdict is None else [fused.verdict]
+        return next(iter(now + earlier), None)
+
+    def _look_around(self) -> None:
+        """Find out what there is where the model lies; nothing can be tried out while torch.compile looks on."""
+        kind: Any = type(self)
+        devices = frozenset(parameter.device for parameter in self.parameters())
+        kind._looked_at = devices
+        if any(device.type == "cpu" for device in devices) and compiler.library() is not None:
+            for each in onednn.KINDS:
+                onednn.are_exact(each)
+        for device in devices:
+            if device.type == "cuda" or formulas_wanted():
+                try_int_mm(device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Self":
+        """As of any module; a model that was moved looks around where it is now."""
+        moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._looked_at and self._looked_at != {parameter.device for parameter in self.parameters()}:
+            self._look_around()
+        return moved
+
+    def train(self, mode: bool = True) -> "Self":
+        """As of any module; torch.compile, which may come next, can only run what is derived already."""
+        model = super().train(mode)
+        if mode and not self._is_meta_only():
+            self._derive()
+        return model
+
+    def _training_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward | None:
+        """The derived graph, if these inputs are for the kernels."""
+        compiling = torch.compiler.is_compiling()
+        if not self.training or (plain_wanted() if compiling else plain_here()):
+            return None
+        leaves = (*args, *kwargs.values())
+        if any(isinstance(x, (list, tuple, dict)) for x in leaves):
+            leaves = tuple(pytree.tree_leaves((args, kwargs)))
+        given: list[Any] = [x for x in leaves if isinstance(x, (torch.Tensor, fx.Proxy))]
+        if not all(type(x) in (torch.Tensor, nn.Parameter) or compiling for x in given):
+            return None  # somebody looks at the model with tensors that hold no numbers
+        refused = self._refusal(given, compiling)
+        if refused is not None:
+            if refused and not compiling:
+                self._say(refused)
+            return None
+        if not compiling and not self._looked_at:
+            self._look_around()
+        fused = type(self)._fused if compiling else self._derive()
+        if fused is None or fused.graph is None or (compiling and not fused.fits(self)):
+            return None
+        if fused.verdict is None and is_wanted():
+            if compiling or self._self_check(*args, **kwargs) is None:
+                return None
+            fused = self._derive()
+        return fused.run
+
+    def _refusal(self, given: list[torch.Tensor], compiling: bool) -> str | None:
+        """Why kernels do not apply here, None if they do: on CUDA those that torch.compile makes of formulas, else
+        those in C. Empty where somebody said so already."""
+        floating = next((x for x in given if x.is_floating_point()), None)
+        x = floating if floating is not None else next(iter(given), None)
+        x = next(self.parameters()) if x is None else x
+        if _has_any_global_hook():  # type: ignore[no-untyped-call]
+            return "a hook on all modules is registered, which waits for each to be called"
+        if floating is not None and not is_taken(floating):
+            return f"its input is {floating.dtype} on {floating.device.type}"
+        if x.is_cuda:
+            return None if compiling else ""
+        if formulas_wanted():
+            return None
+        if torch.is_autocast_enabled("cpu"):
+            return "autocast is on, and the kernels on the CPU compute in float32"
+        return None if (compiler.is_loaded() if compiling else compiler.library() is not None) else ""
+
+    def _say(self, reason: str) -> None:
+        """Tell the log why this model trains as its graph stands, once for each reason."""
+        kind: Any = type(self)
+        if reason not in kind._said:
+            kind._said |= {reason}
+            log.info("training runs the prepared graph operation by operation: %s", reason)

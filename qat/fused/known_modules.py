@@ -1,0 +1,129 @@
+"""Which modules kernels may stand in for, and what was read off them when a graph on codes was derived.
+
+A kernel computes what a module would, without calling it. That is right only for classes whose forward is known, while
+nobody waits for the call (hooks), nobody changed what a call does (a patched `forward`, a subclass), and as long as the
+numbers that went into the derived graph are still the module's.
+"""
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from qat.layers import QuantConv1d, QuantConv2d, QuantConv3d, QuantFunction, QuantLayer, QuantLinear
+from qat.preparation.hooks import METHODS, is_watched
+from qat.quantizer.lsq import LSQQuantizer
+
+LAYERS = (QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear, QuantFunction)
+
+READ: dict[type[nn.Module], tuple[str, ...]] = {
+    LSQQuantizer: ("training", "observer", "is_calibrated", "spec", "role"),
+    **dict.fromkeys(LAYERS, ("training", "input_quantizer")),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), ("training", "track_running_stats")),
+    **dict.fromkeys((nn.ReLU, nn.SiLU, nn.Hardswish), ("inplace",)),
+    **dict.fromkeys((nn.ReLU6, nn.Hardtanh), ("inplace", "min_val", "max_val")),
+    nn.GELU: ("approximate",),
+    nn.Softmax: ("dim",),
+    nn.MaxPool2d: ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"),
+    **dict.fromkeys((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout), ("inplace",)),
+    **dict.fromkeys((nn.Flatten, nn.Unflatten, nn.Identity, nn.ChannelShuffle, nn.PixelShuffle, nn.PixelUnshuffle), ()),
+    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool3d), ("return_indices",)),
+    **dict.fromkeys((nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), ("return_indices",)),
+}
+"""The classes that kernels may stand in for, and their attributes that a derived graph takes as they are; what else
+they have is read in every step."""
+
+
+def _methods(kind: type[nn.Module]) -> tuple[Any, ...]:
+    return tuple(getattr(kind, name, None) for name in METHODS)
+
+
+_ORIGINALS = {kind: _methods(kind) for kind in READ}
+
+
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """Its class, without parametrisations."""
+    kind: type[nn.Module] = parametrize.type_before_parametrizations(module)
+    return kind
+
+
+def is_changed(kind: type[nn.Module]) -> bool:
+    """Whether a known class does something else than when qat was imported: somebody patched it."""
+    return _methods(kind) != _ORIGINALS[kind]
+
+
+def may_stand_in(module: nn.Module | None) -> bool:
+    """Whether a kernel may compute what a call of this module would."""
+    if module is None:
+        return False
+    kind = kind_of(module)
+    known = kind in READ and not is_changed(kind) and not is_watched(module)
+    return known and (not isinstance(module, QuantLayer) or may_stand_in(module.weight_quantizer))
+
+
+_READERS: dict[type[nn.Module], Callable[[Any], Any]] = {
+    kind: attrgetter(*names) if names else (lambda module: None) for kind, names in READ.items()
+}
+
+
+NUMBERS = frozenset(name for names in READ.values() for name in names) - {
+    "observer", "is_calibrated", "spec", "role", "input_quantizer"
+}  # fmt: skip
+"""Attributes that torch.compile can watch."""
+
+
+def numbers_of(
+    model: nn.Module, names: set[str]
+) -> tuple[tuple[str, type[nn.Module], tuple[tuple[str, Any], ...]], ...]:
+    """Names, classes and `NUMBERS` of the modules that kernels may stand in for: what compiled code has to compare."""
+    found = []
+    for name in sorted(names):
+        module = model.get_submodule(name)
+        if type(module) in READ:
+            wanted = NUMBERS.intersection(READ[type(module)])
+            found.append((name, type(module), tuple((key, getattr(module, key)) for key in sorted(wanted))))
+    return tuple(found)
+
+
+class Notes:
+    """What a derived graph takes for granted of the modules that it calls or stands in for.
+
+    Args:
+        model: a prepared model.
+        names: of these modules in it.
+
+    Attributes:
+        text: the same in words, by which a copy of the model is known to be alike.
+    """
+
+    def __init__(self, model: nn.Module, names: set[str]) -> None:
+        modules = {name: model.get_submodule(name) for name in sorted(names)}
+        self._facts = [
+            (module, type(module), read, read(module), is_watched(module))
+            for module in modules.values()
+            for read in [_READERS.get(kind_of(module), _nothing)]
+        ]
+        self._kinds = [(kind, is_changed(kind)) for kind in {kind_of(each) for each in modules.values()} & READ.keys()]
+        words = [(kind.__qualname__, _in_words(found), watched) for _, kind, _, found, watched in self._facts]
+        patched = sorted(kind.__qualname__ for kind, changed in self._kinds if changed)
+        self.text = repr((list(zip(modules, words, strict=True)), patched))
+
+    def hold(self) -> bool:
+        """Whether all of it is still so: classes, numbers, who watches them."""
+        for module, kind, read, found, watched in self._facts:
+            if type(module) is not kind or read(module) != found or is_watched(module) is not watched:
+                return False
+        return all(is_changed(kind) is changed for kind, changed in self._kinds)
+
+
+def _nothing(module: nn.Module) -> None:
+    """Of a module that is called as ever, nothing is taken for granted."""
+
+
+def _in_words(found: Any) -> str:
+    """What was read, without the addresses of modules and tensors."""
+    values = found if isinstance(found, tuple) else (found,)
+    return repr([type(value).__name__ if isinstance(value, (nn.Module, torch.Tensor)) else value for value in values])

@@ -1,0 +1,225 @@
+"""The graph that training runs where kernels apply: quantizers with what stands before them, layers on codes.
+
+It computes what the prepared graph computes, with the same modules and parameters. The prepared graph remains the
+model; this one is derived from it at the first training step, and again after every change.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from qat.fused.activations import NO_CLIP
+from qat.fused.functions.codes import decode, encode
+from qat.fused.functions.curves import quantize_curve, quantize_softmax
+from qat.fused.functions.matmuls import matmul
+from qat.fused.functions.movement import drop, reshape, reshape_by, shape_of
+from qat.fused.functions.norm_activation import quantize_chain, quantize_sum
+from qat.fused.functions.pools import max_pool
+from qat.fused.functions.products import multiply
+from qat.fused.functions.scale_repair import repair
+from qat.fused.known_modules import Notes, numbers_of
+from qat.fused.movement import DROPOUTS, asks_for_shape, reshapes, window
+from qat.fused.plan import CodesPlan
+from qat.preparation.replacements import module_names
+from qat.preparation.verdict import Verdict
+from qat.tracing.nodes import submodule_of
+
+
+@dataclass(frozen=True)
+class FusedForward:
+    """A model's forward on codes.
+
+    Attributes:
+        graph: what it computes; None where nothing can be fused, or where that was found to be another function.
+        run: a function of the model and its inputs.
+        notes: what it takes for granted of the model's modules.
+        numbers: of that, what torch.compile can watch.
+        key: what it was derived from, in a word.
+        verdict: what a self-check of it found; None if there was none.
+    """
+
+    graph: fx.Graph | None
+    run: Callable[..., Any] | None
+    notes: Notes
+    numbers: tuple[Any, ...]
+    key: str
+    verdict: Verdict | None
+
+    def fits(self, model: nn.Module) -> bool:
+        """Whether it was derived from what the model is now; torch.compile asks, and watches all of it from then on."""
+        for name, kind, numbers in self.numbers:
+            module = model.get_submodule(name)
+            if type(module) is not kind:
+                return False
+            for key, value in numbers:
+                if getattr(module, key) != value:
+                    return False
+        return True
+
+
+def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict] | None = None) -> FusedForward:
+    """The model's forward on codes.
+
+    Args:
+        model: a prepared model, in the modes (training, evaluation) that its parts have now.
+        verdicts: what self-checks have found.
+    """
+    names = module_names(model)
+    notes = Notes(model, names)
+    kinds = sorted({parameter.device.type for parameter in model.parameters()})
+    graph = fused_graph(model)
+    code = "" if graph is None else graph.python_code("self").src
+    key = hashlib.sha256(repr((notes.text, model.code, code, kinds)).encode()).hexdigest()[:16]
+    verdict = (verdicts or {}).get(key)
+    if verdict is not None and verdict.distrusted != ():
+        graph = None if verdict.distrusted is None else fused_graph(model, verdict.distrusted)
+    return FusedForward(
+        graph, None if graph is None else compiled(graph), notes, numbers_of(model, names), key, verdict
+    )
+
+
+def fused_graph(model: fx.GraphModule, distrusted: Collection[str] = ()) -> fx.Graph | None:
+    """The graph of the model's forward on codes; None if no layer takes them.
+
+    Args:
+        model: a prepared model.
+        distrusted: names of modules that kernels do not stand in for.
+    """
+    plan = CodesPlan(model, distrusted)
+    return _Rewriting(plan).rewritten() if plan.readers else None
+
+
+def compiled(graph: fx.Graph) -> Callable[..., Any]:
+    """A graph as a function of a model and its inputs."""
+    code = graph.python_code("self")
+    space: dict[str, Any] = dict(code.globals)
+    exec(compile(code.src, "<fused forward of a prepared model>", "exec"), space)
+    run: Callable[..., Any] = space["forward"]
+    return run
+
+
+class _Rewriting:
+    """The graph copied node by node, with what the plan says in the place of what it stands for."""
+
+    def __init__(self, plan: CodesPlan) -> None:
+        self.plan, self.model = plan, plan.model
+        self.graph = fx.Graph()
+        self.floats: dict[fx.Node, fx.Node] = {}
+        self.codes: dict[fx.Node, fx.Node] = {}
+        self.modules: dict[str, fx.Node] = {}
+
+    def rewritten(self) -> fx.Graph:
+        """The new graph."""
+        begun = False
+        for node in self.plan.nodes:
+            if not begun and node.op != "placeholder":  # placeholders may come later too, behind an input's quantizer
+                self._repair()
+                begun = True
+            if node in self.plan.absorbed:
+                continue
+            if node in self.plan.readers:
+                self.floats[node] = self._product(node)
+            elif node in self.plan.matmuls:
+                operands = [self._coded(operand) for operand in node.all_input_nodes]
+                self.floats[node] = self.graph.call_function(matmul, (operands[0], operands[-1]))
+            elif node in self.plan.chains:
+                self.codes[node] = self._quantized(node)
+            elif node in self.plan.carried:
+                self.codes[node] = self._encoded(node, self._carry(node))
+            else:
+                self.floats[node] = self.graph.node_copy(node, self._shape if asks_for_shape(node) else self._float)
+        self.graph.set_codegen(self.model.graph._codegen)
+        self.graph.lint()
+        return self.graph
+
+    def _repair(self) -> None:
+        """First of all the scales are put in order."""
+        names = [str(node.target) for node in self.plan.chains]
+        names += [f"{node.target}.weight_quantizer" for node in self.plan.readers]
+        by_identity = {id(self.model.get_submodule(name)): name for name in sorted(names)}
+        self.graph.call_function(repair, tuple(map(self._module, by_identity.values())))
+
+    def _module(self, name: str) -> fx.Node:
+        """A part of the model; looked up once, since that is what takes a graph's own time."""
+        if name not in self.modules:
+            self.modules[name] = self.graph.get_attr(name)
+        return self.modules[name]
+
+    def _float(self, node: fx.Node) -> fx.Node:
+        """The node's float tensor in the new graph."""
+        if node not in self.floats:
+            self.floats[node] = self.graph.call_function(decode, (self.codes[node],))
+        return self.floats[node]
+
+    def _coded(self, node: fx.Node) -> fx.Node:
+        """The node's codes in the new graph."""
+        if node not in self.codes:
+            self.codes[node] = self._encoded(node, self._float(node))
+        return self.codes[node]
+
+    def _encoded(self, node: fx.Node, value: fx.Node) -> fx.Node:
+        """The node's value in the new graph as codes, unless a dropout took it off its grid."""
+        quantizer = self.plan.grid(node)
+        assert quantizer is not None
+        grid = self._module(str(quantizer.target))
+        dropouts = [step for step in self.plan.way(node) if isinstance(submodule_of(self.model, step), DROPOUTS)]
+        checked = [self._module(str(step.target)) for step in dropouts]
+        return self.graph.call_function(encode, (value, grid, *checked))
+
+    def _carry(self, node: fx.Node) -> fx.Node:
+        """A max pool, a reshaping or a dropout of codes."""
+        x, *args = node.args
+        assert isinstance(x, fx.Node)
+        coded, module = self._coded(x), submodule_of(self.model, node)
+        held = None if module is None else self._module(str(node.target))
+        pooled = window(node, module)
+        if pooled is not None:
+            return self.graph.call_function(max_pool, (coded, tuple(pooled), held))
+        if isinstance(module, DROPOUTS):
+            return self.graph.call_function(drop, (coded, held))
+        if module is not None:
+            return self.graph.call_function(reshape_by, (coded, held))
+        given = fx.node.map_arg((tuple(args), dict(node.kwargs)), self._float)
+        return self.graph.call_function(reshape, (coded, reshapes(node), *given[0]), given[1])
+
+    def _shape(self, node: fx.Node) -> fx.Node:
+        """Something of the node's shape."""
+        if node in self.floats:
+            return self.floats[node]
+        return self.graph.call_function(shape_of, (self.codes[node],))
+
+    def _product(self, node: fx.Node) -> fx.Node:
+        """A layer on codes; its BatchNorm follows, unless a chain takes it over."""
+        x, *operands = node.args
+        assert isinstance(x, fx.Node)
+        layer, grid = self._module(str(node.target)), self.floats[node.kwargs["grid"]]  # type: ignore[index]
+        others = [self._float(operand) if isinstance(operand, fx.Node) else operand for operand in operands]
+        y = self.graph.call_function(multiply, (layer, self._coded(x), grid, *others))
+        norm = node.kwargs.get("norm")
+        if isinstance(norm, fx.Node) and node not in self.plan.followed:
+            y = self.graph.call_module(str(norm.target), (y,))
+        return y
+
+    def _quantized(self, node: fx.Node) -> fx.Node:
+        """A quantizer with what it takes over."""
+        chain, activation = self.plan.chains[node], self.plan.chains[node].activation
+        quantizer, module = self._module(str(node.target)), None
+        if activation is not None and activation.module is not None:
+            module = self._module(activation.module)
+        bounds = NO_CLIP if activation is None else activation.bounds
+        if chain.operands is not None:
+            a, b = map(self._coded, chain.operands)
+            return self.graph.call_function(quantize_sum, (a, b, quantizer, *bounds, module))
+        source = self._float(chain.source)
+        if activation is not None and activation.curve is not None:
+            return self.graph.call_function(quantize_curve, (source, quantizer, activation.curve, module))
+        if activation is not None and activation.axis is not None:
+            arguments = (source, quantizer, activation.axis, activation.multiplier, module)
+            return self.graph.call_function(quantize_softmax, arguments)
+        norm = None
+        if chain.layer is not None and chain.layer in self.plan.followed:
+            norm = self.floats[chain.layer.kwargs["norm"]]  # type: ignore[index]
+        return self.graph.call_function(quantize_chain, (source, quantizer, norm, *bounds, module))

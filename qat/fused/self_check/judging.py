@@ -1,0 +1,221 @@
+"""The engine proves itself on every model: a fused training step next to the plain one, on a slice of a real batch.
+
+Two questions are asked. Is the fused graph wired right? It runs with torch's own operations in the place of every
+kernel, and everything has to come out as from the plain graph: answers, gradients, running statistics. Is every kernel
+right? Each is given what stood before it in that run, and is held to the same operations (`local_check`). So one
+difference is not hidden by roundings of another, and the part that is wrong has a name.
+"""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from qat.fused.activations import NO_CLIP
+from qat.fused.functions.codes import Codes, decode, encode
+from qat.fused.functions.movement import drop
+from qat.fused.functions.pools import max_pool
+from qat.fused.functions.products import multiply
+from qat.fused.rewriting import fused_graph
+from qat.fused.self_check.local import Both, compare_computing, compare_quantizing
+from qat.fused.self_check.references import COMPUTING, MOVING, QUANTIZING
+from qat.fused.self_check.training_step import (
+    NoGradientsError,
+    Results,
+    copied,
+    detached,
+    difference,
+    training_step,
+    unseen_by_hooks,
+)
+from qat.preparation.verdict import Verdict
+from qat.quantizer import Quantizer
+from qat.tracing.randomness import rewinding
+
+MOST_CHECKS = 4
+"""How often parts are left out before the whole model trains plainly."""
+
+SAMPLES = 2
+"""Of a batch: the fewest of which a BatchNorm has statistics; without one, a single sample is looked at."""
+
+
+def is_wanted() -> bool:
+    """Whether models are to be checked: unless QAT_SELF_CHECK=off says that they are trusted."""
+    return os.environ.get("QAT_SELF_CHECK", "").lower() != "off"
+
+
+def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict | None:
+    """Find what of a model may train on codes: all of it, or what is left without the kernels that are wrong.
+
+    Args:
+        model: a prepared model in training. Its copies run, so that it is left as it was.
+        args, kwargs: of its forward; a slice of the batch is looked at.
+
+    Returns:
+        What was found; None where nothing can be: the plain graph does not run on this batch, memory is short, or no
+        gradients are taken.
+    """
+    if torch.is_inference_mode_enabled():
+        return None
+    distrusted: tuple[str, ...] = ()
+    reason = ""
+    try:
+        with rewinding() as rewind, unseen_by_hooks():
+            base = copied(model)
+            sample = _sampled(base, _bound(model, args, kwargs), rewind)
+            if sample is None:
+                return None
+            for _ in range(MOST_CHECKS):
+                graph = fused_graph(base, distrusted)
+                rewind()
+                found = Verdict() if graph is None else _check(base, graph, *sample)
+                reason = reason or found.reason
+                if not found.distrusted:
+                    return Verdict(None if found.distrusted is None else distrusted, reason)
+                distrusted += found.distrusted
+                base = copied(model)
+    except torch.OutOfMemoryError:
+        return None
+    except Exception as error:  # it cannot be copied, or it has no gradients
+        cause = error.__cause__ if isinstance(error, NoGradientsError) else error
+        return Verdict(None, f"no step of it can be run apart, {_told(cause)}")
+    return Verdict(None, reason)
+
+
+def _check(model: fx.GraphModule, graph: fx.Graph, inputs: list[Any], copies: int, expected: Results) -> Verdict:
+    """Hold a fused graph to what came of the plain one."""
+    checking = _Checking(model, graph, copies)
+    try:
+        found = training_step(checking, inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever it is, the plain graph runs
+        cause = error.__cause__ if isinstance(error, NoGradientsError) else error
+        return Verdict(None, f"{checking.last or 'its fused step'} raises {_told(cause)}")
+    if checking.wrong:
+        names = tuple(dict.fromkeys(name for name, _ in checking.wrong))
+        return Verdict(None if "" in names else names, checking.wrong[0][1])
+    wrong = difference(expected, found)
+    return Verdict() if wrong is None else Verdict(None, f"its fused step differs from the plain one: {wrong}")
+
+
+def _told(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _bound(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Arguments in the order of the graph's placeholders."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return list(bound.arguments.values())
+
+
+def _sampled(
+    model: fx.GraphModule, given: list[Any], rewind: Callable[[], None]
+) -> tuple[list[Any], int, Results] | None:
+    """A slice of a batch, how many of them the batch has, and the plain step on it; None if the model takes none.
+
+    Where inputs differ in length, or the model takes no slice, it is the whole batch.
+    """
+    lengths = {len(leaf) for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()}
+    whole = lengths.pop() if len(lengths) == 1 else 0
+    few = SAMPLES if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
+    for count in (few, whole) if few < whole else (whole,):
+        inputs = pytree.tree_map(detached, given)
+        if count < whole:
+            inputs = pytree.tree_map(lambda x: detached(x[:few]) if isinstance(x, Tensor) and x.dim() else x, given)
+        rewind()
+        try:
+            expected = training_step(fx.Interpreter(copied(model), graph=model.graph), inputs)
+            return inputs, max(1, -(-whole // max(count, 1))), expected
+        except NoGradientsError:
+            if count == whole:
+                raise
+        except Exception:  # it takes no slices; or it is the model's own mistake, and its forward is about to say so
+            continue
+    return None
+
+
+class _Checking(fx.Interpreter):
+    """Runs a fused graph on values of the plain operations, and every function of it on codes beside them.
+
+    Attributes:
+        wrong: name of the module that a kernel does not stand in for from now on ("" if it has none), and why.
+        last: what ran last.
+    """
+
+    def __init__(self, model: nn.Module, graph: fx.Graph, copies: int) -> None:
+        super().__init__(model, graph=graph)
+        self.copies = copies
+        self.wrong: list[tuple[str, str]] = []
+        self.last = ""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's value; of a function on codes also what is wrong with it."""
+        if n.op != "call_function" or n.target not in {**QUANTIZING, **COMPUTING, **MOVING}:
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        plain: Any = pytree.tree_map(_value, (args, kwargs), is_leaf=_is_both)
+        names = [str(source.target) for source in n.all_input_nodes if source.op == "get_attr"]
+        self.last = names[0] if names else n.name
+        if n.target in QUANTIZING:
+            return self._quantized(n.target, args, plain[0], names)
+        if n.target in COMPUTING:
+            return self._computed(n.target, args, plain[0], names)
+        return self._moved(n.target, args, kwargs, plain)
+
+    def _quantized(self, function: Any, args: Any, plain: Any, names: list[str]) -> Any:
+        quantizer = next(each for each in args if isinstance(each, Quantizer))
+        path = next(name for name in names if self.fetch_attr(name) is quantizer)
+        self._note(path, compare_quantizing(function, QUANTIZING[function], args, path))
+        value = quantizer(QUANTIZING[function](*plain).z)
+        x, _, norm, *clip = (*args, None)[:5]
+        if isinstance(x, Tensor) and not x.requires_grad and norm is None and tuple(clip) == NO_CLIP:
+            codes = function(*args)  # of an input of the model, which know what they were made of
+            return Both(value, codes, quantizer) if isinstance(codes, Codes) else value
+        return _with_codes(value, quantizer)
+
+    def _computed(self, function: Any, args: Any, plain: Any, names: list[str]) -> Any:
+        coded = [each for each in args if isinstance(each, Both)]
+        path = names[0] if names else ""
+        if coded:
+            run = functools.partial(function, copies=self.copies) if function is multiply else function
+            self._note(path, compare_computing(run, COMPUTING[function], args, path or function.__name__))
+        value = COMPUTING[function](*plain)
+        return _with_codes(value, coded[0].quantizer) if coded and function is max_pool else value
+
+    def _moved(self, function: Any, args: Any, kwargs: Any, plain: Any) -> Any:
+        value = MOVING[function](*plain[0], **plain[1])
+        if function is encode and not isinstance(args[0], Both):
+            codes = encode(value.detach(), *args[1:])
+            return Both(value, codes, args[1]) if isinstance(codes, Codes) else value
+        drops = function is drop and args[1].training and args[1].p > 0  # once: another time draws other numbers
+        if function is decode or drops or not args or not isinstance(args[0], Both):
+            return value
+        given, *rest = args
+        codes = function(given.codes, *rest, **kwargs)
+        return Both(value, codes, given.quantizer) if isinstance(codes, Codes) else value
+
+    def _note(self, path: str, wrong: str | None) -> None:
+        if wrong is not None:
+            self.wrong.append((path, wrong))
+
+
+def _with_codes(value: Tensor, quantizer: Quantizer) -> Any:
+    """A tensor that lies on a grid, with its codes; as it is where kernels do not apply."""
+    codes = encode(value.detach(), quantizer)
+    return Both(value, codes, quantizer) if isinstance(codes, Codes) else value
+
+
+def _is_both(x: Any) -> bool:
+    return isinstance(x, Both)
+
+
+def _value(x: Any) -> Any:
+    return x.value if isinstance(x, Both) else x

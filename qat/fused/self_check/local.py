@@ -1,0 +1,215 @@
+"""One function of a fused graph at a time against its reference: the same inputs, the same gradient from behind."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from qat.fused.functions.codes import Codes, decode
+from qat.fused.self_check.references import Before, normalised
+from qat.fused.self_check.training_step import noise
+from qat.kernels import plain_formulas
+from qat.quantizer import Quantizer
+
+NEAR = 0.02
+"""In steps: what lies nearer to a tie, or to the end of a grid or clip, may fall to either side of it."""
+
+TOLERANCE, NEGLIGIBLE = 2e-3, 1e-5
+"""Of a difference: relative to what is expected, and to the sum of what cancels in it."""
+
+
+class Both(NamedTuple):
+    """A quantized tensor in a self-check.
+
+    Attributes:
+        value: as torch's operations make it.
+        codes: of this value.
+        quantizer: whose grid it is.
+    """
+
+    value: Tensor
+    codes: Codes
+    quantizer: Quantizer
+
+
+@dataclass
+class Ends:
+    """The same arguments for a function on codes and for its reference.
+
+    Attributes:
+        coded, plain: arguments.
+        pairs: tensors of both that gradients are taken of.
+        learned: scales that an input of the model was quantized with.
+    """
+
+    coded: list[Any]
+    plain: list[Any]
+    pairs: list[tuple[Tensor, Tensor]]
+    learned: list[Tensor]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...]) -> "Ends":
+        """Detached from whatever made the arguments."""
+        ends = cls([], [], [], [])
+        for given in args:
+            coded, plain = ends._end(given)
+            ends.coded.append(coded)
+            ends.plain.append(plain)
+        return ends
+
+    def _end(self, given: Any) -> tuple[Any, Any]:
+        if isinstance(given, Both) and given.codes.source is not None:
+            source, learned = given.codes.source
+            self.learned.append(learned.scale)
+            with plain_formulas():
+                return given.codes, given.quantizer(source.detach())
+        if isinstance(given, Both):
+            carrier = given.codes.carrier.detach().requires_grad_()
+            plain = given.value.detach().requires_grad_()
+            self.pairs.append((carrier, plain))
+            return Codes(carrier, given.codes.codes, given.codes.numbers), plain
+        if isinstance(given, Tensor) and given.is_floating_point():
+            coded, plain = (given.detach().requires_grad_(given.requires_grad) for _ in range(2))
+            if given.requires_grad:
+                self.pairs.append((coded, plain))
+            return coded.clone(), plain.clone()  # an activation may write into what it is given
+        return given, given
+
+
+def compare_quantizing(
+    function: Callable[..., Any], before: Callable[..., Before], args: tuple[Any, ...], path: str
+) -> str | None:
+    """What is wrong with a function that quantizes; None if it is right, or did not run on codes."""
+    ends = Ends.of(args)
+    quantizer = next(each for each in args if isinstance(each, Quantizer))
+    modules = [each for each in args if isinstance(each, nn.Module)]
+    with _kept_buffers(modules):
+        found = function(*ends.coded)
+    if not isinstance(found, Codes):
+        return None
+    with _kept_buffers(modules), plain_formulas():
+        exact = [partial(normalised, norm=each) if isinstance(each, _BatchNorm) else each for each in ends.plain]
+        unclipped, z, bounds = before(*exact)
+        y = quantizer(z)
+    with torch.no_grad():
+        scale, zero_point = quantizer.grid()
+        level = z / scale + zero_point
+        ties = ((level - level.floor()) - 0.5).abs() < NEAR
+        shift = 128 if quantizer.spec.signed else 0
+        expected = quantizer.codes(z)
+        wrong = (found.codes.to(expected.dtype) - shift != expected) & ~ties & z.isfinite()
+    if bool(wrong.any()) or not torch.isclose(found.numbers[0], scale.to(found.numbers.dtype)):
+        return f"{int(wrong.sum())} of {wrong.numel()} codes of {path} differ"
+    if found.source is not None:
+        return None  # whoever reads it finds the gradient of its scale
+    either = ties | _at_edges(quantizer, unclipped, z) | _at_bounds(unclipped, bounds, scale)
+    cotangent = torch.where(either, 0.0, noise(y)).to(found.carrier.dtype)
+    low, high = quantizer.bounds()
+    slack = cotangent.abs().sum() * quantizer.gradient_factor(z) * (high - low)
+    if quantizer.relative_steps:
+        slack = slack * scale.detach() ** 2
+    return _compare_gradients((found.carrier, y), cotangent, ends, modules, path, float(slack))
+
+
+def compare_computing(
+    function: Callable[..., Any], reference: Callable[..., Tensor], args: tuple[Any, ...], path: str
+) -> str | None:
+    """What is wrong with a function that computes with codes; None if it is right."""
+    ends = Ends.of(args)
+    modules = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, Quantizer)]
+    with _kept_buffers(modules):
+        found = function(*ends.coded)
+    with _kept_buffers(modules), plain_formulas():
+        y = reference(*ends.plain)
+    got = decode(found)
+    if got.shape != y.shape or got.dtype != y.dtype:
+        return f"the result of {path} is {got.dtype} {tuple(got.shape)} instead of {y.dtype} {tuple(y.shape)}"
+    if not _alike(got.detach(), y.detach()):
+        return f"the result of {path} differs by up to {(got - y).detach().abs().max().item():.3g}"
+    if not y.requires_grad:
+        return None
+    cotangent = noise(y)
+    return _compare_gradients((got, y), cotangent, ends, modules, path, float(cotangent.abs().sum()))
+
+
+def _compare_gradients(
+    ends_of: tuple[Tensor, Tensor], cotangent: Tensor, ends: Ends, modules: list[nn.Module], path: str, slack: float
+) -> str | None:
+    coded, plain = ends_of
+    shared: dict[int, Tensor] = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+    shared |= {id(scale): scale for scale in ends.learned}
+    ours = torch.autograd.grad(
+        coded, [pair[0] for pair in ends.pairs] + list(shared.values()), cotangent, allow_unused=True
+    )
+    with plain_formulas():
+        theirs = torch.autograd.grad(
+            plain, [pair[1] for pair in ends.pairs] + list(shared.values()), cotangent, allow_unused=True
+        )
+    size = float(cotangent.norm())
+    for got, expected in zip(ours, theirs, strict=True):
+        if got is None and expected is None:
+            continue
+        got = torch.zeros_like(expected) if got is None else got
+        expected = torch.zeros_like(got) if expected is None else expected
+        gap, length = (got - expected).norm(), expected.norm()
+        if not bool((gap + length).isfinite()):
+            got, expected = got.double().nan_to_num(1e30), expected.double().nan_to_num(1e30)
+            gap, length = (got - expected).norm(), expected.norm()
+        allowed = TOLERANCE * float(length) + NEGLIGIBLE * (slack if expected.numel() < 4096 else size)
+        if not float(gap) <= allowed:
+            return f"a gradient of {path} differs by {float(gap / length):.2g} of its length"
+    return None
+
+
+@contextmanager
+def _kept_buffers(modules: list[nn.Module]) -> Iterator[None]:
+    """A context after which modules have the buffers that they had, with the values that they had."""
+    registered = [(part._buffers, dict(part._buffers)) for module in modules for part in module.modules()]
+    found = [buffer for _, buffers in registered for buffer in buffers.values() if buffer is not None]
+    values = [(buffer, buffer.detach().clone()) for buffer in found]
+    try:
+        yield
+    finally:
+        for buffers, before in registered:
+            buffers.clear()
+            buffers.update(before)
+        for buffer, value in values:
+            buffer.data.copy_(value)
+
+
+@torch.no_grad()
+def _at_edges(quantizer: Quantizer, unclipped: Tensor, z: Tensor) -> Tensor:
+    """Where the last digit decides whether a value lies on the grid or beyond an end of it, and that shows.
+
+    It shows in the gradient of what was not clipped yet, and in that of the scale, which is 0 on either side of an end
+    where the value is 0.
+    """
+    scale, zero_point = quantizer.grid()
+    at_edges = torch.zeros_like(z, dtype=torch.bool)
+    for end in quantizer.bounds():
+        at_edges |= (unclipped / scale + zero_point - end).abs() < NEAR
+        at_edges |= ((z / scale + zero_point - end).abs() < NEAR) & (zero_point != end)
+    return at_edges
+
+
+@torch.no_grad()
+def _at_bounds(y: Tensor, bounds: tuple[float, float], scale: Tensor) -> Tensor:
+    """Where what is clipped lies next to a bound of the clip."""
+    floor, ceiling = bounds
+    return ((y - floor).abs() < NEAR * scale) | ((y - ceiling).abs() < NEAR * scale)
+
+
+def _alike(got: Tensor, expected: Tensor) -> bool:
+    """Equal but for the order of sums, and where both are NaN."""
+    both = got.isnan() & expected.isnan()
+    got, expected = got.masked_fill(both, 0.0), expected.masked_fill(both, 0.0)
+    if not bool(expected.isfinite().all()):
+        return bool(torch.equal(got.isfinite(), expected.isfinite()))
+    least = 1e-4 if expected.dtype is torch.float32 else 3e-2
+    most = float(expected.abs().max()) if expected.numel() else 0.0
+    return bool(((got - expected).abs() <= least * most).all())

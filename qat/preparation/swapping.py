@@ -1,0 +1,185 @@
+"""Swapping float layers for their quantized twins, and handing each the BatchNorm that follows it."""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+
+from torch import fx, nn
+
+from qat.layers import QuantLayer, QuantLinear
+from qat.layers.twins import COMPOSITE_TWINS, float_kind, kind_name, make_twin
+from qat.preparation.functional_weights import EXPLAINED
+from qat.preparation.operations import FLOAT_PRODUCTS
+from qat.quantizer import Quantizer
+from qat.recipe import TYPE_PREFIX, AnyRecipe, QuantRecipe
+from qat.tracing.constants import attribute, constant_nodes
+from qat.tracing.nodes import dimensions, submodule_of
+
+_LINEAR_FAMILY = (
+    nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RNNBase,
+)  # fmt: skip
+
+
+def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe) -> dict[str, str]:
+    """Replace every layer that has a quantized twin and is called, in place.
+
+    Args:
+        graph_module: the traced model.
+        root: the model that was traced; its layers that the graph does not call are reported too.
+        recipe: the grids, and which layers to skip.
+
+    Returns:
+        The layers that stay in float, name to reason.
+
+    Raises:
+        ValueError: if a twin cannot be made with the recipe's grid.
+    """
+    called = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
+    left: dict[str, str] = {}
+    composite = ""
+    for name, layer in swappable_layers(root):
+        if (composite and name.startswith(composite)) or not name:
+            continue  # a part of what was replaced as a whole; the model itself, which the graph reads
+        reason = refusal(name, layer, recipe)
+        if reason is None and name not in called:
+            reason = "forward never calls it: unused, or its weight is read by a function"
+        if reason is None:
+            composite = f"{name}."
+            graph_module.set_submodule(
+                name, make_twin(recipe.full_name(name), layer, recipe.for_layer(name, float_kind(layer)))
+            )
+        elif type(layer) is not nn.MultiheadAttention:  # which is taken apart
+            left[name] = reason
+    return left
+
+
+def refusal(name: str, layer: nn.Module, recipe: AnyRecipe) -> str | None:
+    """Why a layer stays in float; None if it has a twin."""
+    kind = float_kind(layer)
+    skipped_by = recipe.for_layer(name, kind).skipped_by
+    if skipped_by is not None:
+        return f"skipped by the recipe's pattern {skipped_by!r}"
+    if kind is None:
+        return f"{kind_name(layer)} has no quantized twin"
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return "it carries forward hooks, which the twin would lose"
+    if layer._backward_hooks or layer._backward_pre_hooks:
+        return "it carries backward hooks, which the twin would lose"
+    return None
+
+
+def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:
+    """Add to `left` whatever else has parameters and computes in float: weights read by functions, norms, slopes."""
+    constant = constant_nodes(graph_module.graph)
+    quantized = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and node.target in FLOAT_PRODUCTS and EXPLAINED not in node.meta:
+            left.setdefault(node.name, f"{node.target.__name__} of these operands has no quantized twin")
+        if node.op != "get_attr":
+            continue
+        owner = str(node.target).rpartition(".")[0]
+        plain = isinstance(attribute(graph_module, str(node.target)), nn.Parameter)
+        readers = [user for user in _readers(node, constant) if user.op != "call_module"] if plain else []
+        if readers and owner not in left and owner not in quantized:
+            function = getattr(readers[0].target, "__name__", str(readers[0].target))
+            left[str(node.target)] = f"{function} reads it as a plain tensor"
+    handed = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
+    for name, module in graph_module.named_modules():
+        owns = type(module) is not nn.Module and any(True for _ in module.parameters(recurse=False))
+        inside = any(name == outer or name.startswith(f"{outer}.") for outer in left)
+        if (
+            owns
+            and name
+            and not inside
+            and name not in handed
+            and not isinstance(module, (QuantLayer, Quantizer, *COMPOSITE_TWINS))
+        ):
+            left[name] = f"{type(module).__name__} computes in float"
+
+
+def _readers(node: fx.Node, constant: set[fx.Node]) -> Iterator[fx.Node]:
+    """What reads a parameter, or something that is computed from parameters alone."""
+    for user in node.users:
+        if user in constant:
+            yield from _readers(user, constant)
+        else:
+            yield user
+
+
+NORMS: dict[int, tuple[str, ...]] = {
+    1: ("BatchNorm1d", "SyncBatchNorm"),
+    2: ("BatchNorm2d", "SyncBatchNorm", "FrozenBatchNorm2d"),
+    3: ("BatchNorm3d", "SyncBatchNorm"),
+}
+"""Spatial axes of a layer to the norms that fold into it."""
+
+
+def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:
+    """Hand every quantized layer the BatchNorm that alone reads its output, in place.
+
+    Returns:
+        The BatchNorms that stay in float, name to reason.
+    """
+    left: dict[str, str] = {}
+    for node in list(graph_module.graph.nodes):
+        norm = submodule_of(graph_module, node)
+        frozen = type(norm).__name__ == "FrozenBatchNorm2d"
+        if not (isinstance(norm, nn.modules.batchnorm._BatchNorm) or frozen):
+            continue
+        producer = node.args[0]
+        layer = submodule_of(graph_module, producer) if isinstance(producer, fx.Node) else None
+        if not isinstance(layer, QuantLayer) or not folds(layer, norm, producer):
+            left[str(node.target)] = "no quantized convolution directly before it"
+        elif "norm" in producer.kwargs:
+            left[str(node.target)] = f"{producer.target} folds another BatchNorm already"
+        elif len(producer.users) > 1:
+            left[str(node.target)] = f"the output of {producer.target} is read by others too"
+        elif getattr(norm, "running_var", None) is None:
+            left[str(node.target)] = "it keeps no running statistics to fold"
+        else:
+            with graph_module.graph.inserting_before(producer):
+                handed = graph_module.graph.get_attr(str(node.target))
+            producer.kwargs = {**producer.kwargs, "norm": handed}
+            node.replace_all_uses_with(producer)
+            graph_module.graph.erase_node(node)
+    return left
+
+
+def folds(layer: QuantLayer, norm: nn.Module | None, producer: fx.Node) -> bool:
+    """Whether the norm acts along the layer's output channels."""
+    if isinstance(layer, QuantLinear):
+        # On more axes BatchNorm1d normalises axis 1, and the channels of a linear layer are the last.
+        return type(norm) is nn.BatchNorm1d and dimensions(producer) == 2
+    spatial = isinstance(layer, nn.modules.conv._ConvNd)
+    return spatial and type(norm).__name__ in NORMS[layer.weight.dim() - 2]
+
+
+def swappable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Layers whose work is a matrix product or a table look-up."""
+    for name, module in model.named_modules():
+        if is_layer(module):
+            yield name, module
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module's work is a matrix product or a table look-up."""
+    return isinstance(module, _LINEAR_FAMILY)
+
+
+def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str]) -> None:
+    """Refuse a recipe that speaks of layers that are not there.
+
+    Args:
+        recipe: its overrides are looked at.
+        layers: layer name to the name of its float class.
+
+    Raises:
+        ValueError: naming the pattern and the nearest layers, or classes.
+    """
+    for pattern in recipe.overrides:
+        if any(recipe.matches(pattern, name, getattr(nn, kind, None)) for name, kind in layers.items()):
+            continue
+        by_type = pattern.startswith(TYPE_PREFIX)
+        names = sorted({TYPE_PREFIX + kind for kind in layers.values()}) if by_type else list(layers)
+        near = get_close_matches(pattern, names, n=3)
+        hint = f"did you mean {', '.join(near)}?" if near else f"layers are called {', '.join(names[:3])} ..."
+        raise ValueError(f"prepare: the recipe's pattern {pattern!r} names no layer of the model; {hint}")

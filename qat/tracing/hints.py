@@ -1,0 +1,281 @@
+"""Proxies that know what they hold for the example inputs, so that decisions on sizes can be traced.
+
+`if H % window: x = F.pad(x, ...)` has no answer for a plain torch.fx proxy. One that carries the value that the
+example inputs gave has: the trace takes that way, and a node in the graph refuses inputs of another size later,
+instead of computing something else than the float model.
+"""
+
+import inspect
+import operator
+import threading
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch.fx.proxy import Attribute, TraceError
+from torch.utils import _pytree as pytree
+
+from qat.tracing.constants import attribute
+from qat.tracing.examples import copied
+from qat.tracing.expectations import expect_default, expect_same
+from qat.tracing.in_place import written_by
+from qat.tracing.nodes import FACTS, Facts
+from qat.tracing.patches import tracing_alone
+
+GRADIENTS = frozenset((
+    "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "backward", "retain_grad", "retains_grad",
+    "register_hook", "register_post_accumulate_grad_hook", "is_inference", "_backward_hooks", "_version",
+))  # fmt: skip
+"""What a tensor knows of its gradients, and takes for them: no graph does, and another call may find it otherwise."""
+
+OF_SHAPES = frozenset((
+    "getattr", "getitem", "len", "size", "dim", "ndimension", "numel", "nelement", "stride", "get_device",
+    "element_size", "type", "is_contiguous", "is_floating_point", "is_complex", "is_tensor",
+))  # fmt: skip
+"""Questions to tensors that any tensors of these sizes and types answer alike."""
+
+
+class Known:
+    """Conversions to Python values that a plain proxy refuses; each is traced as it was for the example inputs."""
+
+    hint: Any
+    node: fx.Node
+    tracer: Any
+
+    def __len__(self) -> int:
+        return int(self.tracer.settle(self.tracer.create_proxy("call_function", len, (self,), {})))
+
+    def __index__(self) -> int:
+        return int(self.tracer.settle(self))
+
+    def __int__(self) -> int:
+        return int(self.tracer.settle(self))
+
+    def __float__(self) -> float:
+        return float(self.tracer.settle(self))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """What numpy computes with: sizes."""
+        return np.asarray(self.tracer.settle(self), dtype)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(self.hint, name):
+            raise AttributeError(f"{type(self.hint).__name__!r} object has no attribute {name!r}")
+        if name in GRADIENTS and isinstance(self.hint, torch.Tensor):
+            raise TraceError(f"forward asks a tensor for {name}, which a graph does not keep")
+        proxy: Any = self
+        return HintAttribute(proxy, name)
+
+
+class HintProxy(Known, fx.Proxy):
+    """A proxy with the value that its node had for the example inputs."""
+
+    def __init__(self, node: fx.Node, tracer: Any, hint: Any) -> None:
+        self.hint = hint
+        super().__init__(node, tracer)
+
+
+class HintAttribute(Known, Attribute):
+    """`x.shape` and `x.view`: a node only when it is used as a value."""
+
+    @property
+    def hint(self) -> Any:
+        """The attribute's value for the example inputs."""
+        return getattr(self.root.hint, self.attr)  # it exists: __getattr__ of the root asked
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A method call; the views of a mapping are taken apart at once, since a graph cannot index them."""
+        if isinstance(self.root.hint, Mapping) and self.attr in ("keys", "values", "items", "get"):
+            return getattr({key: self.root[key] for key in self.root.hint}, self.attr)(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _context() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled()
+
+
+class HintTracer(fx.Tracer):
+    """fx.Tracer that runs every node on the example inputs as it goes, if it is given some.
+
+    Attributes:
+        examples: argument name to value; None traces without.
+    """
+
+    def __init__(self, examples: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.proxy_buffer_attributes = True
+        self.examples = examples
+        self._values: dict[fx.Node, Any] = {}
+        self._settled: set[fx.Node] = set()
+        self._running = False
+        self._modes = _context()
+        self._thread = threading.get_ident()
+
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        """The graph; what torch.fx changes in nn.Module meanwhile, other threads do not notice."""
+        with tracing_alone():
+            self._thread = threading.get_ident()
+            return super().trace(root, concrete_args)
+
+    @property
+    def looks_away(self) -> bool:
+        """Whether modules are to act as ever: one runs on the example inputs, or another thread calls its own."""
+        return self._running or threading.get_ident() != self._thread
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """A proxy for a node, with a hint where there are example inputs."""
+        if self.examples is None:
+            return super().proxy(node)
+        try:
+            value = self._value_of(node)
+        except BaseException:
+            self.graph.erase_node(node)  # whoever catches the error goes another way
+            raise
+        node.meta[FACTS] = Facts.of(value)
+        return HintProxy(node, self, value)
+
+    def create_arg(self, a: Any) -> Any:
+        """A proxy is its node, a number of numpy's the number."""
+        if isinstance(a, np.generic):
+            a = a.item()
+        return a.node if isinstance(a, fx.Proxy) else super().create_arg(a)
+
+    def create_proxy(
+        self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any, **named: Any
+    ) -> Any:
+        """A node; once a tensor was changed in place, it is the result of what changed it.
+
+        So the graph reads as if nothing were written: a residual that is added behind `relu(x)` with an in-place ReLU
+        is the ReLU's result, whoever computes that.
+        """
+        if self._modes != _context():
+            raise TraceError("a part of it runs under no_grad or autocast, which a graph does not keep")
+        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
+        changed: Any = kwargs.get("out", args[0] if args else kwargs.get("input"))
+        has_name = isinstance(changed, fx.Proxy) and not isinstance(changed, Attribute)
+        if has_name and target is not operator.setitem and written_by(proxy.node, self.root) is changed.node:
+            changed.node = proxy.node
+        return proxy
+
+    def settle(self, proxy: Any) -> Any:
+        """The proxy's value for the example inputs, which the graph from now on insists on.
+
+        Raises:
+            TraceError: if it follows from the values of a tensor, which no size decides.
+        """
+        value = proxy.hint
+        if self._follows_values(proxy.node):
+            raise TraceError("the way through the model depends on the values of a tensor")
+        if proxy.node not in self._settled:
+            self._settled.add(proxy.node)
+            where = next(reversed(self.module_stack.values()))[0] if self.module_stack else "the model"
+            self.create_proxy("call_function", expect_same, (proxy, value, where or "the model"), {})
+        return value
+
+    def _follows_values(self, node: fx.Node) -> bool:
+        """Whether a node's value is a tensor's, or what `item()` or `tolist()` made of one."""
+        if isinstance(self._known(node), torch.Tensor):
+            return True
+        if _holds_tensors(self._known(node)):
+            return False
+        asks_shape = getattr(node.target, "__name__", node.target) in OF_SHAPES
+        return any(
+            not asks_shape if _holds_tensors(self._known(source)) else self._follows_values(source)
+            for source in node.all_input_nodes
+        )
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """Placeholders; an argument that has a default, and no example, is its default and nothing else."""
+        function, args = super().create_args_for_root(root_fn, is_module, concrete_args)
+        parameters = list(inspect.signature(root_fn).parameters.values())[int(is_module) :]
+        known = self.examples or {}
+        for position, parameter in enumerate(parameters, start=int(is_module)):
+            plain = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if plain and parameter.default is not parameter.empty and parameter.name not in known:
+                argument = (args[position], parameter.default, parameter.name)
+                self.create_proxy("call_function", expect_default, argument, {})
+                args[position] = parameter.default
+        return function, args
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Decide as the example inputs do."""
+        hint = getattr(obj, "hint", None)
+        if isinstance(hint, Sized) and not isinstance(hint, torch.Tensor):
+            return len(obj) > 0
+        return super().to_bool(obj) if self.examples is None else bool(self.settle(obj))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Take a list, a tuple or a tensor apart into as many as there were."""
+        if self.examples is None:
+            return super().iter(obj)
+        items: Any = obj
+        if isinstance(items.hint, Mapping):
+            return iter(list(items.hint))
+        return iter([items[number] for number in range(len(items))])
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        """The keys of a mapping, for `**obj`."""
+        hint = getattr(obj, "hint", None)
+        return list(hint) if isinstance(hint, Mapping) else super().keys(obj)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """Parameters and buffers become nodes, except while modules are to act as ever."""
+        return attr_val if self.looks_away else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def answer(self, graph: fx.Graph) -> Any:
+        """What the traced graph answered to the example inputs."""
+        end = next(node for node in graph.nodes if node.op == "output")
+        return fx.node.map_arg(end.args[0], self._known)
+
+    def replay(self, graph: fx.Graph) -> Any:
+        """What the graph answers when every node runs anew."""
+        for node in graph.nodes:
+            self._value_of(node)
+        return self.answer(graph)
+
+    def _value_of(self, node: fx.Node) -> Any:
+        assert self.examples is not None
+        if node.op == "output":
+            return None
+        if node.op == "placeholder":
+            value = self.examples.get(str(node.target).lstrip("*"), node.args[0] if node.args else None)
+            value = copied(value)
+        else:
+            self._running = True
+            try:
+                with torch.no_grad():
+                    value = self._run(node)
+            finally:
+                self._running = False
+        self._values[node] = value
+        return value
+
+    def _known(self, node: fx.Node) -> Any:
+        if node not in self._values:  # a constant, a named tuple: a node that never was a proxy
+            self._value_of(node)
+        return self._values[node]
+
+    def _run(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return attribute(self.root, str(node.target))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._known)
+        if node.op == "call_function":
+            return None if node.target in (expect_same, expect_default) else node.target(*args, **kwargs)  # type: ignore[operator]
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        module = self.root.get_submodule(str(node.target))
+        flags = [(part, part.training) for part in module.modules()]
+        try:
+            return module.eval()(*args, **kwargs)
+        finally:
+            for part, flag in flags:
+                part.training = flag

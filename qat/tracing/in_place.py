@@ -1,0 +1,186 @@
+"""What writes into tensors that are there already: in-place methods, functions and modules, and who would see it.
+
+Tracing gives a tensor that is changed in place a new name (see `HintTracer.create_proxy`), so that a graph mostly reads
+as if nothing were written. What is left are views: whoever reads memory that another name writes to.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from qat.layers import QuantLayer
+from qat.quantizer.lsq import LSQQuantizer
+from qat.tracing.nodes import CHANGED, submodule_of
+
+AUGMENTED = {f"i{name}" for name in (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
+)}  # fmt: skip
+"""Python's operators that write into their first operand."""
+
+OWN_MEMORY_MODULES = {f"torch.nn.modules.{name}" for name in (
+    "activation", "batchnorm", "conv", "instancenorm", "linear", "normalization", "pooling", "rnn", "sparse",
+)}  # fmt: skip
+"""Where the modules of torch are defined that answer with memory of their own, but for `inplace` ones and Identity."""
+
+OWN_MEMORY = {
+    "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "add",
+    "addmm", "amax", "amin", "avg_pool1d", "avg_pool2d", "avg_pool3d", "baddbmm", "batch_norm", "bilinear", "bmm",
+    "cat", "clamp", "clip", "clone", "concat", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+    "conv_transpose3d", "cos", "cosine_similarity", "cumsum", "div", "elu", "embedding", "embedding_bag",
+    "eq", "erf", "exp", "floordiv", "ge", "gelu", "group_norm", "gt", "hardsigmoid", "hardswish", "hardtanh",
+    "instance_norm", "interpolate", "layer_norm", "le", "leaky_relu", "linear", "log", "log_softmax", "logsigmoid",
+    "lt", "masked_fill", "matmul", "max", "max_pool1d", "max_pool2d", "max_pool3d", "maximum", "mean", "min",
+    "minimum", "mish", "mm", "mul", "ne", "neg", "ones_like", "pow", "prelu", "prod", "reciprocal", "relu", "relu6",
+    "repeat", "repeat_interleave", "rms_norm", "roll", "rsqrt", "sigmoid", "silu", "sin", "softmax", "softplus",
+    "sqrt", "square", "stack", "std", "sub", "sum", "tanh", "topk", "truediv", "var", "where", "zeros_like",
+}  # fmt: skip
+"""Functions, methods and operators that answer with memory of their own, unless they are told `inplace`."""
+
+
+def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
+    """The tensor that a node writes into; None if it leaves all that it is given as it is.
+
+    Args:
+        node: of a graph.
+        model: whose submodules the graph calls.
+    """
+    target = node.kwargs.get("out")
+    if target is None and _writes_into_first(node, model):
+        target = node.args[0] if node.args else node.kwargs.get("input")
+    return target if isinstance(target, fx.Node) else None
+
+
+def drop_unread(graph: fx.Graph, model: nn.Module) -> None:
+    """Remove from a graph, which calls the submodules of a model, what nobody reads and what writes for nobody."""
+    memory = Memory(model, graph)
+
+    def acts(node: fx.Node) -> bool:
+        writes = written_by(node, model) is not None and memory.is_read_outside(node)
+        return writes or (node.op != "call_module" and node.is_impure())
+
+    graph.eliminate_dead_code(acts)
+
+
+def _writes_into_first(node: fx.Node, model: nn.Module) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
+    if node.op == "call_method":
+        return _is_in_place(str(node.target))
+    if node.op != "call_function":
+        return False
+    name = getattr(node.target, "__name__", "")
+    place = _place_of_inplace(node.target)
+    asked = node.kwargs.get("inplace", node.args[place] if place is not None and len(node.args) > place else False)
+    return bool(asked) or name == "setitem" or name in AUGMENTED or _is_in_place(name)
+
+
+def _is_in_place(name: str) -> bool:
+    """By torch's convention for names."""
+    return name.endswith("_") and not name.endswith("__")
+
+
+@functools.cache
+def _place_of_inplace(function: Any) -> int | None:
+    """Where a function takes `inplace` among its positional arguments; None if it does not."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # built in
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+class Memory:
+    """Which tensors of a graph may lie in the same memory, and when somebody writes there.
+
+    What is not known to answer with memory of its own may answer with that of any of its inputs.
+
+    Args:
+        model: whose submodules the graph calls.
+        graph: of a traced model.
+    """
+
+    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
+        self.order = {node: position for position, node in enumerate(graph.nodes)}
+        self._last_read = {node: max(map(self.order.__getitem__, node.users), default=-1) for node in self.order}
+        self._home: dict[fx.Node, list[fx.Node]] = {node: [node] for node in self.order}
+        targets = {node: written_by(node, model) for node in self.order}
+        for node, target in targets.items():
+            if target is not None:
+                self._join(node, target)
+            elif not has_own_memory(node, model):
+                for source in node.all_input_nodes:
+                    self._join(node, source)
+        self._writers = {node for node, target in targets.items() if target is not None}
+
+    def _join(self, node: fx.Node, other: fx.Node) -> None:
+        mine, theirs = self._home[node], self._home[other]
+        if mine is not theirs:
+            mine.extend(theirs)
+            for member in theirs:
+                self._home[member] = mine
+
+    def writers(self, node: fx.Node) -> list[fx.Node]:
+        """Who writes into the memory of a tensor."""
+        return [member for member in self._home[node] if member in self._writers]
+
+    def readers(self, node: fx.Node) -> set[fx.Node]:
+        """Who is given the memory of a tensor, by whatever name."""
+        return {user for member in self._home[node] for user in member.users}
+
+    def is_read_outside(self, node: fx.Node) -> bool:
+        """Whether the memory of a tensor is read by what has memory of its own, or comes from outside the graph."""
+        names = set(self._home[node])
+        return any(each.op in ("placeholder", "get_attr") or not names.issuperset(each.users) for each in names)
+
+    def seen_writers(self, node: fx.Node) -> list[fx.Node]:
+        """Those of them whose writing another name of the memory shows."""
+        return [writer for writer in self.writers(node) if not self.is_unseen(writer)]
+
+    def is_unseen(self, writer: fx.Node) -> bool:
+        """Whether nobody sees that a node writes: no other name of the memory is read later, nor from outside."""
+        now = self.order[writer]
+        for member in self._home[writer]:
+            if member.op in ("placeholder", "get_attr"):
+                return False
+            if self.order[member] < now < self._last_read[member]:
+                return False
+        return True
+
+    def can_wait(self, source: fx.Node, steps: tuple[fx.Node, ...]) -> bool:
+        """Whether steps that start from a tensor may be computed later, from what the tensor is then.
+
+        So it is if nobody writes there from the first step on, but for steps that nobody sees writing.
+        """
+        first = min(self.order[step] for step in steps) if steps else self.order[source]
+        later = [writer for writer in self.writers(source) if self.order[writer] >= first]
+        return all(writer in steps and self.is_unseen(writer) for writer in later)
+
+
+def mark_changes(model: fx.GraphModule) -> None:
+    """Note which tensors are written to after they were made, through a view: on no grid are they what they were."""
+    memory = Memory(model, model.graph)
+    for node in model.graph.nodes:
+        writers = memory.seen_writers(node) if has_own_memory(node, model) else []
+        if any(memory.order[writer] > memory.order[node] for writer in writers):
+            node.meta[CHANGED] = True
+
+
+def has_own_memory(node: fx.Node, model: nn.Module) -> bool:
+    """Whether a node that does not write answers with a tensor that shares no memory with another."""
+    if node.op in ("placeholder", "get_attr", "output"):  # answers lie in one another's memory only if they did before
+        return True
+    module = submodule_of(model, node)
+    if module is not None:
+        known = type(module).__module__ in OWN_MEMORY_MODULES and not isinstance(module, nn.Identity)
+        return known or isinstance(module, QuantLayer) or type(module) is LSQQuantizer
+    name = getattr(node.target, "__name__", node.target)
+    known = node.op == "call_method" or _is_of_torch(node.target)
+    return known and name in OWN_MEMORY
+
+
+def _is_of_torch(function: Any) -> bool:
+    home = getattr(function, "__module__", None) or ""
+    return isinstance(function, type(torch.add)) or home.partition(".")[0] in ("torch", "_operator", "builtins")

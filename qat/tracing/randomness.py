@@ -1,0 +1,87 @@
+"""Random numbers while a model is traced or checked: the user's go on afterwards as if nothing had been drawn."""
+
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx.proxy import TraceError
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qat.tracing.patches import tracing_alone
+
+
+@contextmanager
+def rewinding() -> Iterator[Callable[[], None]]:
+    """A context whose value puts torch's, Python's and numpy's random numbers back to where they were; so does its end.
+
+    Generators that nobody drew from are left alone, for other threads may be about to draw from them.
+    """
+    generators: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+        (torch.get_rng_state, torch.set_rng_state),
+        (random.getstate, random.setstate),
+        (np.random.get_state, np.random.set_state),
+    ]
+    generators += [
+        (partial(torch.cuda.get_rng_state, card), partial(torch.cuda.set_rng_state, device=card)) for card in _cards()
+    ]
+    states = [(read, write, read()) for read, write in generators]
+
+    def rewind() -> None:
+        for read, write, state in states:
+            if pickle.dumps(read()) != pickle.dumps(state):
+                write(state)
+
+    try:
+        yield rewind
+    finally:
+        rewind()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """A context with random numbers of its own: torch's, Python's and numpy's; for one thread at a time."""
+    with tracing_alone(), rewinding():
+        torch.default_generator.manual_seed(seed)
+        if _cards():
+            torch.cuda.manual_seed_all(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        yield
+
+
+def _cards() -> range:
+    """Those in use: what is done to another device would outlast the context."""
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
+
+
+def python_state() -> bytes:
+    """What Python's and numpy's next random numbers follow from."""
+    return pickle.dumps((random.getstate(), np.random.get_state()))
+
+
+class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which torch draws no random numbers, in this thread: a graph would keep them as a constant.
+
+    Args:
+        looks_away: whether to let an operation pass.
+    """
+
+    def __init__(self, looks_away: Callable[[], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._looks_away = looks_away
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, unless it draws.
+
+        Raises:
+            TraceError: if it does.
+        """
+        if torch.Tag.nondeterministic_seeded in func.tags and not self._looks_away():
+            name = func.overloadpacket.__name__
+            raise TraceError(f"forward draws random numbers ({name}), which a graph would not draw anew at every call")
+        return func(*args, **(kwargs or {}))

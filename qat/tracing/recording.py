@@ -1,0 +1,174 @@
+"""One trace of a model in its present mode, which answers as the model does and leaves it as it was."""
+
+import keyword
+import operator
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from qat.tracing.constants import attribute
+from qat.tracing.examples import Examples, call_with
+from qat.tracing.nodes import FACTS, Facts
+from qat.tracing.proxies import gradients_refused, torch_takes_proxies
+from qat.tracing.randomness import NoDraws, python_state, seeded
+from qat.tracing.side_effects import UntraceableError, read_before_written, remembering
+from qat.tracing.tracer import QuantTracer, first_line, is_foreign
+
+
+def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
+    """Refuse modules whose behaviour a graph would lose, and names that it cannot speak.
+
+    Raises:
+        UntraceableError: naming the module.
+    """
+    taken = {*dir(graph_class(nn.Module(), fx.Graph())), "self"} - set(dir(nn.Module()))
+    words = {word for word in taken if word in {**model._modules, **model._parameters, **model._buffers}}
+    paths = [name for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())]
+    words |= {name for name in paths if any(map(keyword.iskeyword, name.split(".")))}
+    if words:
+        raise UntraceableError(f"a graph has other uses for the name {min(words)!r}; rename it to have one graph")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UntraceableError(f"{name} is a torch.jit.ScriptModule, into which a graph cannot look")
+        if type(module).train is not nn.Module.train:
+            raise UntraceableError(f"{name or type(model).__name__} overrides train(), which a graph does not keep")
+        hooked = module._backward_hooks or module._backward_pre_hooks
+        if hooked and any(True for _ in module.children()):
+            raise UntraceableError(
+                f"{name or type(model).__name__} carries backward hooks, which a graph does not keep"
+            )
+
+
+def graph_of(model: nn.Module, examples: Examples | None) -> tuple[fx.Graph, dict[str, str]]:
+    """The model's graph in its present mode, and the functions that could not be taken apart, name to reason.
+
+    Args:
+        model: in training or in evaluation.
+        examples: arguments of forward by name, or None.
+
+    Raises:
+        UntraceableError: if torch.fx cannot trace the model, or its graph answers the examples otherwise.
+    """
+    try:
+        with torch.enable_grad():
+            tracer = QuantTracer(examples)
+            graph, draws = _traced(model, tracer)
+        if examples is not None:
+            _check_answer(model, examples, tracer, graph, draws)
+    except Exception as error:
+        for name in [name for name in vars(model) if name.startswith("_tensor_constant")]:
+            delattr(model, name)
+        raise UntraceableError(f"torch.fx cannot trace {type(model).__name__}: {first_line(error)}") from error
+    graph._tracer_cls = QuantTracer  # what unpickling traces with
+    for node in graph.nodes:
+        if not is_foreign(node.target):  # torch.fx marks what a wrapped function returned, here an operation of its own
+            node.meta.pop("is_wrapped", None)
+        if node.op == "get_attr" and FACTS not in node.meta:  # constants that forward makes
+            node.meta[FACTS] = Facts.of(attribute(model, str(node.target)))
+    _merge_selections(graph)
+    return graph, tracer.opaque
+
+
+def _merge_selections(graph: fx.Graph) -> None:
+    """One node for every item that is taken from a list or a mapping, so that it is quantized once."""
+    taken: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not operator.getitem or node.meta.get(FACTS) is None:
+            continue
+        source, index = node.args
+        if source.meta.get(FACTS, ()) is None and isinstance(index, (int, str)):
+            first = taken.setdefault((source, index), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+
+
+def _traced(model: nn.Module, tracer: QuantTracer) -> tuple[fx.Graph, bool]:
+    """The graph, and whether Python's or numpy's random numbers moved on meanwhile.
+
+    Raises:
+        UntraceableError: if forward changes an attribute and no example inputs tell whether that counts.
+    """
+
+    def looks_away() -> bool:
+        return tracer.looks_away
+
+    with (
+        seeded(0), torch_takes_proxies(), gradients_refused(looks_away), NoDraws(looks_away),
+        remembering(model) as changes,
+    ):  # fmt: skip
+        before = python_state()
+        graph = tracer.trace(model)
+        draws = python_state() != before
+    counted = [change for change in changes if not change.is_new]
+    if counted and tracer.examples is None:
+        raise UntraceableError(f"forward changes {counted[0]}, which a graph does not keep")
+    return graph, draws
+
+
+def _check_answer(model: nn.Module, examples: Examples, tracer: QuantTracer, graph: fx.Graph, draws: bool) -> None:
+    """Refuse a graph that computes something else: Python code sees a proxy and says nothing, or draws, or counts.
+
+    The model runs with other random numbers than those of the trace, and without gradients. The modules that the graph
+    calls look after their modes themselves; here they are in evaluation, as they were for the graph's answer.
+
+    Raises:
+        UntraceableError: if the graph's answer to the example inputs is not the model's.
+    """
+
+    def run() -> Any:
+        with seeded(1), torch.no_grad(), torch_takes_proxies(), _called_in_evaluation(model, graph):
+            before = python_state()
+            answer = call_with(model, examples)
+            return answer, python_state() != before
+
+    with remembering(model) as changes:
+        expected, draws_again = run()
+    if draws and draws_again:  # both, since another thread may have drawn during one
+        raise UntraceableError("forward draws from Python's or numpy's random numbers, which a graph does not keep")
+    if changes:
+        with remembering(model):
+            counted = read_before_written(changes, run)
+        if counted is not None:
+            raise UntraceableError(f"forward reads and changes {counted}, which a graph does not keep")
+    if not _are_same(tracer.answer(graph), expected):
+        with seeded(1), torch_takes_proxies():
+            replayed = tracer.replay(graph)
+        if not _are_same(replayed, expected):
+            raise UntraceableError("its graph answers the example inputs otherwise than the model itself")
+
+
+@contextmanager
+def _called_in_evaluation(model: nn.Module, graph: fx.Graph) -> Iterator[None]:
+    """A context in which the modules that a graph calls run in evaluation; whoever asks for their mode sees theirs."""
+    training = model.training
+
+    def before(module: nn.Module, *_: Any) -> None:
+        module.eval()
+
+    def after(module: nn.Module, *_: Any) -> None:
+        module.train(training)
+
+    with ExitStack() as hooks:
+        for module in {model.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"}:
+            hooks.callback(module.register_forward_pre_hook(before).remove)
+            hooks.callback(module.register_forward_hook(after, always_call=True).remove)
+        yield
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def _are_same(ours: Any, theirs: Any) -> bool:
+    left, right = (
+        [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)] for value in (ours, theirs)
+    )
+    return len(left) == len(right) and all(
+        a.shape == b.shape and (a.is_meta or torch.allclose(_wide(a), _wide(b), 1e-3, 1e-5, equal_nan=True))
+        for a, b in zip(left, right, strict=True)
+    )

@@ -1,0 +1,200 @@
+"""One graph for a model that acts by mode: dropouts, auxiliary outputs, branches on `self.training`.
+
+Tracing reads `self.training` once, so the model is traced in both modes. What both do is one path; what only one of
+them does is added to it, and `ByMode` picks the outputs at every call.
+"""
+
+from typing import Any, TypeVar
+
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from qat.evaluating import evaluating
+from qat.tracing.examples import Examples
+from qat.tracing.in_place import written_by
+from qat.tracing.nodes import free_name, scope_of, submodule_of
+from qat.tracing.recording import check_modules, graph_of
+from qat.tracing.side_effects import UntraceableError
+
+Graph = TypeVar("Graph", bound=fx.GraphModule)
+
+
+class ByMode(nn.Module):
+    """The first of two values in training, the second in evaluation."""
+
+    def forward(self, training: Any, evaluation: Any) -> Any:
+        """Pick one."""
+        return training if self.training else evaluation
+
+
+def trace(model: nn.Module, examples: Examples | None, graph_class: type[Graph]) -> tuple[Graph, dict[str, str]]:
+    """The model as a graph module that shares the model's submodules and acts by train and eval mode as the model does.
+
+    Args:
+        model: what to trace.
+        examples: argument name of forward to value; decisions on sizes are taken as for these.
+        graph_class: what the result is.
+
+    Returns:
+        The graph module, and the functions in it that could not be taken apart, name to reason.
+
+    Raises:
+        UntraceableError: if torch.fx cannot trace the model, or if evaluation has a BatchNorm of its own.
+    """
+    check_modules(model, graph_class)
+    with evaluating(model):
+        in_evaluation, opaque = graph_of(model, examples)
+        training, _ = graph_of(model.train(), examples)
+    twins = _merge(model, training, in_evaluation)
+    for node in training.nodes:
+        if node.op != "output" and not node.args and "input" in node.kwargs:  # layer(input=x) and such
+            node.args, node.kwargs = (node.kwargs["input"],), {k: v for k, v in node.kwargs.items() if k != "input"}
+    graph_module = graph_class(model, training, type(model).__name__)
+    _keep_state(model, graph_module)
+    for name, module in model.named_modules():  # torch 2.11 makes them all persistent
+        if module._non_persistent_buffers_set:
+            graph_module.get_submodule(name)._non_persistent_buffers_set |= module._non_persistent_buffers_set
+    for name in [name for name in graph_module._buffers if name.startswith("_tensor_constant")]:
+        graph_module._non_persistent_buffers_set.add(name)  # no state: forward made it
+    _dropouts_become_modules(graph_module, twins)
+    _outputs_by_mode(graph_module, in_evaluation, twins)
+    graph_module.recompile()
+    return graph_module, opaque
+
+
+def _keep_state(model: nn.Module, graph_module: fx.GraphModule) -> None:
+    """Also the parameters and buffers that no node reads, so that float checkpoints fit without a key too many."""
+    present = dict(graph_module.named_parameters(remove_duplicate=False))
+    present |= dict(graph_module.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        if name in present:
+            continue
+        owner: nn.Module = graph_module
+        source: nn.Module = model
+        *path, last = name.split(".")
+        for step in path:
+            source = source.get_submodule(step)
+            if step not in owner._modules:
+                owner.add_module(step, nn.Module())
+            owner = owner.get_submodule(step)
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(last, tensor)
+        else:
+            owner.register_buffer(last, tensor, persistent=last not in source._non_persistent_buffers_set)
+
+
+def _merge(model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Add to the training graph what only evaluation does.
+
+    Returns:
+        Evaluation's nodes to the nodes of the training graph that do the same.
+    """
+    same: dict[Any, list[fx.Node]] = {}
+    for node in training.nodes:
+        same.setdefault(_what(node, {}, model), []).append(node)
+    twins: dict[fx.Node, fx.Node] = {}
+    end = next(node for node in training.nodes if node.op == "output")
+    for node in evaluation.nodes:
+        if node.op == "output":
+            continue
+        candidates = same.get(_what(node, twins, model), [])
+        if candidates:
+            twins[node] = candidates.pop(0)
+            continue
+        _check_side_effects(node, "evaluation", model)
+        if node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), _BatchNorm):
+            raise UntraceableError(
+                f"{type(model).__name__} applies {node.target} to something else in evaluation than in training, and"
+                " one graph for both would update its statistics with both"
+            )
+        with training.inserting_before(end):
+            twins[node] = training.node_copy(node, lambda argument: twins[argument])
+    shared = set(twins.values())
+    for node in training.nodes:
+        if node not in shared and node.op != "output":
+            _check_side_effects(node, "training", model)
+    return twins
+
+
+def _check_side_effects(node: fx.Node, mode: str, model: nn.Module) -> None:
+    """Refuse what one mode alone does if it changes the model: in one graph, the other mode would do it too.
+
+    Raises:
+        UntraceableError: if it does.
+    """
+    target = node.args[0] if node.args else None
+    while isinstance(target, fx.Node) and target.op in ("call_method", "call_function") and target.args:
+        target = target.args[0]
+    writes = written_by(node, model) is not None and isinstance(target, fx.Node) and target.op == "get_attr"
+    normalises = node.target is F.batch_norm
+    if writes or normalises:
+        raise UntraceableError(f"{type(model).__name__} changes its own state ({node.name}) in {mode} only")
+
+
+def _what(node: fx.Node, twins: dict[fx.Node, fx.Node], model: nn.Module) -> Any:
+    """A key that two nodes share if they do the same to the same, whatever the mode."""
+    args, kwargs = _without_mode(node)
+    target: Any = str(node.target)
+    if node.op == "get_attr" and target.startswith("_tensor_constant"):
+        # Constants are numbered through over all traces of a model: their values say what they are.
+        constant = getattr(model, target)
+        target = (constant.dtype, tuple(constant.shape), repr(constant.tolist()))
+    mapped = fx.node.map_arg((args, kwargs), lambda argument: twins.get(argument, argument))
+    return node.op, target, repr(mapped)
+
+
+def _without_mode(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A node's arguments without a `training` that does not count: a dropout's, or beside dropouts that are all 0."""
+    if node.target is F.dropout:
+        return node.args[:1], {key: it for key, it in node.kwargs.items() if key not in ("p", "training")}
+    dropouts = [value for key, value in node.kwargs.items() if "dropout" in key]
+    idle = bool(dropouts) and not any(dropouts)
+    return node.args, {key: it for key, it in node.kwargs.items() if not (idle and key == "training")}
+
+
+def _dropouts_become_modules(graph_module: fx.GraphModule, twins: dict[fx.Node, fx.Node]) -> None:
+    """F.dropout(x, p, training=self.training) was traced with one mode; nn.Dropout(p) asks for it at every call."""
+
+    def arguments(node: fx.Node) -> dict[str, Any]:
+        return {**dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)), **node.kwargs}
+
+    here = {node: node for node in graph_module.graph.nodes}
+    for other, node in list(twins.items()):
+        if node.target is not F.dropout or node not in here:
+            continue
+        given, in_evaluation = arguments(node), arguments(other)
+        if given.get("training", True) != in_evaluation.get("training", True):
+            name = free_name(graph_module, f"{scope_of(node)}.dropout".lstrip("."))
+            graph_module.add_submodule(name, nn.Dropout(given.get("p", 0.5), given.get("inplace", False)))
+            node.op, node.target, node.args, node.kwargs = "call_module", name, (given["input"],), {}
+        elif not given.get("training", True):
+            # The same in both modes is what the model asks for: never here; always would be Monte-Carlo dropout.
+            node.replace_all_uses_with(given["input"])
+            twins[other] = given["input"]
+            graph_module.graph.erase_node(node)
+    graph_module.recompile()
+
+
+def _outputs_by_mode(graph_module: fx.GraphModule, evaluation: fx.Graph, twins: dict[fx.Node, fx.Node]) -> None:
+    end = next(node for node in graph_module.graph.nodes if node.op == "output")
+    last = next(node for node in evaluation.nodes if node.op == "output")
+    in_evaluation = fx.node.map_arg(last.args[0], lambda node: twins[node])
+    if repr(in_evaluation) != repr(end.args[0]):
+        name = free_name(graph_module, "outputs_by_mode")
+        graph_module.add_submodule(name, ByMode())
+        with graph_module.graph.inserting_before(end):
+            end.args = (graph_module.graph.call_module(name, (end.args[0], in_evaluation)),)
+
+
+def evaluation_only(graph_module: fx.GraphModule) -> None:
+    """Leave only what evaluation computes, in place: for export."""
+    for node in list(graph_module.graph.nodes):
+        if isinstance(submodule_of(graph_module, node), ByMode):
+            end = next(other for other in node.users)
+            assert end.op == "output" and len(node.users) == 1
+            end.args = (node.args[1],)
+            graph_module.graph.erase_node(node)

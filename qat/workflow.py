@@ -1,0 +1,206 @@
+"""`prepare`: a quantized copy of a float model.
+
+This file alone knows both graphs of a prepared model: the plain one, and the one that trains on codes.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
+
+from qat.analysis.table import summary
+from qat.evaluating import evaluating
+from qat.layers import QuantLayer
+from qat.layers.twins import COMPOSITE_TWINS, COMPOSITES, float_kind
+from qat.preparation.attributes import keep_attributes, numbers_of_block
+from qat.preparation.graph import prepare_graph
+from qat.preparation.parts import prepare_parts
+from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.report import LAYERS, noted
+from qat.preparation.swapping import check_patterns
+from qat.quantizer import Quantizer
+from qat.recipe import QuantRecipe
+from qat.tracing.examples import Examples, bind_inputs, call_with
+from qat.tracing.randomness import seeded
+from qat.tracing.side_effects import UntraceableError, remembering
+
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
+
+
+@overload
+def prepare(
+    model: nn.Module,
+    recipe: QuantRecipe | None = None,
+    example_inputs: Inputs | None = None,
+    *,
+    dry_run: Literal[False] = False,
+) -> nn.Module: ...
+
+
+@overload
+def prepare(
+    model: nn.Module, recipe: QuantRecipe | None = None, example_inputs: Inputs | None = None, *, dry_run: Literal[True]
+) -> str: ...
+
+
+def prepare(
+    model: nn.Module,
+    recipe: QuantRecipe | None = None,
+    example_inputs: Inputs | None = None,
+    *,
+    dry_run: bool = False,
+) -> nn.Module | str:
+    """A copy of the model with quantized layers and quantizers; the float model is untouched.
+
+    Every tensor that a quantized layer or a matrix product reads gets one quantizer, at its producer; sums,
+    concatenations and averages compute on grids where their result is read as integers. A BatchNorm directly behind a
+    layer is handed to it and folds into its scale. Weights that functions read (`F.linear(x, self.qkv.weight)`) are
+    quantized where they are read, attention is taken apart into its products. Module names and state-dict keys of the
+    float model stay; quantizers add theirs. `qat.summary` says what stays float, and why.
+
+    Where torch.fx cannot trace the model, its largest traceable submodules are prepared, and other layers one by one;
+    the model is then of its own class, with prepared parts inside.
+
+    Args:
+        model: a float model.
+        recipe: the grids; default: 8-bit weights per channel, 8-bit unsigned activations with a zero point.
+        example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments. With them, decisions on
+            sizes can be traced (windows, padding to a multiple), the graph is compared with the model, and a run
+            proves that every quantizer runs. Without, a model that decides on sizes is prepared in parts.
+        dry_run: return only the table that `qat.summary` would print.
+
+    Returns:
+        The prepared model, in the train or eval mode of the float one. Call `calibrate` next. With dry_run, a text.
+
+    Raises:
+        TypeError: if recipe is none, such as example inputs without their name.
+        ValueError: if the model is prepared already, has nothing to quantize, if a pattern of the recipe names no
+            layer, if the example inputs do not fit, or if a quantizer does not run with them.
+
+    >>> float_model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+    >>> model = prepare(float_model, example_inputs=torch.randn(1, 3, 6, 6))
+    >>> [name for name, module in model.named_modules() if isinstance(module, Quantizer)]
+    ['0.weight_quantizer', '4.weight_quantizer', 'input_quantizer', '0_quantizer']
+    """
+    _check_float(model, recipe)
+    recipe = recipe or QuantRecipe()
+    graph_class: type[PreparedGraph] = PreparedGraph
+    from qat.fused.graph import FusedGraph as graph_class  # noqa: N813, F811 - without this line models train plainly
+
+    with seeded(0):
+        root = _copy_of(model)
+        examples = None if example_inputs is None else bind_inputs(root, example_inputs)
+        prepared: nn.Module
+        try:
+            if float_kind(root) in COMPOSITES:
+                raise UntraceableError(f"{type(root).__name__} is one layer")
+            prepared = prepare_graph(root, recipe, examples, graph_class)
+        except UntraceableError as error:
+            # From a fresh copy, for tracing may leave proxies in what a model remembers.
+            prepared = prepare_parts(_copy_of(model), recipe, examples, str(error), graph_class)
+        layers = noted(prepared, LAYERS)
+        check_patterns(recipe, layers)
+        if not any(isinstance(module, QuantLayer) for module in prepared.modules()):
+            raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
+        _keep_numbers(prepared, model)
+        _set_modes(prepared, model)
+        if examples is not None:
+            probe(prepared, examples)
+    return summary(prepared) if dry_run else prepared
+
+
+def _check_float(model: nn.Module, recipe: Any) -> None:
+    """Refuse what `prepare` cannot take, see there."""
+    if not (recipe is None or isinstance(recipe, QuantRecipe)):
+        raise TypeError(
+            f"prepare: recipe must be a QuantRecipe, got {type(recipe).__name__}; inputs are given by name,"
+            " prepare(model, example_inputs=...)"
+        )
+    if any(isinstance(module, (Quantizer, QuantLayer)) for module in model.modules()):
+        raise ValueError("prepare: the model holds quantizers already; prepare takes the float model")
+    inner = {"_orig_mod": "torch.compile", "module": "parallel"} if type(model).__module__.startswith("torch.") else {}
+    for attribute, what in inner.items():
+        if isinstance(getattr(model, attribute, None), nn.Module):
+            raise ValueError(
+                f"prepare: {type(model).__name__} is a {what} wrapper; prepare its .{attribute} and wrap again"
+            )
+    compiled = [name.removesuffix("._orig_mod") for name, _ in model.named_modules() if name.endswith("._orig_mod")]
+    if compiled:
+        raise ValueError(
+            f"prepare: {compiled[0]!r} is a torch.compile wrapper; prepare the model before it is compiled"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            "prepare: the model is a torch.jit.ScriptModule, which cannot be changed; prepare it unscripted"
+        )
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ValueError(f"prepare: {lazy[0]!r} has no shape yet; run the model once before it is prepared")
+
+
+def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
+    """The float model's train and eval modes, module by module: a BatchNorm that was put to eval() stays so."""
+    prepared.train(model.training)
+    parts = dict(prepared.named_modules())
+    for name, module in model.named_modules():
+        twin = parts.get(name)
+        if twin is None:
+            continue
+        if isinstance(twin, QuantLayer) or isinstance(twin, COMPOSITE_TWINS):  # noqa: SIM101
+            twin.train(module.training)
+        twin.training = module.training
+
+
+def _keep_numbers(prepared: nn.Module, model: nn.Module) -> None:
+    """Those of the model and its blocks: other code may read them, and who changes them is told."""
+    parts = dict(prepared.named_modules())
+    for name, module in model.named_modules():
+        twin = parts.get(name)
+        if type(twin) is nn.Module or isinstance(twin, fx.GraphModule):
+            keep_attributes(dict(numbers_of_block(module)), twin)
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:
+        if "graph leaves" not in str(error):
+            raise
+        old = [name for name, module in model.named_modules() if hasattr(module, "weight_g")]
+        if old:
+            raise ValueError(
+                f"prepare: {old[0]!r} cannot be copied, for torch.nn.utils.weight_norm made its weight; use"
+                " torch.nn.utils.parametrizations.weight_norm instead"
+            ) from error
+        raise ValueError(
+            f"prepare: {type(model).__name__} cannot be copied, for it keeps a tensor of an earlier forward that has a"
+            " gradient history; prepare it before its first forward, or run that under torch.no_grad()"
+        ) from error
+
+
+def probe(model: nn.Module, examples: Examples) -> None:
+    """Run the model once, in evaluation, and make sure that every quantizer of an activation saw a tensor."""
+    silent = {name for name, module in model.named_modules() if isinstance(module, Quantizer)}
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: silent.discard(name))
+        for name, module in model.named_modules()
+        if name in silent
+    ]
+    quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
+    known = [quantizer._is_calibrated for quantizer in quantizers]
+    try:
+        for quantizer in quantizers:
+            quantizer._is_calibrated = True  # the probe is no use of the model: no warning
+        with evaluating(model), torch.no_grad(), remembering(model):
+            call_with(model, examples)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for quantizer, flag in zip(quantizers, known, strict=True):
+            quantizer._is_calibrated = flag
+    silent = {name for name in silent if not name.endswith("weight_quantizer")}
+    if silent:
+        raise ValueError(f"prepare: these quantizers never run: {', '.join(sorted(silent))}")
