@@ -16,28 +16,25 @@ import torch
 from torch import fx, nn
 
 import qat
-from qat.training.checkpoint import (
+from qat.training.config.file import dump_config, load_config
+from qat.training.config.imports import import_rules
+from qat.training.config.schema import RunConfig, StageConfig
+from qat.training.data.loaders import Data, load_data
+from qat.training.errors import UserError
+from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
+from qat.training.loop.engine import StageRun, evaluate, train_stage
+from qat.training.loop.recipe import check_forward, prepare_model
+from qat.training.loop.verdict import warnings_about
+from qat.training.run.checkpoint import (
     StageState,
     check_same_config,
     load_checkpoint,
     restore_model,
     save_float_weights,
 )
-from qat.training.config import RunConfig, StageConfig
-from qat.training.config_file import dump_config, load_config
-from qat.training.data import Data, load_data
-from qat.training.device import autocast, compile_mode, pick_device, seed_everything
-from qat.training.ending import exit_status, starved
-from qat.training.engine import StageRun, evaluate, train_stage
-from qat.training.errors import UserError
-from qat.training.files import replacing, write_text
-from qat.training.imports import import_rules
-from qat.training.logging import RunLog
-from qat.training.models import build_model
-from qat.training.proof import prove
-from qat.training.recipe import check_forward, prepare_model
-from qat.training.report import table_rows, write_summary
-from qat.training.run_folder import (
+from qat.training.run.ending import exit_status, starved
+from qat.training.run.files import replacing, write_text
+from qat.training.run.folder import (
     FLOAT_WEIGHTS,
     LAYERS,
     MODEL,
@@ -46,8 +43,11 @@ from qat.training.run_folder import (
     RunFolder,
     open_run_folder,
 )
-from qat.training.verdict import warnings_about
-from qat.training.weights import load_weights
+from qat.training.run.logging import RunLog
+from qat.training.run.models import build_model
+from qat.training.run.proof import prove
+from qat.training.run.report import table_rows, write_summary
+from qat.training.run.weights import load_weights
 
 logger = logging.getLogger("qat")
 

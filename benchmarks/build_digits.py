@@ -1,12 +1,12 @@
-"""Write `qat/training/digits.png`, the bundled data set, from scikit-learn's copy of the UCI digits.
+"""Write `qat/training/data/digits.png`, the bundled data set, from scikit-learn's copy of the UCI digits.
 
     pip install scikit-learn
-    python benchmarks/build_digits.py qat/training/digits.png
+    python benchmarks/build_digits.py qat/training/data/digits.png
 
 One tile of 8 x 8 pixels per image, row by row in the set's own order, 60 tiles a row; grey value = 15 * ink (0 to 16).
 The labels lie in the PNG's text chunk `Labels`, one digit per image in the same order; `Source`, `Copyright` and
 `Description` name where it all comes from. What is written is read back and compared before the script ends.
-Only whoever makes the file anew needs scikit-learn; `qat.training.datasets` reads the PNG with Pillow alone.
+Only whoever makes the file anew needs scikit-learn; `qat.training.data.datasets` reads the PNG with Pillow alone.
 """
 
 import argparse

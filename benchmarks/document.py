@@ -18,8 +18,8 @@ from benchmarks.self_check import self_check_table
 from benchmarks.speed_table import TABLES as SPEED_TABLES
 from benchmarks.targets_table import limits_table, reasons_table, targets_table
 from benchmarks.zoo_table import families_table, models_table
-from qat.training.logging import format_table
-from qat.training.report import table_rows
+from qat.training.run.logging import format_table
+from qat.training.run.report import table_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

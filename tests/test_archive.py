@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qat.training.archive import DamagedError, check_archive, read_archive, read_safetensors, write_safetensors
+from qat.training.run.archive import DamagedError, check_archive, read_archive, read_safetensors, write_safetensors
 
 STATE = {
     "weight": torch.arange(12.0).reshape(3, 4),

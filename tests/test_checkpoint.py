@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from qat.training.checkpoint import (
+from qat.training.config.schema import RunConfig
+from qat.training.errors import UserError
+from qat.training.run.checkpoint import (
     StageState,
     capture_rng,
     check_same_config,
@@ -21,8 +23,6 @@ from qat.training.checkpoint import (
     save_checkpoint,
     save_float_weights,
 )
-from qat.training.config import RunConfig
-from qat.training.errors import UserError
 
 
 def payload(model: nn.Module, **changes: Any) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from test_engine import curves, stage_run, train
 from tiny_training import tiny_model
 from torch import Tensor, nn
 
-from qat.training.compiled import CompiledModel
-from qat.training.config import QATStageConfig
+from qat.training.config.schema import QATStageConfig
+from qat.training.loop.compiled import CompiledModel
 
 ENDED = "compile: %s; training goes on without torch.compile, slower"
 

@@ -15,12 +15,12 @@ import torch
 import torchvision
 from PIL import Image
 
-from qat.training import transforms
-from qat.training.config import AugmentConfig, DataConfig
-from qat.training.data import Data, load_data
-from qat.training.datasets import build_dataset, read_digits
+from qat.training.config.schema import AugmentConfig, DataConfig
+from qat.training.data import transforms
+from qat.training.data.datasets import build_dataset, read_digits
+from qat.training.data.images import ImageArray
+from qat.training.data.loaders import Data, load_data
 from qat.training.errors import UserError
-from qat.training.images import ImageArray
 
 CPU = torch.device("cpu")
 EVERY_AUGMENTATION = AugmentConfig(

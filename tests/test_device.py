@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from qat.training.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.errors import UserError
-from qat.training.logging import format_table
+from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
+from qat.training.run.logging import format_table
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qat.training.ending import exit_status
 from qat.training.errors import UserError
-from qat.training.logging import RunLog
+from qat.training.run.ending import exit_status
+from qat.training.run.logging import RunLog
 
 GOES_ON = "resume=auto goes on from the last finished epoch"
 
@@ -203,9 +203,9 @@ def test_letters_that_a_terminal_lacks_are_spelled_out(tmp_path: Path, monkeypat
 
 LOADING = """
 import multiprocessing, os, signal, sys, torch
-from qat.training.config import DataConfig
-from qat.training.data import load_data
-from qat.training.ending import exit_status
+from qat.training.config.schema import DataConfig
+from qat.training.data.loaders import load_data
+from qat.training.run.ending import exit_status
 
 data = load_data(DataConfig(name="fake", image_size=8, workers=2), 0, torch.device("cpu"), channels_last=False)
 

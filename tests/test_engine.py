@@ -12,11 +12,11 @@ from tiny_training import CPU, Outputs, Returns, TinyBatches, tiny_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qat.training.checkpoint import StageState, load_checkpoint, restore_model
-from qat.training.config import QATStageConfig, RunConfig, StageConfig
-from qat.training.engine import StageRun, evaluate, train_stage
+from qat.training.config.schema import QATStageConfig, RunConfig, StageConfig
 from qat.training.errors import UserError
-from qat.training.logging import RunLog
+from qat.training.loop.engine import StageRun, evaluate, train_stage
+from qat.training.run.checkpoint import StageState, load_checkpoint, restore_model
+from qat.training.run.logging import RunLog
 
 
 def stage_run(folder: Path, model: nn.Module, stage: StageConfig, **changes: Any) -> StageRun:

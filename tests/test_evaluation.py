@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tiny_training import CPU, Outputs, Returns, TinyBatches, tiny_model
 
 from qat.training.errors import UserError
-from qat.training.evaluation import evaluate
+from qat.training.loop.evaluation import evaluate
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qat.training.errors import UserError
-from qat.training.events import EventFile
-from qat.training.logging import RunLog
+from qat.training.run.events import EventFile
+from qat.training.run.logging import RunLog
 
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:

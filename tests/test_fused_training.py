@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 import qat
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
-from qat.training.config import DataConfig
-from qat.training.data import load_data
+from qat.training.config.schema import DataConfig
+from qat.training.data.loaders import load_data
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from qat.training.data.image_folder import read_image_folder
 from qat.training.errors import UserError
-from qat.training.image_folder import read_image_folder
 
 
 @pytest.fixture
@@ -105,7 +105,9 @@ def test_a_file_in_two_classes_is_refused(root: Path, kind: str) -> None:
 
 
 def test_files_that_only_seem_one_are_two(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qat.training.image_folder._place", lambda entry, device: (device, 2**32 - 1))  # FUSE's listing
+    monkeypatch.setattr(
+        "qat.training.data.image_folder._place", lambda entry, device: (device, 2**32 - 1)
+    )  # FUSE's listing
     assert len(listed(root)) == 4
 
 

@@ -19,10 +19,10 @@ import torchvision
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from qat.training.checkpoint import save_float_weights
-from qat.training.config import ModelConfig
+from qat.training.config.schema import ModelConfig
 from qat.training.errors import UserError
-from qat.training.models import build_model
+from qat.training.run.checkpoint import save_float_weights
+from qat.training.run.models import build_model
 
 NO_HASH = re.compile("(?!)")
 """Found in no name: files of these tests are not the published ones."""

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
-from qat.training.config import QATStageConfig, StageConfig
-from qat.training.ema import EMA
+from qat.training.config.schema import QATStageConfig, StageConfig
 from qat.training.errors import UserError
-from qat.training.optimizer import build_optimizer, build_schedule, parameter_groups
+from qat.training.loop.ema import EMA
+from qat.training.loop.optimizer import build_optimizer, build_schedule, parameter_groups
 
 
 class Zoo(nn.Module):

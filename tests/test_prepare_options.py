@@ -15,9 +15,9 @@ from torch import Tensor, fx, nn
 import qat
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
-from qat.training.config import RunConfig
+from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
-from qat.training.recipe import prepare_model
+from qat.training.loop.recipe import prepare_model
 
 
 class Plain(nn.Module):

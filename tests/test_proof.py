@@ -10,9 +10,9 @@ from test_train import CONFIG, TINY_MODEL
 import train
 from qat.export import LayerDifference, Saturation, Verification, default_session
 from qat.kernels.cpu import onednn, processor
-from qat.training.config import RunConfig
-from qat.training.proof import Proof
-from qat.training.report import onnx_results, session_results, write_summary
+from qat.training.config.schema import RunConfig
+from qat.training.run.proof import Proof
+from qat.training.run.report import onnx_results, session_results, write_summary
 
 DEFAULT_ROW = "ONNX Runtime, default session"
 

@@ -13,8 +13,8 @@ import yaml
 import qat
 from benchmarks.document import DOCUMENTS, with_tables
 from qat.quantizer import registry
-from qat.training.config import RunConfig
-from qat.training.recipe import build_recipe
+from qat.training.config.schema import RunConfig
+from qat.training.loop.recipe import build_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

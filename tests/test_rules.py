@@ -22,7 +22,7 @@ from qat.quantizer import create_quantizer, registered_quantizers, scale_shape
 from qat.quantizer import registry as registry_module
 from qat.quantizer.base import Role
 from qat.spec import QuantSpec
-from qat.training.rules import RuleSchedule
+from qat.training.loop.rules import RuleSchedule
 
 
 def table() -> list[tuple[Role, QuantSpec]]:

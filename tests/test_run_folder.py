@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from qat.training import run_folder
-from qat.training.config import RunConfig
-from qat.training.config_file import dump_config
+from qat.training.config.file import dump_config
+from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
-from qat.training.run_folder import RunFolder, open_run_folder
+from qat.training.run import folder
+from qat.training.run.folder import RunFolder, open_run_folder
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_the_next_number_follows_the_highest_and_other_names_do_not_count() -> N
 
 def test_a_folder_taken_at_the_same_moment_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     make("runs/x/", "runs/x-2/")
-    monkeypatch.setattr("qat.training.run_folder._numbered_folders", lambda name: {})  # what the slower one saw
+    monkeypatch.setattr("qat.training.run.folder._numbered_folders", lambda name: {})  # what the slower one saw
     assert open_run_folder(RunConfig(name="x")).path == Path("runs/x-3").absolute()
 
 
@@ -124,26 +124,26 @@ def test_a_folder_has_one_run_at_a_time() -> None:
 
 
 def test_a_numbered_folder_that_another_run_locks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = run_folder.RunLock
+    real = folder.RunLock
 
     def lock(path: Path) -> object:
         if path == Path("runs/x"):
             real(path)  # by run_dir=runs/x, in the moment between its creation and its lock
         return real(path)
 
-    monkeypatch.setattr(run_folder, "RunLock", lock)
+    monkeypatch.setattr(folder, "RunLock", lock)
     with open_run_folder(RunConfig(name="x")) as folder:
         assert folder == RunFolder(Path("runs/x-2").absolute(), None)
 
 
 def test_a_run_that_was_faster_is_seen_once_the_folder_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = run_folder.RunLock
+    real = folder.RunLock
 
     def lock(path: Path) -> object:
         make("mine/config.yaml")  # it began and ended between our look and our lock
         return real(path)
 
-    monkeypatch.setattr(run_folder, "RunLock", lock)
+    monkeypatch.setattr(folder, "RunLock", lock)
     with pytest.raises(UserError, match=r"^run_dir: 'mine' is not empty; choose another, or set resume=auto "):
         open_run_folder(RunConfig(run_dir="mine"))
     assert not Path("mine/.lock").exists()

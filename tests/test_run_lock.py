@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from qat.training.errors import UserError
-from qat.training.files import write_text
-from qat.training.run_lock import LOCK, FolderInUseError, RunLock, check_folder
+from qat.training.run.files import write_text
+from qat.training.run.lock import LOCK, FolderInUseError, RunLock, check_folder
 
 HOST = socket.gethostname()
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from qat.training.run_lock import RunLock
+from qat.training.run.lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 child = os.fork() if "fork" in sys.argv else 1
 if child == 0:
@@ -203,7 +203,7 @@ def test_giving_the_folder_back_hides_no_error_and_leaves_nothing_held(
 
 
 def test_a_platform_without_locks_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qat.training.run_lock.fcntl", None)
+    monkeypatch.setattr("qat.training.run.lock.fcntl", None)
     with pytest.raises(UserError) as raised:
         RunLock(tmp_path)
     assert str(raised.value) == (

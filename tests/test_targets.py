@@ -15,8 +15,8 @@ from qat.quantizer import Quantizer
 from qat.spec import QuantSpec
 from qat.target_profile import Target
 from qat.targets import PROFILES, profile_of
-from qat.training.config import RunConfig
-from qat.training.recipe import build_recipe
+from qat.training.config.schema import RunConfig
+from qat.training.loop.recipe import build_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 EACH = pytest.mark.parametrize("profile", PROFILES.values(), ids=list(PROFILES))

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from qat.training.config import QATStageConfig, StageConfig
-from qat.training.evaluation import Evaluation
-from qat.training.verdict import warnings_about
+from qat.training.config.schema import QATStageConfig, StageConfig
+from qat.training.loop.evaluation import Evaluation
+from qat.training.loop.verdict import warnings_about
 
 
 def evaluation(top1: float, most_common: float, count: int) -> Evaluation:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from qat.quantizer import Quantizer, penalty
-from qat.training.evaluation import Evaluation
-from qat.training.stage import StageRun
+from qat.training.loop.evaluation import Evaluation
+from qat.training.loop.stage import StageRun
 
 
 @dataclass

@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 
 from qat.in_place import put_in_place
 from qat.training.errors import UserError
-from qat.training.run_lock import check_folder
+from qat.training.run.lock import check_folder
 
 
 def write_text(path: Path, text: str) -> None:

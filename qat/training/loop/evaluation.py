@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.evaluating import evaluating
-from qat.training.device import autocast
 from qat.training.errors import UserError
-from qat.training.logging import progress_bar
+from qat.training.loop.device import autocast
+from qat.training.run.logging import progress_bar
 
 
 class Batches(Protocol):

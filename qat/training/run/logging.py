@@ -9,9 +9,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from qat.training.ending import output_told
 from qat.training.errors import UserError
-from qat.training.events import EventFile
+from qat.training.run.ending import output_told
+from qat.training.run.events import EventFile
 
 SPARSE_SECONDS = 30.0
 """Between two lines of a progress bar that goes to a file: an hour is 120 lines."""

@@ -12,8 +12,8 @@ import qat
 from qat.export import LayerDifference, Saturation, compare_layers, find_saturation, optimized_operators
 from qat.export.default_session import default_is_exact, needs_option
 from qat.training.errors import UserError
-from qat.training.logging import format_table
-from qat.training.report import onnx_results, session_results
+from qat.training.run.logging import format_table
+from qat.training.run.report import onnx_results, session_results
 
 LEAST_AGREEMENT = 0.995
 """Share of equal predictions below which the exported model is not the trained one."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.training.archive import DamagedError, read_archive, write_safetensors
-from qat.training.config import RunConfig
+from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
-from qat.training.files import replacing
+from qat.training.run.archive import DamagedError, read_archive, write_safetensors
+from qat.training.run.files import replacing
 
 FORMAT = 1
 """Version of the payload; a reader refuses others."""

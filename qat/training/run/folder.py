@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from qat.training.checkpoint import check_same_config
-from qat.training.config import RunConfig
-from qat.training.config_file import load_config
+from qat.training.config.file import load_config
+from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
-from qat.training.files import temporary_of
-from qat.training.run_lock import LOCK, FolderInUseError, RunLock
+from qat.training.run.checkpoint import check_same_config
+from qat.training.run.files import temporary_of
+from qat.training.run.lock import LOCK, FolderInUseError, RunLock
 
 RUNS = Path("runs")
 """Parent of the default run folders, where the user stands."""

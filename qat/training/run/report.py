@@ -12,8 +12,8 @@ import torch
 from qat.export import LayerDifference, Saturation, Verification
 from qat.export.default_session import multiplies_exactly
 from qat.kernels.cpu import onednn, processor
-from qat.training.config import RunConfig
-from qat.training.files import write_text
+from qat.training.config.schema import RunConfig
+from qat.training.run.files import write_text
 
 ROWS = {
     "float": "float",

@@ -13,10 +13,10 @@ import torch
 import torchvision
 from torch import nn
 
-from qat.training.config import ModelConfig
+from qat.training.config.imports import current_folder_importable, import_user_module, place, reason
+from qat.training.config.schema import ModelConfig
 from qat.training.errors import UserError
-from qat.training.imports import current_folder_importable, import_user_module, place, reason
-from qat.training.weights import last_layer, load_weights
+from qat.training.run.weights import last_layer, load_weights
 
 logger = logging.getLogger("qat")
 

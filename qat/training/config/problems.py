@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from qat.training.config import RunConfig
-from qat.training.config_yaml import parse_yaml
+from qat.training.config.schema import RunConfig
+from qat.training.config.yaml_subset import parse_yaml
 
 Location = tuple[str | int, ...]
 """The way to a value: keys of sections and places in lists, from the top."""

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from qat.training import datasets
-from qat.training.config import DataConfig
-from qat.training.datasets import logger, seeded_generator
+from qat.training.config.schema import DataConfig
+from qat.training.data import datasets
+from qat.training.data.datasets import logger, seeded_generator
+from qat.training.data.images import ImageArray, Images
+from qat.training.data.transforms import Transform, eval_transform, is_random, resized_up_front, train_transform
 from qat.training.errors import UserError
-from qat.training.images import ImageArray, Images
-from qat.training.transforms import Transform, eval_transform, is_random, resized_up_front, train_transform
 
 Sample: TypeAlias = tuple[Tensor, Tensor]
 Batch: TypeAlias = tuple[Tensor, Tensor]

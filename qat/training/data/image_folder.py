@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from qat.training.data.images import ImageFiles
 from qat.training.errors import UserError
-from qat.training.images import ImageFiles
 
 logger = logging.getLogger("qat")
 

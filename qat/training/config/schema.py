@@ -1,6 +1,6 @@
 """The schema of a run's YAML file: every field with its type, its default and what it does.
 
-One section of the file is one class. `qat.training.config_file` reads a file into `RunConfig`; this
+One section of the file is one class. `qat.training.config.file` reads a file into `RunConfig`; this
 module only says what a valid config is. Unknown keys are refused everywhere (`extra="forbid"`).
 """
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from qat.training.config import RunConfig, StageConfig
-from qat.training.evaluation import Batches, TrainBatches
-from qat.training.logging import RunLog
+from qat.training.config.schema import RunConfig, StageConfig
+from qat.training.loop.evaluation import Batches, TrainBatches
+from qat.training.run.logging import RunLog
 
 
 @dataclass

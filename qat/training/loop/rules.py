@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from qat.ewgs import update_ewgs
 from qat.quantizer import Quantizer
 from qat.training.errors import UserError
-from qat.training.evaluation import TrainBatches
+from qat.training.loop.evaluation import TrainBatches
 
 
 class RuleSchedule:

@@ -2,8 +2,8 @@
 
 import math
 
-from qat.training.config import StageConfig
-from qat.training.evaluation import Evaluation
+from qat.training.config.schema import StageConfig
+from qat.training.loop.evaluation import Evaluation
 
 SIGMAS = 2.0
 """A difference of so many standard deviations of the validation split's own chance is one."""

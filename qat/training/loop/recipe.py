@@ -18,10 +18,10 @@ from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec
 from qat.targets import profile_of
 from qat.tracing.nodes import model_device
-from qat.training.config import QuantizationConfig, RunConfig, SpecConfig
+from qat.training.config.imports import place, reason
+from qat.training.config.schema import QuantizationConfig, RunConfig, SpecConfig
 from qat.training.errors import UserError
-from qat.training.evaluation import split_output
-from qat.training.imports import place, reason
+from qat.training.loop.evaluation import split_output
 
 
 def build_recipe(config: QuantizationConfig) -> QuantRecipe:

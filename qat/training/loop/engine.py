@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from qat.kernels import float_products
-from qat.training.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
-from qat.training.compiled import CompiledModel
-from qat.training.config import QATStageConfig
-from qat.training.curves import Meter, log_epoch, log_window
-from qat.training.device import autocast, compile_mode
-from qat.training.ema import EMA
+from qat.training.config.schema import QATStageConfig
 from qat.training.errors import UserError
-from qat.training.evaluation import Batches, Evaluation, TrainBatches, evaluate, split_output, to_device
-from qat.training.logging import progress_bar
-from qat.training.optimizer import build_optimizer, build_schedule
-from qat.training.rules import RuleSchedule
-from qat.training.stage import StageRun
+from qat.training.loop.compiled import CompiledModel
+from qat.training.loop.curves import Meter, log_epoch, log_window
+from qat.training.loop.device import autocast, compile_mode
+from qat.training.loop.ema import EMA
+from qat.training.loop.evaluation import Batches, Evaluation, TrainBatches, evaluate, split_output, to_device
+from qat.training.loop.optimizer import build_optimizer, build_schedule
+from qat.training.loop.rules import RuleSchedule
+from qat.training.loop.stage import StageRun
+from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
+from qat.training.run.logging import progress_bar
 
 __all__ = ["Batches", "Evaluation", "StageRun", "TrainBatches", "evaluate", "train_stage"]
 

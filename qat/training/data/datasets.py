@@ -15,12 +15,12 @@ import torch
 import torchvision
 from PIL import Image
 
-from qat.training.config import DataConfig
+from qat.training.config.schema import DataConfig
+from qat.training.data.image_folder import read_image_folder, some
+from qat.training.data.images import ImageArray, Images
+from qat.training.data.npz import read_npz
+from qat.training.data.transforms import Channels
 from qat.training.errors import UserError
-from qat.training.image_folder import read_image_folder, some
-from qat.training.images import ImageArray, Images
-from qat.training.npz import read_npz
-from qat.training.transforms import Channels
 
 logger = logging.getLogger("qat")
 
@@ -84,7 +84,7 @@ def _digits(config: DataConfig, seed: int) -> Dataset:
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
     """Cut the bundled sheet into its tiles: uint8 images (1797, 1, 8, 8), 15 grey levels a step of ink, and labels."""
-    with resources.files("qat.training").joinpath("digits.png").open("rb") as file, Image.open(file) as sheet:
+    with resources.files("qat.training.data").joinpath("digits.png").open("rb") as file, Image.open(file) as sheet:
         pixels = np.array(sheet)
         labels = np.array([int(digit) for digit in sheet.info["Labels"]])
     side = 8

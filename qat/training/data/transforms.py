@@ -1,7 +1,7 @@
 """From a stored image to what the model sees: augmentation, geometry, normalisation.
 
 A pipeline takes one image, a PIL image (decoded from a file) or a uint8 tensor (from a set in memory), and returns a
-normalised float32 tensor of 3 channels. Augmentation draws from torch's global CPU generator; `qat.training.data`
+normalised float32 tensor of 3 channels. Augmentation draws from torch's global CPU generator; `qat.training.data.loaders`
 seeds it per image.
 """
 
@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
-from qat.training.config import AugmentConfig, DataConfig
+from qat.training.config.schema import AugmentConfig, DataConfig
 
 Picture: TypeAlias = Image.Image | Tensor
 Channels: TypeAlias = tuple[float, float, float]

@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from qat.training.archive import DamagedError, read_archive, read_safetensors
 from qat.training.errors import UserError
+from qat.training.run.archive import DamagedError, read_archive, read_safetensors
 
 State: TypeAlias = "OrderedDict[str, Tensor]"
 
