@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from qat.target_profile import GridLimits, TargetProfile
 from qat.targets import PROFILES
+from qat.targets.profile import GridLimits, TargetProfile
 
 
 def targets_table() -> str:

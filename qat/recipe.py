@@ -6,8 +6,8 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from qat.spec import QuantSpec
-from qat.target_profile import Target, TargetProfile
 from qat.targets import PROFILES, profile_of
+from qat.targets.profile import Target, TargetProfile
 
 if TYPE_CHECKING:
     from torch import nn

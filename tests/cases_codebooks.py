@@ -17,11 +17,11 @@ from cases_weights import clip, straight_through, tensor, without
 from estimator_case import Case
 from torch import Tensor
 
-from qat.functional.apot import apot_quantize
+from qat.functional.codebooks.apot import apot_quantize
+from qat.functional.codebooks.floats import float_quantize
+from qat.functional.codebooks.microscaling import mx_quantize
+from qat.functional.codebooks.n2uq import n2uq_quantize
 from qat.functional.dorefa import dorefa_quantize_activation
-from qat.functional.floats import float_quantize
-from qat.functional.microscaling import mx_quantize
-from qat.functional.n2uq import n2uq_quantize
 
 
 def dorefa_activation_case(bits: int) -> Case:

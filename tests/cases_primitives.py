@@ -9,8 +9,9 @@ from estimator_case import Array, Case
 from torch import Tensor
 
 from qat.functional.clamping import clamp_ste
+from qat.functional.contract.forward_mode import apply
+from qat.functional.contract.scales import positive_scale
 from qat.functional.ewgs import ewgs_gradient, ewgs_round
-from qat.functional.forward_mode import apply
 from qat.functional.rounding import (
     StochasticRoundSTEFunction,
     ceil_ste,
@@ -19,7 +20,6 @@ from qat.functional.rounding import (
     stochastic_round_ste,
     trunc_ste,
 )
-from qat.functional.scales import positive_scale
 from qat.functional.sign import error_decay_sign, sign_ste, ternary_sign_ste
 from qat.functional.soft import dsq_round, soft_round
 

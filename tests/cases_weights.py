@@ -14,10 +14,10 @@ import torch
 from estimator_case import PROPERTIES, Case
 from torch import Tensor
 
-from qat.functional.apot import normalize_weight
-from qat.functional.binary import binary_quantize
+from qat.functional.codebooks.apot import normalize_weight
+from qat.functional.codebooks.binary import binary_quantize
+from qat.functional.codebooks.ternary import ternary_quantize, ttq_quantize
 from qat.functional.dorefa import dorefa_quantize_weight
-from qat.functional.ternary import ternary_quantize, ttq_quantize
 
 WEIGHT = (-1.5, -1.25, -1.0, -0.75, -0.4375, -0.125, -0.0625, -0.0, 0.0, 0.03125, 0.21875, 0.5625, 0.875, 1.0, 1.125)
 WEIGHT += (1.5, 0.3125, -0.28125, -0.9375, 0.6875, 0.34375, -0.53125, 1.3125, -1.1875)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qat.functional.binary import binary_quantize, binary_scale
-from qat.functional.floats import FLOAT_FORMATS, cast, float_quantize, leading_power
-from qat.functional.microscaling import mx_quantize, mx_scale
-from qat.functional.n2uq import n2uq_quantize
-from qat.functional.ternary import ternary_quantize, ternary_scale, ttq_quantize
+from qat.functional.codebooks.binary import binary_quantize, binary_scale
+from qat.functional.codebooks.floats import FLOAT_FORMATS, cast, float_quantize, leading_power
+from qat.functional.codebooks.microscaling import mx_quantize, mx_scale
+from qat.functional.codebooks.n2uq import n2uq_quantize
+from qat.functional.codebooks.ternary import ternary_quantize, ternary_scale, ttq_quantize
 
 INF, NAN = math.inf, math.nan
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qat.functional.binary import BinaryFunction, binary_quantize
-from qat.functional.floats import FloatFunction, float_quantize
-from qat.functional.microscaling import mx_quantize
-from qat.functional.n2uq import n2uq_quantize
-from qat.functional.ternary import TernaryFunction, ternary_quantize, ttq_quantize
+from qat.functional.codebooks.binary import BinaryFunction, binary_quantize
+from qat.functional.codebooks.floats import FloatFunction, float_quantize
+from qat.functional.codebooks.microscaling import mx_quantize
+from qat.functional.codebooks.n2uq import n2uq_quantize
+from qat.functional.codebooks.ternary import TernaryFunction, ternary_quantize, ttq_quantize
 
 INF, NAN = math.inf, math.nan
 

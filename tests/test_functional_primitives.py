@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nan
 
-from qat.functional.binary import binary_quantize
 from qat.functional.clamping import clamp_ste
+from qat.functional.codebooks.binary import binary_quantize
+from qat.functional.contract.forward_mode import apply
 from qat.functional.ewgs import ewgs_gradient, ewgs_round
-from qat.functional.forward_mode import apply
 from qat.functional.lsq import lsq_quantize
 from qat.functional.rounding import (
     StochasticRoundSTEFunction,

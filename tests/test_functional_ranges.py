@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qat.functional.apot import apot_levels, apot_quantize, normalize_weight
+from qat.functional.codebooks.apot import apot_levels, apot_quantize, normalize_weight
 from qat.functional.dorefa import dorefa_quantize_activation, dorefa_quantize_weight
 from qat.functional.learned_bits import bit_cost, learned_bits_quantize
 from qat.functional.pact import pact_quantize

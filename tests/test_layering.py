@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
     ("qat.kernels",),
     ("qat.spec", "qat.functional", "qat.ranges", "qat.evaluating", "qat.in_place", "qat.silence"),
-    ("qat.target_profile", "qat.targets", "qat.recipe"),
+    ("qat.targets.profile", "qat.targets", "qat.recipe"),
     ("qat.testing",),
     ("qat.quantizer",),
     ("qat.layers",),

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize
-from qat.functional.apot import apot_levels, apot_quantize
-from qat.functional.binary import binary_quantize, binary_scale
+from qat.functional.codebooks.apot import apot_levels, apot_quantize
+from qat.functional.codebooks.binary import binary_quantize, binary_scale
+from qat.functional.codebooks.floats import FLOAT_FORMATS, float_quantize
+from qat.functional.codebooks.microscaling import mx_quantize
+from qat.functional.codebooks.n2uq import n2uq_quantize
+from qat.functional.codebooks.ternary import ternary_quantize, ternary_scale, ttq_quantize
 from qat.functional.dorefa import dorefa_quantize_activation, dorefa_quantize_weight
-from qat.functional.floats import FLOAT_FORMATS, float_quantize
-from qat.functional.microscaling import mx_quantize
-from qat.functional.n2uq import n2uq_quantize
 from qat.functional.pact import pact_quantize
-from qat.functional.ternary import ternary_quantize, ternary_scale, ttq_quantize
 
 TORCH_CASTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 CASTS = {

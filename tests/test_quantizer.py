@@ -268,7 +268,7 @@ def test_your_own_rule_is_registered_and_used(registry):
 def test_wrong_registrations_are_refused(registry):
     with pytest.raises(ValueError) as refusal:
         register_quantizer("lsq")(type("Other", (Quantizer,), {}))
-    assert str(refusal.value) == "register_quantizer('lsq'): the name is taken by qat.quantizer.lsq.LSQQuantizer"
+    assert str(refusal.value) == "register_quantizer('lsq'): the name is taken by qat.quantizer.rules.lsq.LSQQuantizer"
     for stranger in (nn.ReLU, 3):
         with pytest.raises(TypeError) as refusal:
             register_quantizer("mine")(stranger)

@@ -10,7 +10,7 @@ import pytest
 from qat.training.config.file import dump_config
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
-from qat.training.run import folder
+from qat.training.run import folder as run_folder
 from qat.training.run.folder import RunFolder, open_run_folder
 
 
@@ -124,26 +124,26 @@ def test_a_folder_has_one_run_at_a_time() -> None:
 
 
 def test_a_numbered_folder_that_another_run_locks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = folder.RunLock
+    real = run_folder.RunLock
 
     def lock(path: Path) -> object:
         if path == Path("runs/x"):
             real(path)  # by run_dir=runs/x, in the moment between its creation and its lock
         return real(path)
 
-    monkeypatch.setattr(folder, "RunLock", lock)
+    monkeypatch.setattr(run_folder, "RunLock", lock)
     with open_run_folder(RunConfig(name="x")) as folder:
         assert folder == RunFolder(Path("runs/x-2").absolute(), None)
 
 
 def test_a_run_that_was_faster_is_seen_once_the_folder_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = folder.RunLock
+    real = run_folder.RunLock
 
     def lock(path: Path) -> object:
         make("mine/config.yaml")  # it began and ended between our look and our lock
         return real(path)
 
-    monkeypatch.setattr(folder, "RunLock", lock)
+    monkeypatch.setattr(run_folder, "RunLock", lock)
     with pytest.raises(UserError, match=r"^run_dir: 'mine' is not empty; choose another, or set resume=auto "):
         open_run_folder(RunConfig(run_dir="mine"))
     assert not Path("mine/.lock").exists()

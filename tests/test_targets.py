@@ -13,8 +13,8 @@ from torch import nn
 import qat
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec
-from qat.target_profile import Target
 from qat.targets import PROFILES, profile_of
+from qat.targets.profile import Target
 from qat.training.config.schema import RunConfig
 from qat.training.loop.recipe import build_recipe
 

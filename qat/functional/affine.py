@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.arguments import check_bounds, require_floating
-from qat.functional.forward_mode import apply
-from qat.functional.tensors import as_dtype, scaled, sum_to_shape
+from qat.functional.contract.arguments import check_bounds, require_floating
+from qat.functional.contract.forward_mode import apply
+from qat.functional.contract.tensors import as_dtype, scaled, sum_to_shape
 from qat.kernels import choose
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.arguments import ChannelAxis, axes_within_channel, check_bits, require_floating
-from qat.functional.binary import BinaryFunction, mean_magnitude
-from qat.functional.forward_mode import apply
-from qat.functional.tensors import as_dtype
+from qat.functional.codebooks.binary import BinaryFunction, mean_magnitude
+from qat.functional.contract.arguments import ChannelAxis, axes_within_channel, check_bits, require_floating
+from qat.functional.contract.forward_mode import apply
+from qat.functional.contract.tensors import as_dtype
 
 
 class DoReFaWeightFunction(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from qat.layers import QuantConv1d, QuantConv2d, QuantConv3d, QuantFunction, QuantLayer, QuantLinear
 from qat.preparation.hooks import METHODS, is_watched
-from qat.quantizer.lsq import LSQQuantizer
+from qat.quantizer.rules.lsq import LSQQuantizer
 
 LAYERS = (QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear, QuantFunction)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from qat.target_profile import Operation
+from qat.targets.profile import Operation
 from qat.tracing.in_place import written_by
 from qat.tracing.nodes import CHANGED, FACTS, is_call
 

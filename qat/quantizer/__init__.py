@@ -1,9 +1,12 @@
 """Quantizer modules with learnable parameters, and the one registry of their rules."""
 
 from qat.quantizer.base import Quantizer
-from qat.quantizer.binary import BinaryQuantizer, TernaryQuantizer, TTQQuantizer
-from qat.quantizer.clipped import DoReFaQuantizer, PACTQuantizer
-from qat.quantizer.floats import (
+from qat.quantizer.granularity import as_rows, scale_shape
+from qat.quantizer.observer import RangeObserver
+from qat.quantizer.registry import create_quantizer, register_quantizer, registered_quantizers
+from qat.quantizer.rules.binary import BinaryQuantizer, TernaryQuantizer, TTQQuantizer
+from qat.quantizer.rules.clipped import DoReFaQuantizer, PACTQuantizer
+from qat.quantizer.rules.floats import (
     E4M3Quantizer,
     E5M2Quantizer,
     MXFP4Quantizer,
@@ -11,15 +14,12 @@ from qat.quantizer.floats import (
     MXFP8Quantizer,
     MXINT8Quantizer,
 )
-from qat.quantizer.granularity import as_rows, scale_shape
-from qat.quantizer.learned_bits import LearnedBitsQuantizer
-from qat.quantizer.levels import APoTQuantizer, N2UQQuantizer
-from qat.quantizer.lsq import LSQPlusQuantizer, LSQQuantizer
-from qat.quantizer.observed import EMAQuantizer, MinMaxQuantizer
-from qat.quantizer.observer import RangeObserver
-from qat.quantizer.power_of_two import PowerOfTwoQuantizer
-from qat.quantizer.registry import create_quantizer, register_quantizer, registered_quantizers
-from qat.quantizer.soft import DSQQuantizer, StackedSigmoidQuantizer
+from qat.quantizer.rules.learned_bits import LearnedBitsQuantizer
+from qat.quantizer.rules.levels import APoTQuantizer, N2UQQuantizer
+from qat.quantizer.rules.lsq import LSQPlusQuantizer, LSQQuantizer
+from qat.quantizer.rules.observed import EMAQuantizer, MinMaxQuantizer
+from qat.quantizer.rules.power_of_two import PowerOfTwoQuantizer
+from qat.quantizer.rules.soft import DSQQuantizer, StackedSigmoidQuantizer
 from qat.quantizer.training import penalty, set_progress
 
 __all__ = [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qat.functional import ewgs_gradient, round_ste
-from qat.functional.arguments import require_floating
+from qat.functional.contract.arguments import require_floating
 from qat.quantizer.granularity import from_groups, to_groups
 from qat.quantizer.observer import RangeObserver
 from qat.quantizer.options import NoOptions, read_options

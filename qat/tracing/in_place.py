@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from qat.layers import QuantLayer
-from qat.quantizer.lsq import LSQQuantizer
+from qat.quantizer.rules.lsq import LSQQuantizer
 from qat.tracing.nodes import CHANGED, submodule_of
 
 AUGMENTED = {f"i{name}" for name in (

@@ -18,7 +18,7 @@ from qat.kernels.dispatch import by_formula, is_taken
 from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.operators.quantizers import quantize_codes, quantize_codes_backward
 from qat.quantizer import Quantizer
-from qat.quantizer.lsq import LSQQuantizer
+from qat.quantizer.rules.lsq import LSQQuantizer
 
 SHIFT = 128
 """Added to the codes and zero points of signed grids, so that all codes are uint8."""

@@ -24,7 +24,7 @@ from qat.layers.conv import QuantConvolution
 from qat.layers.function import CONVOLUTIONS, QuantFunction
 from qat.layers.linear import QuantLinear
 from qat.quantizer import Quantizer
-from qat.quantizer.lsq import LSQQuantizer
+from qat.quantizer.rules.lsq import LSQQuantizer
 
 LINEAR = Geometry([], [], [], 1)
 

@@ -1,8 +1,8 @@
 """From a stored image to what the model sees: augmentation, geometry, normalisation.
 
 A pipeline takes one image, a PIL image (decoded from a file) or a uint8 tensor (from a set in memory), and returns a
-normalised float32 tensor of 3 channels. Augmentation draws from torch's global CPU generator; `qat.training.data.loaders`
-seeds it per image.
+normalised float32 tensor of 3 channels. Augmentation draws from torch's global CPU generator, which
+`qat.training.data.loaders` seeds per image.
 """
 
 from collections.abc import Callable

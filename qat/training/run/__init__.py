@@ -1,1 +1,1 @@
-"""A run on the disk and on the terminal: its folder and lock, checkpoints, models, curves, proof, report, and its end."""
+"""A run on the disk and on the terminal: its folder and lock, checkpoints, models, curves, proof, report, its end."""

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from qat.functional import power_of_two_scale
-from qat.quantizer.lsq import LSQQuantizer
 from qat.quantizer.registry import register_quantizer
+from qat.quantizer.rules.lsq import LSQQuantizer
 from qat.ranges import scale_and_zero_point
 
 

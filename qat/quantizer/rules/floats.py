@@ -9,8 +9,8 @@ from torch import Tensor
 
 from qat.functional import FLOAT_FORMATS, float_quantize, mx_quantize, scale_gradient
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
-from qat.quantizer.binary import require_bits
 from qat.quantizer.registry import register_quantizer
+from qat.quantizer.rules.binary import require_bits
 from qat.ranges import require_finite
 
 

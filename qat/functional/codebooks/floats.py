@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qat.functional.arguments import require_floating
-from qat.functional.forward_mode import apply
-from qat.functional.tensors import as_dtype, sum_to_shape
+from qat.functional.contract.arguments import require_floating
+from qat.functional.contract.forward_mode import apply
+from qat.functional.contract.tensors import as_dtype, sum_to_shape
 
 
 class FloatFormat(NamedTuple):

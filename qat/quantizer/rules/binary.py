@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from qat.functional import binary_quantize, sign_ste, ternary_quantize, ttq_quantize
-from qat.functional.binary import BinaryGradient, binary_scale
+from qat.functional.codebooks.binary import BinaryGradient, binary_scale
+from qat.functional.codebooks.ternary import ternary_scale
 from qat.functional.sign import error_decay_sign, two_levels
-from qat.functional.ternary import ternary_scale
 from qat.quantizer.base import Quantizer
 from qat.quantizer.granularity import shared_axes
 from qat.quantizer.registry import register_quantizer

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.forward_mode import apply
+from qat.functional.contract.forward_mode import apply
 
 SMALLEST_SCALE = 1e-12
 """A learned scale never acts as less than this: still a normal float32 after multiplication with another one."""

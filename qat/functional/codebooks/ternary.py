@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.arguments import ChannelAxis, axes_within_channel, require_floating
-from qat.functional.binary import mean_magnitude
-from qat.functional.forward_mode import apply
-from qat.functional.tensors import as_dtype, sum_to_shape
+from qat.functional.codebooks.binary import mean_magnitude
+from qat.functional.contract.arguments import ChannelAxis, axes_within_channel, require_floating
+from qat.functional.contract.forward_mode import apply
+from qat.functional.contract.tensors import as_dtype, sum_to_shape
 
 
 class TernaryFunction(torch.autograd.Function):

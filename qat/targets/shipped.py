@@ -3,12 +3,10 @@
 docs/targets.md is made from this file (`python -m benchmarks.document`).
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 from qat.spec import default_activation_spec, default_weight_spec
-from qat.target_profile import GridLimits, Reason, TargetProfile
+from qat.targets.profile import GridLimits, Reason, TargetProfile
 
 _TORCH = "https://github.com/pytorch/pytorch/blob/main/torch/ao/quantization"
 _ORT = "https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html"
@@ -232,21 +230,4 @@ _INTEGER_ONLY = TargetProfile(
     },
 )
 
-PROFILES: Mapping[str, TargetProfile] = MappingProxyType({
-    profile.name: profile for profile in (_ONNXRUNTIME, _ONNXRUNTIME_X86, _TENSORRT, _OPENVINO, _QNNPACK, _INTEGER_ONLY)
-})  # fmt: skip
-"""Name to profile."""
-
-
-def profile_of(target: str) -> TargetProfile:
-    """The profile of a target.
-
-    Raises:
-        ValueError: for an unknown name.
-
-    >>> sorted(profile_of("openvino").shared_grids)
-    ['cat', 'max_pool']
-    """
-    if target not in tuple(PROFILES):
-        raise ValueError(f"target must be one of {', '.join(PROFILES)}, got {target!r}")
-    return PROFILES[target]
+SHIPPED = (_ONNXRUNTIME, _ONNXRUNTIME_X86, _TENSORRT, _OPENVINO, _QNNPACK, _INTEGER_ONLY)

@@ -13,11 +13,11 @@ from qat.functional import (
     pact_quantize,
     round_ste,
 )
-from qat.functional.binary import binary_scale
+from qat.functional.codebooks.binary import binary_scale
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
-from qat.quantizer.binary import scale_or_one, sign_codes
 from qat.quantizer.granularity import shared_axes
 from qat.quantizer.registry import register_quantizer
+from qat.quantizer.rules.binary import scale_or_one, sign_codes
 from qat.ranges import scale_and_zero_point
 
 

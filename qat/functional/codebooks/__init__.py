@@ -1,0 +1,1 @@
+"""Estimators whose levels are not evenly spaced: signs, sums of powers of two, floating-point formats."""

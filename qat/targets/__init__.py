@@ -1,0 +1,6 @@
+"""The target profiles: the grids that a runtime computes on, and which operations it computes in integers."""
+
+from qat.targets.profile import GridLimits, Reason, TargetProfile
+from qat.targets.registry import PROFILES, profile_of, register_target
+
+__all__ = ["PROFILES", "GridLimits", "Reason", "TargetProfile", "profile_of", "register_target"]
