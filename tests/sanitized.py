@@ -1,6 +1,6 @@
 """The tests of the C kernels under AddressSanitizer and UndefinedBehaviorSanitizer: `python tests/sanitized.py`.
 
-Builds the library with both (gcc, or $CC) beside the usual one and runs tests/test_kernels*.py and test_fused*.py, or
+Builds the library with both (gcc, or $CC) beside the usual one and runs tests/kernels and tests/fused, or
 what is named as for pytest. Reading or writing past the end of a tensor, and what C leaves undefined, ends the run with
 a report and the line in the source. Not run are the files in which torch compiles: its compiler does not start under a
 sanitizer, and calls the same functions. Linux; takes about five minutes.
@@ -42,8 +42,7 @@ def environment() -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    folder = ROOT / "tests"
-    found = sorted(path for kind in ("kernels", "fused") for path in folder.glob(f"test_{kind}*.py"))
+    found = sorted(path for room in ("kernels", "fused") for path in (ROOT / "tests" / room).glob(f"test_{room}*.py"))
     tests = [str(path) for path in found if path.name not in COMPILING]
     print("not run under the sanitizers:", ", ".join(COMPILING), flush=True)
     variables = environment()

@@ -17,7 +17,7 @@ from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
 from qat.training.loop.recipe import build_recipe
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(file.name for file in CONFIGS.glob("*.yaml"))
 TOP_KEYS = (
     "name, run_dir, resume, imports, seed, device, amp, channels_last, integer_forward, compile, cuda_graphs,"

@@ -15,7 +15,7 @@ from torch import nn
 import train
 from qat.quantizer import registered_quantizers
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TINY_MODEL = """
 from torch import nn
 

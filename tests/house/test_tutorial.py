@@ -21,7 +21,7 @@ import qat.testing
 import train
 from qat.quantizer import registry
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = ROOT / "docs" / "custom_function.md"
 TEXT = TUTORIAL.read_text()
 

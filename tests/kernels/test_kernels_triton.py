@@ -21,7 +21,7 @@ from qat.kernels.triton import fake_quantizer
 from qat.kernels.triton.layout import Layout, layout_of, tiling_of
 from qat.kernels.triton.trial import Kind, plain_gradients, plain_quantize
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 with_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -84,7 +84,14 @@ def child(what: str, folder: Path, **environment: str) -> Any:
     """Run the cases' file as a script, and load what it saved."""
     answers = folder / f"{what}.pt"
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder / "cache"), **environment}
-    command = [sys.executable, "-W", "error", str(ROOT / "tests" / "cases_kernels_triton.py"), what, str(answers)]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        str(ROOT / "tests" / "references" / "cases_kernels_triton.py"),
+        what,
+        str(answers),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=ROOT)
     assert result.returncode == 0, result.stderr[-3000:]
     return torch.load(answers)

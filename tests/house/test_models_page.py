@@ -9,7 +9,7 @@ import torch
 
 import qat
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -412,7 +412,7 @@ def test_the_conditions_of_a_run(tmp_path: Path) -> None:
 
 
 def test_the_page_marks_every_table() -> None:
-    page = (Path(__file__).resolve().parents[1] / "docs" / "speed.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "speed.md").read_text()
     assert all(page.count(f"<!-- table: {name} -->") == 1 for name in TABLES)
     assert set(TITLES) >= {*BUILDERS, *OPERATORS}
 

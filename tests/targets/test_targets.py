@@ -18,7 +18,7 @@ from qat.targets.profile import Target
 from qat.training.config.schema import RunConfig
 from qat.training.loop.recipe import build_recipe
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EACH = pytest.mark.parametrize("profile", PROFILES.values(), ids=list(PROFILES))
 TENSORS = ("weight", "activation")
 

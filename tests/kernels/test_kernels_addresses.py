@@ -17,7 +17,7 @@ from qat.kernels.operators.pools import max_pool_codes, max_pool_codes_backward
 from qat.kernels.operators.products import codes_product
 from qat.kernels.operators.quantizers import add_quantize, quantize_codes
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 needs_kernels = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 GRID = (torch.tensor(0.02), torch.tensor(0.01), None, -128, 127, 128, 1.0, False)
 
