@@ -12,7 +12,7 @@ from qat.preparation.swapping import swappable_layers
 from qat.quantizer import Quantizer
 from qat.tracing.nodes import submodule_of
 
-HANDED = ("grid", "norm")
+HANDED = ("input_quantizer", "norm")
 
 HEADER = ("name", "type", "grid", "rule", "parameters", "remark")
 
@@ -90,7 +90,7 @@ def _grids(model: nn.Module) -> dict[str, str]:
         for node in graph_module.graph.nodes:
             if isinstance(submodule_of(graph_module, node), QuantLayer):
                 handed = {key: f"{prefix}{value.target}" for key, value in node.kwargs.items() if key in HANDED}
-                text = f"input: {handed['grid']}" if "grid" in handed else "input: indices"
+                text = f"input: {handed['input_quantizer']}" if "input_quantizer" in handed else "input: indices"
                 found[f"{prefix}{node.target}"] = f"{text}, folds {handed['norm']}" if "norm" in handed else text
     return found
 

@@ -236,7 +236,7 @@ def _runs_on_integers(layer: QuantLayer, given: Mapping[str, Any], meter: _Meter
     """Whether a layer, called with these arguments, has integer operands; None if it has no weight of its own."""
     if not isinstance(getattr(layer, "weight_quantizer", None), Quantizer):
         return None
-    wanted = layer.grid_arguments
+    wanted = layer.quantizer_arguments
     grids = [module for module in layer.children() if isinstance(module, Quantizer) and module.role == "activation"]
     if not grids:
         grids = [given[name] for name in wanted if given.get(name) is not None]

@@ -122,7 +122,7 @@ def _frozen_layer(layer: nn.Module, path: str, inner: dict[str, Any]) -> nn.Modu
         other = layer.other_quantizer
         assert other is not None
         grids.append(ActivationGrid(other, f"{path}.other_quantizer"))
-        return IntegerLayer(layer, path, layer.integers(grid, other_grid=other), grids)
+        return IntegerLayer(layer, path, layer.integers(grid, other_quantizer=other), grids)
     weight, bias = inner.get(path.rpartition(".")[2], (None, None))
     return IntegerLayer(layer, path, layer.integers(grid, None, weight, bias), grids)
 
@@ -155,7 +155,7 @@ def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
         elif isinstance(module, QuantLayer):
             # One module a call: a shared layer has other integers on another grid.
             made = IntegerLayer(module, full, _integers(frozen, node, module, values))
-            _replace_call(frozen, node, f"integer_{number}", made, node.args[: len(module.grid_arguments)])
+            _replace_call(frozen, node, f"integer_{number}", made, node.args[: len(module.quantizer_arguments)])
         elif node in averages:
             _replace_call(frozen, node, f"global_average_pool_{number}", GlobalAveragePool(), node.args[:1])
         elif node in restated:
@@ -211,10 +211,10 @@ def _integers(frozen: fx.GraphModule, node: fx.Node, layer: QuantLayer, values: 
         return values[source] if isinstance(source, fx.Node) else source
 
     if isinstance(layer, QuantBilinear):
-        return layer.integers(handed("grid"), None, None, None, handed("other_grid"))
+        return layer.integers(handed("input_quantizer"), None, None, None, handed("other_quantizer"))
     weight: Any = None
     bias: Any = handed("bias")
     if isinstance(layer, QuantFunction):
         operands = [values[operand] if isinstance(operand, fx.Node) else operand for operand in node.args[1:]]
         weight, bias = operands[0], operands[1] if len(operands) > 1 else None
-    return layer.integers(handed("grid"), handed("norm"), weight, bias)
+    return layer.integers(handed("input_quantizer"), handed("norm"), weight, bias)

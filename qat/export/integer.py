@@ -159,7 +159,7 @@ class IntegerLayer(nn.Module):
             operands: the second input of a bilinear layer; a weight and a bias to read are not looked at again.
             options: what the operation takes besides, as `output_size`.
         """
-        others = operands if len(self.geometry.grid_arguments) > 1 else ()
+        others = operands if len(self.geometry.quantizer_arguments) > 1 else ()
         if self.grids:
             x, *rest = (grid(tensor) for grid, tensor in zip(self.grids, (x, *others), strict=True))
             others = tuple(rest)

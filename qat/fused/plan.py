@@ -118,7 +118,7 @@ class CodesPlan:
             and self.stands_in(node)
             and bool(node.args)
             and self.grid(node.args[0]) is not None
-            and {"grid"} <= set(node.kwargs) <= {"grid", "norm"}
+            and {"input_quantizer"} <= set(node.kwargs) <= {"input_quantizer", "norm"}
         )
 
     def _multiplies_codes(self, node: fx.Node) -> bool:

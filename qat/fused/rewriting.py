@@ -195,9 +195,9 @@ class _Rewriting:
         """A layer on codes; its BatchNorm follows, unless a chain takes it over."""
         x, *operands = node.args
         assert isinstance(x, fx.Node)
-        layer, grid = self._module(str(node.target)), self.floats[node.kwargs["grid"]]  # type: ignore[index]
+        layer, input_quantizer = self._module(str(node.target)), self.floats[node.kwargs["input_quantizer"]]  # type: ignore[index]
         others = [self._float(operand) if isinstance(operand, fx.Node) else operand for operand in operands]
-        y = self.graph.call_function(multiply, (layer, self._coded(x), grid, *others))
+        y = self.graph.call_function(multiply, (layer, self._coded(x), input_quantizer, *others))
         norm = node.kwargs.get("norm")
         if isinstance(norm, fx.Node) and node not in self.plan.followed:
             y = self.graph.call_module(str(norm.target), (y,))

@@ -18,17 +18,17 @@ from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
 class QuantLayer(nn.Module):
     """Mixin of the quantized twins; the other base is torch's own layer.
 
-    Training computes with fake-quantized operands in float. Evaluation, once the input's grid is known, computes as
-    the deployed integers do: integer codes of input and weight, int32 bias, BatchNorm folded into the scale. So the
-    accuracy measured in evaluation is that of the exported model. Rules without an integer grid, and scales per group
+    Training computes with fake-quantized operands in float. Evaluation computes as the deployed integers do, once the
+    input's grid is known: integer codes of input and weight, int32 bias, BatchNorm folded into the scale. So the
+    accuracy that evaluation measures is that of the exported model. Rules without an integer grid, and scales per group
     of inputs, are evaluated as they are trained.
     """
 
     float_type: ClassVar[type[nn.Module]]
     """The layer of torch that this one replaces."""
 
-    grid_arguments: ClassVar[tuple[str, ...]] = ("grid",)
-    """Names of forward's keyword arguments that take the grid of each input tensor, in the order of the inputs."""
+    quantizer_arguments: ClassVar[tuple[str, ...]] = ("input_quantizer",)
+    """Names of forward's keyword arguments that take the quantizer of each input tensor, in the order of the inputs."""
 
     weight: Tensor
     bias: Any
@@ -107,24 +107,28 @@ class QuantLayer(nn.Module):
         return values.reshape(-1, *[1] * (weight.dim() - 2))
 
     def forward(
-        self, x: Tensor, grid: Quantizer | None = None, norm: nn.Module | None = None, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        input_quantizer: Quantizer | None = None,
+        norm: nn.Module | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Apply the layer, and the BatchNorm behind it.
 
         Args:
             x: the input, in the shapes of torch's layer.
-            grid: the quantizer on whose grid x lies already; a layer with an input_quantizer of its own needs none.
+            input_quantizer: the quantizer on whose grid x lies already; a layer that has one of its own needs none.
             norm: the BatchNorm that follows; in evaluation it is folded into the integers.
             bias: one to use instead of the layer's own.
         """
-        return self.compute(x, self.weight, self.bias if bias is None else bias, grid, norm)
+        return self.compute(x, self.weight, self.bias if bias is None else bias, input_quantizer, norm)
 
     def compute(
         self,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        grid: Quantizer | None,
+        input_quantizer: Quantizer | None,
         norm: nn.Module | None,
         **options: Any,
     ) -> Tensor:
@@ -133,15 +137,14 @@ class QuantLayer(nn.Module):
         `options` are keyword arguments that the layer's `operate` takes besides.
         """
         if self.input_quantizer is not None:
-            grid = self.input_quantizer
-            x = grid(x)
-        estimates = (
-            norm is not None and norm.training
-        )  # its statistics are found anew: what they are not yet cannot fold
-        if self.training or estimates or grid is None or grid.observer is not None or not self._runs_on_integers(grid):
+            input_quantizer = self.input_quantizer
+            x = input_quantizer(x)
+        # A norm that estimates its statistics anew cannot be folded yet.
+        floats = self.training or (norm is not None and norm.training)
+        if floats or input_quantizer is None or not self._runs_on_integers(input_quantizer):
             y = self.operate(x, self.quantized(weight), bias, **options)
             return y if norm is None else norm(y)
-        return self._integer_forward(x, self.integers(grid, norm, weight, bias), grid, **options)
+        return self._integer_forward(x, self.integers(input_quantizer, norm, weight, bias), input_quantizer, **options)
 
     def quantized(self, weight: Tensor) -> Tensor:
         """The weight on its grid, in torch's layout."""
@@ -149,7 +152,7 @@ class QuantLayer(nn.Module):
 
     def integers(
         self,
-        grid: Quantizer,
+        input_quantizer: Quantizer,
         norm: nn.Module | None = None,
         weight: Tensor | None = None,
         bias: Tensor | None = None,
@@ -157,7 +160,7 @@ class QuantLayer(nn.Module):
         """The integers that stand for this layer on an input of this grid: what evaluation uses and export writes.
 
         Args:
-            grid: the input's quantizer.
+            input_quantizer: the input's quantizer.
             norm: the BatchNorm to fold in.
             weight: None for the layer's own weight and bias; else bias may be None for none.
             bias: with `weight`, the bias that belongs to it.
@@ -167,12 +170,15 @@ class QuantLayer(nn.Module):
         rows = self.channels_first(weight)
         scale, zero_point = self.weight_quantizer.grid(rows)
         codes = self.weight_quantizer.codes(rows) - zero_point
-        return fold_weight(codes, scale, bias, grid.grid()[0].float(), norm)
+        return fold_weight(codes, scale, bias, input_quantizer.grid()[0].float(), norm)
 
-    def _runs_on_integers(self, grid: Quantizer) -> bool:
-        return grid.has_integers and self.weight_quantizer.has_integers
+    def _runs_on_integers(self, input_quantizer: Quantizer) -> bool:
+        observes = input_quantizer.observer is not None
+        return not observes and input_quantizer.has_integers and self.weight_quantizer.has_integers
 
-    def _integer_forward(self, x: Tensor, integers: IntegerWeight, grid: Quantizer, **options: Any) -> Tensor:
+    def _integer_forward(
+        self, x: Tensor, integers: IntegerWeight, input_quantizer: Quantizer, **options: Any
+    ) -> Tensor:
         """y = (operate(x_codes - zero_point, codes) + bias_codes) * accumulator_scale.
 
         The codes are integers in float32: sums up to 2^24 are exact whatever the order, beyond that they are right to
@@ -180,7 +186,7 @@ class QuantLayer(nn.Module):
         """
         with exact_arithmetic(x.device):
             wide = torch.promote_types(x.dtype, torch.float32)
-            x_codes = with_strides_of(x, round_ste(x.to(wide) / grid.grid()[0]))
+            x_codes = with_strides_of(x, round_ste(x.to(wide) / input_quantizer.grid()[0]))
             codes = self.torch_layout(integers.codes.to(wide))
             total = self.operate(x_codes, codes, None, **options) + self.per_channel(integers.bias_codes, codes)
             return (total * self.per_channel(integers.accumulator_scale, codes)).to(x.dtype)

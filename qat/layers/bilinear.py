@@ -36,7 +36,7 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
     """
 
     float_type = nn.Bilinear
-    grid_arguments = ("grid", "other_grid")
+    quantizer_arguments = ("input_quantizer", "other_quantizer")
 
     other_quantizer: Quantizer | None
 
@@ -74,23 +74,34 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
         }
 
     def forward(  # type: ignore[override]
-        self, x1: Tensor, x2: Tensor, grid: Quantizer | None = None, other_grid: Quantizer | None = None
+        self, x1: Tensor, x2: Tensor, input_quantizer: Quantizer | None = None, other_quantizer: Quantizer | None = None
     ) -> Tensor:
         """Apply the layer.
 
         Args:
             x1, x2: the inputs, in the shapes of torch's layer.
-            grid: the quantizer on whose grid x1 lies already; a layer with quantizers of its own needs none.
-            other_grid: that of x2.
+            input_quantizer: the quantizer on whose grid x1 lies already; a layer that has its own needs none.
+            other_quantizer: that of x2.
         """
         if self.input_quantizer is not None:
-            grid, x1 = self.input_quantizer, self.input_quantizer(x1)
+            input_quantizer, x1 = self.input_quantizer, self.input_quantizer(x1)
         if self.other_quantizer is not None:
-            other_grid, x2 = self.other_quantizer, self.other_quantizer(x2)
+            other_quantizer, x2 = self.other_quantizer, self.other_quantizer(x2)
         weight = self.weight
-        if grid is None or other_grid is None or self.training or not self._is_deployed_on(grid, other_grid):
+        if (
+            input_quantizer is None
+            or other_quantizer is None
+            or self.training
+            or not self._is_deployed_on(input_quantizer, other_quantizer)
+        ):
             return self.operate(x1, self.quantized(weight), self.bias, x2)
-        return self._sum_of_integers(x1, x2, self.integers(grid, None, weight, self.bias, other_grid), grid, other_grid)
+        return self._sum_of_integers(
+            x1,
+            x2,
+            self.integers(input_quantizer, None, weight, self.bias, other_quantizer),
+            input_quantizer,
+            other_quantizer,
+        )
 
     def operate(  # type: ignore[override]
         self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor
@@ -104,42 +115,46 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
 
     def integers(
         self,
-        grid: Quantizer,
+        input_quantizer: Quantizer,
         norm: nn.Module | None = None,
         weight: Tensor | None = None,
         bias: Tensor | None = None,
-        other_grid: Quantizer | None = None,
+        other_quantizer: Quantizer | None = None,
     ) -> IntegerWeight:
         """The integers that stand for this layer on inputs of these grids; see `QuantLayer.integers`.
 
         Args:
-            grid: the first input's quantizer.
+            input_quantizer: the first input's quantizer.
             norm, weight, bias: as of `QuantLayer.integers`.
-            other_grid: the second input's quantizer; it has to be given.
+            other_quantizer: the second input's quantizer; it has to be given.
 
         Raises:
-            ValueError: without other_grid.
+            ValueError: without other_quantizer.
         """
-        if other_grid is None:
-            raise ValueError("QuantBilinear.integers: other_grid must be the quantizer of the second input, got None")
+        if other_quantizer is None:
+            raise ValueError(
+                "QuantBilinear.integers: other_quantizer must be the quantizer of the second input, got None"
+            )
         if weight is None:
             weight, bias = self.weight, self.bias if bias is None else bias
         scale, zero_point = self.weight_quantizer.grid(weight)
         codes = self.weight_quantizer.codes(weight) - zero_point
-        return fold_weight(codes, scale, bias, grid.grid()[0].float() * other_grid.grid()[0].float(), norm)
+        return fold_weight(
+            codes, scale, bias, input_quantizer.grid()[0].float() * other_quantizer.grid()[0].float(), norm
+        )
 
     def _is_deployed_on(self, *grids: Quantizer) -> bool:
-        return all(grid.observer is None and self._runs_on_integers(grid) for grid in grids)
+        return all(self._runs_on_integers(grid) for grid in grids)
 
     def _sum_of_integers(
-        self, x1: Tensor, x2: Tensor, integers: IntegerWeight, grid: Quantizer, other_grid: Quantizer
+        self, x1: Tensor, x2: Tensor, integers: IntegerWeight, input_quantizer: Quantizer, other_quantizer: Quantizer
     ) -> Tensor:
         """y = (operate(x1_codes, codes, x2_codes) + bias_codes) * accumulator_scale, the codes without zero points.
 
         In float64: products of three 8-bit integers leave float32's 24 bits after two of them.
         """
         with torch.autocast(x1.device.type, enabled=False):
-            first = round_ste(x1.double() / grid.grid()[0])
-            second = round_ste(x2.double() / other_grid.grid()[0])
+            first = round_ste(x1.double() / input_quantizer.grid()[0])
+            second = round_ste(x2.double() / other_quantizer.grid()[0])
             total = self.operate(first, integers.codes.double(), None, second) + integers.bias_codes
             return (total * integers.accumulator_scale).to(x1.dtype)

@@ -107,7 +107,7 @@ class QuantTransposedConvolution(QuantLayer):
     def forward(
         self,
         x: Tensor,
-        grid: Quantizer | None = None,
+        input_quantizer: Quantizer | None = None,
         norm: nn.Module | None = None,
         bias: Tensor | None = None,
         output_size: Sequence[int] | None = None,
@@ -115,18 +115,19 @@ class QuantTransposedConvolution(QuantLayer):
         """Apply the layer, and the BatchNorm behind it.
 
         Args:
-            x, grid, norm, bias: as of `QuantLayer.forward`.
+            x, input_quantizer, norm, bias: as of `QuantLayer.forward`.
             output_size: the spatial shape to make, where the stride allows several; overrides output_padding.
 
         Raises:
-            TypeError: if grid is no quantizer: torch's layer takes output_size in its place.
+            TypeError: if input_quantizer is no quantizer: torch's layer takes output_size in its place.
         """
-        if grid is not None and not isinstance(grid, Quantizer):
+        if input_quantizer is not None and not isinstance(input_quantizer, Quantizer):
             raise TypeError(
-                f"{type(self).__name__}: grid must be a Quantizer, got {grid!r}; pass an output size as output_size="
+                f"{type(self).__name__}: input_quantizer must be a Quantizer, got {input_quantizer!r};"
+                " pass an output size as output_size="
             )
         own = self.bias if bias is None else bias
-        return self.compute(x, self.weight, own, grid, norm, output_size=output_size)
+        return self.compute(x, self.weight, own, input_quantizer, norm, output_size=output_size)
 
     def operate(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None

@@ -39,7 +39,7 @@ class QuantTable(QuantLayer):
     cost of the batch. Other rules, and a weight_quantizer that a forward hook watches, see the whole table.
     """
 
-    grid_arguments = ()
+    quantizer_arguments = ()
 
     num_embeddings: int
     padding_idx: int | None

@@ -80,13 +80,13 @@ class QuantFunction(QuantLayer):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
-        grid: Quantizer | None = None,
+        input_quantizer: Quantizer | None = None,
         norm: nn.Module | None = None,
     ) -> Tensor:
         """The function on this input, weight and bias; `grid` and `norm` as of every quantized layer."""
         if self.calibrating:
             self.fit_weight(weight)
-        return self.compute(x, weight, bias, grid, norm)
+        return self.compute(x, weight, bias, input_quantizer, norm)
 
     def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The function itself."""

@@ -27,12 +27,12 @@ class StepProduct(QuantFunction):
         """
         if self.calibrating:
             self.fit_weight(weight)
-        grid = self.input_quantizer
-        if grid is not None and not self.training and grid.observer is None and self._runs_on_integers(grid):
-            integers = self.integers(grid, None, weight, bias)
-            return lambda x: self._integer_forward(grid(x), integers, grid)
+        input_quantizer = self.input_quantizer
+        if input_quantizer is not None and not self.training and self._runs_on_integers(input_quantizer):
+            integers = self.integers(input_quantizer, None, weight, bias)
+            return lambda x: self._integer_forward(input_quantizer(x), integers, input_quantizer)
         quantized = self.quantized(weight)
-        return lambda x: self.operate(x if grid is None else grid(x), quantized, bias)
+        return lambda x: self.operate(x if input_quantizer is None else input_quantizer(x), quantized, bias)
 
 
 def lstm_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:

@@ -167,7 +167,7 @@ def _layer(layer: nn.Module, name: str, recipe: AnyRecipe, left: dict[str, str])
     twin = make_twin(name, layer, chosen)
     if isinstance(twin, QuantLayer):
         try:
-            for own, _ in zip(OWN_QUANTIZERS, twin.grid_arguments, strict=False):
+            for own, _ in zip(OWN_QUANTIZERS, twin.quantizer_arguments, strict=False):
                 setattr(twin, own, create_quantizer(chosen.activation, "activation", (), model_device(twin)))
         except ValueError as error:
             raise ValueError(f"prepare: {name} (activation): {error}") from error

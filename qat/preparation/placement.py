@@ -70,7 +70,7 @@ class Placement:
         if reader in self.constants:
             return []
         if isinstance(module, QuantLayer):
-            inputs = reader.args[: len(module.grid_arguments)]
+            inputs = reader.args[: len(module.quantizer_arguments)]
             kind = module.float_type if not isinstance(module, QuantFunction) else module.kind
             chosen = self.recipe.for_layer(reader.meta.get(SPEAKS_AS, str(reader.target)), kind).activation
             return [chosen] if operand in inputs else []
@@ -249,7 +249,7 @@ def _producer_name(node: fx.Node, graph_module: fx.GraphModule) -> str:
 
 
 def _hand_grids(node: fx.Node, layer: QuantLayer, graph_module: fx.GraphModule, recipe: AnyRecipe) -> None:
-    for keyword, operand in zip(layer.grid_arguments, node.args, strict=False):
+    for keyword, operand in zip(layer.quantizer_arguments, node.args, strict=False):
         source = grid_of(operand, graph_module) if isinstance(operand, fx.Node) else None
         if source is None:
             raise ValueError(

@@ -15,7 +15,7 @@ from qat.preparation.swapping import folds
 from qat.quantizer import Quantizer
 from qat.tracing.nodes import submodule_of
 
-HANDED = ("grid", "other_grid", "norm")
+HANDED = ("input_quantizer", "other_quantizer", "norm")
 """Keyword arguments that preparation adds to a layer's call; each is a module."""
 
 AS_PREPARED = "qat_handed"

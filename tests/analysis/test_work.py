@@ -178,13 +178,13 @@ class Calls(nn.Module):
     ("own", "call", "integer"),
     [
         (None, lambda m, x: m.layer(x), False),
-        (None, lambda m, x: m.layer(m.quantizer(x), grid=m.quantizer), True),
+        (None, lambda m, x: m.layer(m.quantizer(x), input_quantizer=m.quantizer), True),
         (None, lambda m, x: m.layer(m.quantizer(x), m.quantizer), True),
         (None, lambda m, x: m.layer(m.quantizer(x), None), False),
-        (None, lambda m, x: m.layer(m.quantizer(x).flip(1), grid=m.quantizer), True),
-        (None, lambda m, x: m.layer(x, grid=m.quantizer), False),
+        (None, lambda m, x: m.layer(m.quantizer(x).flip(1), input_quantizer=m.quantizer), True),
+        (None, lambda m, x: m.layer(x, input_quantizer=m.quantizer), False),
         (None, lambda m, x: m.layer(m.quantizer(x) * 0.3, m.quantizer), False),
-        (None, lambda m, x: m.layer(grid=m.quantizer, x=m.quantizer(x)), True),
+        (None, lambda m, x: m.layer(input_quantizer=m.quantizer, x=m.quantizer(x)), True),
         (QuantSpec(), lambda m, x: m.layer(x), True),
     ],
 )

@@ -31,8 +31,13 @@ def example(shape: tuple[int, ...] = (6,), **options: Any) -> tuple[QuantBilinea
     torch.manual_seed(0)
     layer = QuantBilinear(5, 7, 4, **options, activation_spec=None)
     first, second = torch.randn(*shape, 5), 30 * torch.rand(*shape, 7)
-    grid, other_grid = grid_for(first, 4), grid_for(second, 4)
-    inputs = {"x1": grid(first).detach(), "x2": other_grid(second).detach(), "grid": grid, "other_grid": other_grid}
+    grid, other_quantizer = grid_for(first, 4), grid_for(second, 4)
+    inputs = {
+        "x1": grid(first).detach(),
+        "x2": other_quantizer(second).detach(),
+        "input_quantizer": grid,
+        "other_quantizer": other_quantizer,
+    }
     return layer, inputs
 
 
@@ -54,7 +59,7 @@ def test_evaluation_is_integer_arithmetic(shape: tuple[int, ...], bias: bool) ->
     layer.eval()
     scales = layer.weight_quantizer.scale.detach().numpy().reshape(4)
     codes = np.clip(np.round(layer.weight.detach().numpy() / scales[:, None, None]), -127, 127).astype(np.int64)
-    steps = [inputs[name].scale.item() for name in ("grid", "other_grid")]
+    steps = [inputs[name].scale.item() for name in ("input_quantizer", "other_quantizer")]
     first, second = (
         np.round(inputs[name].double().numpy() / step).astype(np.int64)
         for name, step in zip(("x1", "x2"), steps, strict=True)
@@ -62,7 +67,7 @@ def test_evaluation_is_integer_arithmetic(shape: tuple[int, ...], bias: bool) ->
     unit = scales.astype(np.float64) * steps[0] * steps[1]
     offset = np.round(layer.bias.detach().double().numpy() / unit).astype(np.int64) if bias else np.zeros(4, np.int64)
     expected = (np.einsum("...i,oij,...j->...o", first, codes, second) + offset) * unit
-    integers = layer.integers(inputs["grid"], other_grid=inputs["other_grid"])
+    integers = layer.integers(inputs["input_quantizer"], other_quantizer=inputs["other_quantizer"])
     np.testing.assert_array_equal(integers.codes.detach().numpy(), codes)
     np.testing.assert_array_equal(integers.bias_codes.detach().numpy(), offset)
     got = layer(**inputs).detach().numpy()
@@ -91,8 +96,8 @@ def test_without_two_integer_grids_it_is_evaluated_as_trained() -> None:
     trained = layer(**inputs)
     layer.eval()
     assert not torch.equal(layer(**inputs), trained)
-    assert torch.equal(layer(inputs["x1"], inputs["x2"], grid=inputs["grid"]), trained)
-    assert torch.equal(layer(inputs["x1"], inputs["x2"], other_grid=inputs["other_grid"]), trained)
+    assert torch.equal(layer(inputs["x1"], inputs["x2"], input_quantizer=inputs["input_quantizer"]), trained)
+    assert torch.equal(layer(inputs["x1"], inputs["x2"], other_quantizer=inputs["other_quantizer"]), trained)
     for spec in (QuantSpec(granularity="group", group_size=5), QuantSpec(bits=4, rule="apot")):
         other, again = example(weight_spec=spec)
         assert torch.equal(other(**again), other.eval()(**again))
@@ -187,14 +192,15 @@ def test_meta_device() -> None:
 
 
 def test_two_inputs_two_grids() -> None:
-    assert QuantBilinear.grid_arguments == ("grid", "other_grid")
+    assert QuantBilinear.quantizer_arguments == ("input_quantizer", "other_quantizer")
 
 
 def test_what_is_refused() -> None:
     layer, inputs = example()
     with pytest.raises(
-        ValueError, match=r"^QuantBilinear\.integers: other_grid must be the quantizer of the second input, got None$"
+        ValueError,
+        match=r"^QuantBilinear\.integers: other_quantizer must be the quantizer of the second input, got None$",
     ):
-        layer.integers(inputs["grid"])
+        layer.integers(inputs["input_quantizer"])
     with pytest.raises(TypeError, match=r"^QuantBilinear\.from_float: expected Bilinear, got Linear$"):
         QuantBilinear.from_float(nn.Linear(1, 1))

@@ -289,7 +289,9 @@ def test_output_size_is_a_keyword(axes: int) -> None:
 
 def test_an_output_size_in_the_grids_place_is_refused() -> None:
     layer = QuantConvTranspose1d(2, 2, 3, activation_spec=None)
-    sentence = r"^QuantConvTranspose1d: grid must be a Quantizer, got \[8\]; pass an output size as output_size=$"
+    sentence = (
+        r"^QuantConvTranspose1d: input_quantizer must be a Quantizer, got \[8\]; pass an output size as output_size=$"
+    )
     with pytest.raises(TypeError, match=sentence):
         layer(torch.zeros(1, 2, 6), [8])
 
@@ -342,4 +344,4 @@ def test_a_transposed_convolution_pads_with_zeros_only() -> None:
 
 
 def test_one_input_one_grid() -> None:
-    assert all(cls.grid_arguments == ("grid",) for cls in (*PLAIN.values(), *TRANSPOSED.values()))
+    assert all(cls.quantizer_arguments == ("input_quantizer",) for cls in (*PLAIN.values(), *TRANSPOSED.values()))

@@ -393,5 +393,5 @@ def test_from_float_refuses_another_type() -> None:
 
 
 def test_indices_have_no_grid() -> None:
-    assert QuantEmbedding.grid_arguments == QuantEmbeddingBag.grid_arguments == ()
+    assert QuantEmbedding.quantizer_arguments == QuantEmbeddingBag.quantizer_arguments == ()
     assert QuantEmbedding(3, 2).input_quantizer is None

@@ -125,7 +125,7 @@ def test_a_layer_that_is_called_twice_has_one_weight_grid_and_a_grid_for_each_in
     x = draw(4, 8)
     model = qat.prepare(net, example_inputs=x)
     assert_computes_as(net, model, x)
-    grids = [node.kwargs["grid"].target for node in model.graph.nodes if node.target == "fc"]
+    grids = [node.kwargs["input_quantizer"].target for node in model.graph.nodes if node.target == "fc"]
     assert grids == ["input_quantizer", "fc_quantizer"]
     weights = [n for n, m in model.named_modules() if isinstance(m, Quantizer) and m.role == "weight"]
     assert weights == ["fc.weight_quantizer"]

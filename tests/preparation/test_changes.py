@@ -383,7 +383,7 @@ def test_a_pickle_keeps_what_a_layer_was_handed() -> None:
         each.conv2 = own
         each.train()(x)
         (call,) = [node for node in each.graph.nodes if node.target == "conv2"]
-        assert set(call.kwargs) == {"grid"}
+        assert set(call.kwargs) == {"input_quantizer"}
     features = [qat.feature_extractor(each, ["block"]).eval()(x)["block"] for each in (model, again)]
     assert torch.equal(*features)
 

@@ -32,7 +32,7 @@ def test_one_quantizer_a_tensor_placed_at_the_end_of_its_producer() -> None:
         "fc",
     ]  # fmt: skip
     assert len(activation_quantizers(model)) == 6
-    grids = {n.target: n.kwargs["grid"].target for n in model.graph.nodes if "grid" in n.kwargs}
+    grids = {n.target: n.kwargs["input_quantizer"].target for n in model.graph.nodes if "input_quantizer" in n.kwargs}
     assert grids == {
         "stem": "input_quantizer",
         "block.conv1": "stem_quantizer",
@@ -200,7 +200,7 @@ def test_the_residual_stream_of_a_transformer_stays_in_float() -> None:
 def test_layers_shared_between_calls_get_the_grid_of_each_call() -> None:
     net = Plain(lambda self, x: self.conv(self.conv(x) * 3), conv=nn.Conv2d(2, 2, 1)).eval()
     model, x = qat.prepare(net), draw(4, 2, 3, 3)
-    grids = [node.kwargs["grid"].target for node in model.graph.nodes if node.target == "conv"]
+    grids = [node.kwargs["input_quantizer"].target for node in model.graph.nodes if node.target == "conv"]
     assert grids == ["input_quantizer", "mul_quantizer"]
     assert_close_to_float(net, model, x)
 

@@ -81,7 +81,7 @@ def quantizer_behind(model: fx.GraphModule, name: str) -> Quantizer | None:
 def input_grid(model: fx.GraphModule, name: str) -> Quantizer:
     """The grid that a layer is handed."""
     (node,) = [node for node in model.graph.nodes if node.op == "call_module" and node.target == name]
-    found = model.get_submodule(str(node.kwargs["grid"].target))
+    found = model.get_submodule(str(node.kwargs["input_quantizer"].target))
     assert isinstance(found, Quantizer)
     return found
 
@@ -182,7 +182,7 @@ def operands(model: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
     for node in model.graph.nodes:
         if node.op in ("placeholder", "get_attr") or is_quantizer(model, node) or name_of(node) in MOVES:
             continue
-        grid = node.kwargs.get("grid")
+        grid = node.kwargs.get("input_quantizer")
         for operand in node.all_input_nodes:
             if operand is grid or operand is node.kwargs.get("norm") or operand not in tensors:
                 continue

@@ -72,7 +72,7 @@ def weight_bits(model: nn.Module) -> dict[str, int]:
 
 def input_bits(model: fx.GraphModule, name: str) -> int:
     (node,) = [node for node in model.graph.nodes if node.op == "call_module" and node.target == name]
-    grid = model.get_submodule(str(node.kwargs["grid"].target))
+    grid = model.get_submodule(str(node.kwargs["input_quantizer"].target))
     assert isinstance(grid, Quantizer)
     return grid.spec.bits
 

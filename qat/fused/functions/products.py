@@ -104,14 +104,14 @@ class InputScaleFunction(torch.autograd.Function):
 
 
 def multiply(
-    layer: QuantLayer, x: Codes | Tensor, grid: Quantizer, *operands: Tensor | None, copies: int = 1
+    layer: QuantLayer, x: Codes | Tensor, input_quantizer: Quantizer, *operands: Tensor | None, copies: int = 1
 ) -> Tensor:  # fmt: skip
-    """layer(x, *operands, grid=grid) without a norm, on codes where kernels apply.
+    """layer(x, *operands, input_quantizer=input_quantizer) without a norm, on codes where kernels apply.
 
     Args:
         layer: a quantized convolution or linear layer.
         x: its input.
-        grid: the quantizer that x comes from.
+        input_quantizer: the quantizer that x comes from.
         operands: weight and bias of a `QuantFunction`.
         copies: of how many batches like this it decides whether integers pay.
     """
@@ -123,7 +123,7 @@ def multiply(
         or not (bias is None or (is_taken(bias) and bias.dim() == 1))
         or (geometry.stride and x.dim() != len(geometry.stride) + 2)
     ):  # fmt: skip
-        return layer.compute(decode(x), weight, bias, grid, None)
+        return layer.compute(decode(x), weight, bias, input_quantizer, None)
     low, high = quantizer.bounds()
     levels = Levels(low, high, 0, quantizer.gradient_factor(weight), quantizer.relative_steps)
     of_weight = (weight, quantizer.scale, quantizer.smallest_scale)

@@ -91,11 +91,13 @@ def _clipped(x: Tensor, floor: float, ceiling: float, activation: nn.Module | No
     return Clip(floor, ceiling, activation)(x.clone())
 
 
-def product(layer: QuantLayer, x: Tensor, grid: Quantizer, *operands: Tensor | None, copies: int = 1) -> Tensor:
+def product(
+    layer: QuantLayer, x: Tensor, input_quantizer: Quantizer, *operands: Tensor | None, copies: int = 1
+) -> Tensor:
     """The layer's own way to compute in training."""
     weight, bias = (*operands, None)[:2] if operands else (layer.weight, layer.bias)
     assert weight is not None
-    return layer.compute(x, weight, bias, grid, None)
+    return layer.compute(x, weight, bias, input_quantizer, None)
 
 
 def pooled(x: Tensor, window: tuple[Any, ...], module: nn.Module | None = None) -> Tensor:
