@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def test_the_library_is_built_once_into_a_private_folder(fresh: Path) -> None:
 def test_a_folder_that_others_can_write_to_is_not_used(fresh: Path) -> None:
     fresh.mkdir(parents=True)
     fresh.chmod(0o777)
-    program = "from qat.kernels import compiler; print(compiler.library()._name)"
+    program = "from qat.kernels.cpu import compiler; print(compiler.library()._name)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     used = Path(ran.stdout.strip())
     assert used.parent.name.startswith("qat-kernels-") and list(fresh.iterdir()) == []
@@ -89,7 +90,7 @@ def test_a_library_that_was_cut_off_is_built_anew(fresh: Path) -> None:
     compiler.library.cache_clear()
     built.unlink()  # what this process has loaded stays as it was
     built.write_bytes(whole[:5000])
-    program = "from qat.kernels import compiler; print(compiler.library()._name)"
+    program = "from qat.kernels.cpu import compiler; print(compiler.library()._name)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     used = Path(ran.stdout.strip())
     assert [used] == list(fresh.iterdir()) and len(used.read_bytes()) == len(whole)
@@ -129,7 +130,10 @@ def test_a_compiler_that_hangs_leaves_nothing(
     assert "timed out after 2 seconds" in caplog.messages[0] and len(caplog.messages) == 1
     assert list(fresh.iterdir()) == []
     child = Path("/proc") / (tmp_path / "child").read_text().strip()
-    assert not child.exists() or "State:\tZ" in (child / "status").read_text()
+    ends = time.monotonic() + 20  # a busy machine takes a moment to end what was killed; by itself it sleeps for 100 s
+    while (running := child.exists() and "State:\tZ" not in (child / "status").read_text()) and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not running
 
 
 @pytest.mark.parametrize(
