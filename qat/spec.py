@@ -1,5 +1,6 @@
 """The integer grid of one tensor: `QuantSpec`."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -103,13 +104,13 @@ class QuantSpec:
         if delta is not None and self.ewgs != "fixed":
             raise ValueError(f"QuantSpec: ewgs_delta={delta!r} has no effect with ewgs={self.ewgs!r}; use ewgs='fixed'")
 
-    @property
+    @functools.cached_property
     def qmin(self) -> int:
         """Lowest integer of the grid."""
         low = -(2 ** (self.bits - 1)) + int(self.narrow_range) if self.signed else 0
         return low if self.max_magnitude is None else max(low, -self.max_magnitude)
 
-    @property
+    @functools.cached_property
     def qmax(self) -> int:
         """Highest integer of the grid."""
         high = int(2 ** (self.bits - int(self.signed)) - 1)

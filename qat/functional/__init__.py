@@ -12,8 +12,6 @@ from qat.functional.codebooks.floats import FLOAT_FORMATS, float_quantize
 from qat.functional.codebooks.microscaling import mx_quantize
 from qat.functional.codebooks.n2uq import n2uq_quantize
 from qat.functional.codebooks.ternary import ternary_quantize, ttq_quantize
-from qat.functional.contract.forward_mode import apply
-from qat.functional.contract.scales import positive_scale, scale_gradient
 from qat.functional.dorefa import dorefa_quantize_activation, dorefa_quantize_weight
 from qat.functional.ewgs import ewgs_gradient, ewgs_round
 from qat.functional.learned_bits import bit_cost, learned_bits_quantize
@@ -23,6 +21,7 @@ from qat.functional.power_of_two import power_of_two_scale
 from qat.functional.rounding import ceil_ste, floor_ste, round_ste, stochastic_round_ste, trunc_ste
 from qat.functional.sign import error_decay_sign, sign_ste, ternary_sign_ste
 from qat.functional.soft import dsq_round, soft_round
+from qat.functional.tensors import apply, positive_scale, scale_gradient
 
 __all__ = [
     "FLOAT_FORMATS",

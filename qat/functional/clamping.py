@@ -5,9 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qat.functional.contract.arguments import check_gradient, require_floating, tensor_beside
-from qat.functional.contract.forward_mode import apply
-from qat.functional.contract.tensors import sum_to_shape
+from qat.functional.tensors import apply, check_gradient, require_floating, sum_to_shape, tensor_beside
 
 ClampGradient = Literal["clipped", "straight_through"]
 

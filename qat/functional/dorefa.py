@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from qat.functional.codebooks.binary import BinaryFunction, mean_magnitude
-from qat.functional.contract.arguments import ChannelAxis, axes_within_channel, check_bits, require_floating
-from qat.functional.contract.forward_mode import apply
-from qat.functional.contract.tensors import as_dtype
+from qat.functional.tensors import ChannelAxis, apply, as_dtype, axes_within_channel, check_bits, require_floating
 
 
 class DoReFaWeightFunction(torch.autograd.Function):

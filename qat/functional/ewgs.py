@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.contract.arguments import require_floating, setting_beside
-from qat.functional.contract.forward_mode import apply
+from qat.functional.tensors import apply, require_floating, setting_beside
 
 
 def scaled_gradient(grad: Tensor, v: Tensor, delta: Tensor) -> Tensor:

@@ -6,10 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.contract.arguments import MOST_BITS, require_floating
-from qat.functional.contract.forward_mode import apply
-from qat.functional.contract.tensors import as_dtype, sum_to_shape
 from qat.functional.rounding import round_ste
+from qat.functional.tensors import MOST_BITS, apply, as_dtype, require_floating, sum_to_shape
 
 
 class LearnedBitsFunction(torch.autograd.Function):

@@ -5,9 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.contract.arguments import check_bounds, require_floating
-from qat.functional.contract.forward_mode import apply
-from qat.functional.contract.tensors import as_dtype, scaled, sum_to_shape
+from qat.functional.tensors import apply, as_dtype, check_bounds, require_floating, scaled, sum_to_shape
 from qat.kernels import choose
 
 

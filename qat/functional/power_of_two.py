@@ -6,9 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qat.functional.contract.arguments import require_floating
-from qat.functional.contract.forward_mode import apply
-from qat.functional.contract.tensors import as_dtype
+from qat.functional.tensors import apply, as_dtype, require_floating
 
 Rounding = Literal["nearest", "up"]
 

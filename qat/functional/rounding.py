@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from qat.functional.contract.arguments import require_floating
-from qat.functional.contract.forward_mode import apply
-from qat.functional.contract.tensors import as_dtype
+from qat.functional.tensors import apply, as_dtype, require_floating
 
 
 class RoundSTEFunction(torch.autograd.Function):

@@ -5,9 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qat.functional.contract.arguments import check_gradient, require_floating, setting_beside
-from qat.functional.contract.forward_mode import apply
-from qat.functional.contract.tensors import as_dtype
+from qat.functional.tensors import apply, as_dtype, check_gradient, require_floating, setting_beside
 
 SignGradient = Literal["clipped", "straight_through", "approximate"]
 TernarySignGradient = Literal["clipped", "straight_through"]

@@ -6,9 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.contract.arguments import require_floating, setting_beside, tensor_beside
-from qat.functional.contract.forward_mode import apply
-from qat.functional.contract.tensors import as_dtype, sum_to_shape
+from qat.functional.tensors import apply, as_dtype, require_floating, setting_beside, sum_to_shape, tensor_beside
 
 
 def centred_fraction(x: Tensor) -> Tensor:

@@ -2,18 +2,18 @@
 
 import math
 import warnings
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from qat.functional import ewgs_gradient, round_ste
-from qat.functional.contract.arguments import require_floating
+from qat.functional import ewgs_gradient, positive_scale, round_ste, scale_gradient
+from qat.functional.tensors import overwrite, require_floating
+from qat.quantizer.calibrated import FLOOR_SHARE, CalibratedParameters
 from qat.quantizer.granularity import from_groups, to_groups
 from qat.quantizer.observer import RangeObserver
 from qat.quantizer.options import NoOptions, read_options
-from qat.quantizer.positive import PositiveParameters
-from qat.ranges import initial_range, scale_and_zero_point
+from qat.ranges import scale_and_zero_point
 from qat.spec import QuantSpec
 
 Role = Literal["weight", "activation"]
@@ -26,7 +26,7 @@ DEFAULT_EWGS_DELTA = 1e-3
 """The smallest of the paper's (arXiv:2104.00903)."""
 
 
-class Quantizer(PositiveParameters):
+class Quantizer(CalibratedParameters):
     """Base of all rules: owns scale and zero_point, knows its grid, and can be calibrated.
 
     A rule derives from it, implements `quantize(x)` and registers itself; see `register_quantizer`. One that learns
@@ -146,15 +146,18 @@ class Quantizer(PositiveParameters):
             return x
         if not self._is_calibrated:
             self._warn_uncalibrated()
-        grouped = to_groups(x, self.spec)
+        grouped = self.spec.granularity == "group"
+        if grouped:
+            x = to_groups(x, self.spec)
         if self.training:
             self.repair()
-            self.follow(grouped.detach())
+            self.follow(x.detach())
         if self.spec.ewgs != "none":
             delta = self.ewgs_delta if self.spec.ewgs == "hessian" else self.fixed_delta
             # The paper's delta is for a range of length 1, ewgs_gradient's for a step of length 1.
-            grouped = ewgs_gradient(grouped, self.grid(grouped)[0].detach(), delta / self.span())
-        return from_groups(self.quantize(grouped), self.spec)
+            x = ewgs_gradient(x, self.grid(x)[0].detach(), delta / self.span())
+        y = self.quantize(x)
+        return from_groups(y, self.spec) if grouped else y
 
     def follow(self, x: Tensor) -> None:
         """Take note of a training batch, before it is quantized: for rules whose range follows the data."""
@@ -176,6 +179,19 @@ class Quantizer(PositiveParameters):
         """The learned scale as it acts: finite, and at least smallest_scale."""
         return self.positive("scale")
 
+    def positive(self, name: str) -> Tensor:
+        """The parameter of `add_positive` as it acts."""
+        value = positive_scale(getattr(self, name), getattr(self, f"smallest_{name}"))
+        # A step of the optimizer then multiplies it, as it would with the logarithm as the parameter.
+        return scale_gradient(value, value.detach().square()) if self.relative_steps else value
+
+    @torch.no_grad()
+    def repair(self) -> None:
+        """Put back what an optimizer made NaN or infinite: no gradient could bring that back."""
+        for name in self._positive:
+            parameter, floor = getattr(self, name), getattr(self, f"smallest_{name}")
+            overwrite(parameter, torch.where(parameter.isfinite(), parameter, floor / FLOOR_SHARE))
+
     def bounds(self) -> tuple[int, int]:
         """Lowest and highest integer in force."""
         return self.spec.qmin, self.spec.qmax
@@ -193,63 +209,6 @@ class Quantizer(PositiveParameters):
         scale, zero_point = self.grid(x)
         wide = torch.promote_types(x.dtype, torch.float32)
         return torch.clamp(round_ste(x.to(wide) / scale) + zero_point, *self.bounds())
-
-    def fit(self, values: Tensor, elements: int | None = None) -> None:
-        """Set the range from values of shape (scales, elements), as `spec.init` says.
-
-        Args:
-            values: of a weight all, of an activation a sample.
-            elements: of the whole weight, or of one sample of the activation; None: as many as there are values.
-
-        Raises:
-            ValueError: for NaN or infinity, no values, or negative ones on a grid that has none.
-        """
-        low, high = initial_range(values, self.spec)
-        if self.spec.symmetric and not self.spec.signed and bool((low < 0).any()):
-            raise ValueError(
-                f"values down to {values.min():.3g}, which its grid ({self.spec}) cannot hold; use signed=True or"
-                " symmetric=False"
-            )
-        self.set_range(low, high)
-
-    @torch.no_grad()
-    def set_range(self, low: Tensor, high: Tensor) -> None:
-        """Cover low .. high (shape of scale, or one value); in place, so that optimizers keep their parameter.
-
-        Raises:
-            ValueError: if a bound is NaN or infinite, or the range wider than float32.
-        """
-        scale, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
-        self.set_positive("scale", scale)
-        if self.zero_point is not None:
-            self.zero_point.copy_(zero_point)
-        self.mark_calibrated()
-
-    def checked_range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Both bounds, finite, in the shape of the scales, where they live.
-
-        Raises:
-            ValueError: if a bound is NaN or infinite, or the range wider than float32.
-        """
-        low, high = (bound.detach().to(self.calibrated.device, torch.float32) for bound in (low, high))
-        if not bool(torch.isfinite(high - low).all()):
-            raise ValueError(
-                f"set_range: the range must be finite and fit float32, got {low.tolist()}, {high.tolist()}"
-            )
-        low, high = (
-            bound.reshape(self.shape) if bound.numel() == math.prod(self.shape) else bound for bound in (low, high)
-        )
-        return low.expand(self.shape), high.expand(self.shape)
-
-    def mark_calibrated(self) -> None:
-        """Remember that the range comes from data."""
-        self.calibrated.fill_(True)
-        self._is_calibrated = True
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether the range was set from data (without touching the device)."""
-        return self._is_calibrated
 
     @property
     def channel_axis(self) -> int | tuple[int, int] | None:
@@ -293,11 +252,6 @@ class Quantizer(PositiveParameters):
     def describe(self) -> str:
         """The grid in words, for tables."""
         return str(self.spec)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        if not self.calibrated.is_meta:
-            self._is_calibrated = bool(self.calibrated)
 
     def _warn_uncalibrated(self) -> None:
         warnings.warn(

@@ -12,7 +12,6 @@ from torch import Tensor, nan
 
 from qat.functional.clamping import clamp_ste
 from qat.functional.codebooks.binary import binary_quantize
-from qat.functional.contract.forward_mode import apply
 from qat.functional.ewgs import ewgs_gradient, ewgs_round
 from qat.functional.lsq import lsq_quantize
 from qat.functional.rounding import (
@@ -25,6 +24,7 @@ from qat.functional.rounding import (
 )
 from qat.functional.sign import error_decay_sign, sign_ste, ternary_sign_ste
 from qat.functional.soft import dsq_round, soft_round
+from qat.functional.tensors import apply
 
 inf = math.inf
 # Inside, outside, on bounds and thresholds, on ties of both parities, on integers.

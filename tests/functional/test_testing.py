@@ -13,7 +13,7 @@ from torch import Tensor
 
 import qat.testing
 from qat.functional import lsq_plus_quantize, lsq_quantize, positive_scale, round_ste
-from qat.functional.contract.forward_mode import apply
+from qat.functional.tensors import apply
 from qat.testing import CHECKS, CheckResult, GradcheckError, GradcheckReport, grid_points, ste_gradcheck
 from qat.testing.estimator import Estimator
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qat.functional.contract.tensors import as_dtype
+from qat.functional.tensors import as_dtype
 
 QMIN, QMAX = -8, 7
 

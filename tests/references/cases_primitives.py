@@ -9,8 +9,6 @@ from estimator_case import Array, Case
 from torch import Tensor
 
 from qat.functional.clamping import clamp_ste
-from qat.functional.contract.forward_mode import apply
-from qat.functional.contract.scales import positive_scale
 from qat.functional.ewgs import ewgs_gradient, ewgs_round
 from qat.functional.rounding import (
     StochasticRoundSTEFunction,
@@ -22,6 +20,7 @@ from qat.functional.rounding import (
 )
 from qat.functional.sign import error_decay_sign, sign_ste, ternary_sign_ste
 from qat.functional.soft import dsq_round, soft_round
+from qat.functional.tensors import apply, positive_scale
 
 UNBOUNDED = "the levels are all integers: there is no range"
 CONTINUOUS = "the rule has no levels: it is continuous"

@@ -7,9 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.contract.arguments import ChannelAxis, axes_within_channel, check_bits, require_floating
-from qat.functional.contract.forward_mode import apply
-from qat.functional.contract.tensors import as_dtype, sum_to_shape
+from qat.functional.tensors import (
+    ChannelAxis,
+    apply,
+    as_dtype,
+    axes_within_channel,
+    check_bits,
+    require_floating,
+    sum_to_shape,
+)
 
 MOST_MAGNITUDE_BITS = 8
 SMALLEST_DEVIATION = 1e-5

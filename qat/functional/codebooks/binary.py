@@ -5,10 +5,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from qat.functional.contract.arguments import ChannelAxis, axes_within_channel, require_floating, tensor_beside
-from qat.functional.contract.forward_mode import apply
-from qat.functional.contract.tensors import as_dtype
 from qat.functional.sign import approximate_gradient, clipped_gradient, error_decay_gradient
+from qat.functional.tensors import ChannelAxis, apply, as_dtype, axes_within_channel, require_floating, tensor_beside
 
 BinaryGradient = Literal["clipped", "approximate", "error_decay", "straight_through"]
 

@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qat.functional.contract.arguments import require_floating
-from qat.functional.contract.forward_mode import apply
-from qat.functional.contract.tensors import as_dtype, sum_to_shape
+from qat.functional.tensors import apply, as_dtype, require_floating, sum_to_shape
 
 
 class FloatFormat(NamedTuple):

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from qat.functional.codebooks.floats import ELEMENT_FORMATS, FloatFunction, leading_power
-from qat.functional.contract.arguments import require_floating
-from qat.functional.contract.forward_mode import apply
+from qat.functional.tensors import apply, require_floating
 
 SCALE_EXPONENTS = (-127, 127)
 """The exponents of E8M0, in which the scale of a block is stored."""

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from qat.functional.codebooks.binary import mean_magnitude
-from qat.functional.contract.arguments import ChannelAxis, axes_within_channel, require_floating
-from qat.functional.contract.forward_mode import apply
-from qat.functional.contract.tensors import as_dtype, sum_to_shape
+from qat.functional.tensors import ChannelAxis, apply, as_dtype, axes_within_channel, require_floating, sum_to_shape
 
 
 class TernaryFunction(torch.autograd.Function):

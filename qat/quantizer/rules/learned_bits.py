@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from qat.functional import bit_cost, clamp_ste, learned_bits_quantize, round_ste
+from qat.functional.tensors import overwrite
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
-from qat.quantizer.positive import overwrite
 from qat.quantizer.registry import register_quantizer
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from qat.functional import apot_quantize, n2uq_quantize, normalize_weight, scale_gradient
 from qat.functional.codebooks.apot import MOST_MAGNITUDE_BITS, SMALLEST_DEVIATION
+from qat.functional.tensors import overwrite
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
-from qat.quantizer.positive import overwrite
 from qat.quantizer.registry import register_quantizer
 from qat.ranges import initial_range, scale_and_zero_point
 

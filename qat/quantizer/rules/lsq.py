@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from qat.functional import lsq_plus_quantize, lsq_quantize, scale_gradient
+from qat.functional.tensors import overwrite
 from qat.quantizer.base import Quantizer
-from qat.quantizer.positive import overwrite
 from qat.quantizer.registry import register_quantizer
 
 

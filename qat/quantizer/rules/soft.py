@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from qat.functional import clamp_ste, dsq_round, round_ste, scale_gradient, soft_round
+from qat.functional.tensors import overwrite
 from qat.quantizer.base import Quantizer
-from qat.quantizer.positive import overwrite
 from qat.quantizer.registry import register_quantizer
 
 

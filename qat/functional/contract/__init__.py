@@ -1,1 +1,0 @@
-"""What every estimator does besides its formula: its arguments, its tensors, its scales, and forward mode."""

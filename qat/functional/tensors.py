@@ -1,0 +1,294 @@
+"""What every estimator does besides its formula: check arguments, keep dtypes, read scales, support forward mode.
+
+Forward mode (`torch.func.jvp`) comes from the backward. `backward` is linear in the gradient that it is given:
+grad -> J^T grad, with J the Jacobian that the estimator declares. Forward mode needs J tangent, the transpose of that
+map, and differentiating `backward` gives it. So no rule writes its formula twice, and the two modes cannot disagree.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_BITS = 16
+"""The widest grids."""
+
+ChannelAxis = int | tuple[int, ...] | None
+"""The axis, or axes, for every index of which a statistic is taken by itself; None: one of the whole tensor."""
+
+SMALLEST_SCALE = 1e-12
+"""A learned scale never acts as less than this: still a normal float32 after multiplication with another one."""
+
+LARGEST_SCALE = 1e12
+
+
+def apply(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
+    """`function.apply(*inputs)`, differentiable in forward mode too (`torch.func.jvp`, `jacfwd`, dual tensors).
+
+    The `jvp` lives in a subclass that is used outside compilation only: Dynamo refuses a Function that defines one.
+
+    Args:
+        function: with `forward` and `setup_context` apart, one output tensor, and a `backward` made of differentiable
+            operations on `ctx.saved_tensors`.
+        inputs: what its `forward` takes.
+
+    >>> from qat.functional.rounding import RoundSTEFunction
+    >>> torch.func.jvp(lambda x: apply(RoundSTEFunction, x), (torch.tensor(0.7),), (torch.tensor(3.0),))
+    (tensor(1.), tensor(3.))
+    """
+    chosen = function if torch.compiler.is_compiling() else _with_forward_mode(function)
+    result: Tensor = chosen.apply(*inputs)
+    return result
+
+
+class _BackwardContext:
+    """The ctx that `backward` sees while forward mode transposes it: it asks for the slots that have a tangent."""
+
+    def __init__(self, ctx: Any, needs_input_grad: tuple[bool, ...]) -> None:
+        self._ctx = ctx
+        self.saved_tensors = ctx.saved_tensors
+        self.needs_input_grad = needs_input_grad
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+@functools.cache
+def _with_forward_mode(function: Any) -> Any:
+    """The subclass of a Function that has a jvp as well; of the same name, which autograd's messages show."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        function.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*(getattr(ctx, "to_save", None) or ()))
+        ctx.output_shape, ctx.output_dtype = output.shape, output.dtype
+
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        given = [tangent for tangent in tangents if isinstance(tangent, Tensor)]
+        context = _BackwardContext(ctx, tuple(isinstance(tangent, Tensor) for tangent in tangents))
+        cotangent = given[0].new_zeros(ctx.output_shape, dtype=ctx.output_dtype)
+
+        def transposed(grad: Tensor) -> tuple[Tensor, ...]:
+            gradients = function.backward(context, grad)
+            gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+            return tuple(
+                torch.zeros_like(tangent) if gradient is None else gradient
+                for gradient, tangent in zip(gradients, tangents, strict=True)
+                if isinstance(tangent, Tensor)
+            )
+
+        tangent: Tensor = torch.func.vjp(transposed, cotangent)[1](tuple(given))[0]
+        return tangent
+
+    body = {"setup_context": staticmethod(setup_context), "jvp": staticmethod(jvp), "__module__": function.__module__}
+    return type(function.__name__, (function,), body)
+
+
+def require_floating(x: Tensor, caller: str) -> Tensor:
+    """Return x if it is floating point, so that integers fail with a sentence instead of deep in a kernel.
+
+    Raises:
+        TypeError: for integer, bool or complex tensors.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"{caller}: x must be a floating-point tensor, got {x.dtype}")
+    return x
+
+
+def check_bounds(qmin: int, qmax: int, caller: str) -> None:
+    """Refuse an empty grid.
+
+    Raises:
+        ValueError: if qmin >= qmax.
+    """
+    if qmin >= qmax:
+        raise ValueError(f"{caller}: qmin must be below qmax, got qmin={qmin} and qmax={qmax}")
+
+
+def check_bits(bits: int, caller: str, fewest: int = 1, most: int = MOST_BITS) -> None:
+    """Refuse a bit-width that the rule has no levels for.
+
+    Raises:
+        ValueError: if bits is no whole number from fewest to most.
+    """
+    if isinstance(bits, bool) or not isinstance(bits, int) or not fewest <= bits <= most:
+        raise ValueError(f"{caller}: bits must be a whole number from {fewest} to {most}, got {bits!r}")
+
+
+def check_gradient(gradient: str, known: tuple[str, ...], caller: str) -> None:
+    """Refuse the name of a gradient that the estimator does not have.
+
+    Raises:
+        ValueError: if gradient is not among the known ones.
+    """
+    if gradient not in known:
+        raise ValueError(f"{caller}: unknown gradient {gradient!r}; known: {', '.join(known)}")
+
+
+def tensor_beside(x: Tensor, value: Tensor | float) -> Tensor:
+    """A parameter as a tensor on the device of x, so that a Function has one path for numbers and tensors.
+
+    A tensor comes back as it is; a number becomes a tensor () of float32 at least, without a copy from the host.
+
+    >>> tensor_beside(torch.zeros(3, dtype=torch.float16), 0.1)
+    tensor(0.1000)
+    """
+    if isinstance(value, Tensor):
+        return value
+    return torch.full((), value, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
+def setting_beside(x: Tensor, value: Tensor | float, name: str, caller: str) -> Tensor:
+    """`tensor_beside` for a parameter that shapes the backward only: the output has the shape of x, whatever its own.
+
+    Raises:
+        ValueError: if value does not broadcast to x; the gradient would be summed over copies of x that never were.
+    """
+    setting = tensor_beside(x, value)
+    fits = setting.ndim <= x.ndim
+    for size, target in zip(reversed(setting.shape), reversed(x.shape), strict=False):
+        fits = fits and size in (1, target)
+    if not fits:
+        raise ValueError(
+            f"{caller}: {name} must broadcast to x, got shapes {tuple(setting.shape)} and {tuple(x.shape)}"
+        )
+    return setting
+
+
+def axes_within_channel(weight: Tensor, channel_axis: ChannelAxis, caller: str) -> tuple[int, ...]:
+    """The axes of weight that are no channel axis: those over which a statistic of a channel is taken.
+
+    Raises:
+        ValueError: if weight has no such axis.
+
+    >>> axes_within_channel(torch.zeros(4, 3, 2, 2), (0, -1), "caller")
+    (1, 2)
+    """
+    given = () if channel_axis is None else channel_axis if isinstance(channel_axis, tuple) else (channel_axis,)
+    for axis in given:
+        if not -weight.ndim <= axis < weight.ndim:
+            right = f"in {-weight.ndim}..{weight.ndim - 1}" if weight.ndim else "None"
+            shape = tuple(weight.shape)
+            raise ValueError(f"{caller}: channel_axis must be {right} for a weight of shape {shape}, got {axis}")
+    channels = {axis % weight.ndim for axis in given}
+    return tuple(axis for axis in range(weight.ndim) if axis not in channels)
+
+
+def as_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """y in this dtype; y itself if it is of it already.
+
+    Not `y.to(dtype)` alone: where that changes nothing and ends a Function's forward, torch 2.11's compiler takes the
+    output for an alias and the gradients become zero without a word.
+    """
+    return y if y.dtype == dtype else y.to(dtype)
+
+
+def sum_to_shape(grad: Tensor, shape: torch.Size) -> Tensor:
+    """Sum a gradient over the axes along which a parameter of this shape was broadcast."""
+    return grad.sum_to_size(shape) if len(shape) else grad.sum()
+
+
+def scaled(grad: Tensor | None, factor: float, parameter: Tensor) -> Tensor | None:
+    """A parameter's gradient from a kernel, times a factor, in the parameter's shape and type; None stays None."""
+    return None if grad is None else grad.mul(factor).reshape(parameter.shape).to(parameter.dtype)
+
+
+def overwrite(parameter: Tensor, values: Tensor) -> None:
+    """Write values into a parameter without autograd noticing; call it under `torch.no_grad`.
+
+    Through `.data`, so that a quantizer that runs twice in one forward does not invalidate its own graph.
+    """
+    target = parameter if torch.compiler.is_compiling() else parameter.data
+    target.copy_(values)
+
+
+class PositiveScaleFunction(torch.autograd.Function):
+    """Read a learned scale as a positive, finite number, whatever the optimizer made of it.
+
+    Forward:    y = min(max(scale, smallest), 1e12); NaN is read as smallest
+    Backward:   dy/dscale = 1, but 0 where scale < smallest and a step against the gradient would lower it further
+
+    So a scale that was driven below comes back as soon as the loss asks for more, and does not run away meanwhile.
+
+    Shapes: scale any; smallest broadcastable to it.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(scale: Tensor, smallest: Tensor) -> Tensor:
+        """The comparison is false for NaN, so NaN becomes smallest."""
+        largest = min(LARGEST_SCALE, torch.finfo(scale.dtype).max)
+        return torch.where(scale >= smallest, scale, smallest).clamp(max=largest)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Keep both inputs: which side scale lies on decides the gradient."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        """The gradient, stopped where it would push a scale that is too small even lower."""
+        if not ctx.needs_input_grad[0]:
+            return None, None
+        scale, smallest = ctx.saved_tensors
+        return torch.where((scale < smallest) & (grad > 0), 0, grad), None
+
+
+def positive_scale(scale: Tensor, smallest: Tensor | None = None) -> Tensor:
+    """A learned scale as the positive finite number that it acts as; see `PositiveScaleFunction`.
+
+    Args:
+        scale: any shape.
+        smallest: what it acts as at least, > 0, broadcastable to scale; default 1e-12.
+
+    >>> positive_scale(torch.tensor([0.5, -3.0, float("nan")]), torch.tensor(0.25)).tolist()
+    [0.5, 0.25, 0.25]
+    """
+    if smallest is None:
+        smallest = scale.new_tensor(max(SMALLEST_SCALE, torch.finfo(scale.dtype).tiny))
+    return apply(PositiveScaleFunction, scale, smallest.to(scale.dtype))
+
+
+class ScaleGradientFunction(torch.autograd.Function):
+    """The identity, with a smaller or larger gradient.
+
+    Forward:    y = x
+    Backward:   dy/dx = factor
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, factor: Tensor) -> Tensor:
+        """A copy: a Function that returns its own input confuses torch 2.11's compiler."""
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """The factor is all that backward needs."""
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """dy/dx = factor."""
+        (factor,) = ctx.saved_tensors
+        return (grad * factor).to(grad.dtype), None
+
+
+def scale_gradient(x: Tensor, factor: Tensor | float) -> Tensor:
+    """x itself, its gradient multiplied by factor: how LSQ slows down the learning of a scale.
+
+    Args:
+        x: any shape, floating point; meant for parameters of few elements, it is copied.
+        factor: of the gradient; a number, or a tensor that broadcasts to x and gets no gradient itself.
+
+    Source: Esser et al., arXiv:1902.08153, section 2.2.
+
+    >>> scale = torch.tensor(0.5, requires_grad=True)
+    >>> scale_gradient(scale, 0.1).backward()
+    >>> scale.grad
+    tensor(0.1000)
+    """
+    factor = factor.detach() if isinstance(factor, Tensor) else x.new_full((), factor)
+    return apply(ScaleGradientFunction, x, factor)

@@ -1,0 +1,119 @@
+"""Parameters that calibration sets and that act as positive numbers: scales, clipping levels, widths."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qat.ranges import initial_range, scale_and_zero_point
+from qat.spec import QuantSpec
+
+FLOOR_SHARE = 1 / 32
+"""A learned scale acts as at least this share of the one it started from: below it a tensor is as good as switched
+off, and with its ReLUs dead no gradient would ever bring it back."""
+
+
+class CalibratedParameters(nn.Module):
+    """Base of `Quantizer`: creates such parameters and sets them from data."""
+
+    spec: QuantSpec
+    shape: tuple[int, ...]
+    zero_point: Tensor | None
+    calibrated: Tensor
+    _is_calibrated: bool
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._positive: list[str] = []
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Scales per group of a convolution have 5 axes, and torch would give them a memory format made for images."""
+
+        def flat(t: Tensor) -> Tensor:
+            moved: Tensor = fn(t.flatten()).view(t.shape) if t.dim() == 5 else fn(t)
+            return moved
+
+        return super()._apply(flat, recurse)  # type: ignore[no-untyped-call]
+
+    def add_positive(self, name: str, start: Tensor) -> None:
+        """Register a parameter that acts as a positive number, at least 1/32 of its calibrated value."""
+        setattr(self, name, nn.Parameter(start.clone(memory_format=torch.contiguous_format)))
+        self.register_buffer(f"smallest_{name}", start.detach() * FLOOR_SHARE)
+        self._positive.append(name)
+
+    def set_positive(self, name: str, values: Tensor) -> None:
+        """Give the parameter of `add_positive` a calibrated value, in place."""
+        getattr(self, name).copy_(values)
+        getattr(self, f"smallest_{name}").copy_(getattr(self, name) * FLOOR_SHARE)
+
+    def curves(self) -> dict[str, Tensor]:
+        """What TensorBoard shows of it, name to tensor (its mean is drawn)."""
+        return {name: getattr(self, name) for name in self._positive}
+
+    def resting_on_floor(self) -> Tensor | None:
+        """How many learned scales are below what they act as; None if none is learned."""
+        below = [(getattr(self, name) < getattr(self, f"smallest_{name}")).sum() for name in self._positive]
+        return torch.stack(below).sum() if below else None
+
+    def fit(self, values: Tensor, elements: int | None = None) -> None:
+        """Set the range from values of shape (scales, elements), as `spec.init` says.
+
+        Args:
+            values: of a weight all, of an activation a sample.
+            elements: of the whole weight, or of one sample of the activation; None: as many as there are values.
+
+        Raises:
+            ValueError: for NaN or infinity, no values, or negative ones on a grid that has none.
+        """
+        low, high = initial_range(values, self.spec)
+        if self.spec.symmetric and not self.spec.signed and bool((low < 0).any()):
+            raise ValueError(
+                f"values down to {values.min():.3g}, which its grid ({self.spec}) cannot hold; use signed=True or"
+                " symmetric=False"
+            )
+        self.set_range(low, high)
+
+    @torch.no_grad()
+    def set_range(self, low: Tensor, high: Tensor) -> None:
+        """Cover low .. high (shape of scale, or one value); in place, so that optimizers keep their parameter.
+
+        Raises:
+            ValueError: if a bound is NaN or infinite, or the range wider than float32.
+        """
+        scale, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
+        self.set_positive("scale", scale)
+        if self.zero_point is not None:
+            self.zero_point.copy_(zero_point)
+        self.mark_calibrated()
+
+    def checked_range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Both bounds, finite, in the shape of the scales, where they live.
+
+        Raises:
+            ValueError: if a bound is NaN or infinite, or the range wider than float32.
+        """
+        low, high = (bound.detach().to(self.calibrated.device, torch.float32) for bound in (low, high))
+        if not bool(torch.isfinite(high - low).all()):
+            raise ValueError(
+                f"set_range: the range must be finite and fit float32, got {low.tolist()}, {high.tolist()}"
+            )
+        low, high = (
+            bound.reshape(self.shape) if bound.numel() == math.prod(self.shape) else bound for bound in (low, high)
+        )
+        return low.expand(self.shape), high.expand(self.shape)
+
+    def mark_calibrated(self) -> None:
+        """Remember that the range comes from data."""
+        self.calibrated.fill_(True)
+        self._is_calibrated = True
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the range was set from data (without touching the device)."""
+        return self._is_calibrated
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if not self.calibrated.is_meta:
+            self._is_calibrated = bool(self.calibrated)
