@@ -40,13 +40,11 @@ class LSQPlusFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, int, float], output: Tensor) -> None:
-        """Keep the inputs only."""
         x, scale, zero_point, ctx.qmin, ctx.qmax, ctx.grad_factor = inputs
         ctx.save_for_backward(x, scale, zero_point)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        """The three lines of the class docstring."""
         x, scale, zero_point = ctx.saved_tensors
         kernels = None if torch.is_grad_enabled() else choose(x, scale, zero_point)  # they have no derivative
         if kernels is not None:

@@ -39,7 +39,6 @@ class ClampSTEFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """The three lines of the class docstring."""
         x, low, high = ctx.saved_tensors
         bottom, top = low.to(x.dtype), high.to(x.dtype)
         grad_x = grad_low = grad_high = None

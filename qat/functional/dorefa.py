@@ -74,12 +74,10 @@ class DoReFaActivationFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-        """Keep x for the mask."""
         ctx.save_for_backward(inputs[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The gradient where x was not clipped."""
         (x,) = ctx.saved_tensors
         return torch.where((x >= 0) & (x <= 1), grad, 0), None
 

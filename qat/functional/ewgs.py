@@ -43,7 +43,6 @@ class EWGSRoundFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        """The last line of the class docstring."""
         if not ctx.needs_input_grad[0]:
             return None, None
         x, delta = ctx.saved_tensors
@@ -71,12 +70,10 @@ class EWGSGradientFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        """Keep the inputs only."""
         ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        """The last line of the class docstring."""
         if not ctx.needs_input_grad[0]:
             return None, None, None
         x, scale, delta = ctx.saved_tensors

@@ -41,7 +41,6 @@ class LearnedBitsFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, float], output: Tensor) -> None:
-        """Keep the inputs only."""
         x, reach, bits, ctx.signed, ctx.grad_factor = inputs
         ctx.save_for_backward(x, reach, bits)
 

@@ -43,7 +43,6 @@ class LSQFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        """The two lines of the class docstring."""
         x, scale = ctx.saved_tensors
         kernels = None if torch.is_grad_enabled() else choose(x, scale)  # kernels have no derivative themselves
         if kernels is not None:

@@ -39,7 +39,6 @@ class PACTFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """The two lines of the class docstring."""
         x, alpha = ctx.saved_tensors
         wide = torch.promote_types(x.dtype, torch.float32)
         value, bound = x.to(wide), alpha.to(wide)

@@ -32,13 +32,11 @@ class PowerOfTwoFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Rounding], output: Tensor) -> None:
-        """Keep the scale only."""
         scale, ctx.rounding = inputs
         ctx.save_for_backward(scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The second line of the class docstring."""
         scale = ctx.saved_tensors[0].detach()
         power = _power_of_two(scale, ctx.rounding)
         return (grad * (power / scale.to(power.dtype))).to(scale.dtype), None

@@ -31,7 +31,6 @@ class RoundSTEFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """dy/dx = 1."""
         return grad
 
 
@@ -101,7 +100,6 @@ class StochasticRoundSTEFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """dy/dx = 1."""
         return grad, None
 
 

@@ -72,7 +72,6 @@ class SignSTEFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The three lines of the class docstring."""
         if ctx.gradient == "straight_through":
             return grad, None
         (x,) = ctx.saved_tensors
@@ -93,7 +92,6 @@ class ErrorDecaySignFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, progress: Tensor) -> Tensor:
-        """As `SignSTEFunction`."""
         return two_levels(x)
 
     @staticmethod
@@ -103,7 +101,6 @@ class ErrorDecaySignFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        """The last line of the class docstring."""
         x, progress = ctx.saved_tensors
         return (error_decay_gradient(grad, x, progress) if ctx.needs_input_grad[0] else None), None
 
@@ -138,7 +135,6 @@ class TernarySignSTEFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        """The two lines of the class docstring."""
         if not ctx.needs_input_grad[0] or ctx.gradient == "straight_through":
             return (grad if ctx.needs_input_grad[0] else None), None, None
         (x,) = ctx.saved_tensors

@@ -76,7 +76,6 @@ class SoftRoundFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        """Keep both inputs."""
         ctx.save_for_backward(*inputs)
 
     @staticmethod
@@ -117,7 +116,6 @@ class DSQRoundFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        """Keep both inputs."""
         ctx.save_for_backward(*inputs)
 
     @staticmethod

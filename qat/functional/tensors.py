@@ -266,12 +266,10 @@ class ScaleGradientFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        """The factor is all that backward needs."""
         ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """dy/dx = factor."""
         (factor,) = ctx.saved_tensors
         return (grad * factor).to(grad.dtype), None
 

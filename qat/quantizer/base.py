@@ -211,6 +211,11 @@ class Quantizer(CalibratedParameters):
         return torch.clamp(round_ste(x.to(wide) / scale) + zero_point, *self.bounds())
 
     @property
+    def is_calibrated(self) -> bool:
+        """Whether the range was set from data (without touching the device)."""
+        return self._is_calibrated
+
+    @property
     def channel_axis(self) -> int | tuple[int, int] | None:
         """The axes of the (grouped) tensor along which scales differ; None for one scale."""
         return {"tensor": None, "channel": 0, "group": (0, 1)}[self.spec.granularity]

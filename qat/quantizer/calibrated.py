@@ -108,11 +108,6 @@ class CalibratedParameters(nn.Module):
         self.calibrated.fill_(True)
         self._is_calibrated = True
 
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether the range was set from data (without touching the device)."""
-        return self._is_calibrated
-
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         if not self.calibrated.is_meta:

@@ -45,7 +45,6 @@ class APoTFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int, bool], output: Tensor) -> None:
-        """Keep the inputs only."""
         x, alpha, ctx.bits, ctx.signed = inputs
         ctx.save_for_backward(x, alpha)
 

@@ -73,13 +73,11 @@ class FloatFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
-        """Keep the inputs only."""
         x, scale, ctx.format = inputs
         ctx.save_for_backward(x, scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """The two lines of the class docstring."""
         x, scale = (saved.detach() for saved in ctx.saved_tensors)
         wide = torch.promote_types(x.dtype, torch.float32)
         v = x.to(wide) / scale.to(wide)

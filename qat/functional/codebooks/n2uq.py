@@ -45,7 +45,6 @@ class N2UQFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
-        """The four lines of the class docstring."""
         x, start, widths, step = ctx.saved_tensors
         wide = torch.promote_types(x.dtype, torch.float32)
         values, width, height, grad = x.to(wide), widths.to(wide), step.to(wide), grad.to(wide)

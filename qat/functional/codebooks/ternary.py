@@ -32,7 +32,6 @@ class TernaryFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """dy/dweight = 1."""
         return grad, None, None
 
 
@@ -60,12 +59,10 @@ class TTQFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
-        """Keep the inputs only."""
         ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """The three lines of the class docstring."""
         weight, positive, negative, threshold = ctx.saved_tensors
         wide = torch.promote_types(weight.dtype, torch.float32)
         values, up, down, grad = weight.to(wide), positive.to(wide), negative.to(wide), grad.to(wide)

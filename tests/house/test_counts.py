@@ -1,0 +1,29 @@
+"""What the house promises about itself, counted."""
+
+import counts
+import pytest
+
+from qat.kernels.cpu import compiler
+
+
+def test_a_layer_alone_reaches_torch_round_in_six_files() -> None:
+    assert len(counts.files_to_round()) <= 6
+
+
+@pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
+def test_a_fused_step_stays_in_few_files() -> None:
+    files = counts.files_of_a_step()
+    assert len(files) <= 15
+
+
+def test_rooms_are_shallow() -> None:
+    assert {room: chain for room, chain in counts.deepest_chains().items() if len(chain) > 6} == {}
+
+
+def test_folders_are_small() -> None:
+    assert counts.largest_folder(counts.PACKAGE)[0] <= 16
+    assert counts.largest_folder(counts.ROOT / "tests")[0] <= 20
+
+
+def test_private_names_of_torch_stand_in_one_module() -> None:
+    assert counts.private_names() == []
