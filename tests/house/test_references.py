@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qat.training.config.schema import StageConfig
+from qat.training.config.schema import QATStageConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("qat", "tests", "docs", "benchmarks", "configs")
@@ -52,7 +52,7 @@ def test_every_name_of_the_library_in_backticks_is_there(texts: dict[Path, str])
 def _is_there(name: str) -> bool:
     """Whether it is a name of the package, or a key of the YAML's section `qat`."""
     parts = name.split(".")
-    if parts[1] in StageConfig.model_fields:
+    if parts[1] in QATStageConfig.model_fields:
         return True
     for depth in range(len(parts), 0, -1):
         try:

@@ -1,4 +1,4 @@
-"""One estimator as the matrix of docs/estimators_matrix.md and the tests see it: what it computes and what it claims."""
+"""One estimator as the matrix (docs/estimators_matrix.md) and the tests see it: what it computes and what it claims."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
