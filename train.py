@@ -23,8 +23,8 @@ from qat.training.data.loaders import Data, load_data
 from qat.training.errors import UserError
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.loop.engine import StageRun, evaluate, train_stage
-from qat.training.loop.recipe import check_forward, prepare_model
-from qat.training.loop.verdict import warnings_about
+from qat.training.loop.preparation import check_forward, prepare_model
+from qat.training.loop.stage_warnings import warnings_about
 from qat.training.run.checkpoint import (
     StageState,
     check_same_config,
@@ -32,7 +32,7 @@ from qat.training.run.checkpoint import (
     restore_model,
     save_float_weights,
 )
-from qat.training.run.ending import exit_status, starved
+from qat.training.run.exit_status import exit_status, starved
 from qat.training.run.files import replacing, write_text
 from qat.training.run.folder import (
     FLOAT_WEIGHTS,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.speed_timing import Contest
-from qat.in_place import put_in_place
+from qat.atomic_write import put_in_place
 
 Row = dict[str, Any]
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.zoo_models import FAMILIES, family_of, names_of
 from benchmarks.zoo_table import RESULTS, kept, verdict
-from qat.in_place import put_in_place
+from qat.atomic_write import put_in_place
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = os.sysconf("SC_PAGE_SIZE")

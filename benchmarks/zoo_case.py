@@ -30,7 +30,7 @@ import qat
 from benchmarks.zoo_models import Case, build, family_of, names_of
 from benchmarks.zoo_runtime import Part, agreement, parts_of
 from qat.analysis.work import Place, integer_work
-from qat.in_place import put_in_place
+from qat.atomic_write import put_in_place
 from qat.layers import QuantLayer
 from qat.preparation.parts import prepared_parts
 from qat.preparation.report import LEFT_IN_FLOAT, noted

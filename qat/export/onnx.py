@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from qat.atomic_write import put_in_place
 from qat.evaluating import evaluating
 from qat.export.freezing import expected_quantizers, to_integer_modules
 from qat.export.initializers import name_weights, own_initializers
 from qat.export.integer import MOST_BITS, OPSET, QUANTIZER
-from qat.in_place import put_in_place
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.report import LEFT_IN_FLOAT
 from qat.quantizer import Quantizer

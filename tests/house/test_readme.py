@@ -14,7 +14,7 @@ import qat
 from benchmarks.document import DOCUMENTS, with_tables
 from qat.quantizer import registry
 from qat.training.config.schema import RunConfig
-from qat.training.loop.recipe import build_recipe
+from qat.training.loop.preparation import build_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

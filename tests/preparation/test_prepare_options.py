@@ -17,7 +17,7 @@ from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
-from qat.training.loop.recipe import prepare_model
+from qat.training.loop.preparation import prepare_model
 
 
 class Plain(nn.Module):

@@ -16,7 +16,7 @@ from qat.spec import QuantSpec
 from qat.targets import PROFILES, profile_of
 from qat.targets.profile import Target
 from qat.training.config.schema import RunConfig
-from qat.training.loop.recipe import build_recipe
+from qat.training.loop.preparation import build_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 EACH = pytest.mark.parametrize("profile", PROFILES.values(), ids=list(PROFILES))

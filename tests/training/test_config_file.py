@@ -11,11 +11,11 @@ from torch import nn
 
 from qat.recipe import QuantRecipe
 from qat.targets import PROFILES
+from qat.training.config.error_messages import dotted, sentences_of
 from qat.training.config.file import dump_config, load_config
-from qat.training.config.problems import dotted, sentences_of
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
-from qat.training.loop.recipe import build_recipe
+from qat.training.loop.preparation import build_recipe
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(file.name for file in CONFIGS.glob("*.yaml"))

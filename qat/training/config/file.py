@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from qat.training.config.problems import Location, dotted, near, one_line, schema_at, sentences_of, shown
+from qat.training.config.error_messages import Location, dotted, near, one_line, schema_at, sentences_of, shown
 from qat.training.config.schema import RunConfig
 from qat.training.config.yaml_subset import LARGEST, dump_yaml, parse_yaml
 from qat.training.errors import UserError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.training.run.ending import starved
+from qat.training.run.exit_status import starved
 
 FAR, FAR_GRADIENT = 0.25, 4.0
 """Compiled code draws other random numbers, so only gross differences count: of the loss by its size, and the factor

@@ -14,10 +14,10 @@ from qat.kernels import float_products
 from qat.training.config.schema import QATStageConfig
 from qat.training.errors import UserError
 from qat.training.loop.compiled import CompiledModel
-from qat.training.loop.curves import Meter, log_epoch, log_window
 from qat.training.loop.device import autocast, compile_mode
 from qat.training.loop.ema import EMA
 from qat.training.loop.evaluation import Batches, Evaluation, TrainBatches, evaluate, split_output, to_device
+from qat.training.loop.metrics import Meter, log_epoch, log_window
 from qat.training.loop.optimizer import build_optimizer, build_schedule
 from qat.training.loop.rules import RuleSchedule
 from qat.training.loop.stage import StageRun

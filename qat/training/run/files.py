@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from qat.in_place import put_in_place
+from qat.atomic_write import put_in_place
 from qat.training.errors import UserError
 from qat.training.run.lock import check_folder
 

@@ -10,8 +10,8 @@ from typing import Any
 from tqdm import tqdm
 
 from qat.training.errors import UserError
-from qat.training.run.ending import output_told
 from qat.training.run.events import EventFile
+from qat.training.run.exit_status import output_told
 
 SPARSE_SECONDS = 30.0
 """Between two lines of a progress bar that goes to a file: an hour is 120 lines."""

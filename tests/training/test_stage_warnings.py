@@ -5,7 +5,7 @@ import torch
 
 from qat.training.config.schema import QATStageConfig, StageConfig
 from qat.training.loop.evaluation import Evaluation
-from qat.training.loop.verdict import warnings_about
+from qat.training.loop.stage_warnings import warnings_about
 
 
 def evaluation(top1: float, most_common: float, count: int) -> Evaluation:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from qat.training.errors import UserError
-from qat.training.run.ending import exit_status
+from qat.training.run.exit_status import exit_status
 from qat.training.run.logging import RunLog
 
 GOES_ON = "resume=auto goes on from the last finished epoch"
@@ -205,7 +205,7 @@ LOADING = """
 import multiprocessing, os, signal, sys, torch
 from qat.training.config.schema import DataConfig
 from qat.training.data.loaders import load_data
-from qat.training.run.ending import exit_status
+from qat.training.run.exit_status import exit_status
 
 data = load_data(DataConfig(name="fake", image_size=8, workers=2), 0, torch.device("cpu"), channels_last=False)
 
