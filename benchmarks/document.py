@@ -18,7 +18,7 @@ from benchmarks.self_check import self_check_table
 from benchmarks.speed_table import TABLES as SPEED_TABLES
 from benchmarks.targets_table import limits_table, reasons_table, targets_table
 from benchmarks.zoo_table import families_table, models_table
-from qat.training.run.logging import format_table
+from qat.text import table
 from qat.training.run.report import table_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,8 +43,9 @@ def run_table(name: str) -> str:
     summary = json.loads((RESULTS / f"{name}.json").read_text())
     versions = ", ".join(f"{package} {number}" for package, number in summary["versions"].items())
     layers = summary["onnx"]["layers"]
+    rows = "\n".join(table(table_rows(summary), numbers=True))
     return (
-        f"{format_table(table_rows(summary))}\n\n"
+        f"{rows}\n\n"
         f"{layers['differing']} of {layers['elements']:,} integers differ over {layers['compared']} layers;"
         f" {summary['seconds']:.0f} s on {summary['machine']['threads']} threads\n{versions}\n"
     )

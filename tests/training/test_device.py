@@ -6,7 +6,6 @@ import torch
 
 from qat.training.errors import UserError
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
-from qat.training.run.logging import format_table
 
 CPU = torch.device("cpu")
 
@@ -57,12 +56,6 @@ def test_seeds() -> None:
     with pytest.raises(UserError) as raised:
         seed_everything(2**63)
     assert str(raised.value) == "seed: 9223372036854775808 is too large; the largest is 9223372036854775807"
-
-
-def test_a_table_is_aligned() -> None:
-    assert format_table([["model", "top1 %", ""], ["float", "98.10", "x"], ["QAT (best)", "98", ""]]) == (
-        "model       top1 %\n----------  ------  -\nfloat        98.10  x\nQAT (best)      98"
-    )
 
 
 def test_cuda_graphs_need_cuda() -> None:

@@ -1,14 +1,14 @@
 """From pydantic's errors to sentences for a human, with the help of the schema that `RunConfig` declares."""
 
-import difflib
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
+from qat.text import did_you_mean
 from qat.training.config.schema import RunConfig
 from qat.training.config.yaml_subset import parse_yaml
 
@@ -107,21 +107,6 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else repr(text)
 
 
-def near(word: str, choices: Iterable[str] | Mapping[str, str], count: int = 1) -> str | None:
-    """`did you mean 'lr'?`, with up to `count` of the choices that look like the word; None where none does.
-
-    Args:
-        word: what the user wrote.
-        choices: the right words; as a mapping, they are compared and what they map to is shown.
-        count: 1 or more.
-    """
-    if not isinstance(choices, Mapping):
-        choices = {choice: choice for choice in choices}
-    told = {choice.lower(): repr(choices[choice]) for choice in choices}
-    found = [told[match] for match in difflib.get_close_matches(word.lower(), told, count)]
-    return f"did you mean {' or '.join(found)}?" if found else None
-
-
 @functools.cache
 def _schema() -> dict[str, Any]:
     return RunConfig.model_json_schema()
@@ -171,15 +156,19 @@ def _key_hint(location: Location) -> str:
     inside = [f"{name}.{key}" for name in keys if key in (schema_at([name]) or {}).get("properties", ())]
     if len(location) == 1 and inside:
         return f"did you mean {' or '.join(map(repr, inside))}?"
-    return near(key, keys) or f"valid keys: {', '.join(keys)}"
+    return did_you_mean(key, keys) or f"valid keys: {', '.join(keys)}"
 
 
 def _value_hint(schema: Mapping[str, Any], value: Any) -> str:
-    hint = None
+    hint = ""
     kind = schema.get("type", "")
     if isinstance(value, str):
         unquoted = parse_yaml(value).value
-        hint = "write it without quotes" if type(unquoted) in _TYPES.get(kind, ()) else near(value, _choices(schema))
+        hint = (
+            "write it without quotes"
+            if type(unquoted) in _TYPES.get(kind, ())
+            else did_you_mean(value, _choices(schema))
+        )
     elif kind == "string" and isinstance(value, bool | int | float) and not _choices(schema):
         hint = "write it in quotes"
     return f"; {hint}" if hint else ""

@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from qat.training.config.error_messages import Location, dotted, near, one_line, schema_at, sentences_of, shown
+from qat.text import did_you_mean
+from qat.training.config.error_messages import Location, dotted, one_line, schema_at, sentences_of, shown
 from qat.training.config.schema import RunConfig
 from qat.training.config.yaml_subset import LARGEST, dump_yaml, parse_yaml
 from qat.training.errors import UserError
@@ -89,7 +90,8 @@ def _find(path: str, config_folder: Path | None) -> Path:
     existing |= {file.stem: str(file) for file in _configs_in(given.parent)}
     wanted = given.stem if given.suffix in _SUFFIXES else given.name
     listed = f"there are: {', '.join(sorted(existing.values()))}" if existing else "no config lies there"
-    raise UserError(f"config {path!r}: not found in {places}; {near(wanted, existing, count=3) or listed}")
+    hint = did_you_mean(wanted, existing, count=3, shown=existing.__getitem__) or listed
+    raise UserError(f"config {path!r}: not found in {places}; {hint}")
 
 
 def _configs_in(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from qat.text import table
 from qat.training.errors import UserError
 from qat.training.run.events import EventFile
 from qat.training.run.exit_status import output_told
@@ -67,30 +68,8 @@ class RunLog:
             sys.stdout.flush()
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """Print `format_table(rows)`."""
-        self.say(format_table(rows))
-
-
-def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """A plain-text table: the first row is the head; the first column is left-aligned, the others right.
-
-    Args:
-        rows: at least the head; each of the same length.
-
-    >>> print(format_table([["model", "top1"], ["float", "98.10"]]))
-    model   top1
-    -----  -----
-    float  98.10
-    """
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+        """Print `table(rows, numbers=True)`."""
+        self.say("\n".join(table(rows, numbers=True)))
 
 
 def progress_bar(batches: Iterable[Any], description: str | None, total: int) -> "tqdm[Any]":

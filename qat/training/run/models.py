@@ -1,6 +1,5 @@
 """The float model that a run starts from: a torchvision builder by name, or a callable of the user's own."""
 
-import difflib
 import hashlib
 import inspect
 import logging
@@ -13,6 +12,7 @@ import torch
 import torchvision
 from torch import nn
 
+from qat.text import did_you_mean
 from qat.training.config.imports import current_folder_importable, import_user_module, place, reason
 from qat.training.config.schema import ModelConfig
 from qat.training.errors import UserError
@@ -50,8 +50,8 @@ def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
 def _torchvision_model(config: ModelConfig, classes: int) -> nn.Module:
     names = torchvision.models.list_models(module=torchvision.models)
     if config.name not in names:
-        close = difflib.get_close_matches(config.name.lower(), names, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ", nor package.module:callable"
+        near = did_you_mean(config.name, names)
+        hint = f"; {near}" if near else ", nor package.module:callable"
         raise UserError(f"model.name: '{config.name}' is no classification model of torchvision{hint}")
     for key in ("weights", "pretrained"):
         if key in config.kwargs:
@@ -159,9 +159,8 @@ def _imported(name: str) -> Callable[..., Any]:
     target: Any = import_user_module(module_name, "model.name", name)
     for part in attribute.split("."):
         if not hasattr(target, part):
-            close = difflib.get_close_matches(part, dir(target), n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise UserError(f"model.name: '{module_name}' has no '{attribute}'{hint}")
+            near = did_you_mean(part, dir(target))
+            raise UserError(f"model.name: '{module_name}' has no '{attribute}'{near and f'; {near}'}")
         target = getattr(target, part)
     if not callable(target):
         raise UserError(f"model.name: '{name}' is {type(target).__name__}; it must be callable")

@@ -11,8 +11,8 @@ from torch import fx
 import qat
 from qat.export import LayerDifference, Saturation, compare_layers, find_saturation, optimized_operators
 from qat.export.default_session import default_is_exact, needs_option
+from qat.text import table
 from qat.training.errors import UserError
-from qat.training.run.logging import format_table
 from qat.training.run.report import onnx_results, session_results
 
 LEAST_AGREEMENT = 0.995
@@ -79,7 +79,7 @@ class Proof:
             for each in self.saturation
         ]
         head = f"{layers} layers may saturate where two products are added in 16 bits (x86 without VNNI):"
-        return f"{head} {WAYS_OUT}\n\n{format_table(rows)}"
+        return "\n".join([f"{head} {WAYS_OUT}", "", *table(rows, numbers=True)])
 
 
 def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:

@@ -1,0 +1,51 @@
+"""Text for a reader: tables, and the names that a misspelt one probably stands for."""
+
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+
+
+def table(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
+    """The lines of a plain-text table, its columns two spaces apart.
+
+    Args:
+        rows: the head first; each of the same length.
+        numbers: align all columns but the first to the right, and underline the head.
+
+    >>> print(*table([["name", "bits"], ["conv1", "8"]]), sep="\\n")
+    name   bits
+    conv1  8
+    >>> print(*table([["model", "top1"], ["float", "98.10"]], numbers=True), sep="\\n")
+    model   top1
+    -----  -----
+    float  98.10
+    """
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    ruler = [["-" * width for width in widths]] if numbers else []
+    return [
+        "  ".join(
+            cell.rjust(width) if numbers and column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (rows[0], *ruler, *rows[1:])
+    ]
+
+
+def did_you_mean(word: str, known: Iterable[str], count: int = 1, shown: Callable[[str], str] = str) -> str:
+    """A question that offers the most similar known names; "" if none is similar. Case does not matter.
+
+    Args:
+        word: what the user wrote.
+        known: the valid names.
+        count: how many names to offer at most.
+        shown: what the question calls a name.
+
+    >>> did_you_mean("LSG", ["lsq", "pact"])
+    "did you mean 'lsq'?"
+    >>> did_you_mean("conv", ["conv1", "conv2", "fc"], count=3)
+    "did you mean 'conv2' or 'conv1'?"
+    >>> did_you_mean("ema", ["lsq", "pact"])
+    ''
+    """
+    originals = {name.lower(): name for name in known}
+    found = [repr(shown(originals[match])) for match in get_close_matches(word.lower(), originals, count)]
+    return f"did you mean {' or '.join(found)}?" if found else ""
