@@ -10,6 +10,7 @@ from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, noted
 from qat.preparation.swapping import swappable_layers
 from qat.quantizer import Quantizer
+from qat.text import table
 from qat.tracing.nodes import submodule_of
 
 HANDED = ("input_quantizer", "norm")
@@ -46,7 +47,7 @@ def summary(model: nn.Module) -> str:
     kinds = noted(model, LAYERS)
     rows += [_float_row(name, model, reason, kinds) for name, reason in reasons.items()]
     in_float = sum(name in kinds or _module(model, name) is not None for name in reasons)
-    return "\n".join([*_align([HEADER, *rows]), "", _counts(model, in_float), *_verdicts(model)])
+    return "\n".join([*table([HEADER, *rows]), "", _counts(model, in_float), *_verdicts(model)])
 
 
 def _verdicts(model: nn.Module) -> Iterator[str]:
@@ -133,8 +134,3 @@ def _counts(model: nn.Module, in_float: int) -> str:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _align(rows: list[Row]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

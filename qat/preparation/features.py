@@ -1,13 +1,13 @@
 """`feature_extractor`: what parts of a prepared model answer with, layers and blocks alike."""
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 
 from torch import fx, nn
 
 from qat.preparation.prepared_graph import PreparedGraph, class_of
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT
 from qat.quantizer import Quantizer
+from qat.text import did_you_mean
 from qat.tracing.in_place import drop_unread
 from qat.tracing.nodes import scope_of, submodule_of
 
@@ -66,8 +66,8 @@ def _end_of(name: str, model: fx.GraphModule) -> fx.Node:
     named = [node for node in inside if _is_of(node, name)]
     if not named:
         known = sorted({str(node.target) for node in inside if node.op == "call_module"} | _scopes(inside))
-        near = get_close_matches(name, known, n=3) or known[:3]
-        raise ValueError(f"feature_extractor: nothing runs in {name!r}; did you mean {', '.join(near)}?")
+        hint = did_you_mean(name, known, count=3) or f"parts are called {', '.join(known[:3])} ..."
+        raise ValueError(f"feature_extractor: nothing runs in {name!r}; {hint}")
     last: fx.Node = named[-1]
     return next((user for user in last.users if isinstance(submodule_of(model, user), Quantizer)), last)
 

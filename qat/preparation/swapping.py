@@ -1,7 +1,6 @@
 """Swapping float layers for their quantized twins, and handing each the BatchNorm that follows it."""
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 
 from torch import fx, nn
 
@@ -11,6 +10,7 @@ from qat.preparation.functional_weights import EXPLAINED
 from qat.preparation.operations import FLOAT_PRODUCTS
 from qat.quantizer import Quantizer
 from qat.recipe import TYPE_PREFIX, AnyRecipe, QuantRecipe
+from qat.text import did_you_mean
 from qat.tracing.constants import attribute, constant_nodes
 from qat.tracing.nodes import dimensions, submodule_of
 
@@ -180,6 +180,5 @@ def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str]) -> None:
             continue
         by_type = pattern.startswith(TYPE_PREFIX)
         names = sorted({TYPE_PREFIX + kind for kind in layers.values()}) if by_type else list(layers)
-        near = get_close_matches(pattern, names, n=3)
-        hint = f"did you mean {', '.join(near)}?" if near else f"layers are called {', '.join(names[:3])} ..."
+        hint = did_you_mean(pattern, names, count=3) or f"layers are called {', '.join(names[:3])} ..."
         raise ValueError(f"prepare: the recipe's pattern {pattern!r} names no layer of the model; {hint}")

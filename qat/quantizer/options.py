@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any
+
+from qat.text import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,7 @@ def read_options(rule: str, options_type: Any, given: Mapping[str, Any]) -> Any:
     known = {option.name: option.default for option in fields(options_type)}
     for name, value in given.items():
         if name not in known:
-            near = get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'none'}"
+            hint = did_you_mean(str(name), known) or f"it takes {', '.join(known) or 'none'}"
             raise ValueError(f"rule {rule!r}: unknown option {name!r}; {hint}")
         expected = type(known[name])
         fits = isinstance(value, (int, float)) if expected is float else isinstance(value, expected)

@@ -1,13 +1,13 @@
 """The one registry: names of rules to quantizer classes."""
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import TypeVar
 
 import torch
 
 from qat.quantizer.base import Quantizer, Role
 from qat.spec import QuantSpec
+from qat.text import did_you_mean
 
 _QUANTIZERS: dict[str, type[Quantizer]] = globals().get("_QUANTIZERS", {})
 """Kept where this module is loaded anew, in a notebook say: the rules are not."""
@@ -65,9 +65,9 @@ def quantizer_class(rule: str) -> type[Quantizer]:
         ValueError: if no rule of that name is registered.
     """
     if rule not in _QUANTIZERS:
-        near = get_close_matches(rule, _QUANTIZERS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown quantizer {rule!r}; registered: {', '.join(registered_quantizers())}{hint}")
+        hint = did_you_mean(rule, _QUANTIZERS)
+        known = ", ".join(registered_quantizers())
+        raise ValueError(f"unknown quantizer {rule!r}; registered: {known}{hint and f'; {hint}'}")
     return _QUANTIZERS[rule]
 
 

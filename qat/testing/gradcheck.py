@@ -1,6 +1,5 @@
 """The public face: declare a gradient, and have every claim about it checked."""
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from qat.testing.estimator import Estimator, Inputs
 from qat.testing.precision import check_dtypes
 from qat.testing.report import CheckResult, GradcheckError, GradcheckReport, Skipped, first_line
 from qat.testing.transforms import check_func_grad, check_jvp, check_vmap
+from qat.text import did_you_mean
 
 Check = Callable[[Estimator, Inputs], str]
 
@@ -150,8 +150,7 @@ def _known(names: Iterable[str], argument: str) -> set[str]:
         raise TypeError(f"ste_gradcheck: {argument} must be a list of names, got the string {names!r}")
     found = set(names)
     for name in sorted(found - set(CHECKS)):
-        close = difflib.get_close_matches(name, CHECKS, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"checks: {', '.join(CHECKS)}"
+        hint = did_you_mean(name, CHECKS) or f"checks: {', '.join(CHECKS)}"
         raise ValueError(f"ste_gradcheck: unknown check {name!r} in {argument}; {hint}")
     return found
 

@@ -174,7 +174,8 @@ def test_features_are_what_the_next_layer_reads_and_learn_with_the_model() -> No
 def test_mistakes_about_features_are_sentences() -> None:
     x = images()
     with pytest.raises(
-        ValueError, match=r"^feature_extractor: nothing runs in 'blok'; did you mean block, block\.1, block\.0\?$"
+        ValueError,
+        match=r"^feature_extractor: nothing runs in 'blok'; did you mean 'block' or 'block\.1' or 'block\.0'\?$",
     ):
         qat.feature_extractor(prepared(x), ["blok"])
     with pytest.raises(

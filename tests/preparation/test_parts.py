@@ -144,7 +144,8 @@ def test_names_in_a_recipe_are_those_of_the_whole_model() -> None:
     with pytest.raises(ValueError) as caught:
         qat.prepare(Detector(), qat.QuantRecipe(overrides={"heads.bx.*": {"skip": True}}), example_inputs=(IMAGES,))
     assert str(caught.value) == (
-        "prepare: the recipe's pattern 'heads.bx.*' names no layer of the model; did you mean heads.box.3, heads.box.1?"
+        "prepare: the recipe's pattern 'heads.bx.*' names no layer of the model; did you mean 'heads.box.3' or"
+        " 'heads.box.1'?"
     )
 
 

@@ -164,8 +164,8 @@ def test_what_stays_float_says_why() -> None:
         (lambda: qat.prepare(nn.Sequential(nn.ReLU())), "prepare: Sequential has no layer to quantize"),
         (
             lambda: qat.prepare(Net(), qat.QuantRecipe(overrides={"block.cnv1": {"skip": True}})),
-            "prepare: the recipe's pattern 'block.cnv1' names no layer of the model; did you mean block.conv1,"
-            " block.conv2?",
+            "prepare: the recipe's pattern 'block.cnv1' names no layer of the model; did you mean 'block.conv1' or"
+            " 'block.conv2'?",
         ),
         (
             lambda: qat.prepare(Net(), qat.QuantRecipe(weight=qat.QuantSpec(rule="lqs"))),

@@ -180,7 +180,7 @@ def test_the_same_from_a_config() -> None:
         prepare_model(Net(), config(overrides={"type:Linaer": {"skip": True}}), (3, 8, 8))
     assert str(refused.value) == (
         "quantization: prepare: the recipe's pattern 'type:Linaer' names no layer of the model;"
-        " did you mean type:Linear?"
+        " did you mean 'type:Linear'?"
     )
 
 
@@ -259,7 +259,7 @@ def test_a_dry_run_refuses_what_prepare_refuses() -> None:
             qat.prepare(Net(), recipe, dry_run=dry_run)
         sentences.append(str(refused.value))
     assert sentences == [
-        "prepare: the recipe's pattern 'stam' names no layer of the model; did you mean stem?"
+        "prepare: the recipe's pattern 'stam' names no layer of the model; did you mean 'stem'?"
     ] * 2  # fmt: skip
 
 

@@ -221,7 +221,7 @@ def test_a_pattern_that_names_no_read_is_refused_with_the_nearest() -> None:
     with pytest.raises(ValueError) as caught:
         qat.prepare(Mixed(), qat.QuantRecipe(overrides={"linaer": {"skip": True}}), example_inputs=IMAGE)
     assert str(caught.value) == (
-        "prepare: the recipe's pattern 'linaer' names no layer of the model; did you mean linear?"
+        "prepare: the recipe's pattern 'linaer' names no layer of the model; did you mean 'linear'?"
     )
 
 
