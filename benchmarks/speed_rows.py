@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.speed_timing import Contest
-from qat.atomic_write import put_in_place
+from qat.atomic_write import atomic_write
 
 Row = dict[str, Any]
 
@@ -94,9 +94,8 @@ def keep(rows: Iterable[Row], results: Path) -> None:
     measured = {comparison(row) for row in fresh}
     lines = [row for row in kept(results) if comparison(row) not in measured] + fresh
     results.parent.mkdir(parents=True, exist_ok=True)
-    scratch = results.with_suffix(".part")
-    with put_in_place(scratch, results):
-        scratch.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    with atomic_write(results) as temporary:
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in lines))
 
 
 def comparison(row: Row) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.zoo_models import FAMILIES, family_of, names_of
 from benchmarks.zoo_table import RESULTS, kept, verdict
-from qat.atomic_write import put_in_place
+from qat.atomic_write import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -112,9 +112,8 @@ def keep(row: dict[str, Any], results: Path) -> None:
     """Put the row among the kept ones, in the place of an older one of this model."""
     rows = {old["name"]: old for old in kept(results)} | {row["name"]: row}
     results.parent.mkdir(parents=True, exist_ok=True)
-    scratch = results.with_suffix(".part")
-    with put_in_place(scratch, results):
-        scratch.write_text("".join(json.dumps(rows[name]) + "\n" for name in sorted(rows)))
+    with atomic_write(results) as temporary:
+        temporary.write_text("".join(json.dumps(rows[name]) + "\n" for name in sorted(rows)))
 
 
 def measure_all(names: list[str], bounds: Bounds, jobs: int, results: Path) -> None:

@@ -30,7 +30,7 @@ import qat
 from benchmarks.zoo_models import Case, build, family_of, names_of
 from benchmarks.zoo_runtime import Part, agreement, parts_of
 from qat.analysis.work import Place, integer_work
-from qat.atomic_write import put_in_place
+from qat.atomic_write import atomic_write
 from qat.layers import QuantLayer
 from qat.preparation.parts import prepared_parts
 from qat.preparation.report import LEFT_IN_FLOAT, noted
@@ -84,9 +84,8 @@ class Row:
 
     def write(self) -> None:
         """Replace the file."""
-        scratch = self.path.with_suffix(".part")
-        with put_in_place(scratch, self.path):
-            scratch.write_text(json.dumps(self.facts))
+        with atomic_write(self.path) as temporary:
+            temporary.write_text(json.dumps(self.facts))
 
 
 def measure(name: str, path: Path) -> dict[str, Any]:

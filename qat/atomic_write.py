@@ -1,4 +1,4 @@
-"""A file takes its place in one piece: it is written under another name, and renamed once it is on the disk."""
+"""Atomic writes: a file appears under its name only once it is complete and on the disk."""
 
 import os
 from collections.abc import Iterator
@@ -7,18 +7,27 @@ from pathlib import Path
 
 
 @contextmanager
-def put_in_place(temporary: Path, path: Path) -> Iterator[None]:
-    """Within the context `temporary` is written; at its end it becomes `path`, or after an error it is removed.
+def atomic_write(path: Path, temporary: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary path to write to; at the end of the context it is renamed to `path`, or removed after an error.
 
     Args:
-        temporary: a name beside `path`, which no other writer uses.
-        path: the file; an existing one is whole at every moment, the old or the new.
+        path: the file. If it exists, readers see either the old content or the new, never a part.
+        temporary: a name in the same folder that no other writer uses; by default one with the process id, because
+            every process of a distributed run may export.
 
     Raises:
         OSError: if the file cannot be written.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "numbers.txt"
+    >>> with atomic_write(path) as temporary:
+    ...     _ = temporary.write_text("1 2 3")
+    >>> path.read_text()
+    '1 2 3'
     """
+    temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        yield
+        yield temporary
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from qat.atomic_write import put_in_place
+from qat.atomic_write import atomic_write
 from qat.evaluating import evaluating
 from qat.export.freezing import expected_quantizers, to_integer_modules
 from qat.export.initializers import name_weights, own_initializers
@@ -62,10 +62,8 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
     _strip_traces(proto)
     _fix_sizes(program, proto)
     onnx.checker.check_model(proto)
-    path = Path(path)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")  # every process of a distributed run may export
-    with put_in_place(scratch, path):
-        scratch.write_bytes(proto.SerializeToString())
+    with atomic_write(Path(path)) as temporary:
+        temporary.write_bytes(proto.SerializeToString())
 
 
 def example_arguments(example_inputs: Inputs, samples: int = 2) -> tuple[tuple[Any, ...], dict[str, Any]]:

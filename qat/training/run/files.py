@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from qat.atomic_write import put_in_place
+from qat.atomic_write import atomic_write
 from qat.training.errors import UserError
 from qat.training.run.lock import check_folder
 
@@ -34,9 +34,8 @@ def replacing(path: Path) -> Iterator[Path]:
         UserError: if the file cannot be written, or its folder is no longer the one that the run has locked.
     """
     check_folder(path.parent)
-    temporary = temporary_of(path)
     try:
-        with put_in_place(temporary, path):
+        with atomic_write(path, temporary_of(path)) as temporary:
             yield temporary
             check_folder(path.parent)  # writing may take minutes: an export does
     except (OSError, RuntimeError, SafetensorError) as error:
