@@ -17,13 +17,13 @@ from torch import fx, nn
 
 import qat
 from qat.training.config.file import dump_config, load_config
-from qat.training.config.imports import import_rules
+from qat.training.config.imports import import_extensions
 from qat.training.config.schema import RunConfig, StageConfig
 from qat.training.data.loaders import Data, load_data
 from qat.training.errors import UserError
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.loop.engine import StageRun, evaluate, train_stage
-from qat.training.loop.preparation import check_forward, prepare_model
+from qat.training.loop.preparation import build_recipe, check_forward, prepare_model
 from qat.training.loop.stage_warnings import warnings_about
 from qat.training.run.checkpoint import (
     StageState,
@@ -72,7 +72,8 @@ def run(config: RunConfig) -> int:
     autocast(device, config.amp)  # refuses a precision that the device does not have
     compile_mode(device, config.cuda_graphs)
     seed_everything(config.seed)
-    import_rules(config.imports)
+    import_extensions(config.imports)
+    build_recipe(config.quantization)  # a wrong recipe shows before the data are read or downloaded
     data = load_data(config.data, config.seed, device, config.channels_last)
     model = build_model(config.model, len(data.classes))
     check_forward(model, config, data.image_shape, len(data.classes))

@@ -6,8 +6,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from qat.spec import QuantSpec
-from qat.targets import PROFILES, profile_of
-from qat.targets.profile import Target, TargetProfile
+from qat.targets import TargetProfile, profile_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +40,7 @@ class QuantRecipe:
             layer is an error when the model is prepared. Another rule starts from its own options, another
             granularity than "group" has no group_size.
         target: the runtime that the grids are made for: "onnxruntime", "onnxruntime_x86", "tensorrt", "openvino",
-            "qnnpack" or "integer_only"; see docs/targets.md.
+            "qnnpack", "integer_only" or the name of a target of your own; see docs/targets.md.
         first_bits: bits of weight and input of the first quantized layer in the order of execution, 1 to 16; None
             leaves it like the others. Overrides win over it.
         last_bits: the same for the last one.
@@ -62,13 +61,15 @@ class QuantRecipe:
     weight: QuantSpec = None  # type: ignore[assignment]
     activation: QuantSpec = None  # type: ignore[assignment]
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    target: Target = "onnxruntime"
+    target: str = "onnxruntime"
     first_bits: int | None = None
     last_bits: int | None = None
 
     def __post_init__(self) -> None:
-        if self.target not in tuple(PROFILES):  # a tuple: what the user gives may be unhashable
-            raise ValueError(f"QuantRecipe: target must be one of {', '.join(PROFILES)}, got {self.target!r}")
+        try:
+            profile_of(self.target)
+        except ValueError as error:
+            raise ValueError(f"QuantRecipe: {error}") from None
         for tensor in ("weight", "activation"):
             if getattr(self, tensor) is None:
                 object.__setattr__(self, tensor, getattr(self.profile, tensor))

@@ -6,8 +6,6 @@ from typing import Literal
 
 from qat.spec import Granularity, QuantSpec
 
-Target = Literal["onnxruntime", "onnxruntime_x86", "tensorrt", "openvino", "qnnpack", "integer_only"]
-
 Tensor = Literal["weight", "activation"]
 
 Operation = Literal[
@@ -71,7 +69,7 @@ class TargetProfile:
     'an unsigned activation does not run on tensorrt: its INT8 is signed; use signed=True'
     """
 
-    name: Target
+    name: str
     weight: QuantSpec
     activation: QuantSpec
     weight_limits: GridLimits
@@ -110,4 +108,5 @@ class TargetProfile:
         return None
 
     def _sentence(self, subject: str, key: str, fix: str) -> str:
-        return f"{subject} does not run on {self.name}: {self.reasons[key].text}; use {fix}"
+        reason = self.reasons.get(key)  # a profile of the user's own may give none
+        return f"{subject} does not run on {self.name}{f': {reason.text}' if reason else ''}; use {fix}"

@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from qat.targets.profile import TargetProfile
 from qat.targets.shipped import SHIPPED
+from qat.text import did_you_mean
 
 _profiles: dict[str, TargetProfile] = {profile.name: profile for profile in SHIPPED}
 
@@ -13,12 +14,13 @@ PROFILES: Mapping[str, TargetProfile] = MappingProxyType(_profiles)
 
 
 def register_target(profile: TargetProfile) -> TargetProfile:
-    """Make a runtime of your own a `target` of recipes and of `quantization.target`.
+    """Register a profile of your own, so that recipes and `quantization.target` can name it.
 
     Args:
-        profile: what the runtime computes on; `dataclasses.replace` changes a shipped one.
+        profile: what the runtime computes on; `dataclasses.replace` makes one from a shipped profile.
 
     Raises:
+        TypeError: if it is no `TargetProfile`.
         ValueError: if another profile has the name.
 
     >>> from dataclasses import replace
@@ -26,6 +28,8 @@ def register_target(profile: TargetProfile) -> TargetProfile:
     >>> register_target(profile_of("tensorrt")) is profile_of("tensorrt")  # so would be register_target(chip)
     True
     """
+    if not isinstance(profile, TargetProfile):
+        raise TypeError(f"register_target: expected a TargetProfile, got {profile!r}")
     known = _profiles.setdefault(profile.name, profile)
     if known != profile:
         raise ValueError(f"target {profile.name!r} is registered already; give the profile another name")
@@ -41,6 +45,7 @@ def profile_of(target: str) -> TargetProfile:
     >>> sorted(profile_of("openvino").shared_grids)
     ['cat', 'max_pool']
     """
-    if target not in tuple(PROFILES):
-        raise ValueError(f"target must be one of {', '.join(PROFILES)}, got {target!r}")
+    if target not in tuple(PROFILES):  # a tuple: what the user gives may be unhashable
+        hint = did_you_mean(str(target), PROFILES)
+        raise ValueError(f"unknown target {target!r}; registered: {', '.join(PROFILES)}{hint and f'; {hint}'}")
     return PROFILES[target]

@@ -82,13 +82,13 @@ def test_a_skip_names_the_pattern_that_asked_for_it():
     [
         (
             {"target": "trt"},
-            "QuantRecipe: target must be one of onnxruntime, onnxruntime_x86, tensorrt, openvino, qnnpack,"
-            " integer_only, got 'trt'",
+            "QuantRecipe: unknown target 'trt'; registered: onnxruntime, onnxruntime_x86, tensorrt, openvino, qnnpack,"
+            " integer_only",
         ),
         (
             {"target": ["qnnpack"]},
-            "QuantRecipe: target must be one of onnxruntime, onnxruntime_x86, tensorrt, openvino, qnnpack,"
-            " integer_only, got ['qnnpack']",
+            "QuantRecipe: unknown target ['qnnpack']; registered: onnxruntime, onnxruntime_x86, tensorrt, openvino,"
+            " qnnpack, integer_only; did you mean 'qnnpack'?",
         ),
         ({"first_bits": 0}, "QuantRecipe: first_bits must be a whole number from 1 to 16 or None, got 0"),
         ({"last_bits": 17}, "QuantRecipe: last_bits must be a whole number from 1 to 16 or None, got 17"),

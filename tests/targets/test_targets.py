@@ -3,7 +3,6 @@
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -14,24 +13,21 @@ import qat
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec
 from qat.targets import PROFILES, profile_of
-from qat.targets.profile import Target
 from qat.training.config.schema import RunConfig
 from qat.training.loop.preparation import build_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 EACH = pytest.mark.parametrize("profile", PROFILES.values(), ids=list(PROFILES))
+SHIPPED = ["onnxruntime", "onnxruntime_x86", "tensorrt", "openvino", "qnnpack", "integer_only"]
 TENSORS = ("weight", "activation")
 
 
 def test_every_target_has_its_profile() -> None:
-    assert list(PROFILES) == list(get_args(Target)) == [profile.name for profile in PROFILES.values()]
+    assert list(PROFILES) == SHIPPED == [profile.name for profile in PROFILES.values()]
     assert all(profile_of(name) is profile for name, profile in PROFILES.items())
     with pytest.raises(ValueError) as refusal:
         profile_of("tflite")
-    assert (
-        str(refusal.value)
-        == "target must be one of onnxruntime, onnxruntime_x86, tensorrt, openvino, qnnpack, integer_only, got 'tflite'"
-    )
+    assert str(refusal.value) == f"unknown target 'tflite'; registered: {', '.join(SHIPPED)}"
 
 
 @EACH
@@ -158,8 +154,8 @@ def test_a_model_prepared_for_a_target_has_only_grids_that_it_runs(profile) -> N
 
 def test_the_targets_page_is_true() -> None:
     page = (ROOT / "docs" / "targets.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (section,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    section, _ = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     names: dict[str, qat.QuantRecipe] = {}
     exec(compile(code, "docs/targets.md", "exec"), names)
     config = RunConfig.model_validate(yaml.safe_load(section))

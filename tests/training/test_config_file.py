@@ -324,12 +324,13 @@ BAD_FILES = [
     ("amp: bf61", "amp: expected 'none', 'bf16' or 'fp16', got 'bf61'; did you mean 'bf16'?"),
     ("qat: {optimizer: SGD}", "qat.optimizer: expected 'sgd' or 'adamw', got 'SGD'; did you mean 'sgd'?"),
     ("resume: off", "resume: expected 'never' or 'auto', got 'off'"),
-    ("quantization: {target: cpu}", "quantization.target: expected 'onnxruntime', 'onnxruntime_x86', 'tensorrt', "
-     "'openvino', 'qnnpack' or 'integer_only', got 'cpu'"),
+    ("quantization: {target: cpu}", "quantization.target: unknown target 'cpu'; registered: onnxruntime, "
+     "onnxruntime_x86, tensorrt, openvino, qnnpack, integer_only"),
     ("quantization: {weight: {max_magnitude: 0}}",
      "quantization.weight.max_magnitude: expected a whole number >= 1 or null, got 0"),
-    ("quantization: {target: tensort}", "quantization.target: expected 'onnxruntime', 'onnxruntime_x86', 'tensorrt', "
-     "'openvino', 'qnnpack' or 'integer_only', got 'tensort'; did you mean 'tensorrt'?"),
+    ("quantization: {target: tensort}", "quantization.target: unknown target 'tensort'; registered: onnxruntime, "
+     "onnxruntime_x86, tensorrt, openvino, qnnpack, integer_only; did you mean 'tensorrt'?"),
+    ("quantization: {target: 8}", "quantization.target: expected text, got 8; write it in quotes"),
     ("quantization: {first_bit: 8}", "quantization.first_bit: unknown key; did you mean 'first_bits'?"),
     ("quantization: {overrides: {type:Linear: {weights: {bits: 4}}}}", "quantization.overrides.type:Linear.weights: "
      "unknown key; did you mean 'weight'?"),

@@ -27,8 +27,8 @@ def current_folder_importable() -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def import_rules(modules: Sequence[str]) -> None:
-    """Import the modules that a config lists, which register rules with `qat.register_quantizer`.
+def import_extensions(modules: Sequence[str]) -> None:
+    """Import the modules that a config lists; they register rules and targets of the user's own.
 
     Raises:
         UserError: if one is not there, or fails.

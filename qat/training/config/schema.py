@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from qat.targets.profile import Target
+from qat.targets import profile_of
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -167,9 +167,9 @@ class OverrideConfig(Section):
 class QuantizationConfig(Section):
     """The grids and the ranges that the fine-tuning starts from."""
 
-    target: Target = "onnxruntime"
-    """The runtime whose integer kernels the model is made for; it chooses what weight and activation leave out, and
-    refuses what it does not run. See docs/targets.md."""
+    target: str = "onnxruntime"
+    """The runtime whose integer kernels the model is made for, or a target that a module under `imports` registers. It
+    chooses what weight and activation leave out, and refuses what it does not run. See docs/targets.md."""
     weight: SpecConfig = SpecConfig()
     activation: SpecConfig = SpecConfig()
     first_bits: Bits | None = None
@@ -202,7 +202,8 @@ class RunConfig(Section):
     """`auto`: go on from last.pt of run_dir (by default: the newest runs/<name>*), or start if there is none;
     a finished run of the same config says so and keeps its exit status."""
     imports: list[str] = Field(default_factory=list)
-    """Modules of your own that register rules with `qat.register_quantizer`, found from where the command runs."""
+    """Modules of your own that register rules (`qat.register_quantizer`) or targets (`qat.targets.register_target`),
+    found from where the command runs."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: str = "auto"
     """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:1` ..."""
@@ -237,6 +238,11 @@ class RunConfig(Section):
             raise ValueError("cuda_graphs: true needs a CUDA device; on device 'cpu' leave it out")
         if self.cuda_graphs and not self.compile:
             raise ValueError("cuda_graphs: true is about compiled models; add compile: true, or leave it out")
+        if not self.imports:  # a module that is yet to be imported may register the target: `build_recipe` checks it
+            try:
+                profile_of(self.quantization.target)
+            except ValueError as error:
+                raise ValueError(f"quantization.target: {error}") from None
         for name, stage in (("float", self.float), ("qat", self.qat)):
             if 0 < stage.epochs < stage.warmup_epochs:
                 raise ValueError(

@@ -30,7 +30,10 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
     Raises:
         UserError: for combinations that the library refuses.
     """
-    profile = profile_of(config.target)
+    try:
+        profile = profile_of(config.target)
+    except ValueError as error:
+        raise UserError(f"quantization.target: {error}") from error
     try:
         return QuantRecipe(
             weight=_spec("weight", profile.weight, config.weight),

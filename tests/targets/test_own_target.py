@@ -1,0 +1,99 @@
+"""A target that a user's module registers (the one in docs/targets.md), named in recipes and in configs."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import qat
+import train
+from qat.spec import QuantSpec
+from qat.targets import profile_of, register_target, registry
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "targets.md"
+MODEL = """
+from torch import nn
+
+def tiny(num_classes):
+    head = nn.Linear(4, num_classes)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+"""
+CONFIG = """
+model: {name: 'tinymodels:tiny'}
+data: {name: digits, image_size: 8, batch_size: 32, limit_train: 64, limit_val: 50}
+qat: {epochs: 1}
+run_dir: run
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's folder with the module and the config of the page."""
+    _, module = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    _, section = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "my_targets.py").write_text(module)
+    (tmp_path / "tinymodels.py").write_text(MODEL)
+    (tmp_path / "tiny.yaml").write_text(CONFIG + section)
+    monkeypatch.chdir(tmp_path)
+    before = dict(registry._profiles)
+    yield tmp_path
+    registry._profiles.clear()
+    registry._profiles.update(before)
+    for name in ("my_targets", "tinymodels"):
+        sys.modules.pop(name, None)
+
+
+def test_a_config_names_a_target_that_its_imports_register(folder: Path) -> None:
+    assert train.main(["--config", "tiny.yaml"]) == 0
+    assert "int4 symmetric per tensor" in (folder / "run" / "layers.txt").read_text()
+    assert json.loads((folder / "run" / "summary.json").read_text())["onnx"]["agreement"] == 1.0
+    assert "target: my_chip" in (folder / "run" / "config.yaml").read_text()
+    assert qat.QuantRecipe(target="my_chip").activation.bits == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "quantization.target=my_chop",
+            "quantization.target: unknown target 'my_chop'; registered: onnxruntime, onnxruntime_x86, tensorrt,"
+            " openvino, qnnpack, integer_only, my_chip; did you mean 'my_chip'?",
+        ),
+        (
+            "imports=[]",
+            "tiny.yaml: quantization.target: unknown target 'my_chip'; registered: onnxruntime, onnxruntime_x86,"
+            " tensorrt, openvino, qnnpack, integer_only",
+        ),
+        (
+            "quantization.activation.bits=8",
+            "quantization: QuantRecipe: an activation of 8 bits does not run on my_chip: its multipliers take 4-bit"
+            " activations; use at most 4 bits",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_the_data_are_read(
+    folder: Path, capsys: pytest.CaptureFixture[str], override: str, sentence: str
+) -> None:
+    no_data = "data={name: npz, root: missing.npz}"
+    assert train.main(["--config", "tiny.yaml", override, no_data]) == 2
+    assert capsys.readouterr().err.strip() == sentence
+    assert not (folder / "run").exists()
+
+
+def test_a_profile_may_leave_its_reasons_out() -> None:
+    profile = register_target(replace(profile_of("tensorrt"), name="silent_chip", reasons={}))
+    assert profile.refusal("activation", QuantSpec(signed=False)) == (
+        "an unsigned activation does not run on silent_chip; use signed=True"
+    )
+    assert qat.QuantRecipe(target="silent_chip").activation == profile.activation
+
+
+def test_only_a_profile_with_a_name_of_its_own_is_registered() -> None:
+    with pytest.raises(TypeError, match=r"^register_target: expected a TargetProfile, got 'my_chip'$"):
+        register_target("my_chip")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^target 'tensorrt' is registered already; give the profile another name$"):
+        register_target(replace(profile_of("tensorrt"), quantizes_outputs=True))
