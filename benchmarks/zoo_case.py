@@ -32,9 +32,9 @@ from benchmarks.zoo_runtime import Part, agreement, parts_of
 from qat.analysis.work import Place, integer_work
 from qat.atomic_write import atomic_write
 from qat.layers import QuantLayer
+from qat.layers.twins import layers_of
 from qat.preparation.parts import prepared_parts
 from qat.preparation.report import LEFT_IN_FLOAT, noted
-from qat.preparation.swapping import swappable_layers
 from qat.quantizer import Quantizer
 
 LEARNING_RATE = 1e-4
@@ -147,7 +147,7 @@ def work_facts(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Any]:
     """The share of integer work, and the largest places in float with their reasons; first those without one."""
     work = integer_work(model, inputs)
     reasons = noted(model, LEFT_IN_FLOAT)
-    layers = {name for name, _ in swappable_layers(model)}
+    layers = {name for name, _ in layers_of(model)}
     named = [(place, reason_for(place, reasons, layers)) for place in work.in_float]
     named.sort(key=lambda pair: (pair[1] is not None, -pair[0].macs))
     return {

@@ -122,19 +122,20 @@ class QuantRecipe:
         return name
 
     @staticmethod
-    def matches(pattern: str, name: str, kind: "type[nn.Module] | None" = None) -> bool:
+    def matches(pattern: str, name: str, kind: "type[nn.Module] | str | None" = None) -> bool:
         """Whether a key of `overrides` fits a layer; one that names a module fits all layers in it.
 
         Args:
             pattern: the key.
             name: of the layer in its model.
-            kind: class of the float layer; None fits no `type:` key.
+            kind: class of the float layer, or its name; None fits no `type:` key.
 
         >>> QuantRecipe.matches("layer1", "layer1.0.conv1"), QuantRecipe.matches("type:Linear", "fc")
         (True, False)
         """
         if pattern.startswith(TYPE_PREFIX):
-            return kind is not None and fnmatchcase(kind.__name__, pattern.removeprefix(TYPE_PREFIX))
+            class_name = kind.__name__ if isinstance(kind, type) else kind
+            return class_name is not None and fnmatchcase(class_name, pattern.removeprefix(TYPE_PREFIX))
         steps = name.split(".")
         return any(fnmatchcase(".".join(steps[:depth]), pattern) for depth in range(1, len(steps) + 1))
 

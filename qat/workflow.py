@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 from qat.analysis.table import summary
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
-from qat.layers.twins import COMPOSITE_TWINS, COMPOSITES, float_kind
+from qat.layers.sharing import QuantTwin
+from qat.layers.twins import is_composite
 from qat.preparation.attributes import keep_attributes, numbers_of_block
 from qat.preparation.graph import prepare_graph
 from qat.preparation.parts import prepare_parts
@@ -95,7 +96,7 @@ def prepare(
         examples = None if example_inputs is None else bind_inputs(root, example_inputs)
         prepared: nn.Module
         try:
-            if float_kind(root) in COMPOSITES:
+            if is_composite(root):
                 raise UntraceableError(f"{type(root).__name__} is one layer")
             prepared = prepare_graph(root, recipe, examples, graph_class)
         except UntraceableError as error:
@@ -149,7 +150,7 @@ def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
         twin = parts.get(name)
         if twin is None:
             continue
-        if isinstance(twin, QuantLayer) or isinstance(twin, COMPOSITE_TWINS):  # noqa: SIM101
+        if isinstance(twin, QuantTwin):
             twin.train(module.training)
         twin.training = module.training
 

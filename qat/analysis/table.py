@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping
 from torch import fx, nn
 
 from qat.layers import QuantLayer
-from qat.layers.twins import COMPOSITE_TWINS
+from qat.layers.composite import CompositeTwin
+from qat.layers.sharing import QuantTwin
+from qat.layers.twins import layers_of
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, noted
-from qat.preparation.swapping import swappable_layers
 from qat.quantizer import Quantizer
 from qat.text import table
 from qat.tracing.nodes import submodule_of
@@ -40,8 +41,8 @@ def summary(model: nn.Module) -> str:
     """
     remarks = {**_grids(model), **noted(model, COMPROMISES)}
     reasons = noted(model, LEFT_IN_FLOAT)
-    for name, _ in swappable_layers(model):
-        if not isinstance(model.get_submodule(name), (QuantLayer, *COMPOSITE_TWINS)):
+    for name, _ in layers_of(model):
+        if not isinstance(model.get_submodule(name), QuantTwin):
             reasons.setdefault(name, "it was put there after the model was prepared")
     rows = [_row(name, module, remarks) for name, module in _in_order(model)]
     kinds = noted(model, LAYERS)
@@ -72,7 +73,7 @@ def _in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 called = f"{prefix}{node.target}"
                 if called in wanted:
                     order[called] = None
-                elif isinstance(model.get_submodule(called), COMPOSITE_TWINS):  # whose call runs the products in it
+                elif isinstance(model.get_submodule(called), CompositeTwin):  # whose call runs the products in it
                     order |= dict.fromkeys(name for name in wanted if name.startswith(f"{called}."))
     return [(name, wanted[name]) for name in (*order, *(name for name in wanted if name not in order))]
 

@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from qat.export.integer import ActivationGrid, ConstantGrid, FrozenTable, GlobalAveragePool, IntegerLayer
 from qat.export.runtime_grids import averages_all, grid_to_restate, restate_grid, scales_fit
 from qat.layers import QuantBilinear, QuantFunction, QuantLayer
+from qat.layers.composite import CompositeTwin
 from qat.layers.embedding import QuantTable
-from qat.layers.twins import COMPOSITE_TWINS
 from qat.preparation.hooks import is_watched
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import Quantizer
@@ -90,8 +90,7 @@ def _frozen(module: nn.Module, path: str) -> nn.Module:
         return _frozen_table(module)
     if isinstance(module, QuantLayer):
         return _frozen_layer(module, path, {})
-    composite: Any = module
-    inner = composite.inner_weights() if isinstance(module, COMPOSITE_TWINS) else {}
+    inner = module.inner_weights() if isinstance(module, CompositeTwin) else {}
     for key, child in list(module.named_children()):
         name = f"{path}.{key}" if path else key
         made = _frozen_layer(child, name, inner) if isinstance(child, QuantFunction) else _frozen(child, name)

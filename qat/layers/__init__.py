@@ -10,6 +10,7 @@ from qat.layers.folding import IntegerWeight, fold_weight
 from qat.layers.function import QuantFunction
 from qat.layers.linear import QuantLinear
 from qat.layers.recurrent import QuantGRU, QuantLSTM, QuantRNN
+from qat.layers.twins import register_twin
 
 __all__ = [
     "IntegerTable",
@@ -31,4 +32,5 @@ __all__ = [
     "QuantMultiheadAttention",
     "QuantRNN",
     "fold_weight",
+    "register_twin",
 ]

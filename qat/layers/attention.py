@@ -11,9 +11,11 @@ from torch.nn.utils import parametrize
 
 from qat.layers.attention_core import OPERANDS, PROBABILITIES, PROJECTIONS, additive_mask, multihead_attention
 from qat.layers.base import default_input_spec
+from qat.layers.composite import CompositeTwin
 from qat.layers.function import QuantFunction
 from qat.layers.linear import QuantLinear
 from qat.layers.sharing import share_parameters
+from qat.layers.twins import register_twin
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
 
@@ -60,7 +62,8 @@ def _first_possible(tensor: str, *specs: QuantSpec) -> QuantSpec:
     raise ValueError(f"QuantMultiheadAttention: no grid for {tensor}: {reason}") from reason
 
 
-class QuantMultiheadAttention(nn.MultiheadAttention):
+@register_twin(nn.MultiheadAttention)
+class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with quantized inputs, weights, q, k, v and probabilities.
 
     With Q for a quantizer of learned scale, per head: q, k, v = Q(W) Q(x) + bias of query, key, value;
@@ -86,7 +89,6 @@ class QuantMultiheadAttention(nn.MultiheadAttention):
     (torch.Size([3, 5, 8]), torch.Size([3, 5, 5]))
     """
 
-    float_type = nn.MultiheadAttention
     out_proj: QuantLinear  # type: ignore[assignment]
 
     def __init__(
@@ -111,23 +113,26 @@ class QuantMultiheadAttention(nn.MultiheadAttention):
         )
         # torch's transformer layers read this before they leave out self_attn.forward for one fused float operation.
         self._qkv_same_embed_dim = False
-        self.add_quantizers(self.out_proj, weight_spec, default_input_spec(activation_spec))
+        out_proj: nn.Linear = self.out_proj
+        self.out_proj = QuantLinear(**QuantLinear.constructor_arguments(out_proj), device="meta", activation_spec=None)
+        share_parameters(out_proj, self.out_proj)
+        self.add_quantizers(weight_spec, default_input_spec(activation_spec))
 
-    def add_quantizers(self, out_proj: nn.Linear, weight_spec: QuantSpec | None, spec: QuantSpec | None) -> None:
-        """Create projections and quantizers, with the parameters of this out_proj; called once the weights exist."""
-        device = out_proj.weight.device
+    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
+        """Create the projections and quantizers; called once the weights exist."""
+        device = self.out_proj.weight.device
         for name, (weight, _) in self.inner_weights().items():
-            projection = QuantFunction(F.linear, tuple(weight.shape), None, weight_spec, spec, device)
+            projection = QuantFunction(F.linear, tuple(weight.shape), None, weight_spec, activation_spec, device)
             if not weight.is_meta:
                 projection.fit_weight(weight)
             self.add_module(name, projection)
-        arguments = QuantLinear.constructor_arguments(out_proj)
-        self.out_proj = QuantLinear(**arguments, device="meta", activation_spec=None)
-        share_parameters(out_proj, self.out_proj)
-        self.out_proj.add_quantizers(weight_spec, spec)
+        self.out_proj.add_quantizers(weight_spec, activation_spec)
         specs: dict[str, QuantSpec] = {}
-        if spec is not None:
-            specs = {**dict.fromkeys(OPERANDS, operand_spec(spec)), PROBABILITIES: probability_spec(spec)}
+        if activation_spec is not None:
+            specs = {
+                **dict.fromkeys(OPERANDS, operand_spec(activation_spec)),
+                PROBABILITIES: probability_spec(activation_spec),
+            }
         for name in (*OPERANDS, PROBABILITIES):
             quantizer = create_quantizer(specs[name], "activation", (), device) if name in specs else None
             self.register_module(name, quantizer)
@@ -141,40 +146,29 @@ class QuantMultiheadAttention(nn.MultiheadAttention):
         return dict(zip(PROJECTIONS, zip(weights, biases, strict=True), strict=True))
 
     @classmethod
-    def from_float(
-        cls,
-        layer: nn.Module,
-        weight_spec: QuantSpec | None = None,
-        activation_spec: QuantSpec | Literal["default"] | None = "default",
-    ) -> "QuantMultiheadAttention":
-        """The quantized twin of a float layer; it takes over the layer's parameters, it does not copy them.
-
-        Args:
-            layer: the float layer; it may be parametrised.
-            weight_spec: grid of the weights; default 8 bits per channel.
-            activation_spec: grid of the activations, as of the constructor; None for weights only.
-
-        Raises:
-            TypeError: if the layer, or its out_proj, is of another type.
-        """
-        if parametrize.type_before_parametrizations(layer) is not nn.MultiheadAttention:
-            raise TypeError(f"{cls.__name__}.from_float: expected MultiheadAttention, got {type(layer).__name__}")
-        out_proj: Any = layer.out_proj
-        kinds: tuple[type, ...] = (nn.Linear, NonDynamicallyQuantizableLinear)
-        if parametrize.type_before_parametrizations(out_proj) not in kinds:
+    def check_float(cls, layer: nn.Module) -> None:
+        """Raise TypeError if the layer, or its out_proj, is of another type."""
+        super().check_float(layer)
+        out_proj = layer.get_submodule("out_proj")
+        known: tuple[type, ...] = (nn.Linear, NonDynamicallyQuantizableLinear)
+        if parametrize.type_before_parametrizations(out_proj) not in known:
             raise TypeError(f"{cls.__name__}.from_float: out_proj must be a Linear, got {type(out_proj).__name__}")
-        assert isinstance(layer, nn.MultiheadAttention)
-        twin = cls(**_constructor_arguments(layer), weight_spec=weight_spec, activation_spec=None)
-        share_parameters(layer, twin)
-        twin.add_quantizers(out_proj, weight_spec, default_input_spec(activation_spec))
-        return twin.train(layer.training)
 
-    def to_float(self) -> nn.MultiheadAttention:
-        """The float layer again: the same parameters, without the quantizers."""
-        layer = nn.MultiheadAttention(**_constructor_arguments(self))
-        share_parameters(self, layer)
-        share_parameters(self.out_proj, layer.out_proj)
-        return layer.train(self.training)
+    @staticmethod
+    def share(source: Any, target: Any) -> None:
+        """Share the parameters, those of out_proj included."""
+        share_parameters(source, target)
+        share_parameters(source.out_proj, target.out_proj)
+
+    @staticmethod
+    def constructor_arguments(layer: Any) -> dict[str, Any]:
+        """Arguments that make a layer like this one."""
+        names = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
+        return {name: getattr(layer, name) for name in names} | {
+            "bias": layer.in_proj_bias is not None,
+            "add_bias_kv": layer.bias_k is not None,
+            "dtype": layer.out_proj.weight.dtype,
+        }
 
     def forward(
         self,
@@ -248,14 +242,3 @@ class QuantMultiheadAttention(nn.MultiheadAttention):
                 raise ValueError(f"{where}: {name} must have {axes} axes, the last of {width}, got {tuple(x.shape)}")
         if lacks_mask:
             raise ValueError(f"{where}: is_causal=True is only a hint and needs the causal mask as attn_mask")
-
-
-def _constructor_arguments(layer: nn.MultiheadAttention) -> dict[str, Any]:
-    """Arguments that make a layer like this one, without memory."""
-    names = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
-    return {name: getattr(layer, name) for name in names} | {
-        "bias": layer.in_proj_bias is not None,
-        "add_bias_kv": layer.bias_k is not None,
-        "device": "meta",
-        "dtype": layer.out_proj.weight.dtype,
-    }

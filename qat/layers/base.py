@@ -5,17 +5,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-from qat.evaluating import evaluating
 from qat.functional import round_ste
 from qat.layers.folding import IntegerWeight, fold_weight
-from qat.layers.sharing import share_parameters
+from qat.layers.sharing import QuantTwin
 from qat.quantizer import Quantizer, as_rows, create_quantizer, scale_shape
 from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
 
 
-class QuantLayer(nn.Module):
+class QuantLayer(QuantTwin):
     """Mixin of the quantized twins; the other base is torch's own layer.
 
     Training computes with fake-quantized operands in float. Evaluation computes as the deployed integers do, once the
@@ -23,9 +21,6 @@ class QuantLayer(nn.Module):
     accuracy that evaluation measures is that of the exported model. Rules without an integer grid, and scales per group
     of inputs, are evaluated as they are trained.
     """
-
-    float_type: ClassVar[type[nn.Module]]
-    """The layer of torch that this one replaces."""
 
     quantizer_arguments: ClassVar[tuple[str, ...]] = ("input_quantizer",)
     """Names of forward's keyword arguments that take the quantizer of each input tensor, in the order of the inputs."""
@@ -54,41 +49,6 @@ class QuantLayer(nn.Module):
         """Set the weight's range from this weight, given in torch's layout."""
         rows = self.channels_first(weight.detach())
         self.weight_quantizer.fit(as_rows(rows, self.weight_quantizer.spec), rows.numel())
-
-    @classmethod
-    def from_float(
-        cls, layer: nn.Module, weight_spec: QuantSpec | None = None, activation_spec: QuantSpec | None = None
-    ) -> "QuantLayer":
-        """The quantized twin of a float layer; it takes over the layer's parameters, it does not copy them.
-
-        Args:
-            layer: the float layer; it may be parametrised (`torch.nn.utils.parametrize`, weight norm).
-            weight_spec: grid of the weight; default 8 bits per channel.
-            activation_spec: grid of the input, or None if something outside quantizes it, as in a prepared model.
-
-        Raises:
-            TypeError: if the layer is of another type.
-        """
-        if parametrize.type_before_parametrizations(layer) is not cls.float_type:
-            raise TypeError(
-                f"{cls.__name__}.from_float: expected {cls.float_type.__name__}, got {type(layer).__name__}"
-            )
-        twin = cls(**cls.constructor_arguments(layer), device="meta", weight_spec=weight_spec, activation_spec=None)
-        share_parameters(layer, twin)
-        with evaluating(twin):  # where reading a parametrised weight (spectral norm) changes no state
-            twin.add_quantizers(weight_spec, activation_spec)
-        return twin.train(layer.training)
-
-    def to_float(self) -> nn.Module:
-        """The float layer again: the same parameters, without the quantizers."""
-        layer = self.float_type(**self.constructor_arguments(self), device="meta")
-        share_parameters(self, layer)
-        return layer.train(self.training)
-
-    @staticmethod
-    def constructor_arguments(layer: Any) -> dict[str, Any]:
-        """Constructor arguments of the float layer that make one like it."""
-        raise TypeError(f"{type(layer).__name__} has no quantized twin")
 
     def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's linear operation with these operands."""

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from qat.functional import round_ste
 from qat.layers.base import QuantLayer, default_input_spec
 from qat.layers.folding import IntegerWeight, fold_weight
+from qat.layers.twins import register_twin
 from qat.quantizer import Quantizer, create_quantizer
 from qat.spec import QuantSpec
 
 
+@register_twin(nn.Bilinear)
 class QuantBilinear(QuantLayer, nn.Bilinear):
     """`torch.nn.Bilinear` with quantized weight and inputs.
 
@@ -35,7 +37,6 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
     torch.Size([2, 3])
     """
 
-    float_type = nn.Bilinear
     quantizer_arguments = ("input_quantizer", "other_quantizer")
 
     other_quantizer: Quantizer | None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.layers.base import QuantLayer, default_input_spec
+from qat.layers.twins import register_twin
 from qat.spec import QuantSpec
 
 
@@ -65,6 +66,7 @@ class QuantConvolution(QuantLayer):
         return y
 
 
+@register_twin(nn.Conv1d)
 class QuantConv1d(QuantConvolution, nn.Conv1d):
     """`torch.nn.Conv1d` with quantized weight and input; see `QuantConvolution`.
 
@@ -83,9 +85,8 @@ class QuantConv1d(QuantConvolution, nn.Conv1d):
     torch.Size([8, 1, 1])
     """
 
-    float_type = nn.Conv1d
 
-
+@register_twin(nn.Conv2d)
 class QuantConv2d(QuantConvolution, nn.Conv2d):
     """`torch.nn.Conv2d` with quantized weight and input; see `QuantConvolution`.
 
@@ -104,9 +105,8 @@ class QuantConv2d(QuantConvolution, nn.Conv2d):
     torch.Size([8, 1, 1, 1])
     """
 
-    float_type = nn.Conv2d
 
-
+@register_twin(nn.Conv3d)
 class QuantConv3d(QuantConvolution, nn.Conv3d):
     """`torch.nn.Conv3d` with quantized weight and input; see `QuantConvolution`.
 
@@ -124,5 +124,3 @@ class QuantConv3d(QuantConvolution, nn.Conv3d):
     >>> layer.weight_quantizer.scale.shape
     torch.Size([4, 1, 1, 1, 1])
     """
-
-    float_type = nn.Conv3d

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.layers.base import QuantLayer, default_input_spec
+from qat.layers.twins import register_twin
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec
 
@@ -149,6 +150,7 @@ class QuantTransposedConvolution(QuantLayer):
         return torch_layout(weight, self.groups)
 
 
+@register_twin(nn.ConvTranspose1d)
 class QuantConvTranspose1d(QuantTransposedConvolution, nn.ConvTranspose1d):  # type: ignore[misc]
     """`torch.nn.ConvTranspose1d` with quantized weight and input; see `QuantTransposedConvolution`.
 
@@ -167,9 +169,8 @@ class QuantConvTranspose1d(QuantTransposedConvolution, nn.ConvTranspose1d):  # t
     torch.Size([8, 1, 1])
     """
 
-    float_type = nn.ConvTranspose1d
 
-
+@register_twin(nn.ConvTranspose2d)
 class QuantConvTranspose2d(QuantTransposedConvolution, nn.ConvTranspose2d):  # type: ignore[misc]
     """`torch.nn.ConvTranspose2d` with quantized weight and input; see `QuantTransposedConvolution`.
 
@@ -186,9 +187,8 @@ class QuantConvTranspose2d(QuantTransposedConvolution, nn.ConvTranspose2d):  # t
     torch.Size([2, 8, 14, 13])
     """
 
-    float_type = nn.ConvTranspose2d
 
-
+@register_twin(nn.ConvTranspose3d)
 class QuantConvTranspose3d(QuantTransposedConvolution, nn.ConvTranspose3d):  # type: ignore[misc]
     """`torch.nn.ConvTranspose3d` with quantized weight and input; see `QuantTransposedConvolution`.
 
@@ -206,5 +206,3 @@ class QuantConvTranspose3d(QuantTransposedConvolution, nn.ConvTranspose3d):  # t
     >>> layer.weight_quantizer.scale.shape
     torch.Size([6, 1, 1, 1, 1])
     """
-
-    float_type = nn.ConvTranspose3d

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from qat.functional import lsq_plus_quantize, lsq_quantize
 from qat.layers.base import QuantLayer
+from qat.layers.twins import register_twin
 from qat.quantizer import LSQQuantizer
 from qat.quantizer.granularity import to_groups
 from qat.spec import QuantSpec
@@ -140,6 +141,7 @@ class QuantTable(QuantLayer):
         return self._is_row_by_row() and quantizer.is_calibrated and quantizer.observer is None and not watched
 
 
+@register_twin(nn.Embedding)
 class QuantEmbedding(QuantTable, nn.Embedding):
     """`torch.nn.Embedding` with a quantized table; see `QuantTable`.
 
@@ -160,8 +162,6 @@ class QuantEmbedding(QuantTable, nn.Embedding):
     >>> layer.integers().codes.abs().max()
     tensor(127.)
     """
-
-    float_type = nn.Embedding
 
     def __init__(
         self,
@@ -199,6 +199,7 @@ class QuantEmbedding(QuantTable, nn.Embedding):
         return self.look_up(input)
 
 
+@register_twin(nn.EmbeddingBag)
 class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
     """`torch.nn.EmbeddingBag` with a quantized table; see `QuantTable`. Sums, means and maxima are taken in float.
 
@@ -217,8 +218,6 @@ class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
     >>> layer(torch.tensor([1, 2, 4, 5]), offsets=torch.tensor([0, 3])).shape
     torch.Size([2, 4])
     """
-
-    float_type = nn.EmbeddingBag
 
     def __init__(
         self,

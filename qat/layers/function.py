@@ -13,7 +13,7 @@ from qat.spec import QuantSpec, default_weight_spec
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 
-FLOAT_KINDS: dict[Callable[..., Tensor], type[nn.Module]] = {
+FLOAT_TYPES: dict[Callable[..., Tensor], type[nn.Module]] = {
     F.linear: nn.Linear,
     F.conv1d: nn.Conv1d,
     F.conv2d: nn.Conv2d,
@@ -56,7 +56,7 @@ class QuantFunction(QuantLayer):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if function not in FLOAT_KINDS:
+        if function not in FLOAT_TYPES:
             raise ValueError(f"QuantFunction: {getattr(function, '__name__', function)} is not linear or a convolution")
         self.function = function
         self.options = dict(options or {})
@@ -68,9 +68,9 @@ class QuantFunction(QuantLayer):
         self.calibrating = False
 
     @property
-    def kind(self) -> type[nn.Module]:
+    def float_type(self) -> type[nn.Module]:  # type: ignore[override]
         """The float layer that computes the same."""
-        return FLOAT_KINDS[self.function]
+        return FLOAT_TYPES[self.function]
 
     def calibrate_weight(self) -> None:
         """Nothing to look at here: the weight is seen when `calibrating` is set and the function runs."""

@@ -7,9 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.layers.base import QuantLayer, default_input_spec
+from qat.layers.twins import register_twin
 from qat.spec import QuantSpec
 
 
+@register_twin(nn.Linear)
 class QuantLinear(QuantLayer, nn.Linear):
     """`torch.nn.Linear` with quantized weight and input.
 
@@ -28,8 +30,6 @@ class QuantLinear(QuantLayer, nn.Linear):
     >>> layer(torch.randn(2, 16)).shape
     torch.Size([2, 4])
     """
-
-    float_type = nn.Linear
 
     def __init__(
         self,

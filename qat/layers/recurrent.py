@@ -8,9 +8,11 @@ from torch import nn
 from qat.layers.base import default_input_spec
 from qat.layers.recurrent_base import QuantRecurrent
 from qat.layers.recurrent_cells import Cell, gru_cell, lstm_cell, relu_cell, tanh_cell
+from qat.layers.twins import register_twin
 from qat.spec import QuantSpec
 
 
+@register_twin(nn.LSTM)
 class QuantLSTM(QuantRecurrent, nn.LSTM):
     """`torch.nn.LSTM` with quantized weights, inputs and hidden states.
 
@@ -34,7 +36,6 @@ class QuantLSTM(QuantRecurrent, nn.LSTM):
     (torch.Size([5, 2, 6]), torch.Size([1, 2, 6]))
     """
 
-    float_type = nn.LSTM
     parts = 2
 
     def __init__(
@@ -57,13 +58,14 @@ class QuantLSTM(QuantRecurrent, nn.LSTM):
             self, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size, device,
             dtype,
         )  # fmt: skip
-        self.add_products(weight_spec, default_input_spec(activation_spec))
+        self.add_quantizers(weight_spec, default_input_spec(activation_spec))
 
     def cell(self) -> Cell:
         """The LSTM's gates."""
         return lstm_cell
 
 
+@register_twin(nn.GRU)
 class QuantGRU(QuantRecurrent, nn.GRU):
     """`torch.nn.GRU` with quantized weights, inputs and hidden states.
 
@@ -86,8 +88,6 @@ class QuantGRU(QuantRecurrent, nn.GRU):
     (torch.Size([2, 5, 6]), torch.Size([1, 2, 6]))
     """
 
-    float_type = nn.GRU
-
     def __init__(
         self,
         input_size: int,
@@ -107,13 +107,14 @@ class QuantGRU(QuantRecurrent, nn.GRU):
             self, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device=device,
             dtype=dtype,
         )  # fmt: skip
-        self.add_products(weight_spec, default_input_spec(activation_spec))
+        self.add_quantizers(weight_spec, default_input_spec(activation_spec))
 
     def cell(self) -> Cell:
         """The GRU's gates."""
         return gru_cell
 
 
+@register_twin(nn.RNN)
 class QuantRNN(QuantRecurrent, nn.RNN):
     """`torch.nn.RNN` with quantized weights, inputs and hidden states.
 
@@ -133,8 +134,6 @@ class QuantRNN(QuantRecurrent, nn.RNN):
     >>> output.shape, h.shape
     (torch.Size([5, 2, 6]), torch.Size([2, 2, 6]))
     """
-
-    float_type = nn.RNN
 
     def __init__(
         self,
@@ -156,7 +155,7 @@ class QuantRNN(QuantRecurrent, nn.RNN):
             self, input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional,
             device=device, dtype=dtype,
         )  # fmt: skip
-        self.add_products(weight_spec, default_input_spec(activation_spec))
+        self.add_quantizers(weight_spec, default_input_spec(activation_spec))
 
     def cell(self) -> Cell:
         """tanh or relu."""

@@ -1,21 +1,20 @@
 """What QuantLSTM, QuantGRU and QuantRNN share: the products on integer grids, and the way through the layers."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
-from qat.layers.base import default_input_spec
+from qat.layers.composite import CompositeTwin
 from qat.layers.function import QuantFunction
 from qat.layers.recurrent_cells import Cell, State, StepProduct, run_steps
 from qat.layers.sharing import share_parameters
 from qat.spec import QuantSpec
 
 
-class QuantRecurrent(nn.RNNBase):
+class QuantRecurrent(CompositeTwin, nn.RNNBase):
     """Base of the three: the products, one for each weight matrix, and the way through layers and directions.
 
     The weights stay parameters of this layer, under torch's names. Beside `weight_ih_l0` stands `product_ih_l0`, a
@@ -24,9 +23,6 @@ class QuantRecurrent(nn.RNNBase):
     Biases, gates and cell state are float, and so are outputs: the next step, or layer, quantizes what it reads.
     """
 
-    float_type: ClassVar[type[nn.RNNBase]]
-    """The layer of torch that this one replaces."""
-
     parts: ClassVar[int] = 1
     """How many tensors the state has: 2 of an LSTM."""
 
@@ -34,7 +30,7 @@ class QuantRecurrent(nn.RNNBase):
         """The arithmetic of one step."""
         raise TypeError(f"{type(self).__name__}: a recurrent layer must implement cell()")
 
-    def add_products(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
+    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
         """Create the products; called by constructors once the weights exist."""
         for name, (weight, _) in self.inner_weights().items():
             kind = QuantFunction if name.startswith("product_ih") else StepProduct
@@ -59,41 +55,23 @@ class QuantRecurrent(nn.RNNBase):
         for name in self._flat_weights_names:
             nn.init.uniform_(getattr(self, name), -bound, bound)
 
-    @classmethod
-    def from_float(
-        cls,
-        layer: nn.Module,
-        weight_spec: QuantSpec | None = None,
-        activation_spec: QuantSpec | Literal["default"] | None = "default",
-    ) -> "QuantRecurrent":
-        """The quantized twin of a float layer; it takes over the layer's parameters, it does not copy them.
+    @staticmethod
+    def share(source: Any, target: Any) -> None:
+        """Share the parameters and take over the dropout; torch's own list of parameters follows."""
+        share_parameters(source, target)
+        target.dropout = source.dropout
+        for name, parameter in target._parameters.items():
+            setattr(target, name, parameter)
 
-        Args:
-            layer: the float layer; it may be parametrised (weight norm).
-            weight_spec: grid of the weights; default 8 bits per channel.
-            activation_spec: grid of inputs and hidden states; None for weights only.
-
-        Raises:
-            TypeError: if the layer is of another type.
-        """
-        if parametrize.type_before_parametrizations(layer) is not cls.float_type:
-            raise TypeError(
-                f"{cls.__name__}.from_float: expected {cls.float_type.__name__}, got {type(layer).__name__}"
-            )
-        assert isinstance(layer, nn.RNNBase)
-        make: Any = cls
-        twin: QuantRecurrent = make(
-            **_constructor_arguments(layer), device="meta", weight_spec=weight_spec, activation_spec=None
-        )
-        _take_over(layer, twin)
-        twin.add_products(weight_spec, default_input_spec(activation_spec))
-        return twin.train(layer.training)
-
-    def to_float(self) -> nn.RNNBase:
-        """The float layer again: the same parameters, without the quantizers."""
-        layer = self.float_type(**_constructor_arguments(self), device="meta")
-        _take_over(self, layer)
-        return layer.train(self.training)
+    @staticmethod
+    def constructor_arguments(layer: Any) -> dict[str, Any]:
+        """All arguments but the dropout, about which torch would warn once more for a single layer."""
+        names = ["input_size", "hidden_size", "num_layers", "bias", "batch_first", "bidirectional"]
+        if isinstance(layer, nn.LSTM):
+            names.append("proj_size")
+        if isinstance(layer, nn.RNN):
+            names.append("nonlinearity")
+        return {name: getattr(layer, name) for name in names} | {"dtype": layer.weight_ih_l0.dtype}
 
     def forward(
         self, input: Tensor | PackedSequence, hx: Tensor | tuple[Tensor, Tensor] | None = None
@@ -196,21 +174,3 @@ class QuantRecurrent(nn.RNNBase):
     def _bound(self, kind: str, suffix: str) -> Any:
         product, operands = self.get_submodule(f"product_{kind}_{suffix}"), self._operands(kind, suffix)
         return product.bind(*operands) if isinstance(product, StepProduct) else lambda x: product(x, *operands)
-
-
-def _constructor_arguments(layer: nn.RNNBase) -> dict[str, Any]:
-    """Arguments that make a layer like this one, but for its dropout: one layer's would warn once more."""
-    names = ["input_size", "hidden_size", "num_layers", "bias", "batch_first", "bidirectional"]
-    if isinstance(layer, nn.LSTM):
-        names.append("proj_size")
-    if isinstance(layer, nn.RNN):
-        names.append("nonlinearity")
-    return {name: getattr(layer, name) for name in names} | {"dtype": layer.weight_ih_l0.dtype}
-
-
-def _take_over(source: nn.RNNBase, target: nn.RNNBase) -> None:
-    """Share the parameters, and let torch's own list of them follow."""
-    share_parameters(source, target)
-    target.dropout = source.dropout
-    for name, parameter in target._parameters.items():
-        setattr(target, name, parameter)

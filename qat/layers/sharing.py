@@ -1,24 +1,97 @@
-"""One set of parameters for a float layer and its quantized twin, parametrisations included."""
+"""A quantized twin and its float layer: each is made from the other, on the same parameters."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from qat.evaluating import evaluating
+from qat.spec import QuantSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def share_parameters(source: nn.Module, target: nn.Module) -> None:
-    """Give the target the source's parameters, not copies, with their parametrisations if it has any."""
+    """Give the target the source's own parameters and buffers, not copies, parametrizations included."""
     parametrized: Any = source.parametrizations if parametrize.is_parametrized(source) else {}
     for name, originals in parametrized.items():
-        with evaluating(source):  # where reading and registering (spectral norm) changes no state
+        with evaluating(source):  # so that reading and registering (spectral norm) changes no state
             setattr(target, name, nn.Parameter(getattr(source, name).detach().clone()))
             for step in originals:
                 parametrize.register_parametrization(target, name, step, unsafe=True)
         transferred: Any = target.parametrizations
         for key, parameter in originals.named_parameters(recurse=False):
             setattr(transferred[name], key, parameter)
-    for name in target._parameters:
-        if name in source._parameters:
-            target._parameters[name] = source._parameters[name]
+    for mine, theirs in ((target._parameters, source._parameters), (target._buffers, source._buffers)):
+        for name in mine:
+            if name in theirs:
+                mine[name] = theirs[name]  # type: ignore[assignment]
+
+
+class QuantTwin(nn.Module):
+    """Base of the quantized twins; `QuantLayer` is one weight, `CompositeTwin` is several."""
+
+    float_type: ClassVar[type[nn.Module]]
+    """The float layer that this one replaces; `register_twin` sets it."""
+
+    @classmethod
+    def from_float(
+        cls,
+        layer: nn.Module,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: QuantSpec | Literal["default"] | None = None,
+    ) -> "Self":
+        """The quantized twin of a float layer. It shares the layer's parameters; it does not copy them.
+
+        Args:
+            layer: the float layer; it may be parametrized (`torch.nn.utils.parametrize`, weight norm).
+            weight_spec: grid of the weight; default 8 bits per channel.
+            activation_spec: grid of the input, or None if something outside quantizes it, as in a prepared model.
+
+        Raises:
+            TypeError: if the layer is of another type.
+        """
+        cls.check_float(layer)
+        make: Any = cls
+        with torch.device("meta"):
+            twin: Self = make(**cls.constructor_arguments(layer), weight_spec=weight_spec, activation_spec=None)
+        cls.share(layer, twin)
+        with evaluating(twin):  # so that reading a parametrized weight (spectral norm) changes no state
+            twin.add_quantizers(weight_spec, activation_spec)
+        return twin.train(layer.training)
+
+    def to_float(self) -> nn.Module:
+        """The float layer again: the same parameters, without the quantizers."""
+        return self.plain_layer(self)
+
+    @classmethod
+    def plain_layer(cls, source: nn.Module) -> nn.Module:
+        """A `float_type` on the parameters of a twin, or of a float layer that only its constructor tells apart."""
+        with torch.device("meta"):
+            layer = cls.float_type(**cls.constructor_arguments(source))
+        cls.share(source, layer)
+        return layer.train(source.training)
+
+    @classmethod
+    def check_float(cls, layer: nn.Module) -> None:
+        """Raise TypeError if `from_float` cannot take this layer."""
+        if parametrize.type_before_parametrizations(layer) is not cls.float_type:
+            raise TypeError(
+                f"{cls.__name__}.from_float: expected {cls.float_type.__name__}, got {type(layer).__name__}"
+            )
+
+    @staticmethod
+    def share(source: Any, target: Any) -> None:
+        """Give the target the source's parameters; one of them is the float layer, the other its twin."""
+        share_parameters(source, target)
+
+    @staticmethod
+    def constructor_arguments(layer: Any) -> dict[str, Any]:
+        """Constructor arguments of the float layer that make one like it."""
+        raise TypeError(f"{type(layer).__name__} has no quantized twin")
+
+    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: Any) -> None:
+        """Create the quantizers; constructors call it once the weights exist."""
+        raise TypeError(f"{type(self).__name__}: a quantized twin must implement add_quantizers(...)")

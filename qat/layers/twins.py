@@ -1,103 +1,120 @@
-"""Which float layers have a quantized twin."""
+"""The one registry of twins: classes of float layers to their quantized twins."""
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from torch import nn
 from torch.nn.utils import parametrize
 
-from qat.layers import (
-    QuantBilinear,
-    QuantConv1d,
-    QuantConv2d,
-    QuantConv3d,
-    QuantConvTranspose1d,
-    QuantConvTranspose2d,
-    QuantConvTranspose3d,
-    QuantEmbedding,
-    QuantEmbeddingBag,
-    QuantGRU,
-    QuantLayer,
-    QuantLinear,
-    QuantLSTM,
-    QuantMultiheadAttention,
-    QuantRNN,
-)
-from qat.layers.sharing import share_parameters
+from qat.layers.composite import CompositeTwin
+from qat.layers.sharing import QuantTwin
 from qat.recipe import LayerRecipe
 
-TWINS: dict[type[nn.Module], type[QuantLayer]] = {
-    nn.Conv1d: QuantConv1d,
-    nn.Conv2d: QuantConv2d,
-    nn.Conv3d: QuantConv3d,
-    nn.ConvTranspose1d: QuantConvTranspose1d,
-    nn.ConvTranspose2d: QuantConvTranspose2d,
-    nn.ConvTranspose3d: QuantConvTranspose3d,
-    nn.Linear: QuantLinear,
-    nn.Bilinear: QuantBilinear,
-    nn.Embedding: QuantEmbedding,
-    nn.EmbeddingBag: QuantEmbeddingBag,
-}
+_TWINS: dict[type[nn.Module], type[QuantTwin]] = {}
+
+TwinClass = TypeVar("TwinClass", bound=type[QuantTwin])
 
 
-COMPOSITES: dict[type[nn.Module], Any] = {
-    nn.LSTM: QuantLSTM,
-    nn.GRU: QuantGRU,
-    nn.RNN: QuantRNN,
-    nn.MultiheadAttention: QuantMultiheadAttention,
-}
-"""Layers that are several products, and whose twins quantize what they read themselves."""
+def register_twin(float_class: type[nn.Module]) -> Callable[[TwinClass], TwinClass]:
+    """Class decorator: make a quantized layer the twin that `prepare` puts in place of a float layer.
+
+    The twin is a `QuantLayer` and usually a subclass of the float layer. It implements `constructor_arguments` and
+    `operate`, which must be linear in the input and in the weight and must add the bias last, unscaled: evaluation and
+    export call it with integers. The float layer has the attributes `weight` and `bias` (None for none).
+
+    Args:
+        float_class: the class of the float layers.
+
+    Raises:
+        TypeError: if float_class is no module class, or the twin is neither `QuantLayer` nor `CompositeTwin`.
+        ValueError: if float_class has another twin already.
+
+    >>> from qat.layers import QuantLinear
+    >>> class Projection(nn.Linear):
+    ...     def forward(self, x):
+    ...         return super().forward(x.flatten(1))
+    >>> @register_twin(Projection)
+    ... class QuantProjection(QuantLinear):
+    ...     def operate(self, x, weight, bias):
+    ...         return super().operate(x.flatten(1), weight, bias)
+    >>> float_type_of(Projection(8, 2)).__name__
+    'Projection'
+    """
+
+    def register(cls: TwinClass) -> TwinClass:
+        if not (isinstance(float_class, type) and issubclass(float_class, nn.Module)):
+            raise TypeError(f"register_twin: expected a class of layers, got {float_class!r}")
+        if not (isinstance(cls, type) and issubclass(cls, QuantTwin)):
+            raise TypeError(f"register_twin({float_class.__name__}): expected a subclass of QuantLayer, got {cls!r}")
+        known = _TWINS.get(float_class, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"register_twin({float_class.__name__}): its twin is {known.__module__}.{known.__name__}")
+        _TWINS[float_class] = cls
+        cls.float_type = float_class
+        return cls
+
+    return register
 
 
-COMPOSITE_TWINS: tuple[type[nn.Module], ...] = tuple(COMPOSITES.values())
-
-
-def float_kind(layer: nn.Module) -> type[nn.Module] | None:
-    """The class of torch that a layer computes as, if that has a twin; else None.
+def float_type_of(layer: nn.Module) -> type[nn.Module] | None:
+    """The registered class whose computation a layer does; None if it has no twin.
 
     A subclass counts if it only constructs differently, as torchvision's Conv3DSimple.
 
     >>> class Pointwise(nn.Conv2d):
     ...     def __init__(self, channels):
     ...         super().__init__(channels, channels, 1)
-    >>> float_kind(Pointwise(4)).__name__
+    >>> float_type_of(Pointwise(4)).__name__
     'Conv2d'
     """
     own = parametrize.type_before_parametrizations(layer)
-    for kind in own.__mro__:
-        if kind in TWINS or kind in COMPOSITES:
-            same = all(getattr(own, name, None) is getattr(kind, name, None) for name in ("forward", "_conv_forward"))
-            return kind if same else None
+    for base in own.__mro__:
+        if base in _TWINS:
+            same = all(getattr(own, name, None) is getattr(base, name, None) for name in ("forward", "_conv_forward"))
+            return base if same else None
     return None
 
 
-def kind_name(layer: nn.Module) -> str:
+def is_composite(layer: nn.Module) -> bool:
+    """Whether a float layer's twin is a `CompositeTwin`."""
+    float_type = float_type_of(layer)
+    return float_type is not None and issubclass(_TWINS[float_type], CompositeTwin)
+
+
+def type_name(layer: nn.Module) -> str:
     """The name of the class by which a recipe speaks of a layer."""
-    return (float_kind(layer) or parametrize.type_before_parametrizations(layer)).__name__
+    return (float_type_of(layer) or parametrize.type_before_parametrizations(layer)).__name__
 
 
-def make_twin(name: str, layer: nn.Module, chosen: LayerRecipe) -> nn.Module:
-    """The quantized twin of a layer, its input quantized elsewhere; that of a composite one quantizes its own inputs.
+def is_layer(module: nn.Module) -> bool:
+    """Whether a recipe can speak of a module: its work is a matrix product or a table look-up, with a twin or without.
+
+    Subclasses that compute something else have no twin, nor do direct subclasses of torch's abstract layers.
+    """
+    return isinstance(module, (*_TWINS, nn.modules.conv._ConvNd, nn.RNNBase))
+
+
+def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of every layer of a model for which `is_layer` holds."""
+    return ((name, module) for name, module in model.named_modules() if is_layer(module))
+
+
+def make_twin(name: str, layer: nn.Module, chosen: LayerRecipe) -> QuantTwin:
+    """The quantized twin of a layer. Its input is quantized elsewhere; a composite quantizes its own inputs.
 
     Raises:
         ValueError: if the grid does not fit the weight.
     """
-    kind = float_kind(layer)
-    assert kind is not None, f"{name} has no twin"
-    if kind in COMPOSITES:
-        return _make_composite(name, layer, COMPOSITES[kind], chosen)
-    if parametrize.type_before_parametrizations(layer) is not kind:
-        plain = kind(**TWINS[kind].constructor_arguments(layer), device="meta")
-        share_parameters(layer, plain)
-        layer = plain.train(layer.training)
+    float_type = float_type_of(layer)
+    assert float_type is not None, f"{name} has no twin"
+    twin = _TWINS[float_type]
+    if parametrize.type_before_parametrizations(layer) is not float_type:
+        layer = twin.plain_layer(layer)
+    if issubclass(twin, CompositeTwin):
+        where, activation = name, chosen.activation
+    else:
+        where, activation = f"{name} (weight)", None
     try:
-        return TWINS[kind].from_float(layer, chosen.weight)
-    except ValueError as error:  # a group size that does not divide, NaN in the weight
-        raise ValueError(f"prepare: {name} (weight): {error}") from error
-
-
-def _make_composite(name: str, layer: nn.Module, twin: Any, chosen: LayerRecipe) -> nn.Module:
-    try:
-        made: nn.Module = twin.from_float(layer, chosen.weight, chosen.activation)
-        return made
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"prepare: {name}: {error}") from error
+        return twin.from_float(layer, chosen.weight, activation)
+    except (TypeError, ValueError) as error:  # a group size that does not divide, NaN in the weight
+        raise ValueError(f"prepare: {where}: {error}") from error

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from qat.layers import QuantFunction, QuantLayer, QuantLinear
-from qat.layers.function import FLOAT_KINDS
-from qat.layers.twins import TWINS, float_kind
+from qat.layers.function import FLOAT_TYPES
+from qat.layers.twins import float_type_of, is_composite
 from qat.recipe import AnyRecipe
 from qat.tracing.attention import LAYER_NAME
 from qat.tracing.constants import constant_nodes, constant_values
@@ -54,7 +54,7 @@ class Read:
     @property
     def kind(self) -> type[nn.Module]:
         """The float layer that computes the same."""
-        return FLOAT_KINDS[self.node.target]  # type: ignore[index]
+        return FLOAT_TYPES[self.node.target]  # type: ignore[index]
 
 
 def find_reads(graph_module: fx.GraphModule, root: nn.Module) -> list[Read]:
@@ -71,7 +71,7 @@ def find_reads(graph_module: fx.GraphModule, root: nn.Module) -> list[Read]:
             if layer is None:
                 name = _unused(name, graph_module, taken)
                 taken.add(name)
-            owners = [owner for owner in _owners(given["weight"]) if float_kind(root.get_submodule(owner)) in TWINS]
+            owners = [owner for owner in _owners(given["weight"]) if _is_single(root.get_submodule(owner))]
             found.append(Read(node, given, name, layer, owners[0] if len(owners) == 1 and owners[0] else name))
     return found
 
@@ -171,6 +171,11 @@ def _unused(name: str, graph_module: fx.GraphModule, taken: set[str]) -> str:
         number += 1
         candidate = free_name(graph_module, f"{name}_{number}")
     return candidate
+
+
+def _is_single(layer: nn.Module) -> bool:
+    """Whether a layer has a twin with one weight, by whose name a recipe speaks."""
+    return float_type_of(layer) is not None and not is_composite(layer)
 
 
 def _present(graph_module: fx.GraphModule, name: str) -> nn.Module | None:

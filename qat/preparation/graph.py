@@ -2,12 +2,12 @@
 
 from torch import nn
 
-from qat.layers.twins import kind_name
+from qat.layers.twins import layers_of, type_name
 from qat.preparation.functional_weights import Read, find_reads, quantize_reads
 from qat.preparation.placement import place_quantizers
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT
-from qat.preparation.swapping import fuse_batch_norms, name_float_rest, refusal, swap_layers, swappable_layers
+from qat.preparation.swapping import fuse_batch_norms, name_float_rest, refusal, swap_layers
 from qat.recipe import AnyRecipe, ScopedRecipe
 from qat.tracing.examples import Examples
 from qat.tracing.in_place import mark_changes
@@ -33,8 +33,8 @@ def prepare_graph(
     mark_changes(graph_module)
     reads = find_reads(graph_module, root)
     layers = {
-        name: kind_name(layer)
-        for name, layer in swappable_layers(root)
+        name: type_name(layer)
+        for name, layer in layers_of(root)
         if type(layer) is not nn.MultiheadAttention  # of which the graph has the projections
     }
     layers |= {read.speaks_as: read.kind.__name__ for read in reads}
@@ -53,7 +53,7 @@ def prepare_graph(
 
 def _ends(graph_module: PreparedGraph, root: nn.Module, reads: list[Read], recipe: AnyRecipe) -> tuple[str, str]:
     """The first and the last layer that will be quantized, as they run."""
-    called = dict(swappable_layers(root))
+    called = dict(layers_of(root))
     of_node = {read.node: read for read in reads}
     order: list[str] = []
     for node in graph_module.graph.nodes:

@@ -8,12 +8,12 @@ from torch import fx, nn
 
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
-from qat.layers.twins import COMPOSITES, float_kind, kind_name, make_twin
+from qat.layers.twins import float_type_of, is_composite, is_layer, layers_of, make_twin, type_name
 from qat.preparation.attributes import keep_attributes, keep_class, plain_attributes
 from qat.preparation.graph import prepare_graph
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import LAYERS, LEFT_IN_FLOAT
-from qat.preparation.swapping import is_layer, refusal, swappable_layers
+from qat.preparation.swapping import refusal
 from qat.quantizer import create_quantizer
 from qat.recipe import AnyRecipe, QuantRecipe, ScopedRecipe
 from qat.tracing.examples import bind_arguments, call_with, copied
@@ -51,9 +51,9 @@ def prepare_parts(
             raise ValueError(
                 f"prepare: {name}={getattr(recipe, name)} needs a model with one graph, and {reason}; use overrides"
             )
-    if float_kind(root) in COMPOSITES:
+    if is_composite(root):
         return _layer(root, "", recipe, {})
-    layers = {name: kind_name(layer) for name, layer in swappable_layers(root)}
+    layers = {name: type_name(layer) for name, layer in layers_of(root)}
     parts = _Parts(recipe, calls, graph_class, {"(the model)": f"prepared in parts, since {reason}"})
     parts.visit(root, "")
     setattr(root, LEFT_IN_FLOAT, parts.left)
@@ -121,7 +121,7 @@ class _Parts:
         if isinstance(module, nn.TransformerEncoder):
             module.enable_nested_tensor = module.use_nested_tensor = False
         for key, child in list(module._modules.items()):
-            if child is None or not any(True for _ in swappable_layers(child)):
+            if child is None or not any(True for _ in layers_of(child)):
                 continue
             name = f"{path}.{key}" if path else key
             if id(child) not in self._done:
@@ -163,7 +163,7 @@ def _layer(layer: nn.Module, name: str, recipe: AnyRecipe, left: dict[str, str])
     if reason is not None:
         left[name] = reason
         return layer
-    chosen = recipe.for_layer(name, float_kind(layer))
+    chosen = recipe.for_layer(name, float_type_of(layer))
     twin = make_twin(name, layer, chosen)
     if isinstance(twin, QuantLayer):
         try:

@@ -71,8 +71,7 @@ class Placement:
             return []
         if isinstance(module, QuantLayer):
             inputs = reader.args[: len(module.quantizer_arguments)]
-            kind = module.float_type if not isinstance(module, QuantFunction) else module.kind
-            chosen = self.recipe.for_layer(reader.meta.get(SPEAKS_AS, str(reader.target)), kind).activation
+            chosen = self.recipe.for_layer(reader.meta.get(SPEAKS_AS, str(reader.target)), module.float_type).activation
             return [chosen] if operand in inputs else []
         if is_product(reader, self.graph_module):
             return [self.recipe.activation]

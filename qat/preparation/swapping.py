@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from torch import fx, nn
 
 from qat.layers import QuantLayer, QuantLinear
-from qat.layers.twins import COMPOSITE_TWINS, float_kind, kind_name, make_twin
+from qat.layers.sharing import QuantTwin
+from qat.layers.twins import float_type_of, layers_of, make_twin, type_name
 from qat.preparation.functional_weights import EXPLAINED
 from qat.preparation.operations import FLOAT_PRODUCTS
 from qat.quantizer import Quantizer
@@ -13,10 +14,6 @@ from qat.recipe import TYPE_PREFIX, AnyRecipe, QuantRecipe
 from qat.text import did_you_mean
 from qat.tracing.constants import attribute, constant_nodes
 from qat.tracing.nodes import dimensions, submodule_of
-
-_LINEAR_FAMILY = (
-    nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RNNBase,
-)  # fmt: skip
 
 
 def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe) -> dict[str, str]:
@@ -36,7 +33,7 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe
     called = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
     left: dict[str, str] = {}
     composite = ""
-    for name, layer in swappable_layers(root):
+    for name, layer in layers_of(root):
         if (composite and name.startswith(composite)) or not name:
             continue  # a part of what was replaced as a whole; the model itself, which the graph reads
         reason = refusal(name, layer, recipe)
@@ -45,7 +42,7 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe
         if reason is None:
             composite = f"{name}."
             graph_module.set_submodule(
-                name, make_twin(recipe.full_name(name), layer, recipe.for_layer(name, float_kind(layer)))
+                name, make_twin(recipe.full_name(name), layer, recipe.for_layer(name, float_type_of(layer)))
             )
         elif type(layer) is not nn.MultiheadAttention:  # which is taken apart
             left[name] = reason
@@ -54,12 +51,12 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe
 
 def refusal(name: str, layer: nn.Module, recipe: AnyRecipe) -> str | None:
     """Why a layer stays in float; None if it has a twin."""
-    kind = float_kind(layer)
+    kind = float_type_of(layer)
     skipped_by = recipe.for_layer(name, kind).skipped_by
     if skipped_by is not None:
         return f"skipped by the recipe's pattern {skipped_by!r}"
     if kind is None:
-        return f"{kind_name(layer)} has no quantized twin"
+        return f"{type_name(layer)} has no quantized twin"
     if layer._forward_hooks or layer._forward_pre_hooks:
         return "it carries forward hooks, which the twin would lose"
     if layer._backward_hooks or layer._backward_pre_hooks:
@@ -86,13 +83,7 @@ def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:
     for name, module in graph_module.named_modules():
         owns = type(module) is not nn.Module and any(True for _ in module.parameters(recurse=False))
         inside = any(name == outer or name.startswith(f"{outer}.") for outer in left)
-        if (
-            owns
-            and name
-            and not inside
-            and name not in handed
-            and not isinstance(module, (QuantLayer, Quantizer, *COMPOSITE_TWINS))
-        ):
+        if owns and name and not inside and name not in handed and not isinstance(module, (QuantTwin, Quantizer)):
             left[name] = f"{type(module).__name__} computes in float"
 
 
@@ -153,18 +144,6 @@ def folds(layer: QuantLayer, norm: nn.Module | None, producer: fx.Node) -> bool:
     return spatial and type(norm).__name__ in NORMS[layer.weight.dim() - 2]
 
 
-def swappable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers whose work is a matrix product or a table look-up."""
-    for name, module in model.named_modules():
-        if is_layer(module):
-            yield name, module
-
-
-def is_layer(module: nn.Module) -> bool:
-    """Whether a module's work is a matrix product or a table look-up."""
-    return isinstance(module, _LINEAR_FAMILY)
-
-
 def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str]) -> None:
     """Refuse a recipe that speaks of layers that are not there.
 
@@ -176,7 +155,7 @@ def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str]) -> None:
         ValueError: naming the pattern and the nearest layers, or classes.
     """
     for pattern in recipe.overrides:
-        if any(recipe.matches(pattern, name, getattr(nn, kind, None)) for name, kind in layers.items()):
+        if any(recipe.matches(pattern, name, kind) for name, kind in layers.items()):
             continue
         by_type = pattern.startswith(TYPE_PREFIX)
         names = sorted({TYPE_PREFIX + kind for kind in layers.values()}) if by_type else list(layers)

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import fx, nn
 
-from qat.layers.twins import float_kind
+from qat.layers.twins import float_type_of
 from qat.tracing.attention import multi_head_attention, scaled_dot_product_attention
 from qat.tracing.hints import HintTracer
 
@@ -55,7 +55,7 @@ class QuantTracer(HintTracer):
             return False
         return (
             type(m).__name__ in KEPT_WHOLE
-            or float_kind(m) is not None
+            or float_type_of(m) is not None
             or super().is_leaf_module(m, module_qualified_name)
         )
 

@@ -1,0 +1,145 @@
+"""A user's own layer with a quantized twin of its own, as `register_twin` takes it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from prepared_case import draw
+from torch import Tensor, nn
+
+import qat
+from qat.layers import QuantLayer, QuantLinear, register_twin
+from qat.preparation.report import LEFT_IN_FLOAT, noted
+
+
+class ScaledLinear(nn.Module):
+    """y = gain * (x weight^T), the gain a buffer; nothing that qat knows."""
+
+    def __init__(self, width: int, outputs: int, gain: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, width))
+        self.register_parameter("bias", None)
+        self.register_buffer("gain", torch.tensor(gain))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) * self.gain
+
+
+@register_twin(ScaledLinear)
+class QuantScaledLinear(QuantLayer, ScaledLinear):
+    """The quantized twin of `ScaledLinear`; it counts its products, so that a fused step cannot go past it."""
+
+    products = 0
+
+    def __init__(
+        self, width: int, outputs: int, gain: float, *, weight_spec: Any = None, activation_spec: Any = None
+    ) -> None:
+        ScaledLinear.__init__(self, width, outputs, gain)
+        self.add_quantizers(weight_spec, activation_spec)
+
+    @staticmethod
+    def constructor_arguments(layer: Any) -> dict[str, Any]:
+        return {"width": layer.weight.shape[1], "outputs": layer.weight.shape[0], "gain": 1.0}
+
+    def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        self.products += 1
+        y = F.linear(x, weight) * self.gain
+        return y if bias is None else y + bias
+
+
+def float_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), ScaledLinear(8, 5, 0.25), nn.ReLU(), nn.Linear(5, 3))
+
+
+def calibrated(model: nn.Module, x: Tensor, recipe: qat.QuantRecipe | None = None, traced: bool = True) -> nn.Module:
+    prepared = qat.prepare(model, recipe, x if traced else None)
+    qat.calibrate(prepared, [x])
+    return prepared
+
+
+def test_prepare_swaps_it_and_summary_lists_it() -> None:
+    model = float_model()
+    prepared = calibrated(model, draw(16, 6))
+    twin = prepared.get_submodule("2")
+    assert type(twin) is QuantScaledLinear and twin.float_type is ScaledLinear
+    assert twin.gain.item() == 0.25
+    assert noted(prepared, LEFT_IN_FLOAT) == {}
+    assert "QuantScaledLinear" in qat.summary(prepared)
+    assert prepared.load_state_dict(model.state_dict(), strict=False).unexpected_keys == []
+
+
+def test_it_trains_and_evaluates_on_integers() -> None:
+    x = draw(16, 6)
+    model = float_model()
+    prepared = calibrated(model, x)
+    torch.testing.assert_close(prepared.eval()(x), model(x), rtol=0, atol=0.05)
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.05)
+    losses = []
+    twin: Any = prepared.get_submodule("2")
+    twin.products = 0
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = prepared.train()(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] and twin.products == 5 and twin.weight.grad.abs().sum() > 0
+    trained = prepared(x)
+    torch.testing.assert_close(prepared.eval()(x), trained, rtol=0, atol=0.02)
+    quantizer: Any = prepared.get_submodule("0_quantizer")
+    codes = twin.integers(quantizer).codes
+    assert torch.equal(codes, codes.round()) and codes.abs().max() <= 127
+
+
+def test_it_is_exported_with_its_integers(tmp_path: Path) -> None:
+    x = draw(16, 6)
+    prepared = calibrated(float_model(), x)
+    qat.export_onnx(prepared, tmp_path / "model.onnx", x)
+    agreement = qat.verify_onnx(tmp_path / "model.onnx", prepared, [x])
+    assert agreement.agreement == 1.0
+
+
+def test_a_recipe_speaks_of_it_by_name_and_by_class() -> None:
+    x = draw(16, 6)
+    four_bits = qat.QuantRecipe(overrides={ScaledLinear: {"weight": {"bits": 4}}})
+    assert calibrated(float_model(), x, four_bits).get_submodule("2").weight_quantizer.spec.bits == 4
+    skipping = qat.QuantRecipe(overrides={"2": {"skip": True}})
+    assert noted(qat.prepare(float_model(), skipping), LEFT_IN_FLOAT) == {"2": "skipped by the recipe's pattern '2'"}
+
+
+def test_it_is_a_layer_of_a_model_that_cannot_be_traced() -> None:
+    class Untraceable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = ScaledLinear(6, 4, 0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) if x.sum() > 0 else -self.layer(x)
+
+    x = draw(16, 6)
+    prepared = calibrated(Untraceable(), x)
+    layer: Any = prepared.get_submodule("layer")
+    assert type(layer) is QuantScaledLinear and layer.input_quantizer is not None
+    assert prepared.eval()(x).isfinite().all()
+
+
+def test_from_float_shares_and_to_float_gives_back() -> None:
+    layer = ScaledLinear(6, 4, 0.5)
+    twin = QuantScaledLinear.from_float(layer)
+    back: Any = twin.to_float()
+    assert twin.weight is layer.weight and back.weight is layer.weight and type(back) is ScaledLinear
+    assert torch.equal(back(torch.ones(2, 6)), layer(torch.ones(2, 6)))
+
+
+def test_what_is_no_twin_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"^register_twin\(ScaledLinear\): expected a subclass of QuantLayer, got <class"
+    ):
+        register_twin(ScaledLinear)(nn.Linear)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match=r"^register_twin: expected a class of layers, got 'Linear'$"):
+        register_twin("Linear")(QuantLinear)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^register_twin\(Linear\): its twin is qat\.layers\.linear\.QuantLinear$"):
+        register_twin(nn.Linear)(QuantScaledLinear)
