@@ -1,21 +1,20 @@
 """`calibrate`: set the range of every activation from a few batches, identically on all ranks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.proof import first_calls, prove
 from qat.quantizer import Quantizer, RangeObserver
-from qat.tracing.nodes import model_device
+from qat.tracing.inputs import Batch, as_arguments, inputs_and_labels, model_device, moved_to
 
 
-def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]) -> None:
+def calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
     """Run the batches through the model in evaluation mode and set every range, of activations and of weights.
 
     While it runs, activations pass unquantized; each quantizer notes its tensor and then takes the range that its
@@ -64,18 +63,15 @@ def calibrate(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mappi
     prove(model, calls)
 
 
-def _run(model: nn.Module, batches: Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]) -> None:
+def _run(model: nn.Module, batches: Iterable[Batch]) -> None:
     device = model_device(model)
     count = 0
     with torch.no_grad():
         for batch in batches:
             count += 1
-            given = batch if isinstance(batch, (Tensor, Mapping)) else batch[0]
-            given = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, given)
-            if isinstance(batch, Mapping):
-                model(**given)
-            else:
-                model(*given) if isinstance(given, tuple) else model(given)
+            inputs, _ = inputs_and_labels(batch)
+            args, kwargs = as_arguments(moved_to(device, inputs))
+            model(*args, **kwargs)
     if not _on_any_rank(count > 0):
         raise ValueError("calibrate: batches is empty; at least one batch is needed to find the ranges")
 

@@ -4,11 +4,10 @@ This file alone knows both graphs of a prepared model: the plain one, and the on
 """
 
 import copy
-from collections.abc import Mapping
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from qat.analysis.table import summary
@@ -24,11 +23,9 @@ from qat.preparation.report import LAYERS, noted
 from qat.preparation.swapping import check_patterns
 from qat.quantizer import Quantizer
 from qat.recipe import QuantRecipe
-from qat.tracing.examples import Examples, bind_inputs, call_with
+from qat.tracing.inputs import Examples, Inputs, bind_inputs, call_with
 from qat.tracing.randomness import seeded
 from qat.tracing.side_effects import UntraceableError, remembering
-
-Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 @overload

@@ -23,7 +23,7 @@ from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import Quantizer
 from qat.tracing.constants import fixed_nodes
 from qat.tracing.in_place import drop_unread
-from qat.tracing.nodes import model_device
+from qat.tracing.inputs import model_device
 from qat.tracing.train_eval import evaluation_only
 
 Batches = Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]

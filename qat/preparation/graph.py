@@ -9,8 +9,8 @@ from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT
 from qat.preparation.swapping import fuse_batch_norms, name_float_rest, refusal, swap_layers
 from qat.recipe import AnyRecipe, ScopedRecipe
-from qat.tracing.examples import Examples
 from qat.tracing.in_place import mark_changes
+from qat.tracing.inputs import Examples
 from qat.tracing.train_eval import trace
 
 

@@ -16,8 +16,7 @@ from qat.preparation.report import LAYERS, LEFT_IN_FLOAT
 from qat.preparation.swapping import refusal
 from qat.quantizer import create_quantizer
 from qat.recipe import AnyRecipe, QuantRecipe, ScopedRecipe
-from qat.tracing.examples import bind_arguments, call_with, copied
-from qat.tracing.nodes import model_device
+from qat.tracing.inputs import bind_arguments, call_with, copied, model_device
 from qat.tracing.side_effects import UntraceableError, remembering
 
 OWN_QUANTIZERS = ("input_quantizer", "other_quantizer")

@@ -28,7 +28,8 @@ from qat.recipe import AnyRecipe
 from qat.spec import QuantSpec
 from qat.tracing.constants import constant_nodes
 from qat.tracing.in_place import Memory, written_by
-from qat.tracing.nodes import free_name, model_device, scope_of, submodule_of, tensor_nodes
+from qat.tracing.inputs import model_device
+from qat.tracing.nodes import free_name, scope_of, submodule_of, tensor_nodes
 
 
 class Placement:

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from qat.layers import attention_core
-from qat.tracing.hints import HintProxy
+from qat.tracing.nodes import dimensions
 
 LAYER_NAME = "qat_layer_name"
 """Key of node.meta: what the layer that a function becomes is called, within its module."""
@@ -48,7 +48,8 @@ def multi_head_attention(
 
     Args are those of its forward; `is_causal` is only a hint there, the mask is what counts.
     """
-    single = isinstance(query, HintProxy) and query.dim() == 2
+    known = isinstance(query, fx.Proxy) and dimensions(query.node) is not None
+    single = known and query.dim() == 2  # the graph then insists on it
     if single:
         query, key, value = (x.unsqueeze(0) for x in (query, key, value))
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)

@@ -18,81 +18,18 @@ from torch.fx.proxy import Attribute, TraceError
 from torch.utils import _pytree as pytree
 
 from qat.tracing.constants import attribute
-from qat.tracing.examples import copied
 from qat.tracing.expectations import expect_default, expect_same
 from qat.tracing.in_place import written_by
+from qat.tracing.inputs import copied
 from qat.tracing.nodes import FACTS, Facts
 from qat.tracing.patches import tracing_alone
-
-GRADIENTS = frozenset((
-    "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "backward", "retain_grad", "retains_grad",
-    "register_hook", "register_post_accumulate_grad_hook", "is_inference", "_backward_hooks", "_version",
-))  # fmt: skip
-"""What a tensor knows of its gradients, and takes for them: no graph does, and another call may find it otherwise."""
+from qat.tracing.proxies import HintProxy
 
 OF_SHAPES = frozenset((
     "getattr", "getitem", "len", "size", "dim", "ndimension", "numel", "nelement", "stride", "get_device",
     "element_size", "type", "is_contiguous", "is_floating_point", "is_complex", "is_tensor",
 ))  # fmt: skip
 """Questions to tensors that any tensors of these sizes and types answer alike."""
-
-
-class Known:
-    """Conversions to Python values that a plain proxy refuses; each is traced as it was for the example inputs."""
-
-    hint: Any
-    node: fx.Node
-    tracer: Any
-
-    def __len__(self) -> int:
-        return int(self.tracer.settle(self.tracer.create_proxy("call_function", len, (self,), {})))
-
-    def __index__(self) -> int:
-        return int(self.tracer.settle(self))
-
-    def __int__(self) -> int:
-        return int(self.tracer.settle(self))
-
-    def __float__(self) -> float:
-        return float(self.tracer.settle(self))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """What numpy computes with: sizes."""
-        return np.asarray(self.tracer.settle(self), dtype)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
-
-    def __getattr__(self, name: str) -> Any:
-        if not hasattr(self.hint, name):
-            raise AttributeError(f"{type(self.hint).__name__!r} object has no attribute {name!r}")
-        if name in GRADIENTS and isinstance(self.hint, torch.Tensor):
-            raise TraceError(f"forward asks a tensor for {name}, which a graph does not keep")
-        proxy: Any = self
-        return HintAttribute(proxy, name)
-
-
-class HintProxy(Known, fx.Proxy):
-    """A proxy with the value that its node had for the example inputs."""
-
-    def __init__(self, node: fx.Node, tracer: Any, hint: Any) -> None:
-        self.hint = hint
-        super().__init__(node, tracer)
-
-
-class HintAttribute(Known, Attribute):
-    """`x.shape` and `x.view`: a node only when it is used as a value."""
-
-    @property
-    def hint(self) -> Any:
-        """The attribute's value for the example inputs."""
-        return getattr(self.root.hint, self.attr)  # it exists: __getattr__ of the root asked
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A method call; the views of a mapping are taken apart at once, since a graph cannot index them."""
-        if isinstance(self.root.hint, Mapping) and self.attr in ("keys", "values", "items", "get"):
-            return getattr({key: self.root[key] for key in self.root.hint}, self.attr)(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -1,6 +1,5 @@
 """Questions about the nodes of a traced graph, and names for what is added to it."""
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,9 +122,3 @@ def _has(module: nn.Module, path: str) -> bool:
             return False
         found = getattr(found, step)
     return True
-
-
-def model_device(model: nn.Module) -> torch.device:
-    """Where the model's first parameter or buffer lives; the CPU if it has none."""
-    first = next(itertools.chain(model.parameters(), model.buffers()), None)
-    return torch.device("cpu") if first is None else first.device

@@ -1,34 +1,121 @@
-"""What tracing changes in torch is changed for the thread that traces, and by one thread at a time.
+"""Everything in torch and Python that is patched while a model is traced, each patch with the models that need it.
 
-torch.fx puts its own `__call__` and `__getattr__` on nn.Module, and some functions of torch do not take proxies: both
-can only be changed for the whole process. Two threads that did so at once would put back each other's changes; so they
-wait for each other. Threads that do anything else get what they would have got.
+These functions can only be replaced for the whole process. So one thread at a time traces (`tracing_alone`): two that
+patched at once would restore each other's patches. A replacement acts in the thread that traces; in any other thread
+it calls the original.
+
+    torch.fx                      its own `__call__` and `__getattr__` on nn.Module: every model
+    torch.zeros, ones, empty ...  models that create a tensor of a traced size, `torch.zeros(x.size(0), 8)`
+    torch.tensor, as_tensor ...   models that make a tensor of a traced size, `torch.tensor(x.shape[1])`
+    isinstance                    models that ask `isinstance(x, Tensor)`: torchvision's DenseNet and GeneralizedRCNN
+    get_fastpath_enabled          nn.TransformerEncoder and nn.MultiheadAttention, whose fast path no graph shows
+    _detect_is_causal_mask        nn.TransformerEncoder, which looks at the values of its mask
+    BackwardCFunction.__init__    models that apply a torch.autograd.Function: they are refused
+    checkpoint's device question  models that checkpoint activations (memory-efficient DenseNet): they are refused
 """
 
+import builtins
+import importlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import fx
+from torch._functorch import utils as functorch
+from torch.autograd.function import BackwardCFunction
+from torch.fx.proxy import TraceError
+from torch.nn.modules import transformer
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
+
+from qat.tracing.proxies import Known
+
+SIZED = ("zeros", "ones", "empty", "rand", "randn")
+"""Functions of torch that take a size as several numbers."""
+
+CONVERTING = ("as_tensor", "asarray", "tensor")
+"""Functions of torch that take any data; a proxy of a size becomes a node."""
 
 _one_at_a_time = threading.RLock()
 
 
 @contextmanager
 def tracing_alone() -> Iterator[None]:
-    """A context that other threads wait for before they enter it; the same thread may enter it again."""
+    """A context that one thread at a time can be in; the same thread may enter it again."""
     with _one_at_a_time:
         yield
 
 
 @contextmanager
-def replaced_here(replacements: dict[tuple[Any, str], Any]) -> Iterator[None]:
-    """A context in which functions are replaced for this thread; `tracing_alone` is around it.
+def without_fast_path() -> Iterator[None]:
+    """A context in which attention and encoder layers run as plain operators in this thread."""
+    with tracing_alone(), _replaced_here({(torch.backends.mha, "get_fastpath_enabled"): lambda: False}):
+        yield
+
+
+@contextmanager
+def torch_takes_proxies() -> Iterator[None]:
+    """A context in which Python code does with proxies what it does with tensors and sizes, in this thread.
+
+    Only `isinstance` takes a proxy for a tensor; a proxy's class stays its own. C++ code that took a proxy for a tensor
+    would read memory that does not belong to one.
+    """
+    # Tracing imports it anyway, and at its import it notes which functions are Python's own.
+    importlib.import_module("torch._dynamo")
+    with without_fast_path():
+        replacements: dict[tuple[Any, str], Any] = {
+            **{(torch, name): _with_tuple(getattr(torch, name)) for name in SIZED},
+            **{(torch, name): _as_node(getattr(torch, name)) for name in CONVERTING},
+            (transformer, "_detect_is_causal_mask"): lambda *_: False,
+        }
+        knowing = _knowing_proxies(isinstance)
+        with _replaced_here(replacements), mock.patch.object(builtins, "isinstance", knowing):
+            yield
+
+
+@contextmanager
+def gradients_refused(looks_away: Callable[[], bool]) -> Iterator[None]:
+    """A context in which this thread applies no `torch.autograd.Function` and no checkpoint.
+
+    A graph would record only the function's forward, and differentiate that. The patch is on the context object that
+    torch creates for every application, since user code may hold a reference to `apply` itself.
 
     Args:
-        replacements: of a module and a function's name, what is to be called instead of it.
+        looks_away: returns whether to let one pass.
+    """
+
+    def refuse(context: Any) -> None:
+        if not looks_away():
+            kind = type(context)._forward_cls
+            raise TraceError(f"forward applies {kind.__module__}.{kind.__qualname__}, which has a gradient of its own")
+
+    infer_device = checkpoint._infer_device_type  # torch asks for the device at the start of every checkpoint
+
+    def refuse_checkpoint(*args: Any) -> Any:
+        if not looks_away():
+            raise TraceError("forward checkpoints activations, which a graph would keep")
+        return infer_device(*args)  # type: ignore[no-untyped-call]
+
+    functions: dict[tuple[Any, str], Any] = {
+        (BackwardCFunction, "__init__"): refuse,
+        (checkpoint, "_infer_device_type"): refuse_checkpoint,
+    }
+    if hasattr(functorch, "unwrap_if_dead"):  # torch 2.11 passes arguments to C++ before it creates the context
+        unwrap = functorch.unwrap_if_dead
+        functions[functorch, "unwrap_if_dead"] = lambda x: x if issubclass(type(x), fx.Proxy) else unwrap(x)
+    with tracing_alone(), _replaced_here(functions):
+        yield
+
+
+@contextmanager
+def _replaced_here(replacements: dict[tuple[Any, str], Any]) -> Iterator[None]:
+    """A context in which functions are replaced for this thread, inside `tracing_alone`.
+
+    Args:
+        replacements: module and name of a function to what is called instead of it.
     """
     with ExitStack() as patches:
         for (module, name), replacement in replacements.items():
@@ -36,19 +123,42 @@ def replaced_here(replacements: dict[tuple[Any, str], Any]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def without_fast_path() -> Iterator[None]:
-    """A context in which attention and encoder layers run as plain operators, for this thread; others wait to enter."""
-    with tracing_alone(), replaced_here({(torch.backends.mha, "get_fastpath_enabled"): lambda: False}):
-        yield
-
-
 def _chosen(original: Any, replacement: Any) -> Any:
     here = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # A thread that compiles is another one: what is traced is not compiled.
+        # Only another thread compiles: what is traced is not compiled.
         elsewhere = torch.compiler.is_compiling() or threading.get_ident() != here
         return (original if elsewhere else replacement)(*args, **kwargs)
 
     return call
+
+
+def _with_tuple(factory: Any) -> Any:
+    """`torch.zeros(n, m)` for proxies, as `torch.zeros((n, m))`, which torch takes already."""
+
+    def make(*size: Any, **options: Any) -> Any:
+        several = len(size) > 1 and any(isinstance(length, fx.Proxy) for length in size)
+        return factory(size, **options) if several else factory(*size, **options)
+
+    return make
+
+
+def _as_node(convert: Any) -> Any:
+    def make(data: Any, *args: Any, **options: Any) -> Any:
+        proxy = next((leaf for leaf in pytree.tree_leaves(data) if issubclass(type(leaf), fx.Proxy)), None)
+        if proxy is None:
+            return convert(data, *args, **options)
+        return proxy.tracer.create_proxy("call_function", convert, (data, *args), options)
+
+    return make
+
+
+def _knowing_proxies(original: Any) -> Any:
+    """`isinstance` that answers for a proxy as for the value that it stands for."""
+
+    def knowing(value: Any, kinds: Any, /) -> bool:
+        # For anything but a proxy it is the original, in all threads.
+        return original(value, kinds) or (issubclass(type(value), Known) and original(value.hint, kinds))
+
+    return knowing

@@ -11,9 +11,9 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from qat.tracing.constants import attribute
-from qat.tracing.examples import Examples, call_with
+from qat.tracing.inputs import Examples, call_with
 from qat.tracing.nodes import FACTS, Facts
-from qat.tracing.proxies import gradients_refused, torch_takes_proxies
+from qat.tracing.patches import gradients_refused, torch_takes_proxies
 from qat.tracing.randomness import NoDraws, python_state, seeded
 from qat.tracing.side_effects import UntraceableError, read_before_written, remembering
 from qat.tracing.tracer import QuantTracer, first_line, is_foreign

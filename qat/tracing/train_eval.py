@@ -11,8 +11,8 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from qat.evaluating import evaluating
-from qat.tracing.examples import Examples
 from qat.tracing.in_place import written_by
+from qat.tracing.inputs import Examples
 from qat.tracing.nodes import free_name, scope_of, submodule_of
 from qat.tracing.recording import check_modules, graph_of
 from qat.tracing.side_effects import UntraceableError

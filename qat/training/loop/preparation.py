@@ -17,7 +17,7 @@ from qat.quantizer.registry import quantizer_class
 from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec
 from qat.targets import profile_of
-from qat.tracing.nodes import model_device
+from qat.tracing.inputs import model_device
 from qat.training.config.imports import place, reason
 from qat.training.config.schema import QuantizationConfig, RunConfig, SpecConfig
 from qat.training.errors import UserError

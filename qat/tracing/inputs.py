@@ -1,0 +1,96 @@
+"""The inputs of a model: a tensor, a tuple of arguments, or a mapping of keyword arguments."""
+
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
+
+Batch = Tensor | Sequence[Any] | Mapping[str, Any]
+"""A tensor, a sequence of inputs and labels, or a mapping of keyword arguments."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+Examples = dict[str, Any]
+"""Example inputs by the names of forward's arguments."""
+
+
+def as_arguments(inputs: Any) -> Arguments:
+    """The arguments of a call with these inputs.
+
+    >>> as_arguments({"x": 1}), as_arguments((1, 2)), as_arguments([1, 2])
+    (((), {'x': 1}), ((1, 2), {}), (([1, 2],), {}))
+    """
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def inputs_and_labels(batch: Batch) -> tuple[Any, Any]:
+    """The inputs of a batch, and its labels; None if it has none.
+
+    >>> inputs_and_labels(({"x": 1}, "labels")), inputs_and_labels({"x": 1})
+    (({'x': 1}, 'labels'), ({'x': 1}, None))
+    """
+    if isinstance(batch, (Tensor, Mapping)):
+        return batch, None
+    return batch[0], batch[1] if len(batch) > 1 else None
+
+
+def moved_to(device: torch.device, values: Any) -> Any:
+    """The same values with their tensors on a device, in lists and mappings too."""
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, values)
+
+
+def copied(values: Any) -> Any:
+    """The same values with copies of the tensors, since a model may write into its inputs."""
+    return pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, values)
+
+
+def bind_inputs(model: nn.Module, example_inputs: Inputs) -> Examples:
+    """Example inputs by argument name of forward, on the model's device.
+
+    Raises:
+        ValueError: if forward does not take them.
+    """
+    args, kwargs = as_arguments(moved_to(model_device(model), example_inputs))
+    try:
+        return bind_arguments(model, args, kwargs)
+    except TypeError as error:
+        raise ValueError(f"prepare: example_inputs do not fit {type(model).__name__}.forward: {error}") from error
+
+
+def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Examples:
+    """Arguments by the names that forward gives them.
+
+    Raises:
+        TypeError: if forward does not take them, or takes any number of them (*args).
+    """
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name in bound.arguments:
+            raise TypeError(f"its arguments have no names, only *{parameter.name}")
+    return dict(bound.arguments)
+
+
+def call_with(model: nn.Module, examples: Examples) -> Any:
+    """The model's answer to copies of the example inputs, passed by position where possible, since hooks look there."""
+    given = copied(examples)
+    args: list[Any] = []
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY or parameter.name not in given:
+            break
+        args.append(given.pop(parameter.name))
+    return model(*args, **given)
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """The device of the model's first parameter or buffer; the CPU if it has none."""
+    first = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
