@@ -10,8 +10,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
 from qat.evaluating import evaluating
-from qat.export.runtime import answers, call, open_session, output_tensors
-from qat.export.verification import LayerDifference, follow
+from qat.export.onnxruntime.session import answers, call, open_session, output_tensors
+from qat.export.onnxruntime.verification import LayerDifference, follow
 from qat.preparation.parts import prepared_parts
 
 MOST_DIFFERING = 1e-3

@@ -1,9 +1,9 @@
 """Deployment: integer ONNX files, and the proof that they answer as the trained model does."""
 
 from qat.export.agreement import Verification
-from qat.export.onnx import export_onnx
-from qat.export.saturation import Saturation, find_saturation
-from qat.export.verification import LayerDifference, compare_layers, optimized_operators, verify_onnx
+from qat.export.exporter import export_onnx
+from qat.export.integers.saturation import Saturation, find_saturation
+from qat.export.onnxruntime.verification import LayerDifference, compare_layers, optimized_operators, verify_onnx
 
 __all__ = [
     "LayerDifference",

@@ -17,7 +17,7 @@ from benchmarks.zoo_models import FAMILIES, Case, build, family_of, names_of
 from benchmarks.zoo_runtime import Part, agreement, beyond, gap, parts_of, same_largest
 from benchmarks.zoo_table import families_table, kept, models_table, verdict
 from qat.analysis.work import Place
-from qat.export.verification import LayerDifference
+from qat.export.onnxruntime.verification import LayerDifference
 
 BOUNDS = Bounds(seconds=60, gib=8, threads=1)
 

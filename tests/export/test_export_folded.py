@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
-from qat.export.verification import follow
+from qat.export.onnxruntime.verification import follow
 
 
 class Biased(nn.Module):

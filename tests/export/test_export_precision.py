@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import qat
-from qat.export import compare_layers, default_session, runtime, verification
+from qat.export import compare_layers
+from qat.export.onnxruntime import default_session, session, verification
 from qat.kernels.cpu import processor
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -148,7 +149,7 @@ def test_the_proof_multiplies_exactly_unless_the_default_is_asked_for(
 ) -> None:
     path, model, x = exported("shared", tmp_path)
     opened: list[bool] = []
-    real = runtime.open_session
+    real = session.open_session
 
     def noted(*given: Any, **options: Any) -> Any:
         opened.append(options.get("exact", True))

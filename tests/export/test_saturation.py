@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.export import find_saturation
-from qat.export.saturation import _worst_pair
+from qat.export.integers.saturation import _worst_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

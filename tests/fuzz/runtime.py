@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import qat
-from qat.export.verification import follow
+from qat.export.onnxruntime.verification import follow
 
 RARELY = 0.01
 """Of a quantizer's integers, that may lie on ties and fall on the neighbouring level, besides two."""

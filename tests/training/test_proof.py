@@ -8,7 +8,8 @@ import pytest
 from test_train import CONFIG, TINY_MODEL
 
 import train
-from qat.export import LayerDifference, Saturation, Verification, default_session
+from qat.export import LayerDifference, Saturation, Verification
+from qat.export.onnxruntime import default_session
 from qat.kernels.cpu import onednn, processor
 from qat.training.config.schema import RunConfig
 from qat.training.run.proof import Proof

@@ -9,8 +9,8 @@ from torch import Tensor, fx, nn
 
 import qat
 from qat.evaluating import evaluating
-from qat.export.integer import MOST_BITS
-from qat.export.onnx import keeps_to_its_grid
+from qat.export.exporter import keeps_to_its_grid
+from qat.export.onnx.operators import MOST_BITS
 from qat.layers import QuantFunction
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer.registry import quantizer_class

@@ -10,7 +10,7 @@ from torch import fx
 
 import qat
 from qat.export import LayerDifference, Saturation, compare_layers, find_saturation, optimized_operators
-from qat.export.default_session import default_is_exact, needs_option
+from qat.export.onnxruntime.default_session import default_is_exact, needs_option
 from qat.text import table
 from qat.training.errors import UserError
 from qat.training.run.report import onnx_results, session_results

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
 from qat.export.agreement import Pair, Verification, judge
-from qat.export.freezing import call_names
-from qat.export.integer import written_offset
-from qat.export.runtime import answers, call, open_session, output_tensors
+from qat.export.integers.freezing import call_names
+from qat.export.onnx.operators import written_offset
+from qat.export.onnxruntime.session import answers, call, open_session, output_tensors
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import Quantizer
 from qat.tracing.constants import fixed_nodes

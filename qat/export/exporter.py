@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 
 from qat.atomic_write import atomic_write
 from qat.evaluating import evaluating
-from qat.export.freezing import expected_quantizers, to_integer_modules
-from qat.export.initializers import name_weights, own_initializers
-from qat.export.integer import MOST_BITS, OPSET, QUANTIZER
+from qat.export.integers.freezing import expected_quantizers, to_integer_modules
+from qat.export.onnx.initializers import name_weights, own_initializers
+from qat.export.onnx.operators import MOST_BITS, OPSET, QUANTIZER
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.report import LEFT_IN_FLOAT
 from qat.quantizer import Quantizer

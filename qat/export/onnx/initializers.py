@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from qat.export.integer import LAYER
+from qat.export.onnx.operators import LAYER
 
 
 def name_weights(proto: Any) -> None:

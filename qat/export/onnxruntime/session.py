@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from qat.export.default_session import EXACT_OPTION, needs_option
+from qat.export.onnxruntime.default_session import EXACT_OPTION, needs_option
 
 
 def open_session(model: bytes, optimize: bool = True, optimized: Path | None = None, exact: bool = True) -> Any:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from qat.export.integer import written_offset
+from qat.export.onnx.operators import written_offset
 from qat.preparation.operations import SPLITTING_FUNCTIONS, SPLITTING_METHODS, passes_grid
 from qat.preparation.placement import grid_of
 from qat.quantizer import Quantizer

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from qat.export.integer import ActivationGrid, ConstantGrid, FrozenTable, GlobalAveragePool, IntegerLayer
-from qat.export.runtime_grids import averages_all, grid_to_restate, restate_grid, scales_fit
+from qat.export.onnx.operators import ActivationGrid, ConstantGrid, FrozenTable, GlobalAveragePool, IntegerLayer
+from qat.export.onnxruntime.rewriting import averages_all, grid_to_restate, restate_grid, scales_fit
 from qat.layers import QuantBilinear, QuantFunction, QuantLayer
 from qat.layers.composite import CompositeTwin
 from qat.layers.embedding import QuantTable

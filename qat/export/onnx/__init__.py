@@ -1,0 +1,1 @@
+"""The integers spelled as ONNX: operators, initializers and names."""
