@@ -1,9 +1,11 @@
-"""Deployment: integer ONNX files, and the proof that they answer as the trained model does."""
+"""Deployment: integer ONNX files, and the proof that a file computes what its trained model does."""
 
 from qat.export.agreement import Verification
 from qat.export.exporter import export_onnx
-from qat.export.integers.saturation import Saturation, find_saturation
-from qat.export.onnxruntime.verification import LayerDifference, compare_layers, optimized_operators, verify_onnx
+from qat.export.integers.following import LayerDifference
+from qat.export.integers.saturation import Saturation
+from qat.export.onnx.products import find_saturation
+from qat.export.onnxruntime.verification import compare_layers, optimized_operators, verify_onnx
 
 __all__ = [
     "LayerDifference",

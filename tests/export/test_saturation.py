@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.export import find_saturation
-from qat.export.integers.saturation import _worst_pair
+from qat.export.integers.saturation import worst_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -28,11 +28,11 @@ def all_pairs(row: Any, code: int) -> int:
 
 @pytest.mark.parametrize("code", [255, 135, 15, 1])
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
-def test_the_worst_pair_is_that_of_brute_force(size: int, code: int) -> None:
+def test_theworst_pair_is_that_of_brute_force(size: int, code: int) -> None:
     generator = np.random.default_rng(size)
     for low, high in ((-128, 127), (-3, 127), (-128, 3), (1, 90), (-90, -1), (0, 0)):
         row = generator.integers(low, high + 1, size).astype(np.int8)
-        assert abs(_worst_pair(row, code)) == abs(all_pairs(row.astype(int), code))
+        assert abs(worst_pair(row, code)) == abs(all_pairs(row.astype(int), code))
 
 
 class Net(nn.Module):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import qat
-from qat.export.exporter import keeps_to_its_grid
+from qat.export.integers.consistency import keeps_to_its_grid
 from qat.layers import QuantLayer
 from qat.quantizer import create_quantizer, registered_quantizers
 from qat.spec import QuantSpec

@@ -1,209 +1,149 @@
-"""A prepared model's copy whose quantizers and layers are ONNX operators on frozen integers."""
+"""`freeze`: quantizers and quantized layers replaced by modules that hold their integers."""
 
-import copy
-import warnings
-from collections.abc import Container
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from qat.export.onnx.operators import ActivationGrid, ConstantGrid, FrozenTable, GlobalAveragePool, IntegerLayer
-from qat.export.onnxruntime.rewriting import averages_all, grid_to_restate, restate_grid, scales_fit
-from qat.layers import QuantBilinear, QuantFunction, QuantLayer
+from qat.export.integers.evaluation import call_names
+from qat.export.integers.frozen import FreezingError, FrozenLayer, FrozenParameter, FrozenQuantizer, FrozenTable
+from qat.export.integers.operations import Operations
+from qat.layers import IntegerWeight, QuantBilinear, QuantFunction, QuantLayer
 from qat.layers.composite import CompositeTwin
 from qat.layers.embedding import QuantTable
-from qat.preparation.hooks import is_watched
-from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import Quantizer
-from qat.tracing.constants import constant_values, fixed_nodes
+from qat.tracing.constants import constant_values
 from qat.tracing.in_place import drop_unread
 from qat.tracing.nodes import submodule_of
-from qat.tracing.train_eval import evaluation_only
 
 
-def to_integer_modules(model: nn.Module) -> nn.Module:
-    """A copy, on the CPU and in evaluation mode, that computes as the runtime is to compute.
+def freeze(model: nn.Module, operations: Operations) -> nn.Module:
+    """The model with every quantizer and quantized layer replaced by its integers.
 
     In a traced model the calls are rewritten, since a layer's integers depend on the grid that its call is handed. In
-    any other module, quantized layers with an input quantizer of their own are replaced where they stand.
+    any other module, quantized layers with an input quantizer of their own are replaced in place.
+
+    Args:
+        model: from `evaluation_copy`; it is changed.
+        operations: how the frozen modules compute.
+
+    Raises:
+        FreezingError: if a layer has no input quantizer, or integers that do not fit int8.
     """
-    for part in model.modules():
-        if isinstance(part, PreparedGraph):
-            part._follow_changes()  # what was replaced since it was prepared
-    _tell_hooks(model)
-    frozen = copy.deepcopy(model).cpu().float().eval()
-    for parameter in frozen.parameters():
-        parameter.requires_grad_(False)
-    return _frozen(frozen, "")
+    return _Freezer(operations).module(model, "")
 
 
-def _tell_hooks(model: nn.Module) -> None:
-    """Say whose hooks are not in the file: of what is written as integers, and of what holds it."""
-    written = (QuantLayer, Quantizer, PreparedGraph)
-    deaf = [name or type(model).__name__ for name, module in model.named_modules()
-            if isinstance(module, written) and is_watched(module)]  # fmt: skip
-    if deaf:
-        warnings.warn(
-            f"export_onnx: hooks and patched forwards of {', '.join(deaf[:5])} are not in the file; it computes"
-            " what the model does without them",
-            stacklevel=4,
-        )
-
-
-def expected_quantizers(frozen: nn.Module) -> dict[str, tuple[float, ...]]:
-    """The names of the quantizers that have to be found in the ONNX graph, and their grids."""
+def frozen_grids(frozen: nn.Module) -> dict[str, tuple[float, ...]]:
+    """The grid of every quantizer that runs in a frozen model, by its name."""
     unused: set[str] = set()
     if isinstance(frozen, fx.GraphModule):
         called = {str(node.target) for node in frozen.graph.nodes if node.op == "call_module"}
         unused = {
             name
             for name, module in frozen.named_modules()
-            if isinstance(module, ActivationGrid) and not any(name == c or name.startswith(f"{c}.") for c in called)
+            if isinstance(module, FrozenQuantizer) and not any(name == c or name.startswith(f"{c}.") for c in called)
         }
     return {
-        module.quantizer_name: module.numbers()
+        module.quantizer_name: module.grid()
         for name, module in frozen.named_modules()
-        if isinstance(module, ActivationGrid) and name not in unused
+        if isinstance(module, FrozenQuantizer) and name not in unused
     }
 
 
-def call_names(model: fx.GraphModule, fixed: Container[fx.Node]) -> dict[fx.Node, str]:
-    """What every call of a quantizer is called in the file, but for constants' calls: a shared one's are numbered."""
-    names: dict[fx.Node, str] = {}
-    seen: dict[str, int] = {}
-    for node in model.graph.nodes:
-        if isinstance(submodule_of(model, node), Quantizer) and node not in fixed:
-            name = str(node.target)
-            seen[name] = seen.get(name, -1) + 1
-            names[node] = f"{name}.{seen[name]}" if seen[name] else name
-    return names
+class _Freezer:
+    """Makes frozen modules that all compute with the same operations."""
 
+    def __init__(self, operations: Operations) -> None:
+        self.operations = operations
 
-def _frozen(module: nn.Module, path: str) -> nn.Module:
-    """What stands for a module of the copy, named by its path in the model."""
-    if isinstance(module, fx.GraphModule):
-        return _frozen_graph(module, path)
-    if isinstance(module, Quantizer):
-        return ActivationGrid(module, path)
-    if isinstance(module, QuantTable):
-        return _frozen_table(module)
-    if isinstance(module, QuantLayer):
-        return _frozen_layer(module, path, {})
-    inner = module.inner_weights() if isinstance(module, CompositeTwin) else {}
-    for key, child in list(module.named_children()):
-        name = f"{path}.{key}" if path else key
-        made = _frozen_layer(child, name, inner) if isinstance(child, QuantFunction) else _frozen(child, name)
-        if made is not child:
-            module._modules[key] = made
-    return module
-
-
-def _frozen_table(table: QuantTable) -> nn.Module:
-    """The embedding with its look-up replaced; how it takes rows together stays its own."""
-    rows = FrozenTable(table.integers())
-    table.add_module("rows", rows)
-    object.__setattr__(table, "look_up", rows.forward)
-    return table
-
-
-def _frozen_layer(layer: nn.Module, path: str, inner: dict[str, Any]) -> nn.Module:
-    """A layer that quantizes its own input, with that quantizer inside."""
-    assert isinstance(layer, QuantLayer)
-    grid = layer.input_quantizer
-    if grid is None:
-        raise ValueError(
-            f"export_onnx: {path!r} ({type(layer).__name__}) has no grid for its input; prepare the whole model with"
-            " qat.prepare"
-        )
-    grids = [ActivationGrid(grid, f"{path}.input_quantizer")]
-    if isinstance(layer, QuantBilinear):
-        other = layer.other_quantizer
-        assert other is not None
-        grids.append(ActivationGrid(other, f"{path}.other_quantizer"))
-        return IntegerLayer(layer, path, layer.integers(grid, other_quantizer=other), grids)
-    weight, bias = inner.get(path.rpartition(".")[2], (None, None))
-    return IntegerLayer(layer, path, layer.integers(grid, None, weight, bias), grids)
-
-
-def _frozen_graph(frozen: fx.GraphModule, path: str) -> fx.GraphModule:
-    evaluation_only(frozen)
-    drop_unread(frozen.graph, frozen)
-    _fold(frozen)
-    values = constant_values(frozen)
-    names = call_names(frozen, fixed_nodes(frozen.graph))
-    replacements: dict[str, nn.Module] = {}
-    nodes = list(frozen.graph.nodes)
-    # Asked of the graph as it is: what is put into it hides the grids from those behind.
-    sources = {node: source for node in nodes if (source := grid_to_restate(node, frozen)) is not None}
-    restated = {node: (str(source.target), submodule_of(frozen, source)) for node, source in sources.items()}
-    averages = {node for node in nodes if averages_all(node, submodule_of(frozen, node)) and scales_fit(node, frozen)}
-    for number, node in enumerate(nodes):
-        module = submodule_of(frozen, node)
-        name = names.get(node, str(node.target))
-        full = f"{path}.{name}" if path else name
+    def module(self, module: nn.Module, path: str) -> nn.Module:
+        """What replaces the module at this path."""
+        if isinstance(module, fx.GraphModule):
+            return self.graph(module, path)
         if isinstance(module, Quantizer):
-            if node.args[0] in values:
-                _replace_call(frozen, node, f"constant_{number}", ConstantGrid(module, values[node.args[0]]), ())
-            elif name != node.target:  # a further call: the exporter merges what is equal, so each has its name
-                _replace_call(frozen, node, f"call_{number}", ActivationGrid(module, full), node.args)
-            else:
-                replacements[str(node.target)] = ActivationGrid(module, full)
-        elif isinstance(module, QuantTable):
-            replacements[str(node.target)] = _frozen_table(module)
-        elif isinstance(module, QuantLayer):
-            # One module a call: a shared layer has other integers on another grid.
-            made = IntegerLayer(module, full, _integers(frozen, node, module, values))
-            _replace_call(frozen, node, f"integer_{number}", made, node.args[: len(module.quantizer_arguments)])
-        elif node in averages:
-            _replace_call(frozen, node, f"global_average_pool_{number}", GlobalAveragePool(), node.args[:1])
-        elif node in restated:
-            again, (name, grid) = f"restated_{number}", restated[node]
-            assert isinstance(grid, Quantizer)
-            frozen.add_submodule(again, ActivationGrid(grid, f"{path}.{name}.again".lstrip(".")))
-            restate_grid(node, again)
-        elif module is not None:
-            replacements[str(node.target)] = _frozen(module, full)
-    for name, module in replacements.items():
-        frozen.set_submodule(name, module)
-    drop_unread(frozen.graph, frozen)
-    frozen.recompile()
-    return frozen
+            return FrozenQuantizer(module, path, self.operations)
+        if isinstance(module, QuantTable):
+            return self.table(module)
+        if isinstance(module, QuantLayer):
+            return self.layer(module, path, {})
+        inner = module.inner_weights() if isinstance(module, CompositeTwin) else {}
+        for key, child in list(module.named_children()):
+            name = f"{path}.{key}" if path else key
+            made = self.layer(child, name, inner) if isinstance(child, QuantFunction) else self.module(child, name)
+            if made is not child:
+                module._modules[key] = made
+        return module
+
+    def table(self, table: QuantTable) -> nn.Module:
+        """The embedding with its look-up replaced; an EmbeddingBag still combines the rows itself."""
+        rows = FrozenTable(table.integers(), self.operations)
+        table.add_module("rows", rows)
+        object.__setattr__(table, "look_up", rows.forward)
+        return table
+
+    def layer(self, layer: QuantLayer, path: str, inner: dict[str, Any]) -> FrozenLayer:
+        """A layer that quantizes its own input, with that quantizer inside.
+
+        Args:
+            layer: the layer.
+            path: its name.
+            inner: weight and bias of the products of a composite layer, by name.
+        """
+        quantizer = layer.input_quantizer
+        if quantizer is None:
+            raise FreezingError(
+                f"{path!r} ({type(layer).__name__}) has no grid for its input; prepare the whole model with qat.prepare"
+            )
+        inputs = [FrozenQuantizer(quantizer, f"{path}.input_quantizer", self.operations)]
+        if isinstance(layer, QuantBilinear):
+            other = layer.other_quantizer
+            assert other is not None
+            inputs.append(FrozenQuantizer(other, f"{path}.other_quantizer", self.operations))
+            return FrozenLayer(layer, path, layer.integers(quantizer, other_quantizer=other), self.operations, inputs)
+        weight, bias = inner.get(path.rpartition(".")[2], (None, None))
+        return FrozenLayer(layer, path, layer.integers(quantizer, None, weight, bias), self.operations, inputs)
+
+    def graph(self, model: fx.GraphModule, path: str) -> fx.GraphModule:
+        """A traced model with its calls rewritten."""
+        values = constant_values(model)
+        names = call_names(model)
+        replacements: dict[str, nn.Module] = {}
+        for number, node in enumerate(list(model.graph.nodes)):
+            module = submodule_of(model, node)
+            name = names.get(node, str(node.target))
+            full = f"{path}.{name}" if path else name
+            if isinstance(module, Quantizer):
+                if node.args[0] in values:
+                    constant = FrozenParameter(module, values[node.args[0]], self.operations)
+                    replace_call(model, node, f"constant_{number}", constant, ())
+                elif name != node.target:  # a further call: a format may merge equal ones, so each has its name
+                    frozen = FrozenQuantizer(module, full, self.operations)
+                    replace_call(model, node, f"call_{number}", frozen, node.args)
+                else:
+                    replacements[str(node.target)] = FrozenQuantizer(module, full, self.operations)
+            elif isinstance(module, QuantTable):
+                replacements[str(node.target)] = self.table(module)
+            elif isinstance(module, QuantLayer):
+                # One module for each call: a shared layer has other integers on another grid.
+                layer = FrozenLayer(module, full, _integers(node, module, values), self.operations)
+                replace_call(model, node, f"integer_{number}", layer, node.args[: len(module.quantizer_arguments)])
+            elif module is not None:
+                replacements[str(node.target)] = self.module(module, full)
+        for name, module in replacements.items():
+            model.set_submodule(name, module)
+        drop_unread(model.graph, model)
+        model.recompile()
+        return model
 
 
-@torch.no_grad()
-def _fold(frozen: fx.GraphModule) -> None:
-    """Store what layers compute from parameters alone: it never changes, and the runtime would compute it otherwise.
-
-    A quantized parameter that a matrix product reads stays: it is stored as integers.
-    """
-    fixed = fixed_nodes(frozen.graph)
-    if not any(node.op == "call_module" and not isinstance(submodule_of(frozen, node), Quantizer) for node in fixed):
-        return
-    interpreter = fx.Interpreter(frozen, garbage_collect_values=False)
-    for number, node in enumerate(list(frozen.graph.nodes)):
-        if node not in fixed:
-            continue
-        interpreter.env[node] = value = interpreter.run_node(node)
-        readers = [user for user in node.users if user not in fixed]
-        if not readers or not isinstance(value, Tensor) or node.op == "get_attr":
-            continue
-        if not isinstance(submodule_of(frozen, node), Quantizer):
-            frozen.register_buffer(f"folded_{number}", value.detach().clone())
-            with frozen.graph.inserting_after(node):
-                folded = frozen.graph.get_attr(f"folded_{number}")
-            for user in readers:
-                user.replace_input_with(node, folded)
-
-
-def _replace_call(frozen: fx.GraphModule, node: fx.Node, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-    frozen.add_submodule(name, module)
+def replace_call(model: fx.GraphModule, node: fx.Node, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Make a node the call of a new module with these arguments."""
+    model.add_submodule(name, module)
     options = {key: value for key, value in node.kwargs.items() if key == "output_size" and node.op == "call_module"}
     node.op, node.target, node.args, node.kwargs = "call_module", name, args, options
 
 
-def _integers(frozen: fx.GraphModule, node: fx.Node, layer: QuantLayer, values: dict[fx.Node, Any]) -> Any:
-    """The integers of a layer as its call has them: on this grid, with this BatchNorm, and what else it is handed."""
+def _integers(node: fx.Node, layer: QuantLayer, values: dict[fx.Node, Any]) -> IntegerWeight:
+    """The integers of a layer for one call: with the input quantizer, BatchNorm, weight and bias that it is handed."""
 
     def handed(key: str) -> Any:
         source = node.kwargs.get(key)

@@ -1,28 +1,16 @@
-"""The weights of an ONNX file under their layers' names, each with initializers of its own."""
+"""Every weight in an ONNX file gets initializers of its own."""
 
-from collections import Counter
 from typing import Any
-
-from qat.export.onnx.operators import LAYER
-
-
-def name_weights(proto: Any) -> None:
-    """Call the DequantizeLinear of every layer's weight `<layer>.weight`; a shared layer's calls are numbered."""
-    seen: Counter[str] = Counter()
-    for node in proto.graph.node:
-        layer = next((entry.value for entry in node.metadata_props if entry.key == LAYER), None)
-        if layer is not None:
-            node.name = f"{layer}.weight.{seen[layer]}" if seen[layer] else f"{layer}.weight"
-            seen[layer] += 1
 
 
 def own_initializers(proto: Any) -> None:
-    """Give every operator that reads a weight a DequantizeLinear, integers and a zero point that no other one reads.
+    """Give every operator that reads a weight its own DequantizeLinear, integers and zero point.
 
     The exporter stores equal tensors once and computes equal nodes once. With `session.x64quantprecision=1` ONNX
-    Runtime puts every weight in uint8, and calls what it makes after the initializer that it makes it from: a second
-    weight that reads the same one cannot be converted, and it refuses the file ("Attempt to replace the existing
-    tensor"). So a small layer that is called twice has its weight in the file twice, as a large one has anyway.
+    Runtime converts every weight to uint8, and names the result after the initializer that it converts. Where two
+    weights share an initializer, the second one cannot be converted, and ONNX Runtime refuses the file ("Attempt to
+    replace the existing tensor"). So a small layer that is called twice has its weight in the file twice, which is the
+    case for a large one anyway.
     """
     stored = {tensor.name for tensor in proto.graph.initializer}
     taken: set[str] = set()
@@ -42,7 +30,7 @@ def own_initializers(proto: Any) -> None:
 
 
 def _one_for_each_reader(proto: Any, node: Any) -> list[Any]:
-    """The node, which its first reader keeps, and a copy for every further one."""
+    """The node for its first reader, and a copy for every further one."""
     readers = [reader for reader in proto.graph.node if node.output[0] in reader.input]
     copies = [node]
     for number, reader in enumerate(readers[1:], 1):
@@ -54,7 +42,7 @@ def _one_for_each_reader(proto: Any, node: Any) -> list[Any]:
 
 
 def _own(proto: Any, name: str, taken: set[str]) -> str:
-    """The initializer's name if this is its first reader, else that of a copy."""
+    """The initializer's name if this is its first reader, else the name of a new copy."""
     if name not in taken:
         taken.add(name)
         return name

@@ -1,4 +1,4 @@
-"""What ONNX Runtime needs said twice or otherwise: grids behind operations that do not carry them, global averages."""
+"""Changes of a graph that let ONNX Runtime compute it on integers: grids stated again, global averages."""
 
 import operator
 from typing import Any
@@ -7,64 +7,95 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from qat.export.onnx.operators import written_offset
+from qat.export.integers.freezing import replace_call
+from qat.export.integers.frozen import FrozenQuantizer, stored_offset
+from qat.export.onnx.operators import GlobalAveragePool, OnnxOperations
 from qat.preparation.operations import SPLITTING_FUNCTIONS, SPLITTING_METHODS, passes_grid
 from qat.preparation.placement import grid_of
 from qat.quantizer import Quantizer
+from qat.tracing.constants import constant_nodes
 from qat.tracing.nodes import submodule_of
 
-NOT_CARRIED = {
+NOT_PROPAGATED = {
     F.pad, operator.getitem, torch.roll, torch.repeat_interleave, torch.select, torch.narrow,
     "roll", "expand", "repeat", "repeat_interleave", "select", "narrow",
 }  # fmt: skip
-"""Operations that keep a grid and behind which ONNX Runtime forgets it: it computes in float what reads them next, or
-quantizes it anew in blocks of its own."""
+"""Operations that keep a grid although ONNX Runtime does not propagate it: it computes the next operation in float, or
+quantizes its input anew in blocks of its own."""
 
 
-def grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
-    """The quantizer to state again behind an operation that carries its grid through where ONNX Runtime does not.
+def rewrite_for_runtime(model: nn.Module) -> None:
+    """State grids again where ONNX Runtime loses them, and use its integer global average.
 
-    That is behind the operations of `NOT_CARRIED`; and with a grid in int8 behind max pooling and reshaping too: there
-    ONNX Runtime 1.31 writes a zero point of the wrong type itself and refuses its own graph.
+    Args:
+        model: from `evaluation_copy`; its graphs are changed.
     """
-    source = (
-        grid_of(node, model)
-        if passes_grid(node, model) and node.target not in SPLITTING_FUNCTIONS | SPLITTING_METHODS
-        else None
-    )
+    for path, graph_module in list(model.named_modules()):
+        if isinstance(graph_module, fx.GraphModule):
+            _rewrite(graph_module, path)
+
+
+def _rewrite(model: fx.GraphModule, path: str) -> None:
+    constant = constant_nodes(model.graph)
+    nodes = list(model.graph.nodes)
+    # Both questions are asked before the graph changes: a grid that is stated again hides the quantizer before it.
+    restated = {node: source for node in nodes if (source := _grid_to_restate(node, model)) is not None}
+    averages = [
+        node for node in nodes if node not in constant and _is_global_average(node, model) and _scales_fit(node, model)
+    ]
+    for number, (node, source) in enumerate(restated.items()):
+        quantizer = submodule_of(model, source)
+        assert isinstance(quantizer, Quantizer)
+        again = FrozenQuantizer(quantizer, f"{path}.{source.target}.again".lstrip("."), OnnxOperations())
+        _restate(model, node, f"restated_{number}", again)
+    for number, node in enumerate(averages):
+        replace_call(model, node, f"global_average_pool_{number}", GlobalAveragePool(), node.args[:1])
+
+
+def _grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
+    """The quantizer to call again behind an operation that keeps its grid, where ONNX Runtime loses it.
+
+    These are the operations in `NOT_PROPAGATED`, and for a grid in int8 also max pooling and reshaping: there ONNX
+    Runtime 1.31 writes a zero point of the wrong type and then refuses its own graph.
+    """
+    if not passes_grid(node, model) or node.target in SPLITTING_FUNCTIONS | SPLITTING_METHODS:
+        return None
+    source = grid_of(node, model)
     if source is None:
         return None
-    grid = model.get_submodule(str(source.target))
-    assert isinstance(grid, Quantizer)
-    in_int8 = grid.bounds()[0] < 0 and not written_offset(grid)
-    return source if node.target in NOT_CARRIED or in_int8 else None
+    quantizer = model.get_submodule(str(source.target))
+    assert isinstance(quantizer, Quantizer)
+    in_int8 = quantizer.bounds()[0] < 0 and not stored_offset(quantizer)
+    return source if node.target in NOT_PROPAGATED or in_int8 else None
 
 
-def restate_grid(node: fx.Node, grid: str) -> None:
-    """Quantize a padded tensor again, on its own grid: it changes nothing, and without it ONNX Runtime, which carries
-    grids through max pooling and reshaping but not through Pad, computes the next operation in float."""
+def _restate(model: fx.GraphModule, node: fx.Node, name: str, again: FrozenQuantizer) -> None:
+    """Quantize a result again on the grid that it is on already, which changes no value."""
+    model.add_submodule(name, again)
     with node.graph.inserting_after(node):
-        again = node.graph.call_module(grid)
-    node.replace_all_uses_with(again)
-    again.args = (node,)
+        call = node.graph.call_module(name)
+    node.replace_all_uses_with(call)
+    call.args = (node,)
 
 
-def averages_all(node: fx.Node, module: nn.Module | None) -> bool:
+def _is_global_average(node: fx.Node, model: fx.GraphModule) -> bool:
     """Whether a node is adaptive average pooling to one pixel."""
+    module = submodule_of(model, node)
     size: Any = module.output_size if isinstance(module, nn.AdaptiveAvgPool2d) else None
     if node.target is F.adaptive_avg_pool2d:
         size = node.args[1] if len(node.args) > 1 else node.kwargs.get("output_size")
     return size in (1, (1, 1), [1, 1])
 
 
-def scales_fit(node: fx.Node, model: fx.GraphModule) -> bool:
-    """Whether ONNX Runtime's integer average takes these grids: it stops at 256 and above, and below 2^-32."""
+def _scales_fit(node: fx.Node, model: fx.GraphModule) -> bool:
+    """Whether ONNX Runtime's integer average takes these scales: their ratio must be below 256 and at least 2^-32."""
     source = grid_of(node.args[0], model) if isinstance(node.args[0], fx.Node) else None
     reader = next((user for user in node.users if isinstance(submodule_of(model, user), Quantizer)), None)
     if source is None or reader is None:
-        return True  # without grids on both sides it stays a float operation
+        return True  # without a grid on both sides it stays a float operation
     before, after = (model.get_submodule(str(end.target)) for end in (source, reader))
     assert isinstance(before, Quantizer) and isinstance(after, Quantizer)
-    # The image size divides the ratio; leaving it out keeps within the upper bound, and 2^16 pixels within the lower.
+    # ONNX Runtime divides the ratio by the number of pixels. Without that, 256 is a safe upper bound; the lower bound
+    # leaves room for 2^16 pixels.
     ratio = float(before.grid()[0]) / float(after.grid()[0])
     return 2.0**-16 <= ratio < 256

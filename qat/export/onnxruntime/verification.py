@@ -1,11 +1,9 @@
 """`verify_onnx`: run an exported file in ONNX Runtime and hold it against the torch model, layer by layer if asked."""
 
-import copy
 import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +14,12 @@ from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
 from qat.export.agreement import Pair, Verification, judge
-from qat.export.integers.freezing import call_names
-from qat.export.onnx.operators import written_offset
+from qat.export.integers.evaluation import call_names, evaluation_graph
+from qat.export.integers.following import Follower, LayerDifference, no_quantizer
 from qat.export.onnxruntime.session import answers, call, open_session, output_tensors
-from qat.preparation.prepared_graph import PreparedGraph
-from qat.quantizer import Quantizer
-from qat.tracing.constants import fixed_nodes
-from qat.tracing.in_place import drop_unread
 from qat.tracing.inputs import model_device
-from qat.tracing.train_eval import evaluation_only
 
 Batches = Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class LayerDifference:
-    """One quantizer's integers in ONNX Runtime and in torch, computed from the same input integers.
-
-    Attributes:
-        name: the quantizer.
-        elements: integers compared.
-        differing: how many are not equal.
-        largest: largest difference, in levels.
-    """
-
-    name: str
-    elements: int
-    differing: int
-    largest: int
 
 
 def verify_onnx(
@@ -115,17 +91,12 @@ def follow(
 
     Arguments and errors are those of `compare_layers`.
     """
-    if isinstance(model, PreparedGraph):
-        model._follow_changes()
-    evaluated = copy.copy(model)
-    evaluated.graph = copy.deepcopy(model.graph)
-    evaluation_only(evaluated)
-    drop_unread(evaluated.graph, evaluated)
-    names = call_names(evaluated, fixed_nodes(evaluated.graph))
+    evaluated = evaluation_graph(model)
+    names = call_names(evaluated)
     integers, theirs = _runtime_integers(path, list(names.values()), inputs, optimize, default_session)
     device = model_device(model)
     given = {name: torch.from_numpy(found).to(device) for name, found in integers.items()}
-    follower = _Follower(evaluated, names, given, Path(path).name)
+    follower = Follower(evaluated, names, given, Path(path).name)
     with evaluating(model), torch.no_grad():
         placeholders = [node.target for node in evaluated.graph.nodes if node.op == "placeholder"]
         moved = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
@@ -154,54 +125,6 @@ def optimized_operators(path: str | os.PathLike[str]) -> Counter[str]:
     return Counter(node.op_type for node in graph.node)
 
 
-class _Follower(fx.Interpreter):
-    """Runs a prepared model, continuing at every quantizer with the integers that the other runtime got there."""
-
-    def __init__(
-        self, model: fx.GraphModule, names: dict[fx.Node, str], integers: dict[str, Tensor], file: str
-    ) -> None:
-        super().__init__(model)
-        self.names, self.integers, self.file = names, integers, file
-        self.differences: list[LayerDifference] = []
-        self.followed: list[tuple[Quantizer, Tensor, Tensor]] = []
-
-    def run_node(self, n: fx.Node) -> Any:
-        """The node's value; a quantizer's from the other runtime's integers."""
-        if n not in self.names:
-            return super().run_node(n)
-        quantizer = self.fetch_attr(str(n.target))
-        (x,), _ = self.fetch_args_kwargs_from_env(n)
-        theirs = self._theirs(self.names[n], quantizer, x) - written_offset(quantizer)
-        gap = (quantizer.codes(x) - theirs).abs()
-        gap = gap.nan_to_num(nan=float(quantizer.span()))  # torch's NaN is no integer of theirs
-        self.differences.append(
-            LayerDifference(self.names[n], gap.numel(), int((gap > 0).sum()), int(gap.max()) if gap.numel() else 0)
-        )
-        scale, zero_point = quantizer.grid()
-        return (theirs - zero_point) * scale
-
-    def _theirs(self, name: str, quantizer: Quantizer, x: Tensor) -> Tensor:
-        """The runtime's integers; of a call that the exporter merged with an equal one, that one's."""
-        integers = self.integers.get(name)
-        if integers is None:
-            equal = [found for other, read, found in self.followed if _is_same_call(other, read, quantizer, x)]
-            if not equal:
-                raise _no_quantizer(self.file, name)
-            integers = equal[0]
-        if len(self.integers) < len(self.names):
-            self.followed.append((quantizer, x, integers))
-        return integers.float()
-
-
-def _no_quantizer(file: str, name: str) -> ValueError:
-    return ValueError(f"compare_layers: {file} has no quantizer {name!r}; was it made from this model?")
-
-
-def _is_same_call(quantizer: Quantizer, x: Tensor, other: Quantizer, y: Tensor) -> bool:
-    same_grid = all(torch.equal(a, b) for a, b in zip(quantizer.grid(), other.grid(), strict=True))
-    return same_grid and quantizer.bounds() == other.bounds() and torch.equal(x, y)
-
-
 def _runtime_integers(
     path: str | os.PathLike[str], names: list[str], inputs: Any, optimize: bool, default_session: bool
 ) -> tuple[dict[str, np.ndarray[Any, Any]], list[Tensor]]:
@@ -216,6 +139,6 @@ def _runtime_integers(
     try:
         results = answers(session, inputs, [*outputs, *names])
     except ValueError as error:
-        raise _no_quantizer(Path(path).name, missing[0]) if missing else error from None
+        raise no_quantizer(Path(path).name, missing[0]) if missing else error from None
     integers = {name: result.numpy() for name, result in zip(names, results[len(outputs) :], strict=True)}
     return integers, [result.float() for result in results[: len(outputs)]]

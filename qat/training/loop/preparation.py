@@ -9,8 +9,8 @@ from torch import Tensor, fx, nn
 
 import qat
 from qat.evaluating import evaluating
-from qat.export.exporter import keeps_to_its_grid
-from qat.export.onnx.operators import MOST_BITS
+from qat.export.integers.consistency import keeps_to_its_grid
+from qat.export.integers.frozen import CONTAINER_BITS
 from qat.layers import QuantFunction
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer.registry import quantizer_class
@@ -146,10 +146,10 @@ def _check_exportable(name: str, quantizer: qat.Quantizer) -> None:
             f"quantization: {name}: integers {low} to {high}, negated where gamma < 0,"
             f" do not fit int8; use {narrow}fewer bits, or export.onnx=false"
         )
-    if high - low >= 2**MOST_BITS:
+    if high - low >= 2**CONTAINER_BITS:
         raise UserError(
             f"quantization: {name} has the integers {low} to {high}, and ONNX Runtime's integer kernels take at most"
-            f" {MOST_BITS} bits; use fewer, or set export.onnx=false"
+            f" {CONTAINER_BITS} bits; use fewer, or set export.onnx=false"
         )
 
 

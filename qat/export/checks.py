@@ -1,0 +1,65 @@
+"""What `export_onnx` refuses, and what it warns of, before it writes anything."""
+
+import warnings
+
+from torch import fx, nn
+
+from qat.evaluating import evaluating
+from qat.export.integers.consistency import keeps_to_its_grid, sample_for
+from qat.export.integers.frozen import CONTAINER_BITS
+from qat.layers import QuantLayer
+from qat.preparation.hooks import is_watched
+from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.report import LEFT_IN_FLOAT
+from qat.quantizer import Quantizer
+
+
+def check_exportable(model: nn.Module) -> None:
+    """Check that every quantizer of the model is calibrated and has integers of at most 8 bits.
+
+    Raises:
+        TypeError: if the model holds no quantizer.
+        ValueError: if the model was prepared in parts, or for the first quantizer that cannot be written.
+    """
+    quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
+    if not quantizers:
+        raise TypeError(
+            f"export_onnx: expected a model from qat.prepare, got {type(model).__name__} without quantizers"
+        )
+    if LEFT_IN_FLOAT in vars(model) and not isinstance(model, fx.GraphModule):
+        raise ValueError(
+            f"export_onnx: {type(model).__name__} was prepared in parts, for its forward has no one graph; export each"
+            " part, see qat.preparation.parts.prepared_parts(model)"
+        )
+    for name, quantizer in quantizers.items():
+        refusal = quantizer.refusal()
+        if refusal is not None:
+            raise ValueError(f"export_onnx: {name!r} {refusal}")
+        if not quantizer.is_calibrated:
+            raise ValueError(f"export_onnx: {name!r} has no range yet; call qat.calibrate(model, batches) first")
+        low, high = quantizer.bounds()
+        if high - low >= 2**CONTAINER_BITS:
+            raise ValueError(
+                f"export_onnx: {name!r} has the integers {low} to {high}; ONNX Runtime's integer kernels take at most"
+                f" {CONTAINER_BITS} bits"
+            )
+        with evaluating(quantizer):
+            agrees = keeps_to_its_grid(quantizer, sample_for(model, name, quantizer))
+        if not agrees:
+            raise ValueError(
+                f"export_onnx: {name!r}: the rule {quantizer.spec.rule!r} computes other values in quantize(x) than its"
+                " codes(x) and grid() say; make them agree, or set exportable = False"
+            )
+
+
+def warn_of_hooks(model: nn.Module) -> None:
+    """Warn of hooks on layers, quantizers and graphs: what is written as integers does not call them."""
+    written = (QuantLayer, Quantizer, PreparedGraph)
+    watched = [name or type(model).__name__ for name, module in model.named_modules()
+               if isinstance(module, written) and is_watched(module)]  # fmt: skip
+    if watched:
+        warnings.warn(
+            f"export_onnx: hooks and patched forwards of {', '.join(watched[:5])} are not in the file; it computes"
+            " what the model does without them",
+            stacklevel=3,
+        )

@@ -1,0 +1,28 @@
+"""Whether a quantizer's values are those of its integers: quantize(x) = (codes(x) - zero_point) * scale."""
+
+import torch
+from torch import Tensor, nn
+
+from qat.layers import QuantFunction, QuantLayer
+from qat.quantizer import Quantizer
+
+
+@torch.no_grad()
+def keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
+    """Whether quantize(x) = (codes(x) - zero_point) * scale."""
+    scale, zero_point = quantizer.grid(x)
+    expected = (quantizer.codes(x) - zero_point) * scale
+    # The difference of NaN weights is NaN and passes; they are refused when their integers are stored.
+    off = (quantizer.quantize(x) - expected).abs() > 1e-5 * expected.abs() + 1e-6 * scale
+    return not bool(off.any())
+
+
+def sample_for(model: nn.Module, name: str, quantizer: Quantizer) -> Tensor:
+    """A tensor to try a quantizer of a model on: its weight, or points on, between and outside the levels."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(owner, QuantLayer) and owner.weight_quantizer is quantizer and not isinstance(owner, QuantFunction):
+        return owner.channels_first(owner.weight.detach())
+    scale, zero_point = quantizer.grid()
+    low, high = quantizer.bounds()
+    points = torch.linspace(low - 1.3, high + 1.7, 61, device=scale.device)
+    return (points - zero_point.reshape(*zero_point.shape[:-1], -1)) * scale.reshape(*scale.shape[:-1], -1)

@@ -1,0 +1,85 @@
+"""What evaluation computes: a model's graph without its training branches, and with the constant parts computed."""
+
+import copy
+
+import torch
+from torch import Tensor, fx, nn
+
+from qat.preparation.prepared_graph import PreparedGraph
+from qat.quantizer import Quantizer
+from qat.tracing.constants import fixed_nodes
+from qat.tracing.in_place import drop_unread
+from qat.tracing.nodes import submodule_of
+from qat.tracing.train_eval import evaluation_only
+
+
+def evaluation_copy(model: nn.Module) -> nn.Module:
+    """A copy on the CPU, in float32 and evaluation mode, whose graphs hold only what evaluation computes."""
+    for part in model.modules():
+        if isinstance(part, PreparedGraph):
+            part._follow_changes()  # layers that were replaced after `prepare`
+    evaluated = copy.deepcopy(model).cpu().float().eval()
+    for parameter in evaluated.parameters():
+        parameter.requires_grad_(False)
+    for part in evaluated.modules():
+        if isinstance(part, fx.GraphModule):
+            _keep_evaluation(part)
+            _fold(part)
+    return evaluated
+
+
+def evaluation_graph(model: fx.GraphModule) -> fx.GraphModule:
+    """The model's graph with only what evaluation computes; it shares the model's modules and parameters."""
+    if isinstance(model, PreparedGraph):
+        model._follow_changes()
+    evaluated = copy.copy(model)
+    evaluated.graph = copy.deepcopy(model.graph)
+    _keep_evaluation(evaluated)
+    return evaluated
+
+
+def call_names(model: fx.GraphModule) -> dict[fx.Node, str]:
+    """The name of every quantizer call; the second call of `quantizer` is `quantizer.1`. Calls on constants have none.
+
+    Args:
+        model: from `evaluation_graph` or `evaluation_copy`.
+    """
+    fixed = fixed_nodes(model.graph)
+    names: dict[fx.Node, str] = {}
+    seen: dict[str, int] = {}
+    for node in model.graph.nodes:
+        if isinstance(submodule_of(model, node), Quantizer) and node not in fixed:
+            name = str(node.target)
+            seen[name] = seen.get(name, -1) + 1
+            names[node] = f"{name}.{seen[name]}" if seen[name] else name
+    return names
+
+
+def _keep_evaluation(model: fx.GraphModule) -> None:
+    evaluation_only(model)
+    drop_unread(model.graph, model)
+
+
+@torch.no_grad()
+def _fold(model: fx.GraphModule) -> None:
+    """Store what layers compute from parameters alone: it never changes, and a runtime would compute it differently.
+
+    A quantized parameter that a matrix product reads is left: it is stored as integers.
+    """
+    fixed = fixed_nodes(model.graph)
+    if not any(node.op == "call_module" and not isinstance(submodule_of(model, node), Quantizer) for node in fixed):
+        return
+    interpreter = fx.Interpreter(model, garbage_collect_values=False)
+    for number, node in enumerate(list(model.graph.nodes)):
+        if node not in fixed:
+            continue
+        interpreter.env[node] = value = interpreter.run_node(node)
+        readers = [user for user in node.users if user not in fixed]
+        if not readers or not isinstance(value, Tensor) or node.op == "get_attr":
+            continue
+        if not isinstance(submodule_of(model, node), Quantizer):
+            model.register_buffer(f"folded_{number}", value.detach().clone())
+            with model.graph.inserting_after(node):
+                folded = model.graph.get_attr(f"folded_{number}")
+            for user in readers:
+                user.replace_input_with(node, folded)

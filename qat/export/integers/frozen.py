@@ -1,0 +1,190 @@
+"""Modules that hold the integers of a quantizer, a parameter, a layer or a table, stored in 8 bits.
+
+They compute with `Operations`: in torch, or as the operators of the file that is written from them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qat.export.integers.operations import Operations
+from qat.layers import IntegerWeight, QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d, QuantLayer
+from qat.layers.embedding import IntegerTable
+from qat.quantizer import Quantizer
+
+CONTAINER_BITS = 8
+"""Bits that store one integer; integer kernels take no wider operands."""
+
+TRANSPOSED = (QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d)
+
+
+class FreezingError(ValueError):
+    """A layer whose integers cannot be stored."""
+
+
+def stored_offset(quantizer: Quantizer) -> int:
+    """What is added to a quantizer's integers and zero point to store them: 128 for a signed grid with a zero point.
+
+    The same grid is then stored in uint8, the type for which runtimes have every kernel; ONNX Runtime loses a zero
+    point in int8 when it fuses. A symmetric signed grid stays int8 with zero point 0, which TensorRT requires.
+    """
+    return 128 if quantizer.bounds()[0] < 0 and not quantizer.spec.symmetric else 0
+
+
+def stored_qparams(quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """Scale, and zero point in the integer type that stores the codes."""
+    scale, zero_point = quantizer.grid()
+    offset = stored_offset(quantizer)
+    container = torch.int8 if quantizer.bounds()[0] + offset < 0 else torch.uint8
+    return scale.detach().float(), (zero_point.detach() + offset).to(container)
+
+
+class FrozenQuantizer(nn.Module):
+    """A quantizer of activations: quantize and dequantize on a fixed grid.
+
+    Args:
+        quantizer: whose grid it is.
+        name: of the call in the model.
+        operations: how to compute.
+    """
+
+    def __init__(self, quantizer: Quantizer, name: str, operations: Operations) -> None:
+        super().__init__()
+        self.quantizer_name = name
+        self.operations = operations
+        scale, zero_point = stored_qparams(quantizer)
+        low, high = (bound + stored_offset(quantizer) for bound in quantizer.bounds())
+        limits = torch.iinfo(zero_point.dtype)
+        self.clips = (low, high) != (limits.min, limits.max)
+        self.scale: Tensor
+        self.zero_point: Tensor
+        self.low: Tensor
+        self.high: Tensor
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero_point", zero_point)
+        self.register_buffer("low", torch.tensor(low, dtype=zero_point.dtype))
+        self.register_buffer("high", torch.tensor(high, dtype=zero_point.dtype))
+
+    def grid(self) -> tuple[float, ...]:
+        """Scale, zero point and bounds: quantizers with equal numbers have one grid."""
+        return tuple(float(number) for number in (self.scale, self.zero_point, self.low, self.high))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x on the grid."""
+        bounds = (self.low, self.high) if self.clips else None
+        codes = self.operations.quantize(x, self.scale, self.zero_point, bounds, self.quantizer_name)
+        return self.operations.dequantize(codes, self.scale, self.zero_point)
+
+
+class FrozenParameter(nn.Module):
+    """A quantized parameter that is an operand of a matrix product, as integers."""
+
+    def __init__(self, quantizer: Quantizer, value: Tensor, operations: Operations) -> None:
+        super().__init__()
+        self.operations = operations
+        scale, zero_point = stored_qparams(quantizer)
+        self.codes: Tensor
+        self.scale: Tensor
+        self.zero_point: Tensor
+        self.register_buffer("codes", (quantizer.codes(value).detach() + stored_offset(quantizer)).to(zero_point.dtype))
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero_point", zero_point)
+
+    def forward(self, *unused: Any) -> Tensor:
+        """The values; the float parameter is not read again."""
+        return self.operations.dequantize(self.codes, self.scale, self.zero_point)
+
+
+class FrozenLayer(nn.Module):
+    """A quantized layer with its BatchNorm folded in: int8 weight, int32 bias.
+
+    Args:
+        layer: whose operation it is.
+        name: of the layer in the model.
+        integers: weight and bias.
+        operations: how to compute.
+        inputs: the quantizers of the inputs, if they are not quantized outside.
+
+    Raises:
+        FreezingError: if the weight's integers do not fit int8.
+    """
+
+    def __init__(
+        self,
+        layer: QuantLayer,
+        name: str,
+        integers: IntegerWeight,
+        operations: Operations,
+        inputs: Sequence[FrozenQuantizer] = (),
+    ) -> None:
+        super().__init__()
+        lowest, highest = integers.codes.min().item(), integers.codes.max().item()
+        if not (lowest >= -128 and highest <= 127 and integers.bias_codes.isfinite().all()):
+            raise FreezingError(
+                f"a {type(layer).__name__}'s integers go from {lowest:g} to {highest:g}, not in int8"
+                " (NaN weights? a grid that is unsigned or not narrow_range=True?)"
+            )
+        self.layer_name = name
+        self.operations = operations
+        self.geometry = layer
+        self.grids = nn.ModuleList(inputs)
+        # A transposed convolution has its output channels on axis 1; with groups, one axis does not hold them all.
+        self.in_torch_layout = isinstance(layer, TRANSPOSED) and layer.groups == 1
+        codes = layer.torch_layout(integers.codes) if self.in_torch_layout else integers.codes
+        self.weight: Tensor
+        self.weight_scale: Tensor
+        self.weight_zero_point: Tensor
+        self.bias: Tensor
+        self.bias_scale: Tensor
+        self.register_buffer("weight", codes.detach().to(torch.int8).contiguous())
+        self.register_buffer("weight_scale", integers.scale.detach().float().contiguous())
+        # Always 0, and stored anyway: ONNX Runtime fuses a linear layer only if the weight has a zero point.
+        self.register_buffer("weight_zero_point", torch.zeros(self.weight_scale.shape, dtype=torch.int8))
+        self.register_buffer("bias", integers.bias_codes.detach().to(torch.int32))
+        self.register_buffer("bias_scale", integers.accumulator_scale.detach().float().contiguous())
+
+    def forward(self, x: Tensor, *operands: Any, **options: Any) -> Tensor:
+        """The float operation on dequantized operands, which runtimes fuse into an integer one.
+
+        Args:
+            x: the input.
+            operands: the second input of a bilinear layer. Other layers ignore a weight and a bias given here.
+            options: further arguments of the operation, such as `output_size`.
+        """
+        others = operands if len(self.geometry.quantizer_arguments) > 1 else ()
+        if self.grids:
+            x, *rest = (grid(tensor) for grid, tensor in zip(self.grids, (x, *others), strict=True))
+            others = tuple(rest)
+        weight = self.operations.dequantize(
+            self.weight, self.weight_scale, self.weight_zero_point, int(self.in_torch_layout), self.layer_name
+        )
+        if not self.in_torch_layout:
+            weight = self.geometry.torch_layout(weight)
+        bias = self.operations.dequantize(self.bias, self.bias_scale, None, axis=0)
+        result: Tensor = self.geometry.operate(x, weight, bias, *others, **options)
+        return result
+
+
+class FrozenTable(nn.Module):
+    """The rows of a quantized embedding: 8-bit codes, and a scale for each row."""
+
+    def __init__(self, table: IntegerTable, operations: Operations) -> None:
+        super().__init__()
+        self.operations = operations
+        rows = table.codes.shape[0]
+        self.codes: Tensor
+        self.scale: Tensor
+        self.zero_point: Tensor
+        container = torch.int8 if bool(table.codes.min() < 0) else torch.uint8
+        self.register_buffer("codes", table.codes.detach().to(container))
+        self.register_buffer("scale", table.scale.detach().float().reshape(-1).expand(rows).contiguous())
+        zero_point = torch.as_tensor(table.zero_point).detach().to(container)
+        self.register_buffer("zero_point", zero_point.reshape(-1).expand(rows).contiguous())
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """The values of the rows with these indices."""
+        asked = indices.reshape(-1)
+        rows = self.operations.dequantize(self.codes[asked], self.scale[asked], self.zero_point[asked], axis=0)
+        return rows.reshape(*indices.shape, -1)

@@ -1,0 +1,73 @@
+"""The names of a file's quantizers and weights: those of the model."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from qat.export.onnx.operators import LAYER, QUANTIZER
+
+
+def name_quantizers(proto: Any, expected: Mapping[str, tuple[float, ...]]) -> None:
+    """Give every QuantizeLinear and its integers the name of its quantizer; further calls are numbered.
+
+    Two quantizers with the same grid on the same tensor become one operator, with the name of one of them.
+
+    Args:
+        proto: the file.
+        expected: the grids of the model's quantizers, by name.
+
+    Raises:
+        ValueError: if a quantizer is missing.
+    """
+    readers: dict[str, list[Any]] = {}
+    for node in proto.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    seen: Counter[str] = Counter()
+    for node in proto.graph.node:
+        name = _metadata(node, QUANTIZER)
+        if name is None:
+            continue
+        following = readers.get(node.output[0], [])
+        # The last integer tensor of a quantizer: QuantizeLinear, or the Clip behind it.
+        last = following[0] if following and following[0].op_type == "Clip" else node
+        new = _numbered(name, seen)
+        for reader in readers.get(last.output[0], []):
+            reader.input[:] = [new if old == last.output[0] else old for old in reader.input]
+        last.output[0] = new
+        node.name = new
+    present = {expected[name] for name in seen}
+    missing = sorted(name for name, grid in expected.items() if name not in seen and grid not in present)
+    if missing:
+        raise ValueError(
+            f"export_onnx: {len(missing)} of the model's {len(expected)} quantizers are not in the ONNX graph:"
+            f" {', '.join(missing[:5])}"
+        )
+
+
+def name_weights(proto: Any) -> None:
+    """Call the DequantizeLinear of every layer's weight `<layer>.weight`; further calls of a layer are numbered."""
+    seen: Counter[str] = Counter()
+    for node in proto.graph.node:
+        layer = _metadata(node, LAYER)
+        if layer is not None:
+            node.name = _numbered(f"{layer}.weight", seen)
+
+
+def strip_traces(proto: Any) -> None:
+    """Drop the exporter's Python stack traces: they name this machine's paths and are larger than the operators."""
+    del proto.graph.metadata_props[:]
+    del proto.graph.value_info[:]
+    for part in (*proto.graph.node, *proto.graph.input, *proto.graph.output, *proto.graph.initializer):
+        del part.metadata_props[:]
+        part.doc_string = ""
+
+
+def _metadata(node: Any, key: str) -> str | None:
+    return next((entry.value for entry in node.metadata_props if entry.key == key), None)
+
+
+def _numbered(name: str, seen: Counter[str]) -> str:
+    """The name, with a number from its second use on."""
+    seen[name] += 1
+    return name if seen[name] == 1 else f"{name}.{seen[name] - 1}"

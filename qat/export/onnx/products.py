@@ -1,0 +1,90 @@
+"""`find_saturation`: the integer products in an ONNX file, and whether they can saturate 16 bits."""
+
+import os
+from typing import Any
+
+import numpy as np
+
+from qat.export.integers.saturation import Saturation, worst_pair
+
+HIGHEST_CODE = 255
+"""Of an input whose bounds the file does not say."""
+
+CHANNEL_AXIS = {"Conv": 0, "Gemm": -1, "MatMul": -1}
+"""Operators with integer kernels, and the axis of their second operand that holds the output channels. ConvTranspose is
+missing: ONNX Runtime computes it in float."""
+
+PASSING = ("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "MaxPool", "Identity")
+"""Operators of one operand whose results are some of its integers."""
+
+
+def find_saturation(path: str | os.PathLike[str]) -> list[Saturation]:
+    """Every product of uint8 by int8 in a file from `export_onnx`, in the order in which they run; each layer once.
+
+    Args:
+        path: the file.
+    """
+    import onnx
+
+    graph = onnx.load(path).graph
+    made = {output: node for node in graph.node for output in node.output}
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    found: dict[str, list[int]] = {}
+    for node in graph.node:
+        if node.op_type not in CHANNEL_AXIS:
+            continue
+        first, second = (_origin(made.get(name), made) for name in node.input[:2])
+        if second is None or second.op_type != "DequantizeLinear":
+            continue
+        rows = _rows(node, second, stored, made)
+        if rows is not None:
+            layer = second.name.rpartition(".weight")[0] if second.input[0] in stored else second.input[0]
+            code = _highest_code(first, stored, made)
+            sums = [worst_pair(row, code) for row in rows]
+            found[layer] = [max(pair, key=abs) for pair in zip(sums, found.get(layer, sums), strict=True)]
+    return [Saturation(layer, tuple(sums)) for layer, sums in found.items()]
+
+
+def _origin(node: Any, made: dict[str, Any]) -> Any:
+    """The node that made the integers which operators in `PASSING` hand on."""
+    while node is not None and node.op_type in PASSING:
+        node = made.get(node.input[0])
+    return node
+
+
+def _rows(node: Any, second: Any, stored: dict[str, Any], made: dict[str, Any]) -> list[Any] | None:
+    """The int8 values of the second operand, one row for each output channel; None if they are not int8."""
+    from onnx import numpy_helper
+
+    if second.input[0] in stored:
+        weight = numpy_helper.to_array(stored[second.input[0]])
+        if weight.dtype != np.int8:
+            return None
+        # The axis of the scales is that of the output channels, wherever a transposition puts them.
+        axes = [attribute.i for attribute in second.attribute if attribute.name == "axis"]
+        scale = numpy_helper.to_array(stored[second.input[1]])
+        axis = axes[0] if axes and scale.ndim else CHANNEL_AXIS[node.op_type]
+        return list(np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1))
+    low, high = _bounds(second, stored, made)
+    # Only the bounds of activations are known, and each may occur twice.
+    return [np.array([low, low, high, high])] if low < 0 else None
+
+
+def _highest_code(first: Any, stored: dict[str, Any], made: dict[str, Any]) -> int:
+    """The highest code of the first operand as uint8; ONNX Runtime adds 128 to int8."""
+    if first is None or first.op_type != "DequantizeLinear":
+        return HIGHEST_CODE
+    low, high = _bounds(first, stored, made)
+    return high + 128 if low < 0 else high
+
+
+def _bounds(dequantize: Any, stored: dict[str, Any], made: dict[str, Any]) -> tuple[int, int]:
+    """The lowest and highest integer of an activation: those of the Clip before it, or of its container."""
+    from onnx import numpy_helper
+
+    before = made.get(dequantize.input[0])
+    if before is not None and before.op_type == "Clip":
+        low, high = (int(numpy_helper.to_array(stored[name])) for name in before.input[1:3])
+        return low, high
+    limits = np.iinfo(numpy_helper.to_array(stored[dequantize.input[2]]).dtype)
+    return int(limits.min), int(limits.max)

@@ -1,0 +1,107 @@
+"""torch.onnx's exporter: example inputs as it wants them, a free batch axis, and the sizes that it found fixed."""
+
+import contextlib
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from qat.export.onnx.operators import OPSET
+from qat.silence import warnings_ignored
+
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
+
+
+def export_program(frozen: nn.Module, example_inputs: Inputs) -> Any:
+    """The exporter's program, whose first axis is free, or fixed if the model takes no other length."""
+    order = list(inspect.signature(frozen.forward).parameters)
+
+    def run(samples: int) -> Any:
+        args, kwargs = example_arguments(example_inputs, samples)
+        kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+        shapes = _free_batch(args, kwargs) if samples > 1 else None
+        with _quiet():
+            return torch.onnx.export(
+                frozen, args, kwargs=kwargs, dynamo=True, opset_version=OPSET, dynamic_shapes=shapes, verbose=False
+            )
+
+    try:
+        return run(2)
+    except Exception:  # an unbatched image, whose first axis is its channels; or a model that cannot be exported
+        with contextlib.suppress(Exception):
+            return run(1)
+        raise
+
+
+def example_arguments(example_inputs: Inputs, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments on the CPU, in float32, with one sample or at least two."""
+
+    def ready(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        # torch.export takes a batch of one for a constant.
+        x = torch.cat([x, x]) if x.dim() and len(x) < samples else x
+        x = x.detach().cpu()
+        return (x.float() if x.is_floating_point() else x).contiguous()
+
+    moved = pytree.tree_map(ready, example_inputs)
+    if isinstance(moved, Mapping):
+        return (), dict(moved)
+    return (moved if isinstance(moved, tuple) else (moved,)), {}
+
+
+def fix_sizes(program: Any, proto: Any) -> None:
+    """Write the input sizes that torch.export found fixed into the file, which leaves them free; warn of a batch."""
+    exported = program.exported_program
+    names = exported.graph_signature.user_inputs
+    values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
+    tensors = [values[name] for name in names if isinstance(values.get(name), Tensor)]
+    for tensor, declared in zip(tensors, proto.graph.input, strict=True):
+        axes = declared.type.tensor_type.shape.dim
+        fixed = [_fixed(size, exported) for size in tensor.shape]
+        for size, axis in zip(fixed, axes, strict=True):
+            if size is not None:
+                axis.dim_value = size
+        if fixed and fixed[0] is not None:
+            warnings.warn(
+                f"export_onnx: the first axis of the input {declared.name!r} is fixed at {fixed[0]}, for the model"
+                " computes with it as with a number",
+                stacklevel=3,
+            )
+
+
+def _fixed(size: Any, exported: Any) -> int | None:
+    """The only length that an axis may have; None if it is free."""
+    if isinstance(size, int):
+        return size
+    limits = exported.range_constraints.get(size.node.expr)
+    return int(limits.lower) if limits is not None and limits.lower == limits.upper else None
+
+
+def _free_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Dynamic shapes that let every tensor's first axis have any length, unless the model computes with that length."""
+
+    def free(x: Any) -> Any:
+        return {0: torch.export.Dim.AUTO} if isinstance(x, Tensor) and x.dim() else None
+
+    return tuple(pytree.tree_map(free, args)) if args else pytree.tree_map(free, kwargs)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's log and its own deprecation warnings from the user's terminal; one thread at a time."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    with warnings_ignored():
+        levels = [logger.level for logger in loggers]
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
