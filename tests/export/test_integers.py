@@ -1,0 +1,81 @@
+"""The integers alone: they know no file format, and torch computes the model from them."""
+
+import ast
+import re
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from prepared_case import draw
+from torch import Tensor, nn
+
+import qat
+from qat.export import integers
+from qat.export.integers.evaluation import evaluation_copy
+from qat.export.integers.freezing import freeze, frozen_grids
+from qat.export.integers.frozen import FrozenLayer, FrozenParameter, FrozenTable
+from qat.export.integers.operations import Operations
+
+SOURCES = sorted(Path(integers.__file__).parent.glob("*.py"))
+FORMATS = ("onnx", "onnxscript", "onnxruntime", "onnx_ir", "torch.onnx", "qat.export.onnx", "qat.export.onnxruntime")
+# Operators of one English word ("Where", "Loop", "Sum") begin sentences too; of these only those that we write.
+OPERATORS = {schema.name for schema in onnx.defs.get_all_schemas() if re.search("[a-z][A-Z]", schema.name)} | {
+    "Clip", "Conv", "Gemm", "QLinearAdd", "QGemm", "ReduceMean",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_the_integers_know_no_file_format(path: Path) -> None:
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{name}" for name in names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        for name in names:
+            known = [each for each in FORMATS if name == each or name.startswith(f"{each}.")]
+            assert not known, f"{path.name} knows {name}"
+    mentioned = OPERATORS & set(re.findall(r"\w+", text))
+    assert not mentioned, f"{path.name} mentions the operators {mentioned}"
+
+
+def test_the_check_sees_imports_and_operators() -> None:
+    assert {"QuantizeLinear", "DequantizeLinear", "MatMul", "ConvTranspose", "GlobalAveragePool"} <= OPERATORS
+    assert len(SOURCES) >= 6
+
+
+class Everything(nn.Module):
+    """One layer of each kind that is frozen in a way of its own, one called twice, and a parameter as an operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.lstm = nn.LSTM(8, 4, bidirectional=True, batch_first=True)
+        self.up = nn.Sequential(nn.ConvTranspose1d(5, 6, 2, groups=1), nn.BatchNorm1d(6))
+        self.twice = nn.Linear(9, 9)
+        self.mix = nn.Bilinear(9, 9, 7)
+        self.table = nn.Parameter(draw(7, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        x = self.lstm(x + self.attention(x, x, x, need_weights=False)[0])[0]
+        x = torch.relu(self.up(x))
+        y = self.twice(torch.relu(self.twice(x)))
+        return self.mix(x, y) @ self.table
+
+
+def test_torch_computes_the_model_from_its_integers() -> None:
+    torch.manual_seed(0)
+    x = torch.arange(20).reshape(4, 5) % 9
+    model = qat.prepare(Everything().eval(), example_inputs=x)
+    qat.calibrate(model, [x])
+    frozen = freeze(evaluation_copy(model), Operations())
+    assert {FrozenLayer, FrozenParameter, FrozenTable} <= {type(module) for module in frozen.modules()}
+    with torch.no_grad():
+        for parameter in frozen.parameters():
+            parameter.fill_(torch.nan)  # no value comes from a float weight or a learned scale
+        torch.testing.assert_close(frozen(x), model.eval()(x), rtol=1e-5, atol=1e-5)
+    assert {"words_quantizer", "mix_quantizer", "lstm.product_ih_l0.input_quantizer"} <= set(frozen_grids(frozen))
