@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from qat.fused.functions.first_derivative import first_derivative
-from qat.fused.functions.positional import positional
 from qat.kernels.cpu.addresses import is_dense
 from qat.kernels.cpu.learned import Levels, dequantize
 from qat.kernels.dispatch import by_formula, is_taken
@@ -110,6 +109,13 @@ def carrier_for(codes: Tensor, x: Tensor) -> Tensor:
     return torch.empty((), dtype=x.dtype, device=codes.device).expand(codes.shape)
 
 
+def outputs(ctx: Any, codes: Tensor, numbers: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The first three of `Codes` as the outputs of a Function, which quantizes something of the dtype of x."""
+    ctx.mark_non_differentiable(codes, numbers)
+    ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+    return carrier_for(codes, x), codes, numbers
+
+
 def owned(y: Tensor) -> Tensor:
     """What a Function's forward answers with, as autograd's own tensor: a view of something that forward made could
     not be changed in place by who reads it."""
@@ -120,21 +126,14 @@ class QuantizeFunction(torch.autograd.Function):
     """A quantizer alone, as codes; formulas as of `LSQPlusFunction`."""
 
     @staticmethod
-    @positional
     def forward(
-        x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels
+        ctx: Any, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The first three of `Codes`."""
+        """The first three of `Codes`. The input is saved; whoever reads the codes keeps them."""
         codes, numbers = quantize_codes(x, scale, smallest, zero_point, *levels)
-        return carrier_for(codes, x), codes, numbers
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        """The input; the codes are the reader's to keep."""
-        ctx.save_for_backward(*inputs[:4])
-        ctx.levels = inputs[4]
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+        ctx.save_for_backward(x, scale, smallest, zero_point)
+        ctx.levels = levels
+        return outputs(ctx, codes, numbers, x)
 
     @staticmethod
     @first_derivative
@@ -153,16 +152,11 @@ class DecodeFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    @positional
-    def forward(carrier: Tensor, codes: Tensor, numbers: Tensor) -> Tensor:
+    def forward(ctx: Any, carrier: Tensor, codes: Tensor, numbers: Tensor) -> Tensor:
         """One pass; compiled code makes it part of what follows."""
         if torch.compiler.is_compiling() or by_formula(codes):
             return formulas.dequantize(codes, numbers)
         return dequantize(codes, numbers)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Nothing to save."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -170,7 +164,7 @@ class DecodeFunction(torch.autograd.Function):
         return grad, None, None
 
 
-class EncodeFunction(QuantizeFunction):
+class EncodeFunction(torch.autograd.Function):
     """A float tensor that lies on a grid already (behind max pooling, say) as codes.
 
     Forward:    codes = round(x / step) + zero
@@ -178,10 +172,11 @@ class EncodeFunction(QuantizeFunction):
     """
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Nothing to save."""
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The first three of `Codes`."""
+        return outputs(ctx, *quantize_codes(x, scale, smallest, zero_point, *levels), x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:

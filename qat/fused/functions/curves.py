@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.fused.functions.codes import Codes, carrier_for, decode, has_taken_numbers, holds_nan, learned_by
+from qat.fused.functions.codes import Codes, decode, has_taken_numbers, holds_nan, learned_by, outputs
 from qat.fused.functions.first_derivative import first_derivative
-from qat.fused.functions.positional import positional
 from qat.kernels.cpu.addresses import is_dense
 from qat.kernels.cpu.learned import Levels
 from qat.kernels.dispatch import is_taken
@@ -41,21 +40,14 @@ class QuantizeCurveFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    @positional
     def forward(
-        x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels, curve: str
+        ctx: Any, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels, curve: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The first three of `Codes`."""
         codes, numbers = curve_quantize(x, curve, scale, smallest, zero_point, *levels)
-        return carrier_for(codes, x), codes, numbers
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        """The input of the function; its output is nowhere."""
-        ctx.save_for_backward(*inputs[:4])
-        ctx.levels, ctx.curve = inputs[4:]
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+        ctx.save_for_backward(x, scale, smallest, zero_point)
+        ctx.levels, ctx.curve = levels, curve
+        return outputs(ctx, codes, numbers, x)
 
     @staticmethod
     @first_derivative
@@ -74,25 +66,19 @@ class QuantizeSoftmaxFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    @positional
     def forward(
-        x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels, multiplier: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The first three of `Codes`, and the probabilities."""
+        ctx: Any, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels,
+        multiplier: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The first three of `Codes`. The probabilities are saved, and the scores are not."""
         probabilities, codes, numbers = softmax_quantize(x, multiplier, scale, smallest, zero_point, *levels)
-        return carrier_for(codes, x), codes, numbers, probabilities
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """The probabilities; the scores are nobody's any more."""
-        ctx.save_for_backward(output[3], *inputs[1:4])
-        ctx.levels, ctx.multiplier = inputs[4:]
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+        ctx.save_for_backward(probabilities, scale, smallest, zero_point)
+        ctx.levels, ctx.multiplier = levels, multiplier
+        return outputs(ctx, codes, numbers, x)
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """One pass over the rows."""
         probabilities, *learned = ctx.saved_tensors
         grad_x, grad_scale = softmax_quantize_backward(grad, probabilities, ctx.multiplier, *learned, *ctx.levels)
@@ -136,7 +122,7 @@ def quantize_softmax(
     last = axis in (-1, x.dim() - 1)
     if _ready(x, quantizer) and last and x.is_contiguous():
         learned = learned_by(quantizer, x)
-        codes = Codes(*QuantizeSoftmaxFunction.apply(x, *learned, multiplier)[:3])
+        codes = Codes(*QuantizeSoftmaxFunction.apply(x, *learned, multiplier))
         if not holds_nan(codes):
             return codes
     scores = x if multiplier == 1 else x * multiplier

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from qat.fused.functions.codes import Codes, connected, decode, owned
 from qat.fused.functions.first_derivative import first_derivative
-from qat.fused.functions.positional import positional
 from qat.kernels.operators.matmuls import arranged, codes_matmul, codes_matmul_backward
 
 
@@ -18,17 +17,12 @@ class MatmulFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    @positional
     def forward(
-        a_carrier: Tensor, b_carrier: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor
+        ctx: Any, a_carrier: Tensor, b_carrier: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor
     ) -> Tensor:
         """a and b: codes, arranged."""
+        ctx.save_for_backward(a, b, a_numbers, b_numbers)
         return owned(codes_matmul(a, b, a_numbers, b_numbers))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Codes and their numbers."""
-        ctx.save_for_backward(*inputs[2:])
 
     @staticmethod
     @first_derivative

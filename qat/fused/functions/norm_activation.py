@@ -16,16 +16,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from qat.fused.functions.codes import (
     Codes,
-    carrier_for,
     connected,
     decode,
     has_taken_numbers,
     holds_nan,
     learned_by,
+    outputs,
     quantize,
 )
 from qat.fused.functions.first_derivative import first_derivative
-from qat.fused.functions.positional import positional
 from qat.kernels.cpu.addresses import is_dense
 from qat.kernels.cpu.learned import Levels
 from qat.kernels.dispatch import by_formula, is_taken
@@ -73,24 +72,17 @@ class QuantizeChainFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    @positional
     def forward(
-        y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, scale: Tensor, smallest: Tensor,
-        zero_point: Tensor | None, levels: Levels, bounds: tuple[float, float], follows_batch: bool,
+        ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, scale: Tensor,
+        smallest: Tensor, zero_point: Tensor | None, levels: Levels, bounds: tuple[float, float], follows_batch: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The first three of `Codes`; inverse is 1 / sqrt(var + eps), bounds floor and ceiling of the clip."""
         codes, numbers = norm_quantize(
             y, gamma, beta, mean, inverse, *bounds, scale, smallest, zero_point, *levels
         )  # fmt: skip
-        return carrier_for(codes, y), codes, numbers
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Only the layer's output is large."""
-        ctx.save_for_backward(*inputs[:8])
-        ctx.levels, ctx.bounds, ctx.follows_batch = inputs[8:]
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+        ctx.save_for_backward(y, gamma, beta, mean, inverse, scale, smallest, zero_point)  # of which y alone is large
+        ctx.levels, ctx.bounds, ctx.follows_batch = levels, bounds, follows_batch
+        return outputs(ctx, codes, numbers, y)
 
     @staticmethod
     @first_derivative
@@ -109,22 +101,16 @@ class AddQuantizeFunction(torch.autograd.Function):
     """Sum of two quantized tensors -> clip -> quantizer, all of them codes."""
 
     @staticmethod
-    @positional
     def forward(
-        a_carrier: Tensor, b_carrier: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor,
+        ctx: Any, a_carrier: Tensor, b_carrier: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor,
         scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels, bounds: tuple[float, float],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The first three of `Codes`; a and b are codes, bounds floor and ceiling of the clip."""
         codes, numbers = add_quantize(a, b, a_numbers, b_numbers, *bounds, scale, smallest, zero_point, *levels)
-        return carrier_for(codes, a_carrier), codes, numbers
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Codes of the operands: a quarter of their floats, and both have readers that keep them anyway."""
-        ctx.save_for_backward(*inputs[2:9])
-        ctx.levels, ctx.bounds = inputs[9:]
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+        # Codes are a quarter of the floats, and other readers keep those of both operands anyway.
+        ctx.save_for_backward(a, b, a_numbers, b_numbers, scale, smallest, zero_point)
+        ctx.levels, ctx.bounds = levels, bounds
+        return outputs(ctx, codes, numbers, a_carrier)
 
     @staticmethod
     @first_derivative

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from qat.fused.functions.codes import Codes, carrier_for, connected, decode
 from qat.fused.functions.first_derivative import first_derivative
-from qat.fused.functions.positional import positional
 from qat.kernels.formulas.pools import pooled_size
 from qat.kernels.operators.pools import LARGEST_WINDOW, max_pool_codes, max_pool_codes_backward
 
@@ -32,20 +31,15 @@ class MaxPoolFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    @positional
-    def forward(carrier: Tensor, codes: Tensor, window: Window) -> tuple[Tensor, Tensor, Tensor]:
-        """Carrier, codes, and the number of the largest element in every window."""
+    def forward(ctx: Any, carrier: Tensor, codes: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+        """Carrier and codes; the place of the largest element in every window, a byte each, is saved."""
         out, where = max_pool_codes(codes, *window)
-        return carrier_for(out, carrier), out, where
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        """A byte for every window."""
-        _, codes, ctx.window = inputs
         ctx.height, ctx.width = codes.shape[2:]
-        ctx.save_for_backward(output[2])
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.window = window
+        ctx.save_for_backward(where)
+        ctx.mark_non_differentiable(out)
         ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
+        return carrier_for(out, carrier), out
 
     @staticmethod
     @first_derivative
@@ -73,7 +67,7 @@ def max_pool(x: Codes | Tensor, window: tuple[Any, ...], module: nn.Module | Non
         y: Tensor = F.max_pool2d(decode(x), *window) if module is None else module(decode(x))
         return y
     x = connected(x)
-    carrier, codes, _ = MaxPoolFunction.apply(x.carrier, x.codes, numbers)
+    carrier, codes = MaxPoolFunction.apply(x.carrier, x.codes, numbers)
     return Codes(carrier, codes, x.numbers)
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from qat.fused.functions.codes import Codes, decode, has_taken_numbers, in_force, owned
 from qat.fused.functions.first_derivative import first_derivative
-from qat.fused.functions.positional import positional
 from qat.kernels import integers_allowed
 from qat.kernels.cpu.learned import Levels
 from qat.kernels.cpu.quantizers import rows_of
@@ -37,21 +36,16 @@ class CodesProductFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    @positional
     def forward(
-        carrier: Tensor, codes: Tensor, numbers: Tensor, weight: Tensor, scale: Tensor, smallest: Tensor,
+        ctx: Any, carrier: Tensor, codes: Tensor, numbers: Tensor, weight: Tensor, scale: Tensor, smallest: Tensor,
         bias: Tensor | None, levels: Levels, geometry: Geometry, copies: int,
     ) -> Tensor:  # fmt: skip
         """scale and smallest: the weight's; copies: of `multiply`, or 0 for no integers."""
+        ctx.save_for_backward(codes, numbers, weight, scale, smallest)
+        ctx.levels, ctx.geometry = levels, geometry
         return owned(
             codes_product(codes, numbers, weight, scale, smallest, bias, levels.low, levels.high, *geometry, copies)
         )  # fmt: skip
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Codes and parameters."""
-        ctx.save_for_backward(*inputs[1:6])
-        ctx.levels, ctx.geometry, _ = inputs[7:]
 
     @staticmethod
     @first_derivative
@@ -78,19 +72,14 @@ class InputScaleFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    @positional
     def forward(
-        y: Tensor, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, weight: Tensor,
+        ctx: Any, y: Tensor, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, weight: Tensor,
         weight_scale: Tensor, weight_smallest: Tensor, levels: Levels, weight_levels: Levels, geometry: Geometry,
     ) -> Tensor:  # fmt: skip
         """Nothing is computed; compiled code, which may not hand out a view here, multiplies on the way."""
+        ctx.save_for_backward(x, scale, smallest, zero_point, weight, weight_scale, weight_smallest)
+        ctx.levels, ctx.weight_levels, ctx.geometry = levels, weight_levels, geometry
         return y * 1 if torch.compiler.is_compiling() else owned(y)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """The input and the parameters."""
-        ctx.save_for_backward(*inputs[1:8])
-        ctx.levels, ctx.weight_levels, ctx.geometry = inputs[8:]
 
     @staticmethod
     @first_derivative
