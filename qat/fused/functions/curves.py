@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.fused.functions.codes import Codes, decode, has_taken_numbers, holds_nan, learned_by, outputs
+from qat.fused.functions.codes import Codes, decode, holds_nan, learned_by, outputs
 from qat.fused.functions.first_derivative import first_derivative
 from qat.kernels.cpu.addresses import is_dense
 from qat.kernels.cpu.learned import Levels
@@ -97,8 +97,9 @@ def quantize_curve(
         activation: the layer that computes it; None for a function.
     """
     x = decode(x)
-    if _ready(x, quantizer) and is_dense(x):
-        codes = Codes(*QuantizeCurveFunction.apply(x, *learned_by(quantizer, x), curve))
+    learned = learned_by(quantizer, x) if is_taken(x) and x.numel() and is_dense(x) else None
+    if learned is not None:
+        codes = Codes(*QuantizeCurveFunction.apply(x, *learned, curve))
         if not holds_nan(codes):
             return codes
     y: Tensor = quantizer(FUNCTIONS[curve](x) if activation is None else activation(x))
@@ -120,15 +121,11 @@ def quantize_softmax(
     """
     x = decode(x)
     last = axis in (-1, x.dim() - 1)
-    if _ready(x, quantizer) and last and x.is_contiguous():
-        learned = learned_by(quantizer, x)
+    learned = learned_by(quantizer, x) if last and is_taken(x) and x.numel() and x.is_contiguous() else None
+    if learned is not None:
         codes = Codes(*QuantizeSoftmaxFunction.apply(x, *learned, multiplier))
         if not holds_nan(codes):
             return codes
     scores = x if multiplier == 1 else x * multiplier
     y: Tensor = quantizer(torch.softmax(scores, axis) if softmax is None else softmax(scores))
     return y
-
-
-def _ready(x: Tensor, quantizer: Quantizer) -> bool:
-    return is_taken(x) and x.numel() > 0 and has_taken_numbers(quantizer)

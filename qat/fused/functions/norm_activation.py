@@ -18,7 +18,6 @@ from qat.fused.functions.codes import (
     Codes,
     connected,
     decode,
-    has_taken_numbers,
     holds_nan,
     learned_by,
     outputs,
@@ -137,13 +136,13 @@ def quantize_chain(
         activation: the ReLU, if it is a module.
     """
     y, clip = decode(y), Clip(floor, ceiling, activation)
-    if is_taken(y) and y.numel() > 0 and has_taken_numbers(quantizer):
+    learned = learned_by(quantizer, y) if is_taken(y) and y.numel() else None
+    if learned is not None:
         if norm is None and not clip.clips:
-            if is_dense(y):
-                return quantize(y, quantizer)
+            if is_dense(y) and not holds_nan(codes := quantize(y, learned)):
+                return codes
         elif (sizes := sizes_of(y)) is not None and (norm is None or _is_simple(norm, y, sizes[1])):
             *numbers, follows = _constants(sizes[1], y) if norm is None else _statistics(norm, y)
-            learned = learned_by(quantizer, y)
             codes = Codes(*QuantizeChainFunction.apply(y, *numbers, *learned, (floor, ceiling), follows))
             if not holds_nan(codes):
                 return codes
@@ -162,10 +161,10 @@ def quantize_sum(
     clip = Clip(floor, ceiling, activation)
     if (
         isinstance(a, Codes) and isinstance(b, Codes) and a.shape == b.shape and a.codes.stride() == b.codes.stride()
-        and has_taken_numbers(quantizer)
         and not (torch.compiler.is_compiling() and a.codes is b.codes)  # torch.compile takes no tensor twice
+        and (learned := learned_by(quantizer, a.codes)) is not None
     ):  # fmt: skip
-        a, b, learned = connected(a), connected(b), learned_by(quantizer, a.codes)
+        a, b = connected(a), connected(b)
         codes = Codes(
             *AddQuantizeFunction.apply(
                 a.carrier, b.carrier, a.codes, b.codes, a.numbers, b.numbers, *learned, (floor, ceiling)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.fused.functions.codes import Codes, decode, has_taken_numbers, in_force, owned
+from qat.fused.functions.codes import Codes, Learned, decode, in_force, learned_by, owned
 from qat.fused.functions.first_derivative import first_derivative
 from qat.kernels import integers_allowed
 from qat.kernels.cpu.learned import Levels
@@ -106,21 +106,21 @@ def multiply(
     """
     weight, bias = _parameters(layer, operands)
     geometry = _geometry(layer)
-    quantizer = layer.weight_quantizer
+    learned = _learned(weight, layer.weight_quantizer)
     if (
-        not isinstance(x, Codes) or geometry is None or not _takes(weight, quantizer)
+        not isinstance(x, Codes) or geometry is None or learned is None
         or not (bias is None or (is_taken(bias) and bias.dim() == 1))
         or (geometry.stride and x.dim() != len(geometry.stride) + 2)
     ):  # fmt: skip
         return layer.compute(decode(x), weight, bias, input_quantizer, None)
-    low, high = quantizer.bounds()
-    levels = Levels(low, high, 0, quantizer.gradient_factor(weight), quantizer.relative_steps)
-    of_weight = (weight, quantizer.scale, quantizer.smallest_scale)
-    y: Tensor = CodesProductFunction.apply(*x[:3], *of_weight, bias, levels, geometry, copies * integers_allowed())
+    scale, smallest, _, levels = learned
+    y: Tensor = CodesProductFunction.apply(
+        *x[:3], weight, scale, smallest, bias, levels, geometry, copies * integers_allowed()
+    )
     if x.source is not None and torch.is_grad_enabled():
-        source, learned = x.source
-        fixed = (weight.detach(), quantizer.scale.detach(), quantizer.smallest_scale)
-        y = InputScaleFunction.apply(y, source, *learned[:3], *fixed, learned.levels, levels, geometry)
+        source, of_input = x.source
+        fixed = (weight.detach(), scale.detach(), smallest)
+        y = InputScaleFunction.apply(y, source, *of_input[:3], *fixed, of_input.levels, levels, geometry)
     return y
 
 
@@ -168,11 +168,10 @@ def _geometry(layer: Any) -> Geometry | None:
     return Geometry(list(layer.stride), list(layer.padding), list(layer.dilation), layer.groups)
 
 
-def _takes(weight: Tensor, quantizer: Quantizer) -> bool:
-    return (
-        is_taken(weight)
-        and has_taken_numbers(quantizer, quantizer.scale.numel())
-        and weight.numel() > 0
-        and bool(rows_of(weight, quantizer.scale))
-        and (weight.is_contiguous() or (weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)))
-    )
+def _learned(weight: Tensor, quantizer: Quantizer) -> Learned | None:
+    """What kernels need of a weight's quantizer; None if they do not take the two."""
+    dense = weight.is_contiguous() or (weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last))
+    if not (dense and weight.numel() and is_taken(weight)):
+        return None
+    learned = learned_by(quantizer, weight, None)
+    return learned if learned is not None and rows_of(weight, learned.scale) else None
