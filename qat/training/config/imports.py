@@ -1,20 +1,26 @@
-"""Modules of the user's own: models (`model.name: package.module:callable`) and rules (`imports: [my_rules]`)."""
+"""Code of the user's own: modules listed under `imports`, and callables named as `package.module:callable`."""
 
 import importlib
 import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from qat.text import did_you_mean
 from qat.training.errors import UserError
+
+OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
+"""The folder of the training script's parts, whose frames `place` skips."""
 
 
 @contextmanager
 def current_folder_importable() -> Iterator[None]:
-    """Let modules in the folder where the user stands be imported, as `python -m` does."""
+    """Let modules in the current folder be imported, as `python -m` does."""
     folder = os.getcwd()
     added = folder not in sys.path
     if added:
@@ -28,29 +34,73 @@ def current_folder_importable() -> Iterator[None]:
 
 
 def import_extensions(modules: Sequence[str]) -> None:
-    """Import the modules that a config lists; they register rules and targets of the user's own.
+    """Import the modules that a config lists under `imports`; they register rules and targets of the user's own.
 
     Raises:
-        UserError: if one is not there, or fails.
+        UserError: if a module cannot be found, or fails.
     """
     with current_folder_importable():
         for number, name in enumerate(modules):
-            import_user_module(name, f"imports[{number}]", name)
+            _import_module(name, f"imports[{number}]", name)
 
 
-def import_user_module(name: str, key: str, value: str) -> ModuleType:
-    """Import one module.
+@contextmanager
+def users_callable(key: str, name: str) -> Iterator[Callable[..., Any]]:
+    """Yield the callable that `package.module:callable` names; errors of the calls in the context become a sentence.
 
     Args:
-        name: `package.module`.
-        key, value: of the config, for the errors.
+        key: of the config (`model.name`), for the errors.
+        name: its value.
 
     Raises:
-        UserError: if it is not there, or fails.
+        UserError: if the callable cannot be imported, is not callable, or fails.
     """
+    with current_folder_importable():
+        function = _import_callable(key, name)
+        try:
+            yield function
+        except UserError:
+            raise
+        except Exception as error:  # user code may raise anything; the place says more than the type
+            raise UserError(f"{key}: '{name}' failed ({reason(error)}{place(error)})") from error
+
+
+def reason(error: Exception) -> str:
+    """Describe an exception in part of one line."""
+    message = textwrap.shorten(str(error), 200, placeholder=" ...")
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def place(error: Exception) -> str:
+    """Return ", file:line" of the innermost frame outside of this package; "" if there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f", {error.filename}:{error.lineno}"
+    files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    users = [(file, line) for file, line in files if not file.startswith((OWN_FOLDER, "<")) and "importlib" not in file]
+    return f", {users[-1][0]}:{users[-1][1]}" if users else ""
+
+
+def _import_callable(key: str, name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise UserError(f"{key}: '{name}' is incomplete; write package.module:callable")
+    found: Any = _import_module(module_name, key, name)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            hint = did_you_mean(part, dir(found))
+            raise UserError(f"{key}: '{module_name}' has no '{attribute}'{hint and f'; {hint}'}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UserError(f"{key}: '{name}' is {type(found).__name__}; it must be callable")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _import_module(name: str, key: str, value: str) -> ModuleType:
+    """Import `package.module`; key and value are those of the config, for the errors."""
     try:
         return importlib.import_module(name)
-    except Exception as error:  # the user's module runs here: anything may come
+    except Exception as error:  # user code may raise anything
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent and f"{name}.".startswith(f"{absent}."):
             asked = "" if value == absent else f" for '{value}'"
@@ -58,19 +108,3 @@ def import_user_module(name: str, key: str, value: str) -> ModuleType:
                 f"{key}: no module '{absent}'{asked}, neither in the current folder '{os.getcwd()}' nor installed"
             ) from error
         raise UserError(f"{key}: importing '{name}' failed ({reason(error)}{place(error)})") from error
-
-
-def reason(error: Exception) -> str:
-    """Put an exception into part of one line."""
-    said = textwrap.shorten(str(error), 200, placeholder=" ...")
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
-def place(error: Exception) -> str:
-    """Say in which file and line the exception was raised."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f", {error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = os.path.dirname(__file__)
-    own = [frame for frame in frames if os.path.dirname(frame.filename) != ours and "importlib" not in frame.filename]
-    return f", {own[-1].filename}:{own[-1].lineno}" if own else ""

@@ -6,7 +6,8 @@ module only says what a valid config is. Unknown keys are refused everywhere (`e
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from qat.targets import profile_of
 
@@ -17,8 +18,17 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Bits = Annotated[int, Field(ge=1, le=16)]
 
-DatasetName = Literal[
-    "digits", "imagefolder", "cifar10", "cifar100", "mnist", "fashion_mnist", "imagenet", "npz", "fake"
+DATASETS = ("digits", "imagefolder", "cifar10", "cifar100", "mnist", "fashion_mnist", "imagenet", "npz", "fake")
+
+
+def _dataset_name(name: str) -> str:
+    if name not in DATASETS and ":" not in name:
+        raise PydanticCustomError("literal_error", "unknown data set")  # the enum below completes the sentence
+    return name
+
+
+DatasetName = Annotated[
+    str, AfterValidator(_dataset_name), Field(json_schema_extra={"enum": [*DATASETS, "package.module:callable"]})
 ]
 
 
@@ -65,9 +75,11 @@ class DataConfig(Section):
 
     name: DatasetName = "digits"
     """`digits` is bundled; `imagefolder` reads root/train/<class>/ and root/val/<class>/; `npz` reads the arrays
-    x_train, y_train, x_val, y_val (uint8 images NHWC or NHW) of one file; `fake` is random and for smoke tests."""
+    x_train, y_train, x_val, y_val (uint8 images NHWC or NHW) of one file; `fake` is random and for smoke tests. For a
+    data set of your own `package.module:callable`: it gets this section and returns a
+    `qat.training.data.images.Dataset`."""
     root: str | None = None
-    """Folder (or .npz file) of the data; not for `digits` and `fake`."""
+    """Folder (or .npz file) of the data; not for `digits` and `fake`. A data set of your own may read it."""
     download: bool = False
     """Let torchvision download cifar10, cifar100, mnist or fashion_mnist into `root`."""
     image_size: Count = 32

@@ -15,29 +15,18 @@ import torch
 import torchvision
 from PIL import Image
 
+from qat.training.config.imports import users_callable
 from qat.training.config.schema import DataConfig
 from qat.training.data.image_folder import read_image_folder, some
-from qat.training.data.images import ImageArray, Images
+from qat.training.data.images import Dataset, ImageArray
 from qat.training.data.npz import read_npz
 from qat.training.data.transforms import Channels
 from qat.training.errors import UserError
 
 logger = logging.getLogger("qat")
 
-HALF: Channels = (0.5, 0.5, 0.5)
 IMAGENET_MEAN: Channels = (0.485, 0.456, 0.406)
 IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """Two splits, the names of the classes that the labels count, and the set's own normalisation."""
-
-    train: Images
-    val: Images
-    classes: list[str]
-    mean: Channels
-    std: Channels
 
 
 def build_dataset(config: DataConfig, seed: int) -> Dataset:
@@ -50,11 +39,12 @@ def build_dataset(config: DataConfig, seed: int) -> Dataset:
     Raises:
         UserError: something is missing, damaged or of another form, or a setting has no effect with this set.
     """
+    own = ":" in config.name
     problems = []
     if config.name in ("digits", "fake") and config.root is not None:
         kind = "bundled" if config.name == "digits" else "made up"
         problems.append(f"data.root: '{config.root}' has no effect: data.name '{config.name}' is {kind}; leave it out")
-    if config.name not in ("digits", "fake") and not config.root:
+    if not (own or config.root or config.name in ("digits", "fake")):
         where = "the .npz file" if config.name == "npz" else "the folder"
         problems.append(f"data.root: missing; data.name '{config.name}' needs the path of {where}")
     if config.download and config.name not in _DOWNLOADS:
@@ -64,7 +54,18 @@ def build_dataset(config: DataConfig, seed: int) -> Dataset:
         )
     if problems:
         raise UserError(*problems)
-    return _BUILDERS[config.name](config, seed)
+    return _users_dataset(config) if own else _BUILDERS[config.name](config, seed)
+
+
+def _users_dataset(config: DataConfig) -> Dataset:
+    with users_callable("data.name", config.name) as builder:
+        dataset = builder(config)
+    if not isinstance(dataset, Dataset):
+        raise UserError(
+            f"data.name: '{config.name}' returned {type(dataset).__name__}; it must return a"
+            f" {Dataset.__module__}.{Dataset.__name__}"
+        )
+    return dataset
 
 
 def seeded_generator(seed: int, purpose: str, epoch: int = 0) -> torch.Generator:
@@ -79,7 +80,7 @@ def _digits(config: DataConfig, seed: int) -> Dataset:
     in_val = np.zeros(len(labels), bool)
     in_val[np.argsort(labels, kind="stable")[::5]] = True
     train, val = (_array(images[chosen], labels[chosen]) for chosen in (~in_val, in_val))
-    return Dataset(train, val, [str(digit) for digit in range(10)], HALF, HALF)
+    return Dataset(train, val, [str(digit) for digit in range(10)])
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
@@ -101,7 +102,7 @@ def _fake(config: DataConfig, seed: int) -> Dataset:
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
         return ImageArray(images, torch.randint(0, 10, (count,), generator=generator))
 
-    return Dataset(split(512), split(128), [str(label) for label in range(10)], HALF, HALF)
+    return Dataset(split(512), split(128), [str(label) for label in range(10)])
 
 
 def _imagefolder(config: DataConfig, seed: int) -> Dataset:
@@ -188,7 +189,7 @@ def _npz(config: DataConfig, seed: int) -> Dataset:
         names = some([classes[label] for label in unseen])
         logger.warning("data.root: '%s': no training image of class %s", path, names)
     train, val = (_array(_channels_first(arrays[f"x_{split}"]), arrays[f"y_{split}"]) for split in ("train", "val"))
-    return Dataset(train, val, classes, HALF, HALF)
+    return Dataset(train, val, classes)
 
 
 def _channels_first(images: np.ndarray) -> np.ndarray:

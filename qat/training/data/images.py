@@ -1,4 +1,4 @@
-"""Where a split's images lie: in memory (`ImageArray`) or in files (`ImageFiles`), which are decoded one by one."""
+"""A data set: two splits of labelled images, in memory (`ImageArray`) or in files decoded one by one (`ImageFiles`)."""
 
 import os
 import warnings
@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from qat.training.data.transforms import Channels
 from qat.training.errors import UserError
+
+HALF: Channels = (0.5, 0.5, 0.5)
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,18 @@ class ImageArray:
 
     images: Tensor
     labels: Tensor
+
+    def problem(self) -> str | None:
+        """Say what is wrong with the type or shape of `images`, as part of a sentence."""
+        images = self.images
+        if (
+            isinstance(images, Tensor)
+            and images.dtype == torch.uint8
+            and images.dim() == 4
+            and images.shape[1] in (1, 3)
+        ):
+            return None
+        return f"images must be a uint8 tensor (N, 1 or 3, H, W), got {_described(images)}"
 
     def picture(self, index: int) -> Tensor:
         """Return one image, uint8 (C, H, W)."""
@@ -39,6 +55,12 @@ class ImageFiles:
     paths: "np.ndarray[tuple[int], np.dtype[np.bytes_]]"
     labels: Tensor
 
+    def problem(self) -> str | None:
+        """Say what is wrong with the type or shape of `paths`, as part of a sentence."""
+        if isinstance(self.paths, np.ndarray) and self.paths.dtype.kind == "S" and self.paths.ndim == 1:
+            return None
+        return f"paths must be an array of bytes (N,), got {_described(self.paths)}"
+
     def picture(self, index: int) -> Image.Image:
         """Decode one image; raises UserError if the file is not a readable image."""
         return read_image(os.fsdecode(self.paths[index]))
@@ -49,6 +71,57 @@ class ImageFiles:
 
 
 Images: TypeAlias = ImageArray | ImageFiles
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Two splits, the names of the classes, and the normalisation; what a callable under `data.name` returns.
+
+    Args:
+        train, val: the splits, each with at least one image.
+        classes: the name of each label.
+        mean, std: per channel, of pixels in [0, 1]; used where the config gives none.
+
+    Raises:
+        TypeError: for a split of another type.
+        ValueError: for images or labels of another form.
+
+    >>> split = ImageArray(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 1, 0]))
+    >>> Dataset(split, split, ["cat", "dog"]).std
+    (0.5, 0.5, 0.5)
+    """
+
+    train: Images
+    val: Images
+    classes: list[str]
+    mean: Channels = HALF
+    std: Channels = HALF
+
+    def __post_init__(self) -> None:
+        for name, split in (("train", self.train), ("val", self.val)):
+            _check_split(f"Dataset: {name}", split, len(self.classes))
+
+
+def _check_split(where: str, split: Images, classes: int) -> None:
+    if not isinstance(split, ImageArray | ImageFiles):
+        raise TypeError(f"{where} must be an ImageArray or an ImageFiles, got {type(split).__name__}")
+    problem = split.problem()
+    if problem is not None:
+        raise ValueError(f"{where}: {problem}")
+    count, labels = len(split.images if isinstance(split, ImageArray) else split.paths), split.labels
+    if count == 0:
+        raise ValueError(f"{where} has no images")
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.shape != (count,):
+        raise ValueError(f"{where}: labels must be an int64 tensor ({count},), got {_described(labels)}")
+    lowest, highest = int(labels.min()), int(labels.max())
+    if lowest < 0 or highest >= classes:
+        raise ValueError(f"{where}: labels go from {lowest} to {highest}, but classes has length {classes}")
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor | np.ndarray):
+        return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}"
+    return type(value).__name__
 
 
 def read_image(path: str) -> Image.Image:

@@ -13,7 +13,7 @@ import torchvision
 from torch import nn
 
 from qat.text import did_you_mean
-from qat.training.config.imports import current_folder_importable, import_user_module, place, reason
+from qat.training.config.imports import reason, users_callable
 from qat.training.config.schema import ModelConfig
 from qat.training.errors import UserError
 from qat.training.run.weights import last_layer, load_weights
@@ -133,39 +133,18 @@ def _own_model(config: ModelConfig, classes: int) -> nn.Module:
             f"model.weights: '{config.weights}' has no effect with '{config.name}'; torchvision's weights are for its "
             "own models, use model.checkpoint"
         )
-    with current_folder_importable():
-        builder = _imported(config.name)
+    with users_callable("model.name", config.name) as builder:
         arguments = dict(config.kwargs)
         if _takes_num_classes(builder):
             arguments["num_classes"] = classes
         elif config.num_classes is not None:
             raise UserError(f"model.num_classes: {classes} has no effect; '{config.name}' takes no num_classes")
-        try:
-            model = builder(**arguments)
-        except Exception as error:  # the user's code: anything may come, and the place says more than the type
-            raise UserError(f"model.name: '{config.name}' failed ({reason(error)}{place(error)})") from error
+        model = builder(**arguments)
     if not isinstance(model, nn.Module):
         raise UserError(
             f"model.name: '{config.name}' returned {type(model).__name__}; it must return a torch.nn.Module"
         )
     return model.cpu()
-
-
-def _imported(name: str) -> Callable[..., Any]:
-    """Import what `package.module:callable` names."""
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise UserError(f"model.name: '{name}' is incomplete; write package.module:callable")
-    target: Any = import_user_module(module_name, "model.name", name)
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            near = did_you_mean(part, dir(target))
-            raise UserError(f"model.name: '{module_name}' has no '{attribute}'{near and f'; {near}'}")
-        target = getattr(target, part)
-    if not callable(target):
-        raise UserError(f"model.name: '{name}' is {type(target).__name__}; it must be callable")
-    builder: Callable[..., Any] = target
-    return builder
 
 
 def _takes_num_classes(builder: Callable[..., Any]) -> bool:
