@@ -32,7 +32,7 @@ from qat.training.run.checkpoint import (
     restore_model,
     save_float_weights,
 )
-from qat.training.run.exit_status import exit_status, starved
+from qat.training.run.exit_status import exit_status, memory_shortage
 from qat.training.run.files import replacing, write_text
 from qat.training.run.folder import (
     FLOAT_WEIGHTS,
@@ -142,13 +142,13 @@ class Stages:
                 "float: no training (float.epochs: 0), no weights, no checkpoint: QAT starts from random weights"
             )
         self._train("float", model, self.config.float)
-        if not self._behind("float"):
+        if not self._is_finished("float"):
             save_float_weights(self.float_weights, model)
         self.results["float"]["size_bytes"] = self.float_weights.stat().st_size
 
     def float_finetune(self, model: nn.Module) -> None:
         """Fine-tune the float model exactly as QAT will be: the comparison that is fair to it."""
-        if not self._behind("float_finetune"):
+        if not self._is_finished("float_finetune"):
             load_weights(model, str(self.float_weights), self.config.model.name, "float weights")
         self._train("float_finetune", model, self.config.qat)
 
@@ -156,7 +156,7 @@ class Stages:
         """Prepare, say what stays float, and write the table of layers."""
         prepared = prepare_model(model, self.config, self.data.image_shape).to(self.device)
         table = qat.summary(prepared)
-        if not self._at_or_behind("qat"):  # else it holds what is learned so far
+        if not self._has_begun("qat"):  # else it holds what is learned so far
             write_text(self.folder.path / LAYERS, table + "\n")
         lines = table.splitlines()
         self.log.say("\n".join([f"prepared: {lines[-1]}", *(line for line in lines if "stays float:" in line)]))
@@ -164,7 +164,7 @@ class Stages:
 
     def calibrate(self, model: nn.Module) -> None:
         """Set the activation ranges on training images, and measure what that alone gives."""
-        if self._at_or_behind("qat"):
+        if self._has_begun("qat"):
             return
         try:
             qat.calibrate(model, self.data.calibration(self.config.quantization.calibration_batches))
@@ -190,7 +190,7 @@ class Stages:
             try:
                 qat.export_onnx(model, temporary, torch.zeros(1, channels, height, width))
             except Exception as error:  # the exporter's own types; the training is safe in last.pt
-                if isinstance(error, OSError) or starved(error):
+                if isinstance(error, OSError) or memory_shortage(error):
                     raise
                 logger.debug("export: what the exporter said", exc_info=True)
                 said = " ".join(str(error).split())[:200]
@@ -211,7 +211,7 @@ class Stages:
     def _train(self, name: str, model: nn.Module, stage: StageConfig) -> None:
         """Train one stage, going on in its middle if the checkpoint is of it."""
         first_step, self.steps = self.steps, self.steps + stage.epochs * len(self.data.train)
-        if self._behind(name):
+        if self._is_finished(name):
             return
         state = None
         if self.resumed and self.resumed["stage"] == name:
@@ -233,11 +233,11 @@ class Stages:
         for sentence in found:
             self.log.say(f"warning: {sentence}")
 
-    def _behind(self, name: str) -> bool:
+    def _is_finished(self, name: str) -> bool:
         """Whether the resumed run had finished this stage."""
         return self.resumed is not None and self.order.index(name) < self.order.index(self.resumed["stage"])
 
-    def _at_or_behind(self, name: str) -> bool:
+    def _has_begun(self, name: str) -> bool:
         return self.resumed is not None and self.order.index(name) <= self.order.index(self.resumed["stage"])
 
 

@@ -18,7 +18,7 @@ from qat.training.errors import UserError
 from qat.training.run.exit_status import exit_status
 from qat.training.run.logging import RunLog
 
-GOES_ON = "resume=auto goes on from the last finished epoch"
+HOW_TO_RESUME = "resume=auto goes on from the last finished epoch"
 
 
 def raises(error: BaseException) -> Callable[[], int]:
@@ -32,30 +32,30 @@ def raises(error: BaseException) -> Callable[[], int]:
     ("error", "status", "sentence"),
     [
         (UserError("one", "two"), 2, "one\ntwo"),
-        (KeyboardInterrupt(), 130, f"interrupted; {GOES_ON}"),
+        (KeyboardInterrupt(), 130, f"interrupted; {HOW_TO_RESUME}"),
         (
             OSError(28, "No space left on device", "/x/y"),
             2,
-            f"/x/y: cannot be read or written (No space left on device); {GOES_ON}",
+            f"/x/y: cannot be read or written (No space left on device); {HOW_TO_RESUME}",
         ),
-        (OSError(5, "Input/output error"), 2, f"cannot be read or written (Input/output error); {GOES_ON}"),
+        (OSError(5, "Input/output error"), 2, f"cannot be read or written (Input/output error); {HOW_TO_RESUME}"),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has"),
             2,
-            f"out of memory for 20.00 MiB more; try a smaller data.batch_size or data.image_size; {GOES_ON}",
+            f"out of memory for 20.00 MiB more; try a smaller data.batch_size or data.image_size; {HOW_TO_RESUME}",
         ),
-        (MemoryError(), 2, f"out of memory; try a smaller data.batch_size or data.image_size; {GOES_ON}"),
+        (MemoryError(), 2, f"out of memory; try a smaller data.batch_size or data.image_size; {HOW_TO_RESUME}"),
         (
             RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. "),
             2,
             "data.workers: a loader process was lost (DataLoader worker (pid 12) is killed by signal: Killed), as one"
-            f" is that finds too little memory; try fewer of them; {GOES_ON}",
+            f" is that finds too little memory; try fewer of them; {HOW_TO_RESUME}",
         ),
         (
             RuntimeError("DataLoader worker (pid(s) 12, 13) exited unexpectedly"),
             2,
             "data.workers: a loader process was lost (DataLoader worker (pid(s) 12, 13) exited), as one is that finds"
-            f" too little memory; try fewer of them; {GOES_ON}",
+            f" too little memory; try fewer of them; {HOW_TO_RESUME}",
         ),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_pipe_to_a_loader_is_not_standard_output(capsys: pytest.CaptureFixture
     assert exit_status(run) == 2
     assert capsys.readouterr().err == (
         "data.workers: a loader process was lost ([Errno 32] Broken pipe), as one is that finds too little memory; try"
-        f" fewer of them; {GOES_ON}\n"
+        f" fewer of them; {HOW_TO_RESUME}\n"
     )
 
 
@@ -114,7 +114,7 @@ def test_a_scheduler_ends_a_run_as_ctrl_c_does(capsys: pytest.CaptureFixture[str
             ended.append(True)
 
     assert exit_status(run) == 128 + number and ended == [True]
-    assert capsys.readouterr().err == f"ended by {name}; {GOES_ON}\n"
+    assert capsys.readouterr().err == f"ended by {name}; {HOW_TO_RESUME}\n"
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
@@ -162,7 +162,7 @@ def test_a_pipe_that_closes_ends_the_run(
             patch.setattr("sys.stdout", output)
             assert exit_status(run) == 141
             output.flush()  # as Python does when it ends: nothing is left to stumble over
-        assert capsys.readouterr().err == f"standard output was closed; {GOES_ON}\n"
+        assert capsys.readouterr().err == f"standard output was closed; {HOW_TO_RESUME}\n"
 
 
 def test_nobody_is_left_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_a_full_output_is_a_sentence(
         patch.setattr("sys.stdout", output)
         assert exit_status(run) == 2
         output.flush()  # as Python does when it ends: it leads to nowhere now
-    expected = f"standard output: cannot write to it (No space left on device); {GOES_ON}\n"
+    expected = f"standard output: cannot write to it (No space left on device); {HOW_TO_RESUME}\n"
     assert capsys.readouterr().err == expected
 
 
@@ -236,4 +236,4 @@ sys.exit(exit_status(run))
 def test_loader_processes_that_are_killed_are_one_sentence(name: str, status: int, sentence: str) -> None:
     """In a process of its own: torch raises for each dead loader process, wherever the main thread then is."""
     shown = subprocess.run([sys.executable, "-c", LOADING, name], capture_output=True, text=True)
-    assert shown.returncode == status and re.fullmatch(f"{sentence}; {GOES_ON}\n", shown.stderr), shown.stderr
+    assert shown.returncode == status and re.fullmatch(f"{sentence}; {HOW_TO_RESUME}\n", shown.stderr), shown.stderr

@@ -62,7 +62,7 @@ def sentences_of(error: ValidationError, where: Callable[[Location], str]) -> li
         sentence = _SENTENCES.get(problem["type"], _FALLBACK).format(
             message=re.sub(r"^[A-Z]\w* should", "should", re.sub(r"^Input should be", "expected", message)),
             expected=_expectation(schema or {}),
-            got=shown(problem["input"]),
+            got=as_yaml(problem["input"]),
             hint=_key_hint(location) if schema is None else _value_hint(schema, problem["input"]),
         )
         lines.append(f"{where(location)}: {sentence}")
@@ -89,14 +89,14 @@ def dotted(location: Sequence[str | int]) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{one_line(step)}" for step in location).lstrip(".")
 
 
-def shown(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """A value as YAML would have it, in one line and not too long."""
     if isinstance(value, str):
         text = repr(value)
     elif isinstance(value, Mapping):
-        text = "{" + ", ".join(f"{one_line(key)}: {shown(inner)}" for key, inner in value.items()) + "}"
+        text = "{" + ", ".join(f"{one_line(key)}: {as_yaml(inner)}" for key, inner in value.items()) + "}"
     elif isinstance(value, list):
-        text = "[" + ", ".join(shown(inner) for inner in value) + "]"
+        text = "[" + ", ".join(as_yaml(inner) for inner in value) + "]"
     else:
         text = {float("inf"): ".inf", float("-inf"): "-.inf"}.get(value, json.dumps(value)).replace("NaN", ".nan")
     return text if len(text) <= 80 else text[:77] + "..."

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from qat.text import did_you_mean
-from qat.training.config.error_messages import Location, dotted, one_line, schema_at, sentences_of, shown
+from qat.training.config.error_messages import Location, as_yaml, dotted, one_line, schema_at, sentences_of
 from qat.training.config.schema import RunConfig
 from qat.training.config.yaml_subset import LARGEST, dump_yaml, parse_yaml
 from qat.training.errors import UserError
@@ -40,7 +40,7 @@ def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | 
     if isinstance(parsed.value, dict):
         tree = parsed.value
     elif parsed.value is not None:
-        problems.append(f"{source}: expected keys and values at the top level, got {shown(parsed.value)}")
+        problems.append(f"{source}: expected keys and values at the top level, got {as_yaml(parsed.value)}")
     # A file name that is no UTF-8 reaches Python with half characters, which no text of a config holds.
     tree.setdefault("name", file.stem.encode(errors="backslashreplace").decode())
 
@@ -152,7 +152,7 @@ def _apply(tree: dict[str, Any], typed: str) -> _Override:
             inner, created = {}, min(created, depth)
             node[step] = inner
         elif not isinstance(inner, dict):
-            raise UserError(f"{dotted(path[:depth])!r} is {shown(inner)}, which has no keys of its own")
+            raise UserError(f"{dotted(path[:depth])!r} is {as_yaml(inner)}, which has no keys of its own")
         node = inner
     node[path[-1]] = parsed.value
     return _Override(typed, path, path[:created])

@@ -17,7 +17,7 @@ from PIL import Image
 
 from qat.training.config.imports import users_callable
 from qat.training.config.schema import DataConfig
-from qat.training.data.image_folder import read_image_folder, some
+from qat.training.data.image_folder import first_few, read_image_folder
 from qat.training.data.images import Dataset, ImageArray
 from qat.training.data.npz import read_npz
 from qat.training.data.transforms import Channels
@@ -186,7 +186,7 @@ def _npz(config: DataConfig, seed: int) -> Dataset:
     classes: list[str] = arrays["classes"].tolist()
     unseen = sorted(set(range(len(classes))) - set(arrays["y_train"].tolist()))
     if unseen:
-        names = some([classes[label] for label in unseen])
+        names = first_few([classes[label] for label in unseen])
         logger.warning("data.root: '%s': no training image of class %s", path, names)
     train, val = (_array(_channels_first(arrays[f"x_{split}"]), arrays[f"y_{split}"]) for split in ("train", "val"))
     return Dataset(train, val, classes)

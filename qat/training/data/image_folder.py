@@ -51,7 +51,7 @@ def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
     classes = _class_folders(root / "train", layout)
     val_classes = _class_folders(root / "val", layout)
     differing = [
-        f"only in {name}: {some(sorted(set(these) - set(those)))}"
+        f"only in {name}: {first_few(sorted(set(these) - set(those)))}"
         for name, these, those in (("train", classes, val_classes), ("val", val_classes, classes))
         if set(these) - set(those)
     ]
@@ -61,7 +61,7 @@ def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
     return {split: _image_files(root / split, split, classes, seen) for split in SPLITS}, classes
 
 
-def some(names: list[str], most: int = 5) -> str:
+def first_few(names: list[str], most: int = 5) -> str:
     """List names for a sentence, the first few of many."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
@@ -101,7 +101,7 @@ def _image_files(folder: Path, split: str, classes: list[str], seen: dict[_Place
     empty = [name for name, count in zip(classes, counts, strict=True) if count == 0]
     if empty:
         kinds = " ".join(IMG_EXTENSIONS)
-        raise UserError(f"data.root: '{folder}' has class folders without images ({kinds}): {some(empty)}")
+        raise UserError(f"data.root: '{folder}' has class folders without images ({kinds}): {first_few(empty)}")
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor(counts))
     return ImageFiles(np.array([os.fsencode(path) for path in paths]), labels)
 

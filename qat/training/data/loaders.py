@@ -23,7 +23,7 @@ from qat.training.errors import UserError
 
 Sample: TypeAlias = tuple[Tensor, Tensor]
 Batch: TypeAlias = tuple[Tensor, Tensor]
-Key: TypeAlias = tuple[int, int]
+SampleKey: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Failure:
     problems: tuple[str, ...]
 
 
-class Order(Sampler[Key]):
+class EpochOrder(Sampler[SampleKey]):
     """Which image comes when: (index, augmentation seed) for each image of an epoch.
 
     Args:
@@ -49,7 +49,7 @@ class Order(Sampler[Key]):
     def __len__(self) -> int:
         return self.indices if isinstance(self.indices, int) else len(self.indices)
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[SampleKey]:
         if not isinstance(self.indices, int):
             return ((index, 0) for index in self.indices)
         generator = seeded_generator(self.seed, "order", self.epoch)
@@ -58,7 +58,7 @@ class Order(Sampler[Key]):
         return zip(indices.tolist(), seeds.tolist(), strict=True)
 
 
-class View(Dataset["Sample | Failure"]):
+class TransformedImages(Dataset["Sample | Failure"]):
     """A split's images as the model sees them.
 
     Args:
@@ -75,10 +75,10 @@ class View(Dataset["Sample | Failure"]):
     def __len__(self) -> int:
         return len(self.images.labels)
 
-    def __getitem__(self, key: Key) -> "Sample | Failure":
+    def __getitem__(self, key: SampleKey) -> "Sample | Failure":
         return self.__getitems__([key])[0]
 
-    def __getitems__(self, keys: list[Key]) -> "list[Sample | Failure]":
+    def __getitems__(self, keys: list[SampleKey]) -> "list[Sample | Failure]":
         """Return a whole batch of samples; torch's loader asks for it so where it can."""
         state, threads = torch.default_generator.get_state(), torch.get_num_threads()
         # One image is too small to share out: waiting for the other threads made `affine` up to 15 times as slow.
@@ -105,7 +105,7 @@ class Loader:
     Iterating gives one epoch; it raises UserError if an image cannot be read. `len` is the number of batches.
     """
 
-    def __init__(self, batches: "DataLoader[Batch | Failure]", order: Order) -> None:
+    def __init__(self, batches: "DataLoader[Batch | Failure]", order: EpochOrder) -> None:
         self._batches = batches
         self._order = order
 
@@ -173,19 +173,22 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
         train = _prepared(train, config)
     mean, std = config.mean or dataset.mean, config.std or dataset.std
     plain = eval_transform(config, mean, std)
-    train_view = View(train, train_transform(config, mean, std), is_random(config.augment))
-    val_view, calibration_view = View(val, plain, random=False), View(train, plain, random=False)
+    train_view = TransformedImages(train, train_transform(config, mean, std), is_random(config.augment))
+    val_view, calibration_view = (
+        TransformedImages(val, plain, random=False),
+        TransformedImages(train, plain, random=False),
+    )
     workers = _default_workers(train) if config.workers is None else config.workers
     make = partial(_loader, workers=workers, pinned=device.type == "cuda", channels_last=channels_last)
     chosen = torch.randperm(len(train.labels), generator=seeded_generator(seed, "calibration")).tolist()
 
     def calibration(batches: int) -> Iterable[Tensor]:
-        order = Order(chosen[: batches * config.batch_size])
+        order = EpochOrder(chosen[: batches * config.batch_size])
         return ImagesOnly(make(calibration_view, order, config.batch_size, persistent=False))
 
     return Data(
-        train=make(train_view, Order(len(train_view), seed), config.batch_size, drop_last=True),
-        val=make(val_view, Order(range(len(val_view))), config.eval_batch_size or 2 * config.batch_size),
+        train=make(train_view, EpochOrder(len(train_view), seed), config.batch_size, drop_last=True),
+        val=make(val_view, EpochOrder(range(len(val_view))), config.eval_batch_size or 2 * config.batch_size),
         calibration=calibration,
         classes=dataset.classes,
         image_shape=(3, config.image_size, config.image_size),
@@ -232,8 +235,8 @@ def _default_workers(images: Images) -> int:
 
 
 def _loader(
-    view: View,
-    order: Order,
+    view: TransformedImages,
+    order: EpochOrder,
     batch_size: int,
     *,
     workers: int,

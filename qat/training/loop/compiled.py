@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.training.run.exit_status import starved
+from qat.training.run.exit_status import memory_shortage
 
-FAR, FAR_GRADIENT = 0.25, 4.0
+LOSS_TOLERANCE, GRADIENT_FACTOR = 0.25, 4.0
 """Compiled code draws other random numbers, so only gross differences count: of the loss by its size, and the factor
 between the norms of the gradients."""
 
@@ -47,7 +47,7 @@ class CompiledModel:
         try:
             return self._compiled(images)
         except Exception as error:
-            if starved(error):
+            if memory_shortage(error):
                 raise
             reason = _first_line(error)
         _restore(before)  # running statistics may hold this batch already
@@ -73,7 +73,7 @@ class CompiledModel:
         try:
             found = self._step(self._compiled, loss_of)
         except Exception as error:  # not the model's: it has just run
-            if starved(error):
+            if memory_shortage(error):
                 raise
             self._give_up(_first_line(error))
             return
@@ -115,10 +115,10 @@ def _gross_difference(found: Step, expected: Step) -> str | None:
         return f"{name} has {'a' if name in found.learning else 'no'} gradient in the compiled model only"
     if not math.isfinite(expected.loss + expected.norm):
         return None
-    if not abs(found.loss - expected.loss) <= FAR * (1 + abs(expected.loss)):
+    if not abs(found.loss - expected.loss) <= LOSS_TOLERANCE * (1 + abs(expected.loss)):
         return f"the loss of the compiled model is {found.loss:.4g} instead of {expected.loss:.4g}"
     low, high = sorted((found.norm, expected.norm)) if math.isfinite(found.norm) else (0.0, math.inf)
-    if high > FAR_GRADIENT * low + 1e-6:
+    if high > GRADIENT_FACTOR * low + 1e-6:
         return f"the gradients of the compiled model have the norm {found.norm:.4g} instead of {expected.norm:.4g}"
     return None
 

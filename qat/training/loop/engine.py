@@ -30,7 +30,7 @@ AUXILIARY_WEIGHT = 0.3
 """Weight of each auxiliary classifier's loss (GoogLeNet, arXiv:1409.4842)."""
 
 
-class _Machinery:
+class _Optimization:
     """What changes the weights, and is saved with them."""
 
     def __init__(self, run: StageRun) -> None:
@@ -92,43 +92,43 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
         return _validate_untrained(run)
     if len(run.train) == 0:
         raise UserError(f"data.batch_size: {run.config.data.batch_size} leaves no whole training batch; reduce it")
-    machinery = _Machinery(run)
+    optimization = _Optimization(run)
     if state is not None:
-        machinery.load(state)
+        optimization.load(state)
         restore_rng(state.rng, run.device)
         run.log.resume(run.step(state.epoch))
     evaluation = None
     for epoch in range(state.epoch if state else 0, run.stage.epochs):
-        training = _train_epoch(run, machinery, epoch)
-        with machinery.averaged(run.model):
+        training = _train_epoch(run, optimization, epoch)
+        with optimization.averaged(run.model):
             evaluation = _validate(run)
             _check_finite(run, "validation", [evaluation.loss], epoch)
-            if evaluation.top1 > machinery.best_top1:
-                machinery.best_top1 = evaluation.top1
+            if evaluation.top1 > optimization.best_top1:
+                optimization.best_top1 = evaluation.top1
                 if run.keep_best:
                     _save(run, "best.pt", epoch + 1, None)
         log_epoch(run, epoch, training, evaluation)
-        _save(run, "last.pt", epoch + 1, machinery.state(epoch + 1, run.device))
-    if machinery.ema is not None:
-        machinery.ema.copy_to(run.model)
+        _save(run, "last.pt", epoch + 1, optimization.state(epoch + 1, run.device))
+    if optimization.ema is not None:
+        optimization.ema.copy_to(run.model)
     return evaluation or _validate(run)
 
 
-def _train_epoch(run: StageRun, machinery: _Machinery, epoch: int) -> Meter:
+def _train_epoch(run: StageRun, optimization: _Optimization, epoch: int) -> Meter:
     run.train.set_epoch(epoch)
     run.model.train()
     _freeze_batch_norms(run, epoch)
-    machinery.rules.before_epoch(
+    optimization.rules.before_epoch(
         lambda batch: _loss_of(run, to_device(batch, run.device, channels_last=run.config.channels_last))[0], run.train
     )
     whole, window = Meter(), Meter()
     with progress_bar(run.train, f"{run.name} {epoch + 1}/{run.stage.epochs}", len(run.train)) as bar:
         for number, batch in enumerate(bar, 1):
             images, labels = to_device(batch, run.device, channels_last=run.config.channels_last)
-            lr = machinery.optimizer.param_groups[0]["lr"]
+            lr = optimization.optimizer.param_groups[0]["lr"]
             last = max(run.stage.epochs * len(run.train) - 1, 1)
-            machinery.rules.before_step((epoch * len(run.train) + number - 1) / last)
-            window.rows.append(_train_step(run, machinery, images, labels))
+            optimization.rules.before_step((epoch * len(run.train) + number - 1) / last)
+            window.rows.append(_train_step(run, optimization, images, labels))
             window.sizes.append(len(labels))
             if number % run.config.log_every == 0 or number == len(run.train):
                 losses = window.read()
@@ -141,25 +141,25 @@ def _train_epoch(run: StageRun, machinery: _Machinery, epoch: int) -> Meter:
     return whole
 
 
-def _train_step(run: StageRun, machinery: _Machinery, images: Tensor, labels: Tensor) -> Tensor:
+def _train_step(run: StageRun, optimization: _Optimization, images: Tensor, labels: Tensor) -> Tensor:
     """One optimizer step; returns (loss, correct predictions, gradient norm) on the device."""
-    if machinery.compiled is not None:
-        machinery.compiled.prove(images, lambda forward: _loss_of(run, (images, labels), forward)[0])
+    if optimization.compiled is not None:
+        optimization.compiled.prove(images, lambda forward: _loss_of(run, (images, labels), forward)[0])
     if run.config.cuda_graphs:  # what the step before left in their memory is done with
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    loss, logits = _loss_of(run, (images, labels), machinery.compiled)
-    total = machinery.rules.with_penalty(loss)
-    machinery.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
+    loss, logits = _loss_of(run, (images, labels), optimization.compiled)
+    total = optimization.rules.with_penalty(loss)
+    optimization.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
     norm = torch.zeros_like(loss)
     if run.stage.clip_grad_norm is not None:
-        machinery.scaler.unscale_(machinery.optimizer)
-        norm = nn.utils.clip_grad_norm_(machinery.parameters, run.stage.clip_grad_norm)
-    machinery.scaler.step(machinery.optimizer)
-    machinery.scaler.update()
-    machinery.schedule.step()
-    machinery.optimizer.zero_grad(set_to_none=True)
-    if machinery.ema is not None:
-        machinery.ema.update(run.model)
+        optimization.scaler.unscale_(optimization.optimizer)
+        norm = nn.utils.clip_grad_norm_(optimization.parameters, run.stage.clip_grad_norm)
+    optimization.scaler.step(optimization.optimizer)
+    optimization.scaler.update()
+    optimization.schedule.step()
+    optimization.optimizer.zero_grad(set_to_none=True)
+    if optimization.ema is not None:
+        optimization.ema.update(run.model)
     correct = (logits.detach().argmax(dim=1) == labels).sum()
     # What is drawn is the loss of the task, comparable between rules; a penalty that is not finite still shows.
     shown = torch.where(total.isfinite(), loss, total).detach()

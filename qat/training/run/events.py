@@ -34,7 +34,7 @@ class EventFile:
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         self._folder = folder
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
-        with self._told():
+        with self._errors_reported():
             self._file = open(folder / name, "xb")  # noqa: SIM115  (closed by `close`)
         self._write(file_version="brain.Event:2")
         if purge_step is not None:
@@ -46,16 +46,16 @@ class EventFile:
 
     def close(self) -> None:
         """Close the file, also where the last point could not be written."""
-        with self._told():
+        with self._errors_reported():
             self._file.close()
 
     def _write(self, **content: Any) -> None:
-        with self._told():
+        with self._errors_reported():
             RecordWriter(self._file).write(Event(wall_time=time.time(), **content).SerializeToString())
             self._file.flush()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _errors_reported(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

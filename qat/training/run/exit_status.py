@@ -18,20 +18,20 @@ import torch
 
 from qat.training.errors import UserError
 
-GOES_ON = "resume=auto goes on from the last finished epoch"
+HOW_TO_RESUME = "resume=auto goes on from the last finished epoch"
 
-ASKED_TO_END = [each for each in signal.Signals if each.name in ("SIGTERM", "SIGHUP")]
+ENDING_SIGNALS = [each for each in signal.Signals if each.name in ("SIGTERM", "SIGHUP")]
 """Signals of schedulers and of terminals that close, answered as Ctrl-C is."""
 
-SOFTWARE = 70
-"""The status of our own mistakes, which keep their traceback: EX_SOFTWARE of sysexits.h."""
+EX_SOFTWARE = 70
+"""The status of our own mistakes, which keep their traceback (sysexits.h)."""
 
 LOST_LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by signal: [\w ]+|exited)")
 """What torch says, in a RuntimeError, when a loader process dies."""
 
 
 class SignalledError(KeyboardInterrupt):
-    """One of `ASKED_TO_END`, on its way through whatever Ctrl-C would go through.
+    """One of `ENDING_SIGNALS`, on its way through whatever Ctrl-C would go through.
 
     Args:
         number: of the signal.
@@ -56,7 +56,7 @@ def exit_status(run: Callable[[], int]) -> int:
         try:
             status = run()
             if sys.stdout is not None:
-                with output_told():  # here, where it may fail, and not when Python ends
+                with output_errors_reported():  # here, where it may fail, and not when Python ends
                     sys.stdout.flush()
             return status
         except BaseException as error:
@@ -67,7 +67,7 @@ def exit_status(run: Callable[[], int]) -> int:
 
 
 @contextmanager
-def output_told() -> Iterator[None]:
+def output_errors_reported() -> Iterator[None]:
     """Name standard output where it cannot be written.
 
     Raises:
@@ -79,10 +79,10 @@ def output_told() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise UserError(f"standard output: cannot write to it ({error.strerror}); {GOES_ON}") from error
+        raise UserError(f"standard output: cannot write to it ({error.strerror}); {HOW_TO_RESUME}") from error
 
 
-def starved(error: BaseException) -> str | None:
+def memory_shortage(error: BaseException) -> str | None:
     """The sentence for an error of a machine that is short of memory, in this process or a loader's; None for others.
 
     torch has no types of its own for most of them, and raises for a dead loader process wherever the main thread is.
@@ -93,13 +93,13 @@ def starved(error: BaseException) -> str | None:
         said = lost[0] if lost else words or type(error).__name__
         return (
             f"data.workers: a loader process was lost ({said}), as one is that finds too little memory; try fewer of"
-            f" them; {GOES_ON}"
+            f" them; {HOW_TO_RESUME}"
         )
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in words:
         asked = re.search(r"[Tt]ried to allocate (\d+(?:\.\d+)? ?\w+)", words)
         return (
             f"out of memory{f' for {asked[1]} more' if asked else ''}; try a smaller data.batch_size or"
-            f" data.image_size; {GOES_ON}"
+            f" data.image_size; {HOW_TO_RESUME}"
         )
     return None
 
@@ -109,18 +109,18 @@ def _end(error: BaseException) -> tuple[int, str]:
     if isinstance(error, UserError):
         return 2, str(error)
     if isinstance(error, SignalledError):
-        return 128 + error.number, f"ended by {signal.Signals(error.number).name}; {GOES_ON}"
+        return 128 + error.number, f"ended by {signal.Signals(error.number).name}; {HOW_TO_RESUME}"
     if isinstance(error, KeyboardInterrupt):
-        return 130, f"interrupted; {GOES_ON}"
-    sentence = starved(error)
+        return 130, f"interrupted; {HOW_TO_RESUME}"
+    sentence = memory_shortage(error)
     if sentence is not None:
         return 2, sentence
     if isinstance(error, BrokenPipeError):
-        return 141, f"standard output was closed; {GOES_ON}"
+        return 141, f"standard output was closed; {HOW_TO_RESUME}"
     if isinstance(error, OSError):
         what = "" if error.filename is None else f"{error.filename}: "
-        return 2, f"{what}cannot be read or written ({error.strerror or error}); {GOES_ON}"
-    return SOFTWARE, "".join(traceback.format_exception(error)).rstrip()
+        return 2, f"{what}cannot be read or written ({error.strerror or error}); {HOW_TO_RESUME}"
+    return EX_SOFTWARE, "".join(traceback.format_exception(error)).rstrip()
 
 
 def _came_over_a_connection(error: BaseException) -> bool:
@@ -168,7 +168,8 @@ def _spelled_out(stream: object) -> Iterator[None]:
 def _signals_raised() -> Iterator[Callable[[], None]]:
     """Raise `SignalledError` for the first signal, and ignore further ones; yields what ignores the first one too."""
     main = threading.current_thread() is threading.main_thread()  # only it may
-    mine = [each for each in ASKED_TO_END if main and signal.getsignal(each) is signal.SIG_DFL]  # nohup's stay ignored
+    # Only signals with the default handler: under nohup, SIGHUP stays ignored.
+    mine = [each for each in ENDING_SIGNALS if main and signal.getsignal(each) is signal.SIG_DFL]
 
     def answer(handler: signal.Handlers) -> None:
         for each in mine:

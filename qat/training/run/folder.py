@@ -91,10 +91,10 @@ def _given_folder(path: Path, config: RunConfig) -> RunFolder:
     if not path.is_dir():
         raise UserError(f"run_dir: '{path}' is not a folder; choose another")
     finished = _finished(path, config) if config.resume == "auto" else None
-    return RunFolder(path, None, finished) if finished is not None else _taken(path, config)
+    return RunFolder(path, None, finished) if finished is not None else _locked(path, config)
 
 
-def _taken(path: Path, config: RunConfig) -> RunFolder:
+def _locked(path: Path, config: RunConfig) -> RunFolder:
     """Lock a folder; it is looked at before, as nothing is written into one that is refused, and once it is ours."""
     _checkpoint(path, config)
     lock = RunLock(path)
@@ -164,7 +164,7 @@ def _next_folder(config: RunConfig, number: int) -> RunFolder:
         path = RUNS / (config.name if number == 1 else f"{config.name}-{number}")
         try:
             path.mkdir()
-            return _taken(path, config)
+            return _locked(path, config)
         except (FileExistsError, FolderInUseError):
             number += 1
         except OSError as error:

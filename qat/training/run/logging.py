@@ -12,7 +12,7 @@ from tqdm import tqdm
 from qat.text import table
 from qat.training.errors import UserError
 from qat.training.run.events import EventFile
-from qat.training.run.exit_status import output_told
+from qat.training.run.exit_status import output_errors_reported
 
 SPARSE_SECONDS = 30.0
 """Between two lines of a progress bar that goes to a file: an hour is 120 lines."""
@@ -63,7 +63,7 @@ class RunLog:
         """
         if sys.stdout is None:  # closed before the run began (`>&-`)
             return
-        with output_told():
+        with output_errors_reported():
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 

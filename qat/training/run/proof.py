@@ -15,7 +15,7 @@ from qat.text import table
 from qat.training.errors import UserError
 from qat.training.run.report import onnx_results, session_results
 
-LEAST_AGREEMENT = 0.995
+MIN_AGREEMENT = 0.995
 """Share of equal predictions below which the exported model is not the trained one."""
 
 FLOAT_OPERATORS = ("Conv", "FusedConv", "ConvTranspose", "Gemm", "MatMul", "FusedGemm", "FusedMatMul")
@@ -43,7 +43,7 @@ class Proof:
     def problems(self) -> list[str]:
         """Why the file is not the model, as parts of one sentence; none if it is."""
         found = []
-        if not self.results["agreement"] >= LEAST_AGREEMENT:
+        if not self.results["agreement"] >= MIN_AGREEMENT:
             found.append(f"only {100 * self.results['agreement']:.2f} % of its predictions are the torch model's")
         wrong = [layer.name for layer in self.layers if layer.largest > 1]
         if wrong:
@@ -57,7 +57,7 @@ class Proof:
         left = ", ".join(f"{operators[name]} {name}" for name in FLOAT_OPERATORS if name in operators)
         if left:
             said.append(f"ONNX Runtime computes these in float: {left}; layers.txt says which layers stay float")
-        default, layers = self.results.get("default_session"), _layers_that_may(self.saturation)
+        default, layers = self.results.get("default_session"), _count_saturating(self.saturation)
         if default and layers:
             said.append(
                 "ONNX Runtime's default session adds pairs of products in 16 bits on this processor (no VNNI), where"
@@ -71,7 +71,7 @@ class Proof:
 
     def saturation_table(self) -> str:
         """For layers.txt: the layers that may saturate in sums of 16 bits."""
-        layers = _layers_that_may(self.saturation)
+        layers = _count_saturating(self.saturation)
         if not layers:
             return "sums of two products fit 16 bits in every layer: exact on x86 without VNNI in any session"
         rows = [["layer", "channels", "may saturate", "largest sum"]] + [
@@ -111,7 +111,7 @@ def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
     return Proof(results, layers, saturation)
 
 
-def _layers_that_may(saturation: list[Saturation]) -> int:
+def _count_saturating(saturation: list[Saturation]) -> int:
     return sum(bool(each.channels) for each in saturation)
 
 

@@ -39,7 +39,7 @@ def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model
         raise UserError(f"{where} {kind}" + ("" if file.is_absolute() else f" (looked in '{os.getcwd()}')"))
     state = _read(file, where)
     own = model.state_dict()
-    _align(state, own)
+    _adopt_names(state, own)
     _refuse_other_kinds(state, own, where)
     differing = {key: value.shape for key, value in state.items() if key in own and value.shape != own[key].shape}
     for key in differing:
@@ -125,7 +125,7 @@ def _name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _align(state: State, own: dict[str, Tensor]) -> None:
+def _adopt_names(state: State, own: dict[str, Tensor]) -> None:
     """Give a file's weights the names and the layer versions of the model, as far as that loses nothing."""
     for prefix in ("module.", "_orig_mod.", "module."):  # either may be inside the other
         if not any(key.startswith(prefix) for key in own):
