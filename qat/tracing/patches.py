@@ -5,13 +5,14 @@ patched at once would restore each other's patches. A replacement acts in the th
 it calls the original.
 
     torch.fx                      its own `__call__` and `__getattr__` on nn.Module: every model
-    torch.zeros, ones, empty ...  models that create a tensor of a traced size, `torch.zeros(x.size(0), 8)`
-    torch.tensor, as_tensor ...   models that make a tensor of a traced size, `torch.tensor(x.shape[1])`
-    isinstance                    models that ask `isinstance(x, Tensor)`: torchvision's DenseNet and GeneralizedRCNN
+    torch.zeros, ones, empty ...  user models that create a tensor of a traced size, `torch.zeros(x.size(0), 8)`
+    torch.tensor, as_tensor ...   torchvision's SSD, Faster R-CNN and RAFT: `torch.tensor(x.shape[1])`
+    isinstance                    the heads of torchvision's Faster R-CNN, which ask `isinstance(boxes, Tensor)`
     get_fastpath_enabled          nn.TransformerEncoder and nn.MultiheadAttention, whose fast path no graph shows
     _detect_is_causal_mask        nn.TransformerEncoder, which looks at the values of its mask
-    BackwardCFunction.__init__    models that apply a torch.autograd.Function: they are refused
-    checkpoint's device question  models that checkpoint activations (memory-efficient DenseNet): they are refused
+    BackwardCFunction.__init__    models that apply a torch.autograd.Function, which are refused
+    _infer_device_type            models that checkpoint activations (DenseNet, memory-efficient), which are refused
+    unwrap_if_dead                the same Functions on torch 2.11, which are refused there without a crash
 """
 
 import builtins
