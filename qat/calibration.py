@@ -17,11 +17,10 @@ from qat.tracing.inputs import Batch, as_arguments, inputs_and_labels, model_dev
 def calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
     """Run the batches through the model in evaluation mode and set every range, of activations and of weights.
 
-    While it runs, activations pass unquantized; each quantizer notes its tensor and then takes the range that its
-    spec's `init` finds. Weights get the range of their present values. Train and eval flags are as before afterwards.
-    At the end a fused training step is held to a plain one on a slice of the first batch, see docs/speed.md.
-    Under torch.distributed every rank may bring its own batches: all ranks end with the same ranges, found on the
-    values of all.
+    Meanwhile activations pass unquantized. Each quantizer observes its tensor and then takes the range that its spec's
+    `init` finds. Weights get the range of their present values. Train and eval flags are restored. At the end a fused
+    training step is compared with a plain one on a slice of the first batch, see docs/speed.md. Under
+    torch.distributed every rank may bring its own batches; all ranks end with the same ranges, found on all values.
 
     Args:
         model: a prepared model, or one with quantized layers of your own.

@@ -1,6 +1,6 @@
 """`prepare`: a quantized copy of a float model.
 
-This file alone knows both graphs of a prepared model: the plain one, and the one that trains on codes.
+Only this file knows both graphs of a prepared model: the plain one, and the one that trains on codes.
 """
 
 import copy
@@ -15,7 +15,7 @@ from qat.evaluating import evaluating
 from qat.layers import QuantLayer
 from qat.layers.sharing import QuantTwin
 from qat.layers.twins import is_composite
-from qat.preparation.attributes import keep_attributes, numbers_of_block
+from qat.preparation.attributes import keep_attributes, scalar_attributes
 from qat.preparation.graph import prepare_graph
 from qat.preparation.parts import prepare_parts
 from qat.preparation.prepared_graph import PreparedGraph
@@ -25,7 +25,7 @@ from qat.quantizer import Quantizer
 from qat.recipe import QuantRecipe
 from qat.tracing.inputs import Examples, Inputs, bind_inputs, call_with
 from qat.tracing.randomness import seeded
-from qat.tracing.side_effects import UntraceableError, remembering
+from qat.tracing.side_effects import UntraceableError, restoring_state
 
 
 @overload
@@ -53,29 +53,29 @@ def prepare(
 ) -> nn.Module | str:
     """A copy of the model with quantized layers and quantizers; the float model is untouched.
 
-    Every tensor that a quantized layer or a matrix product reads gets one quantizer, at its producer; sums,
-    concatenations and averages compute on grids where their result is read as integers. A BatchNorm directly behind a
-    layer is handed to it and folds into its scale. Weights that functions read (`F.linear(x, self.qkv.weight)`) are
-    quantized where they are read, attention is taken apart into its products. Module names and state-dict keys of the
-    float model stay; quantizers add theirs. `qat.summary` says what stays float, and why.
+    Every tensor that a quantized layer or a matrix product reads gets one quantizer, at its producer. Sums,
+    concatenations and averages compute on grids if their result is read as integers. A BatchNorm directly after a
+    layer is passed to it and folds into its scale. Weights that functions read (`F.linear(x, self.qkv.weight)`) are
+    quantized where they are read, and attention is split into its products. The float model's module names and
+    state-dict keys stay; quantizers add theirs. `qat.summary` says what stays float, and why.
 
-    Where torch.fx cannot trace the model, its largest traceable submodules are prepared, and other layers one by one;
-    the model is then of its own class, with prepared parts inside.
+    If torch.fx cannot trace the model, its largest traceable submodules are prepared, and other layers one by one. The
+    model then keeps its own class, with prepared parts inside.
 
     Args:
         model: a float model.
         recipe: the grids; default: 8-bit weights per channel, 8-bit unsigned activations with a zero point.
         example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments. With them, decisions on
-            sizes can be traced (windows, padding to a multiple), the graph is compared with the model, and a run
-            proves that every quantizer runs. Without, a model that decides on sizes is prepared in parts.
+            sizes can be traced (windows, padding to a multiple), the graph is compared with the model, and one run
+            checks that every quantizer runs. Without them, a model that decides on sizes is prepared in parts.
         dry_run: return only the table that `qat.summary` would print.
 
     Returns:
-        The prepared model, in the train or eval mode of the float one. Call `calibrate` next. With dry_run, a text.
+        The prepared model, in the train or eval mode of the float one; call `calibrate` next. With dry_run, the table.
 
     Raises:
-        TypeError: if recipe is none, such as example inputs without their name.
-        ValueError: if the model is prepared already, has nothing to quantize, if a pattern of the recipe names no
+        TypeError: if recipe is not a QuantRecipe, for instance example inputs passed without their keyword.
+        ValueError: if the model is prepared already or has nothing to quantize, if a pattern of the recipe matches no
             layer, if the example inputs do not fit, or if a quantizer does not run with them.
 
     >>> float_model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
@@ -97,13 +97,13 @@ def prepare(
                 raise UntraceableError(f"{type(root).__name__} is one layer")
             prepared = prepare_graph(root, recipe, examples, graph_class)
         except UntraceableError as error:
-            # From a fresh copy, for tracing may leave proxies in what a model remembers.
+            # From a fresh copy, since tracing may leave proxies in the model's attributes.
             prepared = prepare_parts(_copy_of(model), recipe, examples, str(error), graph_class)
         layers = noted(prepared, LAYERS)
         check_patterns(recipe, layers)
         if not any(isinstance(module, QuantLayer) for module in prepared.modules()):
             raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
-        _keep_numbers(prepared, model)
+        _keep_scalar_attributes(prepared, model)
         _set_modes(prepared, model)
         if examples is not None:
             probe(prepared, examples)
@@ -111,7 +111,7 @@ def prepare(
 
 
 def _check_float(model: nn.Module, recipe: Any) -> None:
-    """Refuse what `prepare` cannot take, see there."""
+    """Raise the errors of `prepare` for models and recipes that it cannot take."""
     if not (recipe is None or isinstance(recipe, QuantRecipe)):
         raise TypeError(
             f"prepare: recipe must be a QuantRecipe, got {type(recipe).__name__}; inputs are given by name,"
@@ -140,7 +140,7 @@ def _check_float(model: nn.Module, recipe: Any) -> None:
 
 
 def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
-    """The float model's train and eval modes, module by module: a BatchNorm that was put to eval() stays so."""
+    """Copy the float model's train and eval modes, module by module: a BatchNorm that is in eval() stays so."""
     prepared.train(model.training)
     parts = dict(prepared.named_modules())
     for name, module in model.named_modules():
@@ -152,13 +152,13 @@ def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
         twin.training = module.training
 
 
-def _keep_numbers(prepared: nn.Module, model: nn.Module) -> None:
-    """Those of the model and its blocks: other code may read them, and who changes them is told."""
+def _keep_scalar_attributes(prepared: nn.Module, model: nn.Module) -> None:
+    """Copy the scalar attributes of the model and its blocks: other code may read them, and changes are logged."""
     parts = dict(prepared.named_modules())
     for name, module in model.named_modules():
         twin = parts.get(name)
         if type(twin) is nn.Module or isinstance(twin, fx.GraphModule):
-            keep_attributes(dict(numbers_of_block(module)), twin)
+            keep_attributes(dict(scalar_attributes(module)), twin)
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
@@ -180,7 +180,7 @@ def _copy_of(model: nn.Module) -> nn.Module:
 
 
 def probe(model: nn.Module, examples: Examples) -> None:
-    """Run the model once, in evaluation, and make sure that every quantizer of an activation saw a tensor."""
+    """Run the model once in evaluation, and check that every activation quantizer sees a tensor."""
     silent = {name for name, module in model.named_modules() if isinstance(module, Quantizer)}
     hooks = [
         module.register_forward_hook(lambda *_, name=name: silent.discard(name))
@@ -191,8 +191,8 @@ def probe(model: nn.Module, examples: Examples) -> None:
     known = [quantizer._is_calibrated for quantizer in quantizers]
     try:
         for quantizer in quantizers:
-            quantizer._is_calibrated = True  # the probe is no use of the model: no warning
-        with evaluating(model), torch.no_grad(), remembering(model):
+            quantizer._is_calibrated = True  # suppresses the warning that it is used uncalibrated
+        with evaluating(model), torch.no_grad(), restoring_state(model):
             call_with(model, examples)
     finally:
         for hook in hooks:

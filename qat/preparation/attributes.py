@@ -1,4 +1,4 @@
-"""What modules have besides parameters, buffers and submodules, and how it goes along to what stands for them."""
+"""The plain attributes of modules, and how they are carried over to the modules that replace them."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import fx, nn
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module has besides parameters, buffers, submodules and torch's own notes: sizes, flags, names."""
+    """A module's attributes besides parameters, buffers, submodules and torch's own: sizes, flags, names."""
     torchs_own = vars(nn.Module()).keys()
     return {
         key: value
@@ -16,20 +16,20 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def keep_attributes(attributes: dict[str, Any], module: nn.Module) -> None:
-    """Give a module those of the attributes that it lacks: what other code may ask it for."""
+    """Set the attributes that a module lacks, since other code may read them."""
     for key, value in attributes.items():
         if not hasattr(module, key):
             setattr(module, key, value)
 
 
 def keep_class(original: nn.Module, module: nn.Module) -> None:
-    """Make a bare container of parameters and submodules one of the original's class again, for its methods."""
+    """Give a bare `nn.Module` container the original's class again, so that it has the class's methods."""
     if type(module) is nn.Module and not isinstance(original, fx.GraphModule):
         module.__class__ = type(original)
 
 
-def numbers_of_block(module: nn.Module) -> list[tuple[str, object]]:
-    """Numbers, words and flags that somebody gave a block, and what they are now."""
+def scalar_attributes(module: nn.Module) -> list[tuple[str, object]]:
+    """Names and values of the numbers, strings and flags that somebody set on a module."""
     plain = (int, float, str, bool, type(None))
     return [
         (key, value)

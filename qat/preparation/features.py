@@ -1,4 +1,4 @@
-"""`feature_extractor`: what parts of a prepared model answer with, layers and blocks alike."""
+"""`feature_extractor`: the outputs of layers and blocks of a prepared model."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,21 +13,21 @@ from qat.tracing.nodes import scope_of, submodule_of
 
 
 def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]) -> nn.Module:
-    """A model that answers with the outputs of parts of a prepared one, as a dictionary.
+    """A model that returns the outputs of parts of a prepared one, as a dictionary.
 
-    It shares the modules of the prepared model, so that both train, evaluate and export with the same parameters. A
-    part gives what it answers with in the float model, on its grid where it has one. A layer gives its output behind
-    BatchNorm, which is folded into it, and before an activation that follows. (Hooks on blocks never fire, since a
-    prepared model calls the layers in them and not the blocks.)
+    It shares the modules of the prepared model, so both train, evaluate and export with the same parameters. A block
+    returns what it returns in the float model, on its grid if it has one. A layer returns its output after the
+    BatchNorm that is folded into it, and before a following activation. (Hooks on blocks never fire, since a prepared
+    model calls the layers in a block and not the block.)
 
     Args:
         model: from `prepare`, traced as one graph.
         names: of layers, blocks or quantizers of the model ("layer1", "layer4.1.conv2"); or such names mapped to the
-            keys of the answer.
+            keys of the dictionary.
 
     Raises:
-        TypeError: if the model is no graph: prepared in parts, or not prepared.
-        ValueError: if a name is none of the model's, nothing runs there, or two names have one key.
+        TypeError: if the model is not one graph: it was prepared in parts, or not prepared.
+        ValueError: if nothing in the model runs under a name, or two names have one key.
 
     >>> import torch, qat
     >>> net = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Flatten(), nn.Linear(64, 2))
@@ -61,7 +61,7 @@ def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]
 
 
 def _end_of(name: str, model: fx.GraphModule) -> fx.Node:
-    """The node that holds what a part of the model answers with, on its grid if it has one."""
+    """The node that holds the output of a part of the model, on its grid if it has one."""
     inside = [node for node in model.graph.nodes if node.op in ("call_module", "call_function", "call_method")]
     named = [node for node in inside if _is_of(node, name)]
     if not named:

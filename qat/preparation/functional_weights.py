@@ -1,4 +1,4 @@
-"""Weights that functions read as plain tensors: `F.linear(x, self.qkv.weight)`, quantized where they are read."""
+"""Functional layers, `F.linear(x, self.qkv.weight)`: their weights are quantized where the functions read them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,134 +16,138 @@ from qat.tracing.constants import constant_nodes, constant_values
 from qat.tracing.nodes import free_name, scope_of
 
 CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-READING: dict[Any, tuple[str, ...]] = {
+ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.linear: ("input", "weight", "bias"),
     F.conv1d: CONVOLUTION_ARGUMENTS,
     F.conv2d: CONVOLUTION_ARGUMENTS,
     F.conv3d: CONVOLUTION_ARGUMENTS,
 }
-"""Functions that become quantized layers where they read a weight, and the names of their arguments."""
+"""Functions that become quantized layers where they read a parameter, and the names of their arguments."""
 
 
-EXPLAINED = "qat_explained"
-"""Key of node.meta: the function stays in float, and the reason is noted under the layer's name."""
+REASON_NOTED = "qat_explained"
+"""Key of node.meta: the function stays in float, and the reason is already noted under the layer's name."""
 
 
-SPEAKS_AS = "qat_speaks_as"
+RECIPE_NAME = "qat_speaks_as"
 """Key of node.meta: the name by which a recipe speaks of a layer that was a function."""
 
 
 @dataclass(frozen=True)
-class Read:
-    """A function that reads a parameter as its weight.
+class FunctionalLayer:
+    """A call of a function that reads a parameter as its weight.
 
     Attributes:
-        node: its call.
+        node: the call.
         given: its arguments by name.
-        name: what the layer that it becomes is called.
-        layer: the linear layer whose weight it reads whole, and which then is that layer; else None.
-        speaks_as: the name by which a recipe speaks of it: the layer's whose weight it reads, else its own.
+        name: the name of the quantized layer that replaces the call.
+        module: the linear layer whose whole weight the call reads; it becomes the quantized layer. Else None.
+        recipe_name: its name in a recipe: that of the layer that owns the weight, or its own.
     """
 
     node: fx.Node
     given: dict[str, Any]
     name: str
-    layer: nn.Linear | None
-    speaks_as: str
+    module: nn.Linear | None
+    recipe_name: str
 
     @property
-    def kind(self) -> type[nn.Module]:
+    def float_type(self) -> type[nn.Module]:
         """The float layer that computes the same."""
         return FLOAT_TYPES[self.node.target]  # type: ignore[index]
 
 
-def find_reads(graph_module: fx.GraphModule, root: nn.Module) -> list[Read]:
-    """All reads of a traced model, in the order in which they run."""
+def find_functional_layers(graph_module: fx.GraphModule, root: nn.Module) -> list[FunctionalLayer]:
+    """The functional layers of a traced model, in the order in which they run."""
     constant = constant_nodes(graph_module.graph)
-    found: list[Read] = []
+    found: list[FunctionalLayer] = []
     taken: set[str] = set()
     for node in graph_module.graph.nodes:
-        if node.op != "call_function" or node.target not in READING:
+        if node.op != "call_function" or node.target not in ARGUMENTS:
             continue
-        given = {**dict(zip(READING[node.target], node.args, strict=False)), **node.kwargs}
+        given = {**dict(zip(ARGUMENTS[node.target], node.args, strict=False)), **node.kwargs}
         if given["weight"] in constant and given["input"] not in constant:
             name, layer = _reader(node, given, root)
             if layer is None:
                 name = _unused(name, graph_module, taken)
                 taken.add(name)
             owners = [owner for owner in _owners(given["weight"]) if _is_single(root.get_submodule(owner))]
-            found.append(Read(node, given, name, layer, owners[0] if len(owners) == 1 and owners[0] else name))
+            found.append(
+                FunctionalLayer(node, given, name, layer, owners[0] if len(owners) == 1 and owners[0] else name)
+            )
     return found
 
 
-def quantize_reads(graph_module: fx.GraphModule, reads: list[Read], recipe: AnyRecipe, left: dict[str, str]) -> None:
-    """Make every function that reads a parameter as its weight a quantized layer, in place.
+def quantize_functional_layers(
+    graph_module: fx.GraphModule, layers: list[FunctionalLayer], recipe: AnyRecipe, left: dict[str, str]
+) -> None:
+    """Replace every functional layer by a quantized one, in place.
 
-    A weight that is read whole, from a linear layer, makes that layer the quantized one; else a `QuantFunction` takes
-    the place of the function, and the weight stays where it is.
+    If the function reads the whole weight of a linear layer, that layer is quantized. Otherwise a `QuantFunction`
+    replaces the function, and the weight stays where it is.
 
     Args:
         graph_module: the traced model.
-        reads: what `find_reads` found in it.
+        layers: what `find_functional_layers` found in it.
         recipe: the grids, and which layers to skip.
-        left: the layers that stay in float, name to reason; skipped ones are added, quantized ones are taken off.
+        left: the layers that stay in float, name to reason. Skipped layers are added, quantized ones removed.
     """
     values: dict[fx.Node, Any] = {}
-    for read in reads:
-        layer_recipe = recipe.for_layer(read.speaks_as, read.kind)
+    for layer in layers:
+        layer_recipe = recipe.for_layer(layer.recipe_name, layer.float_type)
         if layer_recipe.skipped_by is not None:
-            left[read.speaks_as] = f"skipped by the recipe's pattern {layer_recipe.skipped_by!r}"
-            read.node.meta[EXPLAINED] = True
+            left[layer.recipe_name] = f"skipped by the recipe's pattern {layer_recipe.skipped_by!r}"
+            layer.node.meta[REASON_NOTED] = True
             continue
-        left.pop(read.name, None)
-        for owner in _owners(read.given["weight"]):  # its own forward may never run, its weight is quantized here
+        left.pop(layer.name, None)
+        for owner in _owners(layer.given["weight"]):  # its own forward may never run, but its weight is quantized here
             left.pop(owner, None)
-        present = _present(graph_module, read.name)
-        if isinstance(present, QuantLayer):  # called or read before: one layer, one weight quantizer
-            _replace(read, graph_module)
+        present = _present(graph_module, layer.name)
+        if isinstance(present, QuantLayer):  # called before: one layer, one weight quantizer
+            _replace(layer, graph_module)
             continue
         try:
-            if read.layer is not None:
-                twin: QuantLayer = QuantLinear.from_float(read.layer, layer_recipe.weight)
+            if layer.module is not None:
+                twin: QuantLayer = QuantLinear.from_float(layer.module, layer_recipe.weight)
             else:
                 values = values or constant_values(graph_module)
-                twin = _function(read, values[read.given["weight"]], layer_recipe.weight)
+                twin = _function(layer, values[layer.given["weight"]], layer_recipe.weight)
         except ValueError as error:
-            raise ValueError(f"prepare: {recipe.full_name(read.name)} (weight): {error}") from error
+            raise ValueError(f"prepare: {recipe.full_name(layer.name)} (weight): {error}") from error
         if present is None:
-            graph_module.add_submodule(read.name, twin)
+            graph_module.add_submodule(layer.name, twin)
         else:
-            graph_module.set_submodule(read.name, twin)
-        _replace(read, graph_module)
+            graph_module.set_submodule(layer.name, twin)
+        _replace(layer, graph_module)
 
 
-def _function(read: Read, weight: Tensor, spec: Any) -> QuantFunction:
-    function: Callable[..., Tensor] = read.node.target  # type: ignore[assignment]
-    options = {key: read.given[key] for key in READING[function][3:] if key in read.given}
+def _function(layer: FunctionalLayer, weight: Tensor, spec: Any) -> QuantFunction:
+    function: Callable[..., Tensor] = layer.node.target  # type: ignore[assignment]
+    options = {key: layer.given[key] for key in ARGUMENTS[function][3:] if key in layer.given}
     twin = QuantFunction(function, tuple(weight.shape), options, spec, device=weight.device)
     if not weight.is_meta:
         twin.fit_weight(weight)
     return twin
 
 
-def _replace(read: Read, graph_module: fx.GraphModule) -> None:
-    # Its arguments may be reads that became layers since.
-    given = {**dict(zip(READING[read.node.target], read.node.args, strict=False)), **read.node.kwargs}
+def _replace(layer: FunctionalLayer, graph_module: fx.GraphModule) -> None:
+    # Its arguments may be functional layers that were replaced since.
+    given = {**dict(zip(ARGUMENTS[layer.node.target], layer.node.args, strict=False)), **layer.node.kwargs}
     bias = given.get("bias")
-    own = isinstance(bias, fx.Node) and bias.op == "get_attr" and bias.target == f"{read.name}.bias"
-    with graph_module.graph.inserting_before(read.node):
-        if read.layer is None:
-            call = graph_module.graph.call_module(read.name, (given["input"], given["weight"], bias))
+    own = isinstance(bias, fx.Node) and bias.op == "get_attr" and bias.target == f"{layer.name}.bias"
+    with graph_module.graph.inserting_before(layer.node):
+        if layer.module is None:
+            call = graph_module.graph.call_module(layer.name, (given["input"], given["weight"], bias))
         else:
             kwargs: dict[str, Any] = {} if bias is None or own else {"bias": bias}
-            call = graph_module.graph.call_module(read.name, (given["input"],), kwargs)
-    call.meta = {**read.node.meta, SPEAKS_AS: read.speaks_as}
-    read.node.replace_all_uses_with(call)
-    graph_module.graph.erase_node(read.node)
+            call = graph_module.graph.call_module(layer.name, (given["input"],), kwargs)
+    call.meta = {**layer.node.meta, RECIPE_NAME: layer.recipe_name}
+    layer.node.replace_all_uses_with(call)
+    graph_module.graph.erase_node(layer.node)
 
 
 def _owners(weight: fx.Node) -> set[str]:
-    """The modules whose parameters a weight is made of."""
+    """The modules that own the parameters from which a weight is computed."""
     if weight.op == "get_attr":
         return {str(weight.target).rpartition(".")[0]}
     made = {str(weight.target).rpartition(".parametrizations.")[0]} if weight.op == "call_module" else set()
@@ -151,7 +155,7 @@ def _owners(weight: fx.Node) -> set[str]:
 
 
 def _reader(node: fx.Node, given: dict[str, Any], root: nn.Module) -> tuple[str, nn.Linear | None]:
-    """What the reading layer is called, and the linear layer that it is, if the weight is one's and read whole."""
+    """The name of the quantized layer, and the linear layer whose whole weight the call reads, if there is one."""
     weight, bias = given["weight"], given.get("bias")
     if weight.op == "get_attr" and node.target is F.linear:
         owner, _, attribute = str(weight.target).rpartition(".")
@@ -174,7 +178,7 @@ def _unused(name: str, graph_module: fx.GraphModule, taken: set[str]) -> str:
 
 
 def _is_single(layer: nn.Module) -> bool:
-    """Whether a layer has a twin with one weight, by whose name a recipe speaks."""
+    """Whether a layer has a twin with one weight: then the recipe speaks of it by the layer's name."""
     return float_type_of(layer) is not None and not is_composite(layer)
 
 

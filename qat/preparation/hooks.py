@@ -1,4 +1,4 @@
-"""Who waits for a module to be called: hooks, a `forward` that somebody put on it, a class that somebody wrote."""
+"""Whether user code runs when a module is called: hooks, patched methods, or a class of the user's own."""
 
 from torch import nn
 
@@ -9,22 +9,22 @@ METHODS = (
     "forward", "compute", "operate", "quantized", "_conv_forward", "channels_first", "torch_layout", "quantize", "grid",
     "effective_scale", "positive", "bounds", "gradient_factor", "repair", "follow", "_check_input_dim",
 )  # fmt: skip
-"""What the known classes do when they are called, as far as a user could replace it."""
+"""Methods of the known classes that run when a module is called, and that a user could patch."""
 
 _NAMES = frozenset(METHODS)
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a hook waits for this module to be called, or its own `forward` is not that of its class."""
+    """Whether the module has hooks, or a method that is patched on the instance."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     ) or not _NAMES.isdisjoint(vars(module))
 
 
 def may_write(module: nn.Module | None) -> bool:
-    """Whether a module may write into what it is given: one that somebody put there, or who hooks into its call.
+    """Whether a module may write into its inputs: it is of an unknown class, or it is watched.
 
-    torch's own do only where they are told to (`inplace`).
+    torch's own modules write only if they are told to (`inplace`).
     """
     if module is None:
         return False

@@ -1,4 +1,4 @@
-"""Which operations carry a grid through, which compute on quantized operands: the tables behind the placement."""
+"""The tables behind the placement: which operations pass a grid on, and which compute on quantized operands."""
 
 import operator
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from qat.targets.profile import Operation
 from qat.tracing.in_place import written_by
-from qat.tracing.nodes import CHANGED, FACTS, is_call
+from qat.tracing.nodes import FACTS, WRITTEN_LATER, is_call
 
 PASSING_MODULES = (
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
@@ -46,7 +46,7 @@ FLOAT_PRODUCTS = {
     F.conv3d,
     F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear, F.embedding, F.embedding_bag,
 }  # fmt: skip
-"""Products that stay in float as functions; linear ones and convolutions where their weight is no parameter."""
+"""Products that stay in float as functions; F.linear and F.conv only if their weight is not a parameter."""
 
 JOINING: dict[Operation, Calls] = {
     "add": ((), {operator.add, operator.iadd, torch.add}, {"add", "add_"}),
@@ -58,7 +58,7 @@ JOINING: dict[Operation, Calls] = {
     "cat": ((), {torch.cat, torch.concat}, set()),
     "stack": ((), {torch.stack}, set()),
 }
-"""Operations of several tensors: integers if all of them and the result are quantized."""
+"""Operations on several tensors. They compute integers if all operands and the result are quantized."""
 
 AVERAGING: dict[Operation, Calls] = {
     "avg_pool": (
@@ -75,9 +75,9 @@ AVERAGING: dict[Operation, Calls] = {
     "mean": ((), {torch.mean}, {"mean"}),
     "interpolate": ((nn.Upsample,), {F.interpolate}, set()),
 }  # fmt: skip
-"""Operations of one tensor that are linear: integers if it and the result are quantized."""
+"""Linear operations on one tensor. They compute integers if the operand and the result are quantized."""
 
-CURVES: dict[Operation, Calls] = {
+NONLINEAR: dict[Operation, Calls] = {
     "softmax": ((nn.Softmax,), {F.softmax, torch.softmax}, {"softmax"}),
     "log_softmax": ((nn.LogSoftmax,), {F.log_softmax, torch.log_softmax}, {"log_softmax"}),
     "sigmoid": ((nn.Sigmoid,), {F.sigmoid, torch.sigmoid}, {"sigmoid", "sigmoid_"}),
@@ -94,7 +94,7 @@ CURVES: dict[Operation, Calls] = {
     "group_norm": ((nn.GroupNorm,), {F.group_norm}, set()),
     "instance_norm": ((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), {F.instance_norm}, set()),
 }
-"""Operations that are float between integers, unless the target has no float arithmetic at all."""
+"""Operations that compute in float between integers, unless the target has no float arithmetic at all."""
 
 RELU_MODULES = (nn.ReLU, nn.ReLU6, nn.Hardtanh)
 RELU_FUNCTIONS = {F.relu, F.relu_, torch.relu, F.relu6, F.hardtanh, torch.clamp}
@@ -102,28 +102,28 @@ RELU_METHODS = {"relu", "relu_", "clamp", "clamp_"}
 
 
 def is_relu(node: fx.Node, graph_module: fx.GraphModule) -> bool:
-    """Whether the operation only clips: it belongs to its producer, since a grid clips anyway."""
+    """Whether the operation only clips. It belongs to its producer, since a grid clips anyway."""
     return is_call(node, RELU_MODULES, RELU_FUNCTIONS, RELU_METHODS, graph_module)
 
 
 def passes_grid(node: fx.Node, graph_module: fx.GraphModule) -> bool:
-    """Whether the output's values all stand on the grid of the first input: reshaping, selecting, max pooling."""
-    if node.meta.get(CHANGED):
+    """Whether all output values lie on the grid of the first input: reshaping, selecting, max pooling."""
+    if node.meta.get(WRITTEN_LATER):
         return False
     if node.target is F.pad:
         return _pads_with_zero(node)
     if (node.target == "clone" or node.target is torch.clone) and any(
         written_by(user, graph_module) is node for user in node.users
     ):
-        return False  # another tensor from then on
+        return False  # the clone becomes a different tensor
     if node.target is getattr:
         return node.args[1] in ("T", "mT")
     if node.target is operator.getitem:
         source, index = node.args
         several = not isinstance(source, fx.Node) or source.meta.get(FACTS, ()) is None
         if several or isinstance(index, (int, str)):
-            # One of several results: on one grid only behind a split; else they are different tensors. An index into
-            # a tensor counts too: the q, k and v of one projection get a grid each.
+            # One of several results. They share a grid only after a split; otherwise they are different tensors. An
+            # index into a tensor counts too: the q, k and v of one projection get a grid each.
             return isinstance(source, fx.Node) and _splits(source, graph_module)
     return is_call(node, PASSING_MODULES, PASSING_FUNCTIONS, PASSING_METHODS, graph_module)
 
@@ -133,16 +133,16 @@ def _splits(node: fx.Node, graph_module: fx.GraphModule) -> bool:
 
 
 def _pads_with_zero(node: fx.Node) -> bool:
-    """Whether F.pad(x, pad, mode, value) adds nothing off the grid: zeros, or copies of the values."""
+    """Whether F.pad(x, pad, mode, value) adds only values on the grid: zeros, or copies of the input's values."""
     arguments = {**dict(zip(("input", "pad", "mode", "value"), node.args, strict=False)), **node.kwargs}
     return bool(arguments.get("mode", "constant") != "constant" or arguments.get("value") in (None, 0, 0.0))
 
 
 def is_product(node: fx.Node, graph_module: fx.GraphModule) -> bool:
-    """Whether the operation multiplies matrices: it runs in integers when its operands are quantized."""
+    """Whether the operation multiplies matrices. It runs in integers if its operands are quantized."""
     return is_call(node, *PRODUCTS, graph_module)
 
 
 def operation_of(node: fx.Node, graph_module: fx.GraphModule, table: Mapping[Operation, Calls]) -> Operation | None:
-    """Which operation of a table a node is; None if it is none of them."""
+    """The name of a node's operation in a table; None if it is not in the table."""
     return next((name for name, calls in table.items() if is_call(node, *calls, graph_module)), None)

@@ -1,4 +1,4 @@
-"""Models that torch.fx cannot trace as a whole: their largest traceable submodules, and the rest layer by layer."""
+"""Prepares models that torch.fx cannot trace as a whole: their largest traceable submodules, then single layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,10 +17,7 @@ from qat.preparation.swapping import refusal
 from qat.quantizer import create_quantizer
 from qat.recipe import AnyRecipe, QuantRecipe, ScopedRecipe
 from qat.tracing.inputs import bind_arguments, call_with, copied, model_device
-from qat.tracing.side_effects import UntraceableError, remembering
-
-OWN_QUANTIZERS = ("input_quantizer", "other_quantizer")
-"""What a layer calls the quantizers of its own for its first and its second input."""
+from qat.tracing.side_effects import UntraceableError, restoring_state
 
 Calls = Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -37,9 +34,9 @@ def prepare_parts(
     Args:
         root: a copy of the float model.
         recipe: the grids.
-        examples: arguments of forward by name; the submodules' own inputs are recorded from a run with them.
+        examples: arguments of forward by name; a run with them records the inputs of the submodules.
         reason: why the model cannot be traced as a whole.
-        graph_class: what the parts are.
+        graph_class: class of the parts.
 
     Raises:
         ValueError: if a grid of the recipe does not fit.
@@ -53,7 +50,7 @@ def prepare_parts(
     if is_composite(root):
         return _layer(root, "", recipe, {})
     layers = {name: type_name(layer) for name, layer in layers_of(root)}
-    parts = _Parts(recipe, calls, graph_class, {"(the model)": f"prepared in parts, since {reason}"})
+    parts = _PartsVisitor(recipe, calls, graph_class, {"(the model)": f"prepared in parts, since {reason}"})
     parts.visit(root, "")
     setattr(root, LEFT_IN_FLOAT, parts.left)
     setattr(root, LAYERS, layers)
@@ -61,7 +58,7 @@ def prepare_parts(
 
 
 def prepared_parts(model: nn.Module) -> dict[str, fx.GraphModule]:
-    """The traced parts of a prepared model, name to graph module; a model traced as a whole is its own part, named "".
+    """The traced parts of a prepared model, name to graph module; a model traced as a whole is one part, named "".
 
     >>> import qat
     >>> list(prepared_parts(qat.prepare(nn.Sequential(nn.Linear(4, 2)))))
@@ -75,7 +72,7 @@ def prepared_parts(model: nn.Module) -> dict[str, fx.GraphModule]:
 
 
 def record_calls(model: nn.Module, examples: dict[str, Any]) -> Calls:
-    """Arguments of the first call of every submodule in a run, in evaluation, on the example inputs."""
+    """The arguments of every submodule's first call, in a run on the example inputs in evaluation."""
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def note(name: str, args: Any, kwargs: Any) -> None:
@@ -85,10 +82,10 @@ def record_calls(model: nn.Module, examples: dict[str, Any]) -> Calls:
     hooks = [
         module.register_forward_pre_hook(lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True)
         for name, module in model.named_modules()
-        if name and not isinstance(module, torch.jit.ScriptModule)  # which takes no hooks
+        if name and not isinstance(module, torch.jit.ScriptModule)  # these take no hooks
     ]
     try:
-        with evaluating(model), torch.no_grad(), remembering(model):
+        with evaluating(model), torch.no_grad(), restoring_state(model):
             call_with(model, examples)
     finally:
         for hook in hooks:
@@ -96,14 +93,15 @@ def record_calls(model: nn.Module, examples: dict[str, Any]) -> Calls:
     return calls
 
 
-class _Parts:
+class _PartsVisitor:
     """The walk through a model that cannot be traced as a whole.
 
     Args:
-        recipe, calls, graph_class: as of `prepare_parts`; calls is None without examples.
+        recipe, graph_class: see `prepare_parts`.
+        calls: from `record_calls`, or None without examples.
 
     Attributes:
-        left: what stays in float, name to reason.
+        left: the layers that stay in float, name to reason.
     """
 
     def __init__(
@@ -113,8 +111,8 @@ class _Parts:
         self._done: dict[int, nn.Module] = {}
 
     def visit(self, module: nn.Module, path: str) -> None:
-        """Quantize what lies in a module, in place."""
-        # torch's fast path for these computes with the weights as they are, past the layers that hold them.
+        """Quantize the children of a module, in place."""
+        # torch's fast path for these reads the weights directly and does not call the layers that hold them.
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
         if isinstance(module, nn.TransformerEncoder):
@@ -131,7 +129,7 @@ class _Parts:
             setattr(module, key, self._done[id(child)])
 
     def _part(self, child: nn.Module, name: str) -> nn.Module | None:
-        """What takes the submodule's place; None if its own submodules are to be looked at."""
+        """The module that replaces a submodule; None if its own children have to be visited."""
         if self.calls is not None and name not in self.calls:
             if is_layer(child):
                 self.left[name] = "forward never calls it for the example inputs"
@@ -151,13 +149,13 @@ class _Parts:
         for path, inner in child.named_modules():
             if path in kept:
                 keep_attributes(plain_attributes(inner), kept[path])
-                if not isinstance(inner, nn.MultiheadAttention):  # of which the projections are left
+                if not isinstance(inner, nn.MultiheadAttention):  # only its projections are left
                     keep_class(inner, kept[path])
         return part.train(child.training)
 
 
 def _layer(layer: nn.Module, name: str, recipe: AnyRecipe, left: dict[str, str]) -> nn.Module:
-    """The layer's twin with a quantizer of its own for its input, or the layer itself with the reason in `left`."""
+    """The layer's twin with its own input quantizer; or the layer itself, with the reason in `left`."""
     reason = refusal(name, layer, recipe)
     if reason is not None:
         left[name] = reason
@@ -166,7 +164,7 @@ def _layer(layer: nn.Module, name: str, recipe: AnyRecipe, left: dict[str, str])
     twin = make_twin(name, layer, chosen)
     if isinstance(twin, QuantLayer):
         try:
-            for own, _ in zip(OWN_QUANTIZERS, twin.quantizer_arguments, strict=False):
+            for own in twin.quantizer_arguments:
                 setattr(twin, own, create_quantizer(chosen.activation, "activation", (), model_device(twin)))
         except ValueError as error:
             raise ValueError(f"prepare: {name} (activation): {error}") from error

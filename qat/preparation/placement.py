@@ -1,10 +1,10 @@
-"""Where quantizers go: one per tensor, at its producer, read by every consumer.
+"""Where quantizers go: one per tensor, at its producer, shared by all consumers.
 
 A tensor needs a grid if a quantized layer or a matrix product reads it, directly or through operations that only move
-values; sums, products, concatenations and averages ask for one if their own result is read as integers. The
-producer's chain ends where the quantizer stands: conv -> BatchNorm -> ReLU is one producer, since nobody reads the
-tensors in between, and so is add -> ReLU. So a residual block of convolutions stays in integers from end to end,
-while the residual stream of a transformer, which only norms read, stays in float.
+values. Sums, products, concatenations and averages ask for a grid if their own result is read as integers. The
+quantizer stands at the end of the producer's chain: conv -> BatchNorm -> ReLU is one producer, since nothing else reads
+the tensors in between, and so is add -> ReLU. A residual block of convolutions thus stays in integers from end to end.
+The residual stream of a transformer, which only norms read, stays in float.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,11 +13,11 @@ from torch import fx, nn
 
 from qat.layers import QuantFunction, QuantLayer
 from qat.layers.function import CONVOLUTIONS
-from qat.preparation.functional_weights import SPEAKS_AS
+from qat.preparation.functional_weights import RECIPE_NAME
 from qat.preparation.operations import (
     AVERAGING,
-    CURVES,
     JOINING,
+    NONLINEAR,
     is_product,
     is_relu,
     operation_of,
@@ -33,7 +33,7 @@ from qat.tracing.nodes import free_name, scope_of, submodule_of, tensor_nodes
 
 
 class Placement:
-    """The quantizers of one graph, as they are decided.
+    """Decides which tensors of one graph get a quantizer.
 
     Args:
         graph_module: a traced model whose layers are already `QuantLayer`s.
@@ -50,11 +50,11 @@ class Placement:
         self.memory = Memory(graph_module, graph_module.graph)
         self.order = self.memory.order
         self.wanted: dict[fx.Node, bool] = {}
-        for node in reversed(self.nodes):  # readers first, so that no question leads through the whole model
+        for node in reversed(self.nodes):  # consumers first, which keeps the recursion shallow
             self._is_wanted(node)
 
     def demands(self, node: fx.Node) -> list[QuantSpec]:
-        """The grids that the readers of a tensor ask for."""
+        """The grids that the consumers of a tensor ask for."""
         found = [pair for pair in readings(node, self.graph_module) if written_by(pair[0], self.graph_module) is None]
         specs = [spec for reader, operand in found for spec in self._demand(reader, operand)]
         if not specs and self._ends_convolution(node):
@@ -62,17 +62,19 @@ class Placement:
         return specs
 
     def asks(self, reader: fx.Node, operand: fx.Node) -> bool:
-        """Whether a reader of the traced graph wants a grid for this operand."""
+        """Whether a consumer in the traced graph asks for a grid on this operand."""
         return reader in self.order and bool(self._demand(reader, operand))
 
     def _demand(self, reader: fx.Node, operand: fx.Node) -> list[QuantSpec]:
-        """The grid that a reader asks for on one of its operands, as a list of one; empty if it computes in float."""
+        """The grid that a consumer asks for on one of its operands, as a list of one; empty if it computes in float."""
         module = submodule_of(self.graph_module, reader)
         if reader in self.constants:
             return []
         if isinstance(module, QuantLayer):
             inputs = reader.args[: len(module.quantizer_arguments)]
-            chosen = self.recipe.for_layer(reader.meta.get(SPEAKS_AS, str(reader.target)), module.float_type).activation
+            chosen = self.recipe.for_layer(
+                reader.meta.get(RECIPE_NAME, str(reader.target)), module.float_type
+            ).activation
             return [chosen] if operand in inputs else []
         if is_product(reader, self.graph_module):
             return [self.recipe.activation]
@@ -83,12 +85,12 @@ class Placement:
         return [self.recipe.activation] if self._is_wanted(reader) else []
 
     def _has_no_float(self, reader: fx.Node) -> bool:
-        """On a target without float arithmetic: every operation, and the model's outputs."""
-        known = {**JOINING, **AVERAGING, **CURVES}
+        """On a target without float arithmetic, every operation and the model's outputs need a grid."""
+        known = {**JOINING, **AVERAGING, **NONLINEAR}
         return reader.op == "output" or operation_of(reader, self.graph_module, known) is not None
 
     def _takes_grids(self, node: fx.Node) -> bool:
-        """Whether it runs in integers if its result is read as such: with no parameter or number among its terms."""
+        """Whether it runs in integers if its result does; it must have no parameter or number among its operands."""
         averages = operation_of(node, self.graph_module, AVERAGING)
         joins = operation_of(node, self.graph_module, JOINING)
         if averages or joins in self.profile.float_operations or joins is None:
@@ -97,7 +99,7 @@ class Placement:
         return len(operands) > 1 and not self.constants.intersection(operands)
 
     def _is_wanted(self, node: fx.Node) -> bool:
-        """Whether the result is read as integers, at once or behind a ReLU."""
+        """Whether a consumer reads the result as integers, directly or after a ReLU."""
         if node not in self.wanted:
             self.wanted[node] = any(
                 self._is_wanted(reader) if is_relu(reader, self.graph_module) else bool(self._demand(reader, operand))
@@ -106,7 +108,7 @@ class Placement:
         return self.wanted[node]
 
     def _ends_convolution(self, node: fx.Node) -> bool:
-        """Whether this is the end of conv -> ReLU, and no output of the model: integer kernels have no float result."""
+        """Whether this ends conv -> ReLU and is not an output of the model: integer kernels have no float result."""
         anchor = node
         while is_relu(anchor, self.graph_module):
             anchor = anchor.all_input_nodes[0]
@@ -117,14 +119,14 @@ class Placement:
 
 
 def place_quantizers(graph_module: fx.GraphModule, recipe: AnyRecipe) -> dict[str, str]:
-    """Insert activation quantizers and hand every quantized layer the grid of its input.
+    """Insert activation quantizers, and pass every quantized layer the quantizer of its input.
 
     Args:
         graph_module: a traced model whose layers are already `QuantLayer`s; changed in place.
-        recipe: which grid a tensor gets; where consumers ask for different ones, the one with most bits wins.
+        recipe: which grid a tensor gets; if consumers ask for different ones, the one with the most bits wins.
 
     Returns:
-        The quantizers whose tensor has a reader that asked for another grid, name to what it asked for.
+        The quantizers whose tensor has a consumer that asked for another grid, name to that grid.
     """
     placement = Placement(graph_module, recipe)
     compromises: dict[str, str] = {}
@@ -145,12 +147,12 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: AnyRecipe) -> dict[st
     for node in list(graph_module.graph.nodes):
         module = submodule_of(graph_module, node)
         if isinstance(module, QuantLayer):
-            _hand_grids(node, module, graph_module, recipe)
+            _pass_input_quantizers(node, module, graph_module, recipe)
     return compromises
 
 
 def shared_grids(wanted: Mapping[fx.Node, list[QuantSpec]], placement: Placement) -> list[list[fx.Node]]:
-    """The tensors to quantize, in groups of one grid: what the target wants inputs and result of an operation on."""
+    """The tensors to quantize, in groups that share a grid because the target wants inputs and result on one."""
     group_of = {node: [node] for node in wanted}
     table = {**JOINING, **AVERAGING}
     for node in placement.nodes:
@@ -169,14 +171,14 @@ def shared_grids(wanted: Mapping[fx.Node, list[QuantSpec]], placement: Placement
 
 
 def _producer(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node:
-    """Where the values of a tensor were made, looking through what only moves them."""
+    """The node that computed the values of a tensor, before operations that only move them."""
     while passes_grid(node, graph_module) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
 def _end_of_chain(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node:
-    """The last ReLU behind an operation, or the operation itself: where its quantizer stands."""
+    """The last ReLU after an operation, or the operation itself: its quantizer stands there."""
     while len(node.users) == 1 and is_relu(reader := next(iter(node.users)), graph_module):
         node = reader
     return node
@@ -189,7 +191,7 @@ def is_convolution(module: nn.Module | None) -> bool:
 
 
 def readings(node: fx.Node, graph_module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Who reads a tensor's values, and as which operand; behind operations that only move them too."""
+    """The consumers of a tensor's values, each with its operand, also after operations that only move values."""
     for user in node.users:
         if passes_grid(user, graph_module) and user.args[0] is node:
             yield from readings(user, graph_module)
@@ -198,7 +200,7 @@ def readings(node: fx.Node, graph_module: fx.GraphModule) -> Iterator[tuple[fx.N
 
 
 def grid_of(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node | None:
-    """The quantizer node on whose grid a tensor lies, else None."""
+    """The node of the quantizer on whose grid a tensor lies, or None."""
     while passes_grid(node, graph_module) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node if isinstance(submodule_of(graph_module, node), Quantizer) else None
@@ -216,8 +218,10 @@ def _insert_quantizer(node: fx.Node, spec: QuantSpec, placement: Placement) -> s
 
 
 def _insert_call(node: fx.Node, name: str, placement: Placement) -> None:
-    """Call the quantizer behind the last change before somebody asks for the grid, and let all who read the tensor
-    then, up to the next change, read the result. Who writes into it for others to see goes on to write there."""
+    """Call a quantizer on a tensor, after the last in-place write that precedes the first consumer with a grid.
+
+    All consumers up to the next write read the result. Nodes that write into the tensor still write into the original.
+    """
     graph_module, order = placement.graph_module, placement.order
     writers = set(placement.memory.seen_writers(node))
     changes = [order[writer] for writer in writers if order[writer] > order[node]]
@@ -232,7 +236,7 @@ def _insert_call(node: fx.Node, name: str, placement: Placement) -> None:
 
 
 def _producer_name(node: fx.Node, graph_module: fx.GraphModule) -> str:
-    """The layer or operation that made the tensor, looking through ReLUs, which blocks like to share."""
+    """The name of the layer or operation before any ReLUs: blocks often share one ReLU module."""
     anchor = node
     while is_relu(anchor, graph_module) and anchor.all_input_nodes[0].op != "placeholder":
         anchor = anchor.all_input_nodes[0]
@@ -248,7 +252,7 @@ def _producer_name(node: fx.Node, graph_module: fx.GraphModule) -> str:
     return f"{scope}.{operation}" if scope else operation
 
 
-def _hand_grids(node: fx.Node, layer: QuantLayer, graph_module: fx.GraphModule, recipe: AnyRecipe) -> None:
+def _pass_input_quantizers(node: fx.Node, layer: QuantLayer, graph_module: fx.GraphModule, recipe: AnyRecipe) -> None:
     for keyword, operand in zip(layer.quantizer_arguments, node.args, strict=False):
         source = grid_of(operand, graph_module) if isinstance(operand, fx.Node) else None
         if source is None:

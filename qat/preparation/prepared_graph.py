@@ -1,4 +1,4 @@
-"""`PreparedGraph`: a prepared model as a graph that notices what is replaced in it, and copies and pickles whole."""
+"""`PreparedGraph`: a prepared model as a graph. It follows replaced modules, and copies and pickles completely."""
 
 import copy
 import functools
@@ -10,16 +10,16 @@ import torch
 from torch import fx
 
 from qat.preparation.attributes import keep_attributes, keep_class, plain_attributes
-from qat.preparation.replacements import Places, follow_replacements, module_names
+from qat.preparation.replacements import ModuleSnapshot, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
 from qat.preparation.verdict import Verdict
-from qat.tracing.nodes import Notes, give_notes, notes_of
+from qat.tracing.nodes import Notes, notes_of, restore_notes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 OF_ONE_MODEL = "GraphModuleImpl"
-"""What torch.fx calls the class that it makes for every model; by this name it finds the class behind."""
+"""The name of the class that torch.fx creates for every model; torch.fx finds its base class by this name."""
 
 Forward = Callable[..., Any]
 """A function of a prepared model and its inputs."""
@@ -28,19 +28,19 @@ Forward = Callable[..., Any]
 class PreparedGraph(fx.GraphModule):
     """A traced model, or a traced part of one, whose layers and weights are quantized.
 
-    What is replaced in the model is noticed at its next forward. Its own attributes (what was left in float,
-    `backbone.out_channels`) survive copies and pickles; what it knows of the moment belongs to the class, of which
-    torch.fx makes one for every model. Its own names begin with an underscore, so that a model's parts may have any.
+    The next forward notices modules that were replaced. Attributes (notes on layers in float, `backbone.out_channels`)
+    survive copies and pickles. Temporary state is kept on the class, since torch.fx creates one class for every model.
+    Methods and attributes begin with an underscore, so that they do not collide with the names of a model's modules.
 
     Attributes:
-        float_class: of a part of a model, the class of the module that it stands for: the rest of the model may call
-            that one's methods.
+        float_class: for a part of a model, the class of the module that it replaces: the rest of the model may call
+            its methods.
     """
 
-    _places: ClassVar[Places | None] = None
+    _snapshot: ClassVar[ModuleSnapshot | None] = None
 
     def recompile(self) -> Any:
-        """Make forward anew from the graph."""
+        """Generate forward from the graph again."""
         code = super().recompile()
         plain: Any = type(self).forward
 
@@ -57,58 +57,58 @@ class PreparedGraph(fx.GraphModule):
         return code
 
     def _training_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward | None:
-        """What computes the same faster for these inputs; None: the graph itself runs."""
+        """A faster function that computes the same for these inputs; None to run the graph itself."""
         return None
 
     def _prove(self, *args: Any, **kwargs: Any) -> Verdict | None:
-        """Hold what computes faster to the graph, on these inputs; None where there is nothing of the kind."""
+        """Compare the faster function with the graph on these inputs; None if there is none."""
         return None
 
     def _verdict(self) -> Verdict | None:
-        """What `_prove` found of the model as it is now, or last."""
+        """The verdict of `_prove` for the model as it is now, or the latest."""
         return None
 
     def _forget(self) -> None:
-        """Take for granted nothing of what the model was."""
+        """Forget everything that was derived from the model's earlier state."""
         kind: Any = type(self)
-        kind._places = None
+        kind._snapshot = None
 
     def _follow_changes(self) -> bool:
-        """Notice parts that were replaced, and call what is there now as it wants to be called.
+        """Notice modules that were replaced, and adapt their calls.
 
         Returns:
             Whether the graph changed.
         """
         kind: Any = type(self)
-        if kind._places is not None and kind._places.hold():
+        if kind._snapshot is not None and kind._snapshot.holds():
             return False
         known = set()
-        if kind._places is not None:
-            kind._places.warn_of_numbers()
-            known = kind._places.deaf
+        if kind._snapshot is not None:
+            kind._snapshot.warn_of_attributes()
+            known = kind._snapshot.silent
         changed = follow_replacements(self)
         if changed:
             self.recompile()
         self._forget()
-        kind._places = Places(self, module_names(self))
-        kind._places.warn(known)
+        kind._snapshot = ModuleSnapshot(self, module_names(self))
+        kind._snapshot.warn_of_hooks(known)
         return changed
 
     def train(self, mode: bool = True) -> "Self":
-        """As of any module; torch.compile, which may come next, cannot look for parts that were replaced."""
+        """Follow replaced modules now: torch.compile, which may come next, cannot."""
         model = super().train(mode)
         if not self._is_meta_only():
             self._follow_changes()
         return model
 
     def _is_meta_only(self) -> bool:
-        """Whether the model has no memory to compute in."""
+        """Whether all parameters are on the meta device, where nothing can be computed."""
         return not any(parameter.device.type in ("cpu", "cuda") for parameter in self.parameters())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle, which would make a plain graph module of it."""
+        """For pickle, which would otherwise restore a plain graph module."""
         function, arguments = super().__reduce__()
-        arguments[0].pop(VERDICTS, None)  # of this machine
+        arguments[0].pop(VERDICTS, None)  # they hold for this machine only
         passing = {name: set(module._non_persistent_buffers_set) for name, module in self.named_modules()}
         return unpickled, (class_of(self), function, arguments, passing, notes_of(self.graph))
 
@@ -118,12 +118,12 @@ class PreparedGraph(fx.GraphModule):
             part = twin.get_submodule(name)
             keep_class(module, part)
             keep_attributes(copy.deepcopy(plain_attributes(module), memo), part)
-            part._non_persistent_buffers_set |= module._non_persistent_buffers_set  # which torch 2.11 forgets
+            part._non_persistent_buffers_set |= module._non_persistent_buffers_set  # torch 2.11 forgets them
         same: PreparedGraph = twin
         return same
 
     def __getattr__(self, name: str) -> Any:
-        """What torch knows of it, else what `float_class` has."""
+        """An attribute of the graph module, else one of `float_class`."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -135,7 +135,7 @@ class PreparedGraph(fx.GraphModule):
 
 
 def class_of(model: PreparedGraph) -> type[PreparedGraph]:
-    """The class that a model has beside the one that torch.fx made for it alone."""
+    """The class of a model, below the one that torch.fx created for this model alone."""
     return next(base for base in type(model).__mro__ if base.__qualname__.split(".")[-1] != OF_ONE_MODEL)
 
 
@@ -143,21 +143,21 @@ def unpickled(
     kind: type[PreparedGraph], function: Callable[..., Any], arguments: tuple[Any, ...], passing: dict[str, set[str]],
     notes: Notes,
 ) -> PreparedGraph:  # fmt: skip
-    """The model from what `PreparedGraph.__reduce__` gave to pickle.
+    """The model that `PreparedGraph.__reduce__` pickled.
 
     Args:
         kind: its class.
-        function, arguments: what torch.fx makes of it; the graph is recorded anew from its code.
-        passing: buffers that are in no checkpoint.
-        notes: of the graph's nodes.
+        function, arguments: torch.fx's own way to restore it; the graph is recorded again from its code.
+        passing: names of the non-persistent buffers of each module.
+        notes: notes on the graph's nodes.
     """
     model: Any = function(*arguments)
     own = type(OF_ONE_MODEL, (kind,), {})
-    own.__name__ = type(model).__name__  # what it prints as
+    own.__name__ = type(model).__name__  # the name that it prints
     model.__class__ = own
-    give_notes(model.graph, notes)
+    restore_notes(model.graph, notes)
     model.recompile()
     for name, buffers in passing.items():
-        model.get_submodule(name)._non_persistent_buffers_set |= buffers  # which torch 2.11 forgets
+        model.get_submodule(name)._non_persistent_buffers_set |= buffers  # torch 2.11 forgets them
     same: PreparedGraph = model
     return same

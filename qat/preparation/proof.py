@@ -1,4 +1,4 @@
-"""`self_check`: every traced part of a model shows that it trains on codes as it does operation by operation."""
+"""`self_check`: compares the training step on codes with the plain step, for every traced part of a model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,18 +13,17 @@ from qat.preparation.verdict import Verdict
 
 
 def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Verdict]:
-    """Hold a fused training step of every traced part to the plain one, and let it train as that allows.
+    """Compare a fused training step of every traced part with the plain step; only what agrees trains on codes.
 
-    `calibrate` does this, and so does the first training step where something changed. A model that is loaded from a
-    checkpoint and compiled at once needs it: compiled code cannot check itself, and trains the prepared graph until
-    then.
+    `calibrate` does this, and so does the first training step after a change. A model that is loaded from a checkpoint
+    and compiled at once needs this call: compiled code cannot check itself, and trains the plain graph until then.
 
     Args:
-        model: from `prepare`, calibrated; it is left as it was.
-        args, kwargs: of its forward; a slice of the batch is looked at.
+        model: a calibrated model from `prepare`; it is left as it was.
+        args, kwargs: arguments of its forward; a slice of the batch is used.
 
     Returns:
-        What was found, by the name of the part ("" for the whole model); parts are missing where no kernels apply.
+        The verdict for each part, by its name ("" for the whole model). Parts to which no kernel applies are missing.
 
     >>> import qat
     >>> x = torch.randn(4, 3, 8, 8)
@@ -40,7 +39,7 @@ def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Verdict
 
 @contextmanager
 def first_calls(model: nn.Module) -> Iterator[dict[PreparedGraph, Any]]:
-    """A context that notes what the traced parts of a model are called with first."""
+    """A context that records the arguments of the first call of every traced part."""
     calls: dict[PreparedGraph, Any] = {}
 
     def note(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -56,7 +55,7 @@ def first_calls(model: nn.Module) -> Iterator[dict[PreparedGraph, Any]]:
 
 
 def prove(model: nn.Module, calls: dict[PreparedGraph, Any]) -> dict[str, Verdict]:
-    """`self_check` of parts, with what they were called with."""
+    """`self_check` of the parts with the arguments that `first_calls` recorded."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, PreparedGraph) and module in calls:

@@ -1,7 +1,7 @@
-"""Parts that were replaced after preparation: a new head, another activation, an adapter around a layer.
+"""Modules that were replaced after preparation: a new head, another activation, an adapter around a layer.
 
-A quantized layer is handed its input's grid and its BatchNorm; anything else is called as it would be in the float
-model, and what it was not handed runs by itself.
+A quantized layer's call passes it the quantizer of its input and its BatchNorm. Any other module is called as in the
+float model, and a BatchNorm that it does not take runs on its own.
 """
 
 import logging
@@ -9,30 +9,33 @@ import logging
 from torch import fx, nn
 
 from qat.layers import QuantLayer
-from qat.preparation.attributes import numbers_of_block
+from qat.preparation.attributes import scalar_attributes
 from qat.preparation.hooks import is_watched
 from qat.preparation.swapping import folds
 from qat.quantizer import Quantizer
 from qat.tracing.nodes import submodule_of
 
-HANDED = ("input_quantizer", "other_quantizer", "norm")
-"""Keyword arguments that preparation adds to a layer's call; each is a module."""
+MODULE_ARGUMENTS = ("input_quantizer", "other_quantizer", "norm")
+"""Keyword arguments that preparation adds to a layer's call; each is a module of the model."""
 
 AS_PREPARED = "qat_handed"
-"""Key of node.meta: what the call was handed when the model was prepared, keyword to path."""
+"""Key of node.meta: the module arguments that the call had when the model was prepared, keyword to path."""
 
-FOR_ITSELF = "qat_for_itself"
-"""Key of node.meta of a norm's call that stands for what its layer was handed before."""
+STANDALONE_NORM = "qat_for_itself"
+"""Key of node.meta: the call of a norm that its layer took as an argument before."""
 
 log = logging.getLogger("qat")
 
 
-class Places:
-    """Which module lies where in a model, of those that its graph calls or hands to others.
+class ModuleSnapshot:
+    """The modules that a model's graph calls or passes to others, and the blocks around them, at one moment.
 
     Args:
         model: the model.
-        names: of these modules.
+        names: names of the modules.
+
+    Attributes:
+        silent: the blocks whose hooks never fire, since a graph does not call blocks.
     """
 
     def __init__(self, model: nn.Module, names: set[str]) -> None:
@@ -44,30 +47,30 @@ class Places:
         ]
         self._containers = [(name, module) for name, module in self.modules.items() if name not in names]
         around = [("", model), *self._containers]
-        self._read = [(name, vars(module), *found) for name, module in around for found in numbers_of_block(module)]
-        self.deaf = {name for name, module in self._containers if is_watched(module)}
+        self._scalars = [(name, vars(module), *found) for name, module in around for found in scalar_attributes(module)]
+        self.silent = {name for name, module in self._containers if is_watched(module)}
 
-    def hold(self) -> bool:
-        """Whether the same modules are still there, and nobody waits for others to be called than before."""
+    def holds(self) -> bool:
+        """Whether the modules, the blocks' scalar attributes and their hooks are still the same."""
         for children, name, module in self._children:
             if children.get(name) is not module:
                 return False
-        if any(attributes.get(key) != value for _, attributes, key, value in self._read):
+        if any(attributes.get(key) != value for _, attributes, key, value in self._scalars):
             return False
-        return all(is_watched(module) is (name in self.deaf) for name, module in self._containers)
+        return all(is_watched(module) is (name in self.silent) for name, module in self._containers)
 
-    def warn_of_numbers(self) -> None:
-        """Say which attributes of the model and its blocks are not what they were: a graph does not ask for them."""
-        for name, attributes, key, value in self._read:
+    def warn_of_attributes(self) -> None:
+        """Log which scalar attributes of the model and its blocks changed: a graph does not read them."""
+        for name, attributes, key, value in self._scalars:
             if attributes.get(key) != value:
                 log.warning(
                     "%r changed, and what forward computed from it is fixed since the model was prepared; prepare it"
                     " again if it reads that", f"{name}.{key}".lstrip("."),
                 )  # fmt: skip
 
-    def warn(self, known: set[str]) -> None:
-        """Say which hooks never fire: those of containers, which a graph does not call."""
-        for name in sorted(self.deaf - known):
+    def warn_of_hooks(self, known: set[str]) -> None:
+        """Log which blocks have hooks that never fire, except those that are known already."""
+        for name in sorted(self.silent - known):
             log.warning(
                 "a hook or a patched forward of %r never runs, for a prepared model calls the layers in it and not"
                 " itself; take its features with qat.feature_extractor(model, [%r])", name, name,
@@ -75,7 +78,7 @@ class Places:
 
 
 def module_names(model: fx.GraphModule) -> set[str]:
-    """The modules that a graph calls or hands to others, and the weight quantizers of its layers."""
+    """The modules that a graph calls or passes to others, and the weight quantizers of its layers."""
     names = {
         str(node.target)
         for node in model.graph.nodes
@@ -86,10 +89,10 @@ def module_names(model: fx.GraphModule) -> set[str]:
 
 
 def follow_replacements(model: fx.GraphModule) -> bool:
-    """Make every call fit the module that is there now.
+    """Make every call fit the module that it calls now.
 
     Returns:
-        Whether a call changed; the graph has to be compiled anew then.
+        Whether a call changed; the graph then has to be recompiled.
 
     Raises:
         ValueError: if a module that is called is gone.
@@ -97,7 +100,9 @@ def follow_replacements(model: fx.GraphModule) -> bool:
     changed = False
     for node in list(model.graph.nodes):
         _require_called(node, model)
-        now = {key: value for key, value in node.kwargs.items() if key in HANDED and isinstance(value, fx.Node)}
+        now = {
+            key: value for key, value in node.kwargs.items() if key in MODULE_ARGUMENTS and isinstance(value, fx.Node)
+        }
         paths = node.meta.get(AS_PREPARED, {key: str(value.target) for key, value in now.items()})
         if node.op != "call_module" or not paths:
             continue
@@ -106,8 +111,8 @@ def follow_replacements(model: fx.GraphModule) -> bool:
             continue
         changed = True
         node.meta[AS_PREPARED] = paths
-        _hand(node, wanted, now)
-        _run_for_itself(node, None if "norm" in wanted else paths.get("norm"))
+        _pass_modules(node, wanted, now)
+        _call_norm_alone(node, None if "norm" in wanted else paths.get("norm"))
     if changed:
         for node in reversed(list(model.graph.nodes)):
             if node.op == "get_attr" and not node.users:
@@ -117,7 +122,7 @@ def follow_replacements(model: fx.GraphModule) -> bool:
 
 
 def _require_called(node: fx.Node, model: nn.Module) -> None:
-    """Raise ValueError if what a node calls is gone, for something else lies where its block was."""
+    """Raise ValueError if the module that a node calls is gone, since its block was replaced."""
     steps = str(node.target).split(".") if node.op == "call_module" else []
     for depth in range(1, len(steps) + 1):
         if _module_at(model, ".".join(steps[:depth])) is None:
@@ -130,7 +135,7 @@ def _require_called(node: fx.Node, model: nn.Module) -> None:
 
 
 def _takes(node: fx.Node, key: str, path: str, model: fx.GraphModule) -> bool:
-    """Whether the module that a node calls takes what lies at a path as this keyword argument."""
+    """Whether the module that a node calls takes the module at a path as this keyword argument."""
     module, handed = submodule_of(model, node), _module_at(model, path)
     if not isinstance(module, QuantLayer):
         return False
@@ -139,16 +144,16 @@ def _takes(node: fx.Node, key: str, path: str, model: fx.GraphModule) -> bool:
     return isinstance(handed, Quantizer)
 
 
-def _hand(node: fx.Node, wanted: dict[str, str], now: dict[str, fx.Node]) -> None:
-    others = {key: value for key, value in node.kwargs.items() if key not in HANDED}
+def _pass_modules(node: fx.Node, wanted: dict[str, str], now: dict[str, fx.Node]) -> None:
+    others = {key: value for key, value in node.kwargs.items() if key not in MODULE_ARGUMENTS}
     with node.graph.inserting_before(node):
         handed = {key: now[key] if key in now else node.graph.get_attr(path) for key, path in wanted.items()}
     node.kwargs = {**handed, **others}
 
 
-def _run_for_itself(node: fx.Node, norm: str | None) -> None:
-    """Call the norm at this path behind a layer that is not handed it; None: it is."""
-    alone = next((user for user in node.users if user.meta.get(FOR_ITSELF)), None)
+def _call_norm_alone(node: fx.Node, norm: str | None) -> None:
+    """Call the norm at this path after its layer, which does not take it; None if the layer takes it."""
+    alone = next((user for user in node.users if user.meta.get(STANDALONE_NORM)), None)
     if alone is not None and norm is None:
         alone.replace_all_uses_with(node)
         node.graph.erase_node(alone)
@@ -156,11 +161,11 @@ def _run_for_itself(node: fx.Node, norm: str | None) -> None:
         with node.graph.inserting_after(node):
             call = node.graph.call_module(norm)
         node.replace_all_uses_with(call)
-        call.args, call.meta[FOR_ITSELF] = (node,), True
+        call.args, call.meta[STANDALONE_NORM] = (node,), True
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module | None:
-    """The module at a path, None if there is none; a parameter is not looked at, which may have to be computed."""
+    """The module at a path, or None. It reads no parameters: a parametrized one would be computed."""
     found: nn.Module | None = model
     for step in path.split("."):
         found = None if found is None else found._modules.get(step)

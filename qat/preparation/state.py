@@ -1,4 +1,4 @@
-"""The float model's part of a prepared model's state."""
+"""`float_state_dict`: the state of a prepared model without its quantizers."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from qat.quantizer import Quantizer
 
 
 def float_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict without the quantizers: what the float model's `load_state_dict` takes, strictly.
+    """The state dict without the quantizers; the float model's `load_state_dict` takes it strictly.
 
-    The way there needs no function: `prepared.load_state_dict(float_model.state_dict(), strict=False)` misses only
-    quantizers and finds nothing unexpected; call `calibrate` afterwards.
+    The opposite direction needs no function: `prepared.load_state_dict(float_model.state_dict(), strict=False)` misses
+    only quantizers and finds no unexpected key. Call `calibrate` afterwards.
 
     Args:
         model: a prepared model, or any module that holds quantized layers.

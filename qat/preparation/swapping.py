@@ -1,4 +1,4 @@
-"""Swapping float layers for their quantized twins, and handing each the BatchNorm that follows it."""
+"""Swaps float layers for their quantized twins, and passes each twin the BatchNorm that follows it."""
 
 from collections.abc import Iterator, Mapping
 
@@ -7,7 +7,7 @@ from torch import fx, nn
 from qat.layers import QuantLayer, QuantLinear
 from qat.layers.sharing import QuantTwin
 from qat.layers.twins import float_type_of, layers_of, make_twin, type_name
-from qat.preparation.functional_weights import EXPLAINED
+from qat.preparation.functional_weights import REASON_NOTED
 from qat.preparation.operations import FLOAT_PRODUCTS
 from qat.quantizer import Quantizer
 from qat.recipe import TYPE_PREFIX, AnyRecipe, QuantRecipe
@@ -17,11 +17,11 @@ from qat.tracing.nodes import dimensions, submodule_of
 
 
 def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe) -> dict[str, str]:
-    """Replace every layer that has a quantized twin and is called, in place.
+    """Replace every called layer that has a quantized twin, in place.
 
     Args:
         graph_module: the traced model.
-        root: the model that was traced; its layers that the graph does not call are reported too.
+        root: the model that was traced; layers that the graph does not call are reported too.
         recipe: the grids, and which layers to skip.
 
     Returns:
@@ -35,7 +35,7 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe
     composite = ""
     for name, layer in layers_of(root):
         if (composite and name.startswith(composite)) or not name:
-            continue  # a part of what was replaced as a whole; the model itself, which the graph reads
+            continue  # inside a composite that was replaced; or the model itself
         reason = refusal(name, layer, recipe)
         if reason is None and name not in called:
             reason = "forward never calls it: unused, or its weight is read by a function"
@@ -44,7 +44,7 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe
             graph_module.set_submodule(
                 name, make_twin(recipe.full_name(name), layer, recipe.for_layer(name, float_type_of(layer)))
             )
-        elif type(layer) is not nn.MultiheadAttention:  # which is taken apart
+        elif type(layer) is not nn.MultiheadAttention:  # the tracer takes attention apart
             left[name] = reason
     return left
 
@@ -65,11 +65,11 @@ def refusal(name: str, layer: nn.Module, recipe: AnyRecipe) -> str | None:
 
 
 def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:
-    """Add to `left` whatever else has parameters and computes in float: weights read by functions, norms, slopes."""
+    """Add to `left` everything else that has parameters and computes in float: functional weights, norms, slopes."""
     constant = constant_nodes(graph_module.graph)
     quantized = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
     for node in graph_module.graph.nodes:
-        if node.op == "call_function" and node.target in FLOAT_PRODUCTS and EXPLAINED not in node.meta:
+        if node.op == "call_function" and node.target in FLOAT_PRODUCTS and REASON_NOTED not in node.meta:
             left.setdefault(node.name, f"{node.target.__name__} of these operands has no quantized twin")
         if node.op != "get_attr":
             continue
@@ -88,7 +88,7 @@ def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:
 
 
 def _readers(node: fx.Node, constant: set[fx.Node]) -> Iterator[fx.Node]:
-    """What reads a parameter, or something that is computed from parameters alone."""
+    """The nodes that read a parameter, or a value that is computed from parameters alone."""
     for user in node.users:
         if user in constant:
             yield from _readers(user, constant)
@@ -101,11 +101,11 @@ NORMS: dict[int, tuple[str, ...]] = {
     2: ("BatchNorm2d", "SyncBatchNorm", "FrozenBatchNorm2d"),
     3: ("BatchNorm3d", "SyncBatchNorm"),
 }
-"""Spatial axes of a layer to the norms that fold into it."""
+"""Number of spatial axes of a layer to the norms that fold into it."""
 
 
 def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:
-    """Hand every quantized layer the BatchNorm that alone reads its output, in place.
+    """Pass every quantized layer the BatchNorm that is the only consumer of its output, in place.
 
     Returns:
         The BatchNorms that stay in float, name to reason.
@@ -138,17 +138,17 @@ def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:
 def folds(layer: QuantLayer, norm: nn.Module | None, producer: fx.Node) -> bool:
     """Whether the norm acts along the layer's output channels."""
     if isinstance(layer, QuantLinear):
-        # On more axes BatchNorm1d normalises axis 1, and the channels of a linear layer are the last.
+        # With more axes BatchNorm1d normalises axis 1, but the channels of a linear layer are on the last axis.
         return type(norm) is nn.BatchNorm1d and dimensions(producer) == 2
     spatial = isinstance(layer, nn.modules.conv._ConvNd)
     return spatial and type(norm).__name__ in NORMS[layer.weight.dim() - 2]
 
 
 def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str]) -> None:
-    """Refuse a recipe that speaks of layers that are not there.
+    """Refuse a recipe whose overrides match no layer.
 
     Args:
-        recipe: its overrides are looked at.
+        recipe: the recipe.
         layers: layer name to the name of its float class.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a self-check found."""
+"""`Verdict`: what a self-check found."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ class Verdict:
     """What a self-check found.
 
     Attributes:
-        distrusted: modules that kernels do not stand in for from now on; None: the whole model trains plainly.
-        reason: what differed first; empty if nothing did.
+        distrusted: modules that no longer train on codes; None: the whole model trains plainly.
+        reason: the first difference; empty if there is none.
     """
 
     distrusted: tuple[str, ...] | None = ()

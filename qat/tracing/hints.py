@@ -18,7 +18,7 @@ from torch.fx.proxy import Attribute, TraceError
 from torch.utils import _pytree as pytree
 
 from qat.tracing.constants import attribute
-from qat.tracing.expectations import expect_default, expect_same
+from qat.tracing.guards import expect_default, expect_same
 from qat.tracing.in_place import written_by
 from qat.tracing.inputs import copied
 from qat.tracing.nodes import FACTS, Facts
@@ -52,7 +52,7 @@ class HintTracer(fx.Tracer):
         self.proxy_buffer_attributes = True
         self.examples = examples
         self._values: dict[fx.Node, Any] = {}
-        self._settled: set[fx.Node] = set()
+        self._guarded: set[fx.Node] = set()
         self._running = False
         self._modes = _context()
         self._thread = threading.get_ident()
@@ -64,7 +64,7 @@ class HintTracer(fx.Tracer):
             return super().trace(root, concrete_args)
 
     @property
-    def looks_away(self) -> bool:
+    def is_paused(self) -> bool:
         """Whether modules are to act as ever: one runs on the example inputs, or another thread calls its own."""
         return self._running or threading.get_ident() != self._thread
 
@@ -103,7 +103,7 @@ class HintTracer(fx.Tracer):
             changed.node = proxy.node
         return proxy
 
-    def settle(self, proxy: Any) -> Any:
+    def guard(self, proxy: Any) -> Any:
         """The proxy's value for the example inputs, which the graph from now on insists on.
 
         Raises:
@@ -112,8 +112,8 @@ class HintTracer(fx.Tracer):
         value = proxy.hint
         if self._follows_values(proxy.node):
             raise TraceError("the way through the model depends on the values of a tensor")
-        if proxy.node not in self._settled:
-            self._settled.add(proxy.node)
+        if proxy.node not in self._guarded:
+            self._guarded.add(proxy.node)
             where = next(reversed(self.module_stack.values()))[0] if self.module_stack else "the model"
             self.create_proxy("call_function", expect_same, (proxy, value, where or "the model"), {})
         return value
@@ -148,7 +148,7 @@ class HintTracer(fx.Tracer):
         hint = getattr(obj, "hint", None)
         if isinstance(hint, Sized) and not isinstance(hint, torch.Tensor):
             return len(obj) > 0
-        return super().to_bool(obj) if self.examples is None else bool(self.settle(obj))
+        return super().to_bool(obj) if self.examples is None else bool(self.guard(obj))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         """Take a list, a tuple or a tensor apart into as many as there were."""
@@ -166,7 +166,7 @@ class HintTracer(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """Parameters and buffers become nodes, except while modules are to act as ever."""
-        return attr_val if self.looks_away else super().getattr(attr, attr_val, parameter_proxy_cache)
+        return attr_val if self.is_paused else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def answer(self, graph: fx.Graph) -> Any:
         """What the traced graph answered to the example inputs."""

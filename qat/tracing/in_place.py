@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from qat.layers import QuantLayer
 from qat.quantizer.rules.lsq import LSQQuantizer
-from qat.tracing.nodes import CHANGED, submodule_of
+from qat.tracing.nodes import WRITTEN_LATER, submodule_of
 
 AUGMENTED = {f"i{name}" for name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
@@ -159,13 +159,13 @@ class Memory:
         return all(writer in steps and self.is_unseen(writer) for writer in later)
 
 
-def mark_changes(model: fx.GraphModule) -> None:
+def mark_later_writes(model: fx.GraphModule) -> None:
     """Note which tensors are written to after they were made, through a view: on no grid are they what they were."""
     memory = Memory(model, model.graph)
     for node in model.graph.nodes:
         writers = memory.seen_writers(node) if has_own_memory(node, model) else []
         if any(memory.order[writer] > memory.order[node] for writer in writers):
-            node.meta[CHANGED] = True
+            node.meta[WRITTEN_LATER] = True
 
 
 def has_own_memory(node: fx.Node, model: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from torch import fx, nn
 FACTS = "qat_facts"
 """Key of node.meta: `Facts` of the tensor that the node held for the example inputs, or None if no tensor."""
 
-CHANGED = "qat_changed"
+WRITTEN_LATER = "qat_changed"
 """Key of node.meta: true if somebody writes into the node's tensor later without giving it a new name."""
 
 
@@ -47,7 +47,7 @@ def notes_of(graph: fx.Graph) -> Notes:
     ]
 
 
-def give_notes(graph: fx.Graph, notes: Notes) -> None:
+def restore_notes(graph: fx.Graph, notes: Notes) -> None:
     """Give the nodes of the same graph, recorded anew, their notes back."""
     computing = [node for node in graph.nodes if node.op != "get_attr"]
     for node, (target, scope, found) in zip(computing, notes, strict=True):

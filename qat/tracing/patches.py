@@ -32,7 +32,7 @@ from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
-from qat.tracing.proxies import Known
+from qat.tracing.proxies import HintedValue
 
 SIZED = ("zeros", "ones", "empty", "rand", "randn")
 """Functions of torch that take a size as several numbers."""
@@ -78,25 +78,25 @@ def torch_takes_proxies() -> Iterator[None]:
 
 
 @contextmanager
-def gradients_refused(looks_away: Callable[[], bool]) -> Iterator[None]:
+def gradients_refused(is_paused: Callable[[], bool]) -> Iterator[None]:
     """A context in which this thread applies no `torch.autograd.Function` and no checkpoint.
 
     A graph would record only the function's forward, and differentiate that. The patch is on the context object that
     torch creates for every application, since user code may hold a reference to `apply` itself.
 
     Args:
-        looks_away: returns whether to let one pass.
+        is_paused: returns whether to let one pass.
     """
 
     def refuse(context: Any) -> None:
-        if not looks_away():
+        if not is_paused():
             kind = type(context)._forward_cls
             raise TraceError(f"forward applies {kind.__module__}.{kind.__qualname__}, which has a gradient of its own")
 
     infer_device = checkpoint._infer_device_type  # torch asks for the device at the start of every checkpoint
 
     def refuse_checkpoint(*args: Any) -> Any:
-        if not looks_away():
+        if not is_paused():
             raise TraceError("forward checkpoints activations, which a graph would keep")
         return infer_device(*args)  # type: ignore[no-untyped-call]
 
@@ -160,6 +160,6 @@ def _knowing_proxies(original: Any) -> Any:
 
     def knowing(value: Any, kinds: Any, /) -> bool:
         # For anything but a proxy it is the original, in all threads.
-        return original(value, kinds) or (issubclass(type(value), Known) and original(value.hint, kinds))
+        return original(value, kinds) or (issubclass(type(value), HintedValue) and original(value.hint, kinds))
 
     return knowing

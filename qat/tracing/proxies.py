@@ -16,7 +16,7 @@ GRADIENTS = frozenset((
 """What a tensor knows of its gradients, and takes for them: no graph does, and another call may find it otherwise."""
 
 
-class Known:
+class HintedValue:
     """Conversions to Python values that a plain proxy refuses; each is traced as it was for the example inputs."""
 
     hint: Any
@@ -24,20 +24,20 @@ class Known:
     tracer: Any
 
     def __len__(self) -> int:
-        return int(self.tracer.settle(self.tracer.create_proxy("call_function", len, (self,), {})))
+        return int(self.tracer.guard(self.tracer.create_proxy("call_function", len, (self,), {})))
 
     def __index__(self) -> int:
-        return int(self.tracer.settle(self))
+        return int(self.tracer.guard(self))
 
     def __int__(self) -> int:
-        return int(self.tracer.settle(self))
+        return int(self.tracer.guard(self))
 
     def __float__(self) -> float:
-        return float(self.tracer.settle(self))
+        return float(self.tracer.guard(self))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """What numpy computes with: sizes."""
-        return np.asarray(self.tracer.settle(self), dtype)
+        return np.asarray(self.tracer.guard(self), dtype)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
@@ -51,7 +51,7 @@ class Known:
         return HintAttribute(proxy, name)
 
 
-class HintProxy(Known, fx.Proxy):
+class HintProxy(HintedValue, fx.Proxy):
     """A proxy with the value that its node had for the example inputs."""
 
     def __init__(self, node: fx.Node, tracer: Any, hint: Any) -> None:
@@ -59,7 +59,7 @@ class HintProxy(Known, fx.Proxy):
         super().__init__(node, tracer)
 
 
-class HintAttribute(Known, Attribute):
+class HintAttribute(HintedValue, Attribute):
     """`x.shape` and `x.view`: a node only when it is used as a value."""
 
     @property

@@ -68,12 +68,12 @@ class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which torch draws no random numbers, in this thread: a graph would keep them as a constant.
 
     Args:
-        looks_away: whether to let an operation pass.
+        is_paused: whether to let an operation pass.
     """
 
-    def __init__(self, looks_away: Callable[[], bool]) -> None:
+    def __init__(self, is_paused: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._looks_away = looks_away
+        self._is_paused = is_paused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, unless it draws.
@@ -81,7 +81,7 @@ class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             TraceError: if it does.
         """
-        if torch.Tag.nondeterministic_seeded in func.tags and not self._looks_away():
+        if torch.Tag.nondeterministic_seeded in func.tags and not self._is_paused():
             name = func.overloadpacket.__name__
             raise TraceError(f"forward draws random numbers ({name}), which a graph would not draw anew at every call")
         return func(*args, **(kwargs or {}))

@@ -15,7 +15,7 @@ from qat.tracing.inputs import Examples, call_with
 from qat.tracing.nodes import FACTS, Facts
 from qat.tracing.patches import gradients_refused, torch_takes_proxies
 from qat.tracing.randomness import NoDraws, python_state, seeded
-from qat.tracing.side_effects import UntraceableError, read_before_written, remembering
+from qat.tracing.side_effects import UntraceableError, read_before_written, restoring_state
 from qat.tracing.tracer import QuantTracer, first_line, is_foreign
 
 
@@ -94,12 +94,12 @@ def _traced(model: nn.Module, tracer: QuantTracer) -> tuple[fx.Graph, bool]:
         UntraceableError: if forward changes an attribute and no example inputs tell whether that counts.
     """
 
-    def looks_away() -> bool:
-        return tracer.looks_away
+    def is_paused() -> bool:
+        return tracer.is_paused
 
     with (
-        seeded(0), torch_takes_proxies(), gradients_refused(looks_away), NoDraws(looks_away),
-        remembering(model) as changes,
+        seeded(0), torch_takes_proxies(), gradients_refused(is_paused), NoDraws(is_paused),
+        restoring_state(model) as changes,
     ):  # fmt: skip
         before = python_state()
         graph = tracer.trace(model)
@@ -126,12 +126,12 @@ def _check_answer(model: nn.Module, examples: Examples, tracer: QuantTracer, gra
             answer = call_with(model, examples)
             return answer, python_state() != before
 
-    with remembering(model) as changes:
+    with restoring_state(model) as changes:
         expected, draws_again = run()
     if draws and draws_again:  # both, since another thread may have drawn during one
         raise UntraceableError("forward draws from Python's or numpy's random numbers, which a graph does not keep")
     if changes:
-        with remembering(model):
+        with restoring_state(model):
             counted = read_before_written(changes, run)
         if counted is not None:
             raise UntraceableError(f"forward reads and changes {counted}, which a graph does not keep")

@@ -41,14 +41,14 @@ class UntraceableError(ValueError):
 
 
 @contextmanager
-def remembering(model: nn.Module) -> Iterator[list[Change]]:
+def restoring_state(model: nn.Module) -> Iterator[list[Change]]:
     """A context after which every module remembers what it did before: a forward may note things, here proxies.
 
     It gives a list, to which leaving adds the attributes that changed, of those that can be compared.
     """
     modules = list(model.named_modules())
     notes = [(module, {key: copy.copy(value) for key, value in _plain(module).items()}) for _, module in modules]
-    told = [{key: _told(value) for key, value in _own(module).items()} for _, module in modules]
+    told = [{key: _comparable(value) for key, value in _own(module).items()} for _, module in modules]
     buffers = [
         (buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_inference()
     ]
@@ -72,9 +72,9 @@ def remembering(model: nn.Module) -> Iterator[list[Change]]:
 
 def _changes(name: str, module: nn.Module, before: dict[str, Any]) -> Iterator[Change]:
     for key, value in _own(module).items():
-        known = before[key] if key in before else _told(getattr(type(module), key, _told))
+        known = before[key] if key in before else _comparable(getattr(type(module), key, _comparable))
         is_new = key not in before and known is None
-        if not issubclass(type(value), fx.Proxy) and (known is not None or is_new) and _told(value) != known:
+        if not issubclass(type(value), fx.Proxy) and (known is not None or is_new) and _comparable(value) != known:
             yield Change(name, module, key, is_new)
 
 
@@ -95,7 +95,7 @@ def _plain(module: nn.Module) -> dict[str, Any]:
     return {**plain, "_buffers": module._buffers}
 
 
-def _told(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """What can be compared of an attribute's value; None if nothing can."""
     if type(value) in PLAIN:
         return (value,)

@@ -61,7 +61,7 @@ class QuantTracer(HintTracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace into attention; run plainly where modules are to act as ever."""
-        if self.looks_away:
+        if self.is_paused:
             return forward(*args, **kwargs)
         if type(m) is nn.MultiheadAttention:
             return super().call_module(m, lambda *a, **k: multi_head_attention(m, *a, **k), args, kwargs)
