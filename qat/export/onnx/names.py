@@ -56,11 +56,20 @@ def name_weights(proto: Any) -> None:
 
 def strip_traces(proto: Any) -> None:
     """Drop the exporter's Python stack traces: they name this machine's paths and are larger than the operators."""
-    del proto.graph.metadata_props[:]
-    del proto.graph.value_info[:]
-    for part in (*proto.graph.node, *proto.graph.input, *proto.graph.output, *proto.graph.initializer):
+    _strip_graph(proto.graph)
+
+
+def _strip_graph(graph: Any) -> None:
+    """A graph's traces, and those of the graphs inside it: the bodies of loops."""
+    del graph.metadata_props[:]
+    del graph.value_info[:]
+    for part in (*graph.node, *graph.input, *graph.output, *graph.initializer):
         del part.metadata_props[:]
         part.doc_string = ""
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                _strip_graph(inner)
 
 
 def _metadata(node: Any, key: str) -> str | None:
