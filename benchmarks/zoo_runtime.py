@@ -10,9 +10,10 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
 from qat.evaluating import evaluating
-from qat.export.onnxruntime.session import answers, call, open_session, output_tensors
+from qat.export.onnxruntime.session import open_session, output_tensors, run_session
 from qat.export.onnxruntime.verification import LayerDifference, follow
 from qat.preparation.parts import prepared_parts
+from qat.tracing.inputs import call_model
 
 MOST_DIFFERING = 1e-3
 """Share of a layer's integers that may differ, by one level; of few integers, three deviations of chance more."""
@@ -140,9 +141,9 @@ def outputs(part: Part, path: Path) -> list[tuple[Tensor, Tensor]]:
     Raises:
         ValueError: if the file has other inputs or outputs than the model.
     """
-    theirs = answers(open_session(path.read_bytes()), part.inputs)
+    theirs = run_session(open_session(path.read_bytes()), part.inputs)
     with evaluating(part.module), torch.no_grad():
-        ours = output_tensors(call(part.module, part.inputs, torch.device("cpu")))
+        ours = output_tensors(call_model(part.module, part.inputs, torch.device("cpu")))
     if [list(one.shape) for one in ours] != [list(other.shape) for other in theirs]:
         raise ValueError(
             f"{part.name or 'the model'}: outputs {[list(one.shape) for one in ours]}, and its file has"

@@ -1,4 +1,4 @@
-"""`calibrate`: set the range of every activation from a few batches, identically on all ranks."""
+"""`calibrate`: set the range of every activation from a few batches, equal on all ranks."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from qat.evaluating import evaluating
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.proof import first_calls, prove
 from qat.quantizer import Quantizer, RangeObserver
-from qat.tracing.inputs import Batch, as_arguments, inputs_and_labels, model_device, moved_to
+from qat.tracing.inputs import Batch, call_model, inputs_and_labels, model_device, moved_to
 
 
 def calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
@@ -24,11 +24,11 @@ def calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
 
     Args:
         model: a prepared model, or one with quantized layers of your own.
-        batches: tensors; or sequences whose first item is the input, a tuple of several included (labels are ignored);
-            or mappings of keyword arguments. Their tensors, in lists and mappings too, are moved to the model's device.
+        batches: tensors; or sequences whose first item is the input, or a tuple of inputs (labels are ignored); or
+            mappings of keyword arguments. Their tensors, in lists and mappings too, are moved to the model's device.
 
     Raises:
-        ValueError: without an activation quantizer or a batch, if a quantizer saw nothing, or saw NaN or infinity.
+        ValueError: without an activation quantizer or a batch; if a quantizer saw no value, or NaN or infinity.
     """
     quantizers = {
         name: module
@@ -57,8 +57,9 @@ def calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
                 module.calibrate_weight()
     for name, quantizer in quantizers.items():
         extremes = quantizer.spec.init == "minmax" and not quantizer.needs_sample
-        seen = _gather(observers[name].values(extremes))
-        _set_range(name, quantizer, seen, _most_of_all_ranks(observers[name].elements))
+        seen = [torch.from_numpy(part) for part in _of_all_ranks(observers[name].values(extremes).numpy())]
+        elements = max(_of_all_ranks(observers[name].elements))  # a rank without batches has 0
+        _set_range(name, quantizer, torch.cat(seen, dim=1), elements)
     prove(model, calls)
 
 
@@ -69,9 +70,8 @@ def _run(model: nn.Module, batches: Iterable[Batch]) -> None:
         for batch in batches:
             count += 1
             inputs, _ = inputs_and_labels(batch)
-            args, kwargs = as_arguments(moved_to(device, inputs))
-            model(*args, **kwargs)
-    if not _on_any_rank(count > 0):
+            call_model(model, moved_to(device, inputs))
+    if not any(_of_all_ranks(count > 0)):
         raise ValueError("calibrate: batches is empty; at least one batch is needed to find the ranges")
 
 
@@ -84,27 +84,10 @@ def _set_range(name: str, quantizer: Quantizer, values: Tensor, elements: int) -
         raise ValueError(f"calibrate: quantizer {name!r}: {error}") from error
 
 
-def _gather(values: Tensor) -> Tensor:
-    """The values of all ranks, in rank order; as they are without torch.distributed."""
+def _of_all_ranks(mine: Any) -> list[Any]:
+    """The values of all ranks, in rank order; this process's alone without torch.distributed."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return values
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, values.numpy())
-    return torch.cat([torch.from_numpy(part) for part in everyone], dim=1)
-
-
-def _most_of_all_ranks(mine: int) -> int:
-    """The largest of the ranks' numbers: one that brought no batches has 0."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return mine
+        return [mine]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    return int(max(everyone))
-
-
-def _on_any_rank(mine: bool) -> bool:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return mine
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return any(everyone)
+    return everyone

@@ -13,31 +13,31 @@ from qat.quantizer import Quantizer
 from qat.quantizer.granularity import to_groups
 
 SPREAD = 3.0
-"""G, the gradient that stands for all of a tensor's: this many deviations of them, as in the paper."""
+"""The paper's G, one gradient that represents a tensor's, in standard deviations of them."""
 
 
 def update_ewgs(
     model: nn.Module, loss_function: Callable[[nn.Module, Any], Tensor], batches: Iterable[Any], draws: int = 1
 ) -> dict[str, float]:
-    """Set delta of every quantizer with `ewgs="hessian"`; call it now and then, the paper does every ten epochs.
+    """Set delta of every quantizer with `ewgs="hessian"`; the paper calls it every ten epochs.
 
-    delta = max(0, scale * (qmax - qmin) * Tr(H)/N / G), with H the Hessian of the loss by the N values of the quantized
-    tensor, its trace estimated with random signs (Hutchinson), and G three deviations of their gradients. The first
-    factors turn a delta for residuals in the tensor's unit into one for shares of the grid's range, as
-    `QuantSpec.ewgs_delta` is.
+    delta = max(0, scale * (qmax - qmin) * Tr(H)/N / G). H is the Hessian of the loss with respect to the N values of
+    the quantized tensor; its trace is estimated with random signs (Hutchinson). G is three standard deviations of their
+    gradients. The factor scale * (qmax - qmin) converts a delta for residuals in the tensor's unit to one for shares of
+    the grid's range, the unit of `QuantSpec.ewgs_delta`.
 
     Args:
-        model: prepared and calibrated; buffers (BatchNorm statistics) and gradients are left as they were.
+        model: prepared and calibrated; buffers (BatchNorm statistics) and gradients do not change.
         loss_function: called as loss_function(model, batch); returns a scalar.
         batches: a few batches, on the model's device.
-        draws: random sign vectors a batch.
+        draws: random sign vectors for each batch.
 
     Returns:
-        The new deltas by the quantizer's name; empty if no quantizer asks for one.
+        The new deltas by quantizer name; empty if no quantizer uses `ewgs="hessian"`.
 
     Raises:
-        ValueError: if there is no batch, no quantizer ran (in eval() layers compute on their integers), or the model
-            has an operation without a second derivative.
+        ValueError: if there is no batch, if no quantizer ran (in eval() layers compute on their integers), or if the
+            model has an operation without a second derivative.
 
     Source: Lee et al., "Network Quantization with Element-wise Gradient Scaling", arXiv:2104.00903.
     """
@@ -53,7 +53,7 @@ def update_ewgs(
     generator = torch.Generator().manual_seed(0)
     count = 0
     for module in quantizers.values():
-        module.ewgs_delta.zero_()  # the estimate is that of the loss, not of the correction in force
+        module.ewgs_delta.zero_()  # estimate the loss itself, without the current correction
     try:
         with torch.enable_grad():
             for batch in batches:
@@ -77,7 +77,7 @@ def _estimates(
     draws: int,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    """(mean of the Hessian's diagonal, deviation of the gradients, scale) of every quantizer that ran."""
+    """(mean of the Hessian's diagonal, deviation of the gradients, scale) for every quantizer that ran."""
     outputs: dict[str, Tensor] = {}
     scales: dict[str, Tensor] = {}
 
@@ -103,9 +103,9 @@ def _estimates(
     except (RuntimeError, NotImplementedError) as error:
         if "is not implemented" not in str(error):
             raise
-        said = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         raise ValueError(
-            f"update_ewgs: an operation of the model has no second derivative ({said}); use ewgs='fixed'"
+            f"update_ewgs: an operation of the model has no second derivative ({reason}); use ewgs='fixed'"
         ) from error
     return {
         name: torch.stack([trace, gradient.detach().float().std(correction=0), scales[name]])
@@ -116,7 +116,7 @@ def _estimates(
 def _gradients_and_diagonal(
     loss: Tensor, tensors: list[Tensor], draws: int, generator: torch.Generator
 ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """First derivatives, and the mean of the Hessian's diagonal from random signs, for every tensor."""
+    """Gradients, and the mean of the Hessian's diagonal estimated with random signs, for every tensor."""
     gradients = torch.autograd.grad(loss, tensors, create_graph=True, materialize_grads=True)
     diagonal = [torch.zeros((), device=tensor.device) for tensor in tensors]
     for _ in range(draws):
@@ -124,18 +124,18 @@ def _gradients_and_diagonal(
             (torch.randint(2, tensor.shape, generator=generator) * 2 - 1).to(tensor.device, tensor.dtype)
             for tensor in tensors
         ]
-        pull = torch.stack([(g * s).sum().float() for g, s in zip(gradients, signs, strict=True)]).sum()
-        if not pull.requires_grad:
+        product = torch.stack([(g * s).sum().float() for g, s in zip(gradients, signs, strict=True)]).sum()
+        if not product.requires_grad:
             break  # a loss without curvature
-        curved = torch.autograd.grad(pull, tensors, retain_graph=True, materialize_grads=True)
-        for number, (product, sign) in enumerate(zip(curved, signs, strict=True)):
-            diagonal[number] = diagonal[number] + (product.float() * sign.float()).mean() / draws
+        hessian_signs = torch.autograd.grad(product, tensors, retain_graph=True, materialize_grads=True)
+        for number, (row, sign) in enumerate(zip(hessian_signs, signs, strict=True)):
+            diagonal[number] = diagonal[number] + (row.float() * sign.float()).mean() / draws
     return gradients, diagonal
 
 
 @torch.no_grad()
 def _set_delta(quantizer: Quantizer, estimate: Tensor) -> float:
-    """The formula; a tensor without gradients, or with a negative or unusable trace, gets 0."""
+    """Apply the formula; a tensor without gradients, or with a negative or non-finite trace, gets 0."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(estimate)
         estimate = estimate / dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What it means that two runtimes answer the same: classes, values within a tolerance, or equal integers."""
+"""Whether two runtimes give the same answers: equal classes, values within a tolerance, or equal integers."""
 
 from dataclasses import dataclass
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 TOLERANCE = 0.01
-"""Share of the range of a model's output by which a value may be off and still count as equal: between two and three
-levels of an output on 8 bits."""
+"""How far a value may be off and count as equal, as a share of the range of the model's output: between two and three
+levels of an output with 8 bits."""
 
 ROUNDING = 1e-5
-"""Share of the largest magnitude of an output by which a value may be off in any case: float32, summed in any order."""
+"""How far a value may always be off, as a share of the output's largest magnitude: float32 sums in any order."""
 
 Pair = tuple[list[Tensor], list[Tensor], Tensor | None]
 """The outputs of the model and of the file for one batch, and its labels if there are any."""
@@ -18,16 +18,15 @@ Pair = tuple[list[Tensor], list[Tensor], Tensor | None]
 
 @dataclass(frozen=True)
 class Verification:
-    """How an ONNX file answers, next to the torch model.
+    """The answers of an ONNX file compared with those of its torch model.
 
     Attributes:
         samples: how many were compared.
-        agreement: share of equal predictions, 0 to 1, of the output that agrees least. A prediction is the class with
+        agreement: share of equal predictions, 0 to 1, for the output that agrees least. A prediction is the class with
             the largest value along axis 1. Where an output has no such axis, or one of length 1 (regression, depth
-            maps), it is every value, which is equal if it is off by at most `TOLERANCE` of the range from the lowest to
-            the highest value of that output over all batches. Integers and booleans have to be the same. An answer with
-            NaN or infinity equals none.
-        torch_top1, onnx_top1: percent correct of the first output; None without labels of its classes.
+            maps), every value is a prediction: it is equal if it is off by at most `TOLERANCE` times the range of that
+            output over all batches. Integers and booleans have to be equal. NaN and infinity equal nothing.
+        torch_top1, onnx_top1: percent correct for the first output; None without labels for its classes.
         max_difference: largest absolute difference of an output; NaN where a value is not finite.
     """
 
@@ -42,7 +41,7 @@ def judge(pairs: list[Pair]) -> Verification:
     """Compare the outputs of all batches.
 
     Raises:
-        ValueError: if nothing was compared, or the outputs have other shapes.
+        ValueError: if there is nothing to compare, or the outputs have different shapes.
     """
     if not pairs:
         raise ValueError("verify_onnx: batches is empty; at least one batch is needed to compare anything")
@@ -67,13 +66,13 @@ def judge(pairs: list[Pair]) -> Verification:
 
 
 def _joined(pairs: list[Pair], number: int) -> tuple[list[Tensor], list[Tensor]]:
-    """One output of the model and of the file, in every batch where it holds a value."""
+    """One output of the model and of the file, from every batch where it holds a value."""
     chosen = [(expected[number], got[number]) for expected, got, _ in pairs if expected[number].numel()]
     return [ours for ours, _ in chosen], [theirs for _, theirs in chosen]
 
 
 def _equal_predictions(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
-    """Which predictions of one output are equal, over all batches, as one row."""
+    """Which predictions of one output are equal: one flat tensor for all batches."""
     if not ours[0].is_floating_point():
         return torch.cat([(a == b).flatten() for a, b in zip(ours, theirs, strict=True)])
     if has_classes(ours[0]):
@@ -82,22 +81,22 @@ def _equal_predictions(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
     known = a[a.isfinite()]
     span = known.max() - known.min() if known.numel() else 0.0
     allowed = torch.as_tensor(TOLERANCE * span).clamp(min=ROUNDING * known.abs().max() if known.numel() else 0.0)
-    return (a - b).abs() <= allowed  # false for NaN, and for infinities
+    return (a - b).abs() <= allowed  # false for NaN and infinities
 
 
 def has_classes(output: Tensor) -> bool:
-    """Whether an output is values of several classes along axis 1."""
+    """Whether an output has values for several classes along axis 1."""
     return output.is_floating_point() and output.dim() > 1 and output.shape[1] > 1
 
 
 def same_class(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Where both have their largest value along axis 1 in the same place, and no NaN or infinity."""
+    """Where both have their largest value along axis 1 at the same index, and no NaN or infinity."""
     finite = ours.isfinite().all(1) & theirs.isfinite().all(1)
     return (ours.argmax(1) == theirs.argmax(1)) & finite
 
 
 def _top1(pairs: list[Pair], which: int) -> float | None:
-    """Percent correct of the model's first output or of the file's; an answer with NaN is wrong."""
+    """Percent correct for the first output of the model (0) or the file (1); an answer with NaN is wrong."""
     right = []
     for *both, labels in pairs:
         if labels is None:

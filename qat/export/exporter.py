@@ -13,8 +13,9 @@ from qat.export.integers.frozen import FreezingError
 from qat.export.onnx.initializers import own_initializers
 from qat.export.onnx.names import name_quantizers, name_weights, strip_traces
 from qat.export.onnx.operators import OnnxOperations
-from qat.export.onnx.program import Inputs, export_program, fix_sizes
+from qat.export.onnx.program import export_program, fix_sizes
 from qat.export.onnxruntime.rewriting import rewrite_for_runtime
+from qat.tracing.inputs import Inputs
 
 
 def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: Inputs) -> None:

@@ -79,6 +79,12 @@ def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return dict(bound.arguments)
 
 
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """The model's answer to inputs in one of these forms."""
+    args, kwargs = as_arguments(inputs)
+    return model(*args, **kwargs)
+
+
 def call_with(model: nn.Module, examples: Examples) -> Any:
     """The model's answer to copies of the example inputs, passed by position where possible, since hooks look there."""
     given = copied(examples)

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 
 from qat.export.onnx.operators import OPSET
 from qat.silence import warnings_ignored
-
-Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
+from qat.tracing.inputs import Inputs, as_arguments
 
 
 def export_program(frozen: nn.Module, example_inputs: Inputs) -> Any:
@@ -49,10 +48,7 @@ def example_arguments(example_inputs: Inputs, samples: int) -> tuple[tuple[Any, 
         x = x.detach().cpu()
         return (x.float() if x.is_floating_point() else x).contiguous()
 
-    moved = pytree.tree_map(ready, example_inputs)
-    if isinstance(moved, Mapping):
-        return (), dict(moved)
-    return (moved if isinstance(moved, tuple) else (moved,)), {}
+    return as_arguments(pytree.tree_map(ready, example_inputs))
 
 
 def fix_sizes(program: Any, proto: Any) -> None:

@@ -1,8 +1,8 @@
-"""Whether ONNX Runtime multiplies exactly on this processor when it is not told to.
+"""Whether ONNX Runtime's default session multiplies exactly on this processor.
 
-On x86 without VNNI its default kernels for uint8 by int8 add pairs of products in 16 bits, which saturates above
-32,767: 255 * 127 + 255 * 127 is 64,770. `EXACT_OPTION` in the session's options makes it put weights in uint8, whose
-kernels add in 32 bits; which operators run does not change. Other processors ignore the option.
+On x86 without VNNI its default kernels for uint8 by int8 add pairs of products in 16 bits, which saturate above 32,767:
+255 * 127 + 255 * 127 is 64,770. With `EXACT_OPTION` in its options, a session converts weights to uint8, whose kernels
+add in 32 bits; the same operators run. Other processors ignore the option.
 """
 
 import functools
@@ -20,16 +20,16 @@ CHANNELS = 64
 
 
 def default_is_exact() -> bool:
-    """Whether a session without options multiplies exactly here, or QAT_PROCESSOR says so."""
+    """Whether a session without options multiplies exactly, on this processor or the one that QAT_PROCESSOR names."""
     asked = processor.asked_for()
     return multiplies_exactly(with_option=False) if asked is None else asked == "vnni"
 
 
 def needs_option() -> bool:
-    """Whether exact products take `EXACT_OPTION` here.
+    """Whether exact products need `EXACT_OPTION` on this processor.
 
     Raises:
-        RuntimeError: if they are not to be had, with it neither.
+        RuntimeError: if even a session with this option does not multiply exactly.
     """
     needed = not (default_is_exact() and multiplies_exactly(with_option=False))
     if needed and not multiplies_exactly(with_option=True):
@@ -42,10 +42,10 @@ def needs_option() -> bool:
 
 @functools.cache
 def multiplies_exactly(with_option: bool) -> bool:
-    """Tried on extreme integers, not asked of the processor: one row, many rows, a convolution, one in groups.
+    """Whether extreme integers are multiplied exactly: one row, many rows, a convolution, and one in groups.
 
     Args:
-        with_option: in a session with `EXACT_OPTION`.
+        with_option: whether the session has `EXACT_OPTION`.
     """
     import onnxruntime as ort
 
@@ -67,7 +67,7 @@ def multiplies_exactly(with_option: bool) -> bool:
 
 
 def _extreme_products() -> bytes:
-    """A file with every kind of product of 255 by 127 and by -128."""
+    """A file with each kind of product, for 255 by 127 and by -128."""
     from onnx import TensorProto, helper, numpy_helper
 
     lowest_and_highest = np.where(np.arange(CHANNELS) % 2, -128, 127).astype(np.int8)

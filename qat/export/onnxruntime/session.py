@@ -1,4 +1,4 @@
-"""ONNX Runtime: a session, what it is fed, and what it answers."""
+"""An ONNX Runtime session: how it is opened, and run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,13 +22,13 @@ def open_session(model: bytes, optimize: bool = True, optimized: Path | None = N
         exact: with exact integer products on every processor; false: as the runtime multiplies by default.
 
     Raises:
-        ValueError: if the file is none that ONNX Runtime reads.
-        RuntimeError: if no session multiplies exactly here, and this one must.
+        ValueError: if ONNX Runtime cannot read the file.
+        RuntimeError: if `exact`, and no session multiplies exactly on this processor.
     """
     import onnxruntime as ort
 
     options = ort.SessionOptions()
-    options.log_severity_level = 3  # its warnings about saved optimised graphs are not the user's concern
+    options.log_severity_level = 3  # it warns of every optimised graph that it saves
     if exact and needs_option():
         options.add_session_config_entry(*EXACT_OPTION)
     if not optimize:
@@ -46,16 +46,16 @@ def open_session(model: bytes, optimize: bool = True, optimized: Path | None = N
             return ort.InferenceSession(
                 model, options, providers=providers, disabled_optimizers=["QDQPropagationTransformer"]
             )
-    except Exception as error:  # its own types, by the dozen
+    except Exception as error:  # its many own types
         raise ValueError(f"ONNX Runtime does not read the file: {str(error).splitlines()[0]}") from error
 
 
-def answers(session: Any, inputs: Any, names: list[str] | None = None) -> list[Tensor]:
-    """What the session answers.
+def run_session(session: Any, inputs: Any, names: list[str] | None = None) -> list[Tensor]:
+    """The outputs of a session.
 
     Args:
-        session: of ONNX Runtime.
-        inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments, as `export_onnx` was given.
+        session: from `open_session`.
+        inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments, as given to `export_onnx`.
         names: the outputs to return; None: all of the model's.
 
     Raises:
@@ -70,16 +70,8 @@ def answers(session: Any, inputs: Any, names: list[str] | None = None) -> list[T
     return [torch.from_numpy(np.asarray(result)) for result in results]
 
 
-def call(model: torch.nn.Module, inputs: Any, device: torch.device) -> Any:
-    """The model's own answer to inputs of these forms."""
-    moved = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
-    if isinstance(moved, Mapping):
-        return model(**moved)
-    return model(*moved) if isinstance(moved, tuple) else model(moved)
-
-
 def output_tensors(answer: Any) -> list[Tensor]:
-    """The tensors of a model's answer, in the order of the file's outputs."""
+    """The tensors of a torch model's answer, in the order of the file's outputs."""
     return [leaf.cpu() for leaf in pytree.tree_leaves(answer) if isinstance(leaf, Tensor)]
 
 

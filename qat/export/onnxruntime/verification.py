@@ -1,4 +1,4 @@
-"""`verify_onnx`: run an exported file in ONNX Runtime and hold it against the torch model, layer by layer if asked."""
+"""`verify_onnx` and `compare_layers`: an exported file in ONNX Runtime against its torch model."""
 
 import os
 import tempfile
@@ -7,17 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from qat.evaluating import evaluating
 from qat.export.agreement import Pair, Verification, judge
 from qat.export.integers.evaluation import call_names, evaluation_graph
 from qat.export.integers.following import Follower, LayerDifference, no_quantizer
-from qat.export.onnxruntime.session import answers, call, open_session, output_tensors
-from qat.tracing.inputs import model_device
+from qat.export.onnxruntime.session import open_session, output_tensors, run_session
+from qat.tracing.inputs import as_arguments, call_model, model_device, moved_to
 
 Batches = Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]
 
@@ -29,14 +27,14 @@ def verify_onnx(
 
     Args:
         path: the exported file.
-        model: the model that it came from; run in evaluation mode, its flags are restored.
+        model: the model that it came from; it runs in evaluation mode and gets its train and eval flags back.
         batches: tensors, (inputs, labels) pairs, or mappings of keyword arguments.
-        default_session: as a session without options multiplies, which is not exact on x86 without VNNI; false: with
-            exact integer products on every processor.
+        default_session: multiply as a session without options does, which is not exact on x86 without VNNI; false:
+            multiply exactly on every processor.
 
     Raises:
-        ValueError: if there is no batch, no output holds a value, or the file has other inputs or outputs than the
-            model.
+        ValueError: if there is no batch, if no output holds a value, or if the file has other inputs or outputs than
+            the model.
         FileNotFoundError: if there is no such file.
     """
     session = open_session(Path(path).read_bytes(), exact=not default_session)
@@ -48,8 +46,8 @@ def verify_onnx(
             labels: Tensor | None = None
             if not isinstance(batch, (Tensor, Mapping)):
                 inputs, labels = batch[0], batch[1] if len(batch) > 1 else None
-            expected = output_tensors(call(model, inputs, device))
-            pairs.append((expected, answers(session, inputs), labels))
+            expected = output_tensors(call_model(model, moved_to(device, inputs)))
+            pairs.append((expected, run_session(session, inputs), labels))
     return judge(pairs)
 
 
@@ -71,7 +69,7 @@ def compare_layers(
         model: the prepared model that it came from.
         inputs: one batch: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         optimize: with ONNX Runtime's default graph optimisation (integer kernels), or with none.
-        default_session: as of `verify_onnx`.
+        default_session: as for `verify_onnx`.
 
     Raises:
         ValueError: if the file's quantizers are not the model's.
@@ -87,7 +85,7 @@ def follow(
     *,
     default_session: bool = False,
 ) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
-    """`compare_layers`, and every output as torch computes it from ONNX Runtime's last integers, next to its own.
+    """`compare_layers`, and every output twice: computed by torch from ONNX Runtime's last integers, and by itself.
 
     Arguments and errors are those of `compare_layers`.
     """
@@ -95,14 +93,12 @@ def follow(
     names = call_names(evaluated)
     integers, theirs = _runtime_integers(path, list(names.values()), inputs, optimize, default_session)
     device = model_device(model)
-    given = {name: torch.from_numpy(found).to(device) for name, found in integers.items()}
+    given = {name: found.to(device) for name, found in integers.items()}
     follower = Follower(evaluated, names, given, Path(path).name)
+    args, kwargs = as_arguments(moved_to(device, inputs))
     with evaluating(model), torch.no_grad():
         placeholders = [node.target for node in evaluated.graph.nodes if node.op == "placeholder"]
-        moved = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
-        if isinstance(moved, Mapping):
-            moved = tuple(moved[str(name)] for name in placeholders if name in moved)
-        answer = follower.run(*(moved if isinstance(moved, tuple) else (moved,)))
+        answer = follower.run(*args, *(kwargs[str(name)] for name in placeholders if name in kwargs))
     ours = [x.float() for x in output_tensors(answer)]
     if [tuple(x.shape) for x in ours] != [tuple(x.shape) for x in theirs]:
         raise ValueError(
@@ -112,9 +108,9 @@ def follow(
 
 
 def optimized_operators(path: str | os.PathLike[str]) -> Counter[str]:
-    """Operator types and their counts after ONNX Runtime's default optimisation: what really runs.
+    """Operator types and their counts after ONNX Runtime's default optimisation: the operators that really run.
 
-    They are the same in a default session and in one with exact products on x86 without VNNI, whose kernels differ.
+    On x86 without VNNI, a default session and an exact one run the same operators with different kernels.
     """
     import onnx
 
@@ -127,7 +123,8 @@ def optimized_operators(path: str | os.PathLike[str]) -> Counter[str]:
 
 def _runtime_integers(
     path: str | os.PathLike[str], names: list[str], inputs: Any, optimize: bool, default_session: bool
-) -> tuple[dict[str, np.ndarray[Any, Any]], list[Tensor]]:
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """ONNX Runtime's integers by quantizer call, as far as the file has them, and the outputs."""
     import onnx
 
     proto = onnx.load(path)
@@ -137,8 +134,8 @@ def _runtime_integers(
     proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names if name not in outputs)
     session = open_session(proto.SerializeToString(), optimize=optimize, exact=not default_session)
     try:
-        results = answers(session, inputs, [*outputs, *names])
+        results = run_session(session, inputs, [*outputs, *names])
     except ValueError as error:
         raise no_quantizer(Path(path).name, missing[0]) if missing else error from None
-    integers = {name: result.numpy() for name, result in zip(names, results[len(outputs) :], strict=True)}
+    integers = dict(zip(names, results[len(outputs) :], strict=True))
     return integers, [result.float() for result in results[: len(outputs)]]
