@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext
 
 from qat.kernels.cpu import quantizers
+from qat.torch_internals import is_stashed, operations_are_watched, stash_for_threads, stashed
 
 CARRIED = "qat.kernels.dispatch"
 """What torch carries to its threads under this name: the switches that are on."""
@@ -63,7 +62,7 @@ def _count(more: int) -> None:
 def _carry() -> None:
     state = _state(tuple(name for name, on in vars(_switches).items() if on))
     _hold(state)
-    torch._C._stash_obj_in_tls(CARRIED, state)
+    stash_for_threads(CARRIED, state)
 
 
 @functools.cache
@@ -79,9 +78,9 @@ _hold.argtypes, _hold.restype = [ctypes.py_object], None
 
 def _is_carried(name: str) -> bool:
     """Whether it is on for whom this thread works; code that is being compiled runs in no thread of torch's."""
-    if torch.compiler.is_dynamo_compiling() or not _contexts or not torch._C._is_key_in_tls(CARRIED):
+    if torch.compiler.is_dynamo_compiling() or not _contexts or not is_stashed(CARRIED):
         return False
-    return name in torch._C._get_obj_in_tls(CARRIED)
+    return name in stashed(CARRIED)
 
 
 @contextmanager
@@ -165,23 +164,7 @@ class Kernels(Protocol):
 
 def plain_here() -> bool:
     """Whether only plain operations will do: asked for, or something other than autograd looks at every operation."""
-    return (
-        torch.compiler.is_compiling()
-        or plain_wanted()
-        or torch._C._functorch.maybe_current_level() is not None
-        or forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack() > 0
-        or _something_watches_functions()
-        or torch._C._get_tracing_state() is not None
-    )
-
-
-def _something_watches_functions() -> bool:
-    """Whether a mode sees every function of torch, other than `torch.device(...)`, which only says where tensors go."""
-    for place in range(torch._C._len_torch_function_stack()):
-        if not isinstance(torch._C._get_function_stack_at(place), DeviceContext):
-            return True
-    return False
+    return torch.compiler.is_compiling() or plain_wanted() or operations_are_watched()
 
 
 def choose(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> type[Kernels] | None:

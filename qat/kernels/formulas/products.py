@@ -22,6 +22,7 @@ from qat.kernels.formulas.grids import (
     step_in_force,
 )
 from qat.kernels.geometry import MOST_INPUTS, Geometry
+from qat.torch_internals import int8_matmul
 
 log = logging.getLogger("qat.kernels")
 
@@ -107,7 +108,7 @@ def input_scale_gradient(
 
 
 def fits_int_mm(rows: int, inputs: int, outputs: int) -> bool:
-    """Whether torch._int_mm takes (rows, inputs) @ (inputs, outputs) on CUDA, whose libraries demand these sizes.
+    """Whether `int8_matmul` takes (rows, inputs) @ (inputs, outputs) on CUDA, whose libraries demand these sizes.
 
     The first matrix has to lie row by row, the second column by column: as a layer's input and its weight do. One rule
     for all devices, so that they compute alike.
@@ -123,12 +124,12 @@ _int_mm_found: dict[str, bool] = {}
 
 
 def has_int_mm(device: torch.device) -> bool:
-    """Whether torch._int_mm is right to the last unit on a device, as far as was tried."""
+    """Whether `int8_matmul` is right to the last unit on a device, as far as was tried."""
     return _int_mm_found.get(device.type, False)
 
 
 def try_int_mm(device: torch.device) -> bool:
-    """Try torch._int_mm on a device, at the extremes too; once, and before anything is compiled or captured."""
+    """Try `int8_matmul` on a device, at the extremes too; once, and before anything is compiled or captured."""
     if device.type not in _int_mm_found:
         try:
             found, reason = all(_is_exact(device, *sizes) for sizes in TRIED), "wrong"
@@ -145,7 +146,7 @@ def _is_exact(device: torch.device, rows: int, inputs: int, outputs: int) -> boo
     a = torch.randint(-128, 128, (rows, inputs), dtype=torch.int8, generator=generator, device="cpu")
     b = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8, generator=generator, device="cpu")
     a[:16], b[:8], b[8:16] = 127, 127, -127
-    y = torch._int_mm(a.to(device), b.to(device).T).cpu()
+    y = int8_matmul(a.to(device), b.to(device).T).cpu()
     return torch.equal(y, (a.double() @ b.double().T).to(torch.int32))
 
 
@@ -164,7 +165,7 @@ def _multiply_integers(codes: Tensor, zero: Tensor, rounded: Tensor, rows: int) 
     matrix = inner.reshape(rows, -1).bitwise_xor(128).view(torch.int8)  # codes - 128, bit by bit
     integers = rounded.flatten(1).to(torch.int8).contiguous()
     correction = (128.0 - zero).to(torch.int32) * integers.sum(1, dtype=torch.int32)
-    y = torch._int_mm(matrix, integers.T).add_(correction).view(*inner.shape[:-1], -1)
+    y = int8_matmul(matrix, integers.T).add_(correction).view(*inner.shape[:-1], -1)
     return y.movedim(-1, 1) if rounded.dim() > 2 else y
 
 
