@@ -11,6 +11,7 @@ from qat.layers.base import QuantLayer, default_input_spec
 from qat.layers.twins import register_twin
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec
+from qat.torch_internals import output_padding_of
 
 FUNCTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 """The function for each number of spatial axes."""
@@ -138,7 +139,7 @@ class QuantTransposedConvolution(QuantLayer):
         layer: Any = self
         stride, padding, dilation = layer.stride, layer.padding, layer.dilation
         size = None if output_size is None else list(output_size)
-        rest = layer._output_padding(x, size, stride, padding, layer.kernel_size, axes, dilation)
+        rest = output_padding_of(layer, x, size)
         return FUNCTIONS[axes](x, weight, bias, stride, padding, rest, self.groups, dilation)
 
     def channels_first(self, weight: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from qat.layers.twins import register_twin
 from qat.quantizer import LSQQuantizer
 from qat.quantizer.granularity import to_groups
 from qat.spec import QuantSpec
+from qat.torch_internals import has_forward_hooks
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class QuantTable(QuantLayer):
     def _is_read_by_row(self) -> bool:
         """Whether the rows will do: nothing watches the quantizer's own call, and it has nothing to say."""
         quantizer = self.weight_quantizer
-        watched = bool(quantizer._forward_hooks or quantizer._forward_pre_hooks) and not self.sparse
+        watched = has_forward_hooks(quantizer) and not self.sparse
         return self._is_row_by_row() and quantizer.is_calibrated and quantizer.observer is None and not watched
 
 

@@ -1,6 +1,7 @@
 """What QuantLSTM, QuantGRU and QuantRNN share: the products on integer grids, and the way through the layers."""
 
-from typing import Any, ClassVar
+from itertools import chain
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from qat.layers.function import QuantFunction
 from qat.layers.recurrent_cells import Cell, State, StepProduct, run_steps
 from qat.layers.sharing import share_parameters
 from qat.spec import QuantSpec
+from qat.torch_internals import parameters_of, weight_names_of
 
 
 class QuantRecurrent(CompositeTwin, nn.RNNBase):
@@ -42,7 +44,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
     def inner_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
         """Name of every inner `QuantFunction` to the weight and bias that forward calls it with."""
         found: dict[str, tuple[Tensor, Tensor | None]] = {}
-        for names in self._all_weights:
+        for names in weight_names_of(self):
             for name in names:
                 if name.startswith("weight"):
                     bias = name.replace("weight", "bias")
@@ -52,7 +54,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
     def reset_parameters(self) -> None:
         """Draw weights and biases anew, as torch does; the quantizers' parameters are none of them."""
         bound = self.hidden_size**-0.5
-        for name in self._flat_weights_names:
+        for name in chain.from_iterable(weight_names_of(self)):
             nn.init.uniform_(getattr(self, name), -bound, bound)
 
     @staticmethod
@@ -60,7 +62,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
         """Share the parameters and take over the dropout; torch's own list of parameters follows."""
         share_parameters(source, target)
         target.dropout = source.dropout
-        for name, parameter in target._parameters.items():
+        for name, parameter in parameters_of(target).items():
             setattr(target, name, parameter)
 
     @staticmethod

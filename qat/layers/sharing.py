@@ -8,6 +8,7 @@ from torch.nn.utils import parametrize
 
 from qat.evaluating import evaluating
 from qat.spec import QuantSpec
+from qat.torch_internals import buffers_of, parameters_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,7 +25,7 @@ def share_parameters(source: nn.Module, target: nn.Module) -> None:
         transferred: Any = target.parametrizations
         for key, parameter in originals.named_parameters(recurse=False):
             setattr(transferred[name], key, parameter)
-    for mine, theirs in ((target._parameters, source._parameters), (target._buffers, source._buffers)):
+    for mine, theirs in ((parameters_of(target), parameters_of(source)), (buffers_of(target), buffers_of(source))):
         for name in mine:
             if name in theirs:
                 mine[name] = theirs[name]  # type: ignore[assignment]
