@@ -84,7 +84,7 @@ def projections(module: nn.MultiheadAttention) -> list[tuple[Any, Any]]:
     if module.in_proj_bias is not None:
         whole_bias = module.in_proj_bias
         biases = [whole_bias[span] for span in spans]
-    if module._qkv_same_embed_dim:
+    if module.in_proj_weight is not None:
         whole = module.in_proj_weight
         weights = [whole[span] for span in spans]
     else:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import fx
 from torch.fx.proxy import Attribute, TraceError
-from torch.utils import _pytree as pytree
 
+from qat.torch_internals import pytree
 from qat.tracing.constants import attribute
 from qat.tracing.guards import expect_default, expect_same
 from qat.tracing.in_place import written_by

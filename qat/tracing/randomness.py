@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.fx.proxy import TraceError
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from qat.torch_internals import TorchDispatchMode
 from qat.tracing.patches import tracing_alone
 
 

@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from qat.torch_internals import (
+    GRAPH_CONSTANT,
+    buffers_of,
+    children_of,
+    has_backward_hooks,
+    parameters_of,
+    pytree,
+    unpickle_with,
+)
 from qat.tracing.constants import attribute
 from qat.tracing.inputs import Examples, call_with
 from qat.tracing.nodes import FACTS, Facts
@@ -26,7 +34,7 @@ def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
         UntraceableError: naming the module.
     """
     taken = {*dir(graph_class(nn.Module(), fx.Graph())), "self"} - set(dir(nn.Module()))
-    words = {word for word in taken if word in {**model._modules, **model._parameters, **model._buffers}}
+    words = {word for word in taken if word in {**children_of(model), **parameters_of(model), **buffers_of(model)}}
     paths = [name for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())]
     words |= {name for name in paths if any(map(keyword.iskeyword, name.split(".")))}
     if words:
@@ -36,7 +44,7 @@ def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
             raise UntraceableError(f"{name} is a torch.jit.ScriptModule, into which a graph cannot look")
         if type(module).train is not nn.Module.train:
             raise UntraceableError(f"{name or type(model).__name__} overrides train(), which a graph does not keep")
-        hooked = module._backward_hooks or module._backward_pre_hooks
+        hooked = has_backward_hooks(module)
         if hooked and any(True for _ in module.children()):
             raise UntraceableError(
                 f"{name or type(model).__name__} carries backward hooks, which a graph does not keep"
@@ -60,10 +68,10 @@ def graph_of(model: nn.Module, examples: Examples | None) -> tuple[fx.Graph, dic
         if examples is not None:
             _check_answer(model, examples, tracer, graph, draws)
     except Exception as error:
-        for name in [name for name in vars(model) if name.startswith("_tensor_constant")]:
+        for name in [name for name in vars(model) if name.startswith(GRAPH_CONSTANT)]:
             delattr(model, name)
         raise UntraceableError(f"torch.fx cannot trace {type(model).__name__}: {first_line(error)}") from error
-    graph._tracer_cls = QuantTracer  # what unpickling traces with
+    unpickle_with(QuantTracer, graph)
     for node in graph.nodes:
         if not is_foreign(node.target):  # torch.fx marks what a wrapped function returned, here an operation of its own
             node.meta.pop("is_wrapped", None)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
+
+from qat.torch_internals import BUFFERS, GRAPH_CONSTANT, buffers_of, parameters_of, pytree, version_of
 
 PLAIN = (bool, int, float, complex, str, type(None))
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
@@ -50,7 +51,7 @@ def restoring_state(model: nn.Module) -> Iterator[list[Change]]:
     notes = [(module, {key: copy.copy(value) for key, value in _plain(module).items()}) for _, module in modules]
     told = [{key: _comparable(value) for key, value in _own(module).items()} for _, module in modules]
     buffers = [
-        (buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_inference()
+        (buffer, version_of(buffer), buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_inference()
     ]
     changed: list[Change] = []
     try:
@@ -61,12 +62,12 @@ def restoring_state(model: nn.Module) -> Iterator[list[Change]]:
             changed += _changes(name, module, before)
         for module, noted in notes:
             for key in _plain(module):
-                if key not in noted and not key.startswith("_tensor_constant"):
+                if key not in noted and not key.startswith(GRAPH_CONSTANT):
                     del module.__dict__[key]
             module.__dict__.update(noted)
         with torch.no_grad():
             for buffer, version, value in buffers:
-                if buffer._version != version:
+                if version_of(buffer) != version:
                     buffer.copy_(value)
 
 
@@ -84,7 +85,7 @@ def _own(module: nn.Module) -> dict[str, Any]:
 
 def _check_replaced(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        for key, value in (*module._buffers.items(), *module._parameters.items()):
+        for key, value in (*buffers_of(module).items(), *parameters_of(module).items()):
             if type(value) is not nn.Parameter and issubclass(type(value), fx.Proxy):
                 raise UntraceableError(f"forward replaces {f'{name}.{key}'.lstrip('.')}, which a graph does not keep")
 
@@ -92,7 +93,7 @@ def _check_replaced(model: nn.Module) -> None:
 def _plain(module: nn.Module) -> dict[str, Any]:
     kinds = (list, dict, tuple, int, float, str, type(None))
     plain = {key: value for key, value in _own(module).items() if isinstance(value, kinds)}
-    return {**plain, "_buffers": module._buffers}
+    return {**plain, BUFFERS: buffers_of(module)}
 
 
 def _comparable(value: Any) -> Any:

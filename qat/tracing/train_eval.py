@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from qat.evaluating import evaluating
+from qat.torch_internals import GRAPH_CONSTANT, AnyBatchNorm, buffers_of, children_of, unsaved_buffers_of
+from qat.tracing.examples import Examples
 from qat.tracing.in_place import written_by
 from qat.tracing.inputs import Examples
 from qat.tracing.nodes import free_name, scope_of, submodule_of
@@ -53,10 +54,10 @@ def trace(model: nn.Module, examples: Examples | None, graph_class: type[Graph])
     graph_module = graph_class(model, training, type(model).__name__)
     _keep_state(model, graph_module)
     for name, module in model.named_modules():  # torch 2.11 makes them all persistent
-        if module._non_persistent_buffers_set:
-            graph_module.get_submodule(name)._non_persistent_buffers_set |= module._non_persistent_buffers_set
-    for name in [name for name in graph_module._buffers if name.startswith("_tensor_constant")]:
-        graph_module._non_persistent_buffers_set.add(name)  # no state: forward made it
+        if unsaved := unsaved_buffers_of(module):
+            unsaved_buffers_of(graph_module.get_submodule(name)).update(unsaved)
+    for name in [name for name in buffers_of(graph_module) if name.startswith(GRAPH_CONSTANT)]:
+        unsaved_buffers_of(graph_module).add(name)  # no state: forward made it
     _dropouts_become_modules(graph_module, twins)
     _outputs_by_mode(graph_module, in_evaluation, twins)
     graph_module.recompile()
@@ -78,13 +79,13 @@ def _keep_state(model: nn.Module, graph_module: fx.GraphModule) -> None:
         *path, last = name.split(".")
         for step in path:
             source = source.get_submodule(step)
-            if step not in owner._modules:
+            if step not in children_of(owner):
                 owner.add_module(step, nn.Module())
             owner = owner.get_submodule(step)
         if isinstance(tensor, nn.Parameter):
             owner.register_parameter(last, tensor)
         else:
-            owner.register_buffer(last, tensor, persistent=last not in source._non_persistent_buffers_set)
+            owner.register_buffer(last, tensor, persistent=last not in unsaved_buffers_of(source))
 
 
 def _merge(model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -106,7 +107,7 @@ def _merge(model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> dict[f
             twins[node] = candidates.pop(0)
             continue
         _check_side_effects(node, "evaluation", model)
-        if node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), _BatchNorm):
+        if node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), AnyBatchNorm):
             raise UntraceableError(
                 f"{type(model).__name__} applies {node.target} to something else in evaluation than in training, and"
                 " one graph for both would update its statistics with both"
@@ -139,7 +140,7 @@ def _what(node: fx.Node, twins: dict[fx.Node, fx.Node], model: nn.Module) -> Any
     """A key that two nodes share if they do the same to the same, whatever the mode."""
     args, kwargs = _without_mode(node)
     target: Any = str(node.target)
-    if node.op == "get_attr" and target.startswith("_tensor_constant"):
+    if node.op == "get_attr" and target.startswith(GRAPH_CONSTANT):
         # Constants are numbered through over all traces of a model: their values say what they are.
         constant = getattr(model, target)
         target = (constant.dtype, tuple(constant.shape), repr(constant.tolist()))
