@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from qat.torch_internals import GRAPH_CONSTANT
+
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """A module's attributes besides parameters, buffers, submodules and torch's own: sizes, flags, names."""
@@ -11,7 +13,7 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {
         key: value
         for key, value in vars(module).items()
-        if key not in torchs_own and not key.startswith("_tensor_constant")
+        if key not in torchs_own and not key.startswith(GRAPH_CONSTANT)
     }
 
 

@@ -8,6 +8,7 @@ from qat.preparation.prepared_graph import PreparedGraph, class_of
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT
 from qat.quantizer import Quantizer
 from qat.text import did_you_mean
+from qat.torch_internals import keep_signature
 from qat.tracing.in_place import drop_unread
 from qat.tracing.nodes import scope_of, submodule_of
 
@@ -50,7 +51,7 @@ def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(model.graph, copied)
-    graph.set_codegen(model.graph._codegen)
+    keep_signature(model.graph, graph)
     ends = {key: copied[_end_of(name, model)] for name, key in keys.items()}
     graph.output(ends)
     drop_unread(graph, model)

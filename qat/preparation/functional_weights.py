@@ -11,6 +11,7 @@ from qat.layers import QuantFunction, QuantLayer, QuantLinear
 from qat.layers.function import FLOAT_TYPES
 from qat.layers.twins import float_type_of, is_composite
 from qat.recipe import AnyRecipe
+from qat.torch_internals import has_forward_hooks
 from qat.tracing.attention import LAYER_NAME
 from qat.tracing.constants import constant_nodes, constant_values
 from qat.tracing.nodes import free_name, scope_of
@@ -160,7 +161,7 @@ def _reader(node: fx.Node, given: dict[str, Any], root: nn.Module) -> tuple[str,
     if weight.op == "get_attr" and node.target is F.linear:
         owner, _, attribute = str(weight.target).rpartition(".")
         layer = root.get_submodule(owner)
-        plain = owner and type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
+        plain = owner and type(layer) is nn.Linear and not has_forward_hooks(layer)
         if plain and attribute == "weight" and (bias is not None or layer.bias is None):
             assert isinstance(layer, nn.Linear)
             return owner, layer

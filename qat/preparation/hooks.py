@@ -4,6 +4,7 @@ from torch import nn
 
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
+from qat.torch_internals import hooks_of
 
 METHODS = (
     "forward", "compute", "operate", "quantized", "_conv_forward", "channels_first", "torch_layout", "quantize", "grid",

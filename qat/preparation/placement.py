@@ -26,6 +26,7 @@ from qat.preparation.operations import (
 from qat.quantizer import Quantizer, create_quantizer
 from qat.recipe import AnyRecipe
 from qat.spec import QuantSpec
+from qat.torch_internals import AnyConvolution
 from qat.tracing.constants import constant_nodes
 from qat.tracing.in_place import Memory, written_by
 from qat.tracing.inputs import model_device
@@ -187,7 +188,7 @@ def _end_of_chain(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node:
 def is_convolution(module: nn.Module | None) -> bool:
     """Whether a quantized layer slides a kernel over its input."""
     reads = isinstance(module, QuantFunction) and module.function in CONVOLUTIONS
-    return reads or (isinstance(module, QuantLayer) and isinstance(module, nn.modules.conv._ConvNd))
+    return reads or (isinstance(module, QuantLayer) and isinstance(module, AnyConvolution))
 
 
 def readings(node: fx.Node, graph_module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:

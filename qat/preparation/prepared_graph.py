@@ -14,6 +14,8 @@ from qat.preparation.replacements import ModuleSnapshot, follow_replacements, mo
 from qat.preparation.report import VERDICTS
 from qat.preparation.verdict import Verdict
 from qat.tracing.nodes import Notes, notes_of, restore_notes
+from qat.torch_internals import unsaved_buffers_of
+from qat.tracing.nodes import Notes, give_notes, notes_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -13,6 +13,7 @@ from qat.preparation.attributes import scalar_attributes
 from qat.preparation.hooks import is_watched
 from qat.preparation.swapping import folds
 from qat.quantizer import Quantizer
+from qat.torch_internals import children_of
 from qat.tracing.nodes import submodule_of
 
 MODULE_ARGUMENTS = ("input_quantizer", "other_quantizer", "norm")
@@ -42,7 +43,7 @@ class ModuleSnapshot:
         steps = {name.rsplit(".", up)[0] for name in names for up in range(name.count(".") + 1)}
         self.modules = {name: model.get_submodule(name) for name in sorted(steps)}
         self._children = [
-            (model.get_submodule(name.rpartition(".")[0])._modules, name.rpartition(".")[2], module)
+            (children_of(model.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2], module)
             for name, module in self.modules.items()
         ]
         self._containers = [(name, module) for name, module in self.modules.items() if name not in names]
@@ -168,5 +169,5 @@ def _module_at(model: nn.Module, path: str) -> nn.Module | None:
     """The module at a path, or None. It reads no parameters: a parametrized one would be computed."""
     found: nn.Module | None = model
     for step in path.split("."):
-        found = None if found is None else found._modules.get(step)
+        found = None if found is None else children_of(found).get(step)
     return found

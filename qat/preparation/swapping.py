@@ -59,7 +59,7 @@ def refusal(name: str, layer: nn.Module, recipe: AnyRecipe) -> str | None:
         return f"{type_name(layer)} has no quantized twin"
     if layer._forward_hooks or layer._forward_pre_hooks:
         return "it carries forward hooks, which the twin would lose"
-    if layer._backward_hooks or layer._backward_pre_hooks:
+    if has_backward_hooks(layer):
         return "it carries backward hooks, which the twin would lose"
     return None
 
@@ -114,7 +114,7 @@ def fuse_batch_norms(graph_module: fx.GraphModule) -> dict[str, str]:
     for node in list(graph_module.graph.nodes):
         norm = submodule_of(graph_module, node)
         frozen = type(norm).__name__ == "FrozenBatchNorm2d"
-        if not (isinstance(norm, nn.modules.batchnorm._BatchNorm) or frozen):
+        if not (isinstance(norm, AnyBatchNorm) or frozen):
             continue
         producer = node.args[0]
         layer = submodule_of(graph_module, producer) if isinstance(producer, fx.Node) else None
@@ -140,7 +140,7 @@ def folds(layer: QuantLayer, norm: nn.Module | None, producer: fx.Node) -> bool:
     if isinstance(layer, QuantLinear):
         # With more axes BatchNorm1d normalises axis 1, but the channels of a linear layer are on the last axis.
         return type(norm) is nn.BatchNorm1d and dimensions(producer) == 2
-    spatial = isinstance(layer, nn.modules.conv._ConvNd)
+    spatial = isinstance(layer, AnyConvolution)
     return spatial and type(norm).__name__ in NORMS[layer.weight.dim() - 2]
 
 
