@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.module import _has_any_global_hook
-from torch.utils import _pytree as pytree
 
 from qat.fused.rewriting import FusedForward, fused_forward
 from qat.fused.self_check.judging import is_wanted, judge
@@ -17,6 +15,7 @@ from qat.kernels.formulas.products import try_int_mm
 from qat.preparation.prepared_graph import Forward, PreparedGraph
 from qat.preparation.report import VERDICTS
 from qat.preparation.verdict import Verdict
+from qat.torch_internals import all_modules_are_hooked, pytree
 from qat.tracing.patches import tracing_alone
 
 if TYPE_CHECKING:
@@ -163,7 +162,7 @@ class FusedGraph(PreparedGraph):
         floating = next((x for x in given if x.is_floating_point()), None)
         x = floating if floating is not None else next(iter(given), None)
         x = next(self.parameters()) if x is None else x
-        if _has_any_global_hook():  # type: ignore[no-untyped-call]
+        if all_modules_are_hooked():  # type: ignore[no-untyped-call]
             return "a hook on all modules is registered, which waits for each to be called"
         if floating is not None and not is_taken(floating):
             return f"its input is {floating.dtype} on {floating.device.type}"

@@ -25,6 +25,7 @@ from qat.fused.movement import DROPOUTS, asks_for_shape, reshapes, window
 from qat.fused.plan import CodesPlan
 from qat.preparation.replacements import module_names
 from qat.preparation.verdict import Verdict
+from qat.torch_internals import keep_signature
 from qat.tracing.nodes import submodule_of
 
 
@@ -131,7 +132,7 @@ class _Rewriting:
                 self.codes[node] = self._encoded(node, self._carry(node))
             else:
                 self.floats[node] = self.graph.node_copy(node, self._shape if asks_for_shape(node) else self._float)
-        self.graph.set_codegen(self.model.graph._codegen)
+        keep_signature(self.model.graph, self.graph)
         self.graph.lint()
         return self.graph
 

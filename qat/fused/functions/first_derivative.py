@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
+
+from qat.torch_internals import is_batched
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
@@ -44,7 +45,7 @@ def first_derivative(backward: Backward) -> Backward:
     def wrapped(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
         if torch.compiler.is_compiling():  # which has no second derivatives, and says so itself
             return backward(ctx, grad)
-        if is_batchedtensor(grad) or is_legacy_batchedtensor(grad):
+        if is_batched(grad):
             raise RuntimeError(
                 "a prepared model on kernels takes one gradient at a time (is_grads_batched, jacobian(vectorize=True));"
                 " for many at once run its forward in `with qat.kernels.plain_formulas():`"

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from qat.fused.functions.codes import (
     Codes,
@@ -30,6 +29,7 @@ from qat.kernels.dispatch import by_formula, is_taken
 from qat.kernels.operators.norms import batch_statistics, norm_quantize, norm_quantize_backward, sizes_of, statistics
 from qat.kernels.operators.quantizers import add_quantize, add_quantize_backward
 from qat.quantizer import Quantizer
+from qat.torch_internals import AnyBatchNorm
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def quantize_chain(
             if not holds_nan(codes):
                 return codes
             if follows:  # the running statistics have moved
-                assert isinstance(norm, _BatchNorm)
+                assert isinstance(norm, AnyBatchNorm)
                 y, norm = F.batch_norm(y, None, None, norm.weight, norm.bias, True, 0.0, norm.eps), None
     z: Tensor = quantizer(clip(y if norm is None else norm(y)))
     return z

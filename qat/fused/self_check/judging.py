@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
 from qat.fused.activations import NO_CLIP
 from qat.fused.functions.codes import Codes, decode, encode
@@ -36,6 +34,7 @@ from qat.fused.self_check.training_step import (
 )
 from qat.preparation.verdict import Verdict
 from qat.quantizer import Quantizer
+from qat.torch_internals import AnyBatchNorm, pytree
 from qat.tracing.randomness import rewinding
 
 MOST_CHECKS = 4
@@ -125,7 +124,7 @@ def _sampled(
     """
     lengths = {len(leaf) for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()}
     whole = lengths.pop() if len(lengths) == 1 else 0
-    few = SAMPLES if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
+    few = SAMPLES if any(isinstance(module, AnyBatchNorm) for module in model.modules()) else 1
     for count in (few, whole) if few < whole else (whole,):
         inputs = pytree.tree_map(detached, given)
         if count < whole:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from qat.fused.functions.codes import Codes, decode
 from qat.fused.self_check.references import Before, normalised
 from qat.fused.self_check.training_step import noise
 from qat.kernels import plain_formulas
 from qat.quantizer import Quantizer
+from qat.torch_internals import AnyBatchNorm, buffers_of
 
 NEAR = 0.02
 """In steps: what lies nearer to a tie, or to the end of a grid or clip, may fall to either side of it."""
@@ -93,7 +93,7 @@ def compare_quantizing(
     if not isinstance(found, Codes):
         return None
     with _kept_buffers(modules), plain_formulas():
-        exact = [partial(normalised, norm=each) if isinstance(each, _BatchNorm) else each for each in ends.plain]
+        exact = [partial(normalised, norm=each) if isinstance(each, AnyBatchNorm) else each for each in ends.plain]
         unclipped, z, bounds = before(*exact)
         y = quantizer(z)
     with torch.no_grad():
@@ -169,7 +169,7 @@ def _compare_gradients(
 @contextmanager
 def _kept_buffers(modules: list[nn.Module]) -> Iterator[None]:
     """A context after which modules have the buffers that they had, with the values that they had."""
-    registered = [(part._buffers, dict(part._buffers)) for module in modules for part in module.modules()]
+    registered = [(buffers_of(part), dict(buffers_of(part))) for module in modules for part in module.modules()]
     found = [buffer for _, buffers in registered for buffer in buffers.values() if buffer is not None]
     values = [(buffer, buffer.detach().clone()) for buffer in found]
     try:

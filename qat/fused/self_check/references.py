@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from qat.fused.activations import NO_CLIP
 from qat.fused.functions.codes import decode, encode
@@ -18,6 +17,7 @@ from qat.fused.functions.products import multiply
 from qat.fused.functions.scale_repair import repair
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
+from qat.torch_internals import AnyBatchNorm
 
 
 class Before(NamedTuple):
@@ -43,7 +43,7 @@ def before_chain(
     return Before(x, _clipped(x, floor, ceiling, activation), (floor, ceiling))
 
 
-def normalised(y: Tensor, norm: _BatchNorm) -> Tensor:
+def normalised(y: Tensor, norm: AnyBatchNorm) -> Tensor:
     """norm(y), computed in float64: torch's own loses digits where variances are small.
 
     weight * (y - mean) / sqrt(var + eps) + bias, with statistics of the batch or the running ones

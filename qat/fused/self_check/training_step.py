@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+
+from qat.torch_internals import buffers_of, hooks_of, pytree
 
 TOLERANCE, NEGLIGIBLE = 1e-3, 1e-5
 """Of a difference: relative to the tensor's norm, and of a gradient to the norm of the largest gradient. That of a bias
 in front of a BatchNorm is nothing but rounding."""
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes of a module that hold its hooks."""
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -90,9 +90,9 @@ def copied(model: _Module) -> _Module:
     """A copy that nobody else sees: without hooks, but for those of torch.nn.utils, which compute weights."""
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for name in HOOKS:
-            memo[id(vars(module)[name])] = _of_torch(vars(module)[name])
-        for tensor in (*vars(module).values(), *module._buffers.values()):
+        for hooks in hooks_of(module):
+            memo[id(hooks)] = _of_torch(hooks)
+        for tensor in (*vars(module).values(), *buffers_of(module).values()):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:  # a weight that a hook computed
                 memo[id(tensor)] = tensor.detach().clone()
     return copy.deepcopy(model, memo)
