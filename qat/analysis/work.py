@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from qat.analysis.work_operators import FACTORS, macs_of, moves_values
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.silence import warnings_ignored
+from qat.torch_internals import TorchDispatchMode, pytree, storage_id, writes_to_arguments
 from qat.tracing.nodes import scope_of
 from qat.tracing.patches import without_fast_path
 
@@ -126,17 +125,17 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         macs = macs_of(operator, args, kwargs, result)
         if macs:
             self._add(operator, args, macs)
-        mutates = func._schema.is_mutable
+        mutates = writes_to_arguments(func)
         self._follow(args, kwargs, result, not mutates and moves_values(operator, args, kwargs), mutates)
         return result
 
     def mark(self, tensor: Tensor) -> None:
         """Note that a quantizer made this tensor."""
-        self.on_grid.add(_storage(tensor))
+        self.on_grid.add(storage_id(tensor))
 
     def is_marked(self, tensor: Tensor) -> bool:
         """Whether a quantizer made the values of this tensor."""
-        return _storage(tensor) in self.on_grid
+        return storage_id(tensor) in self.on_grid
 
     def _add(self, operator: Any, args: tuple[Any, ...], macs: int) -> None:
         frame = self.running[-1]
@@ -148,23 +147,18 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.macs[key] = self.macs.get(key, 0) + macs
 
     def _follow(self, args: Any, kwargs: Any, result: Any, moves: bool, mutates: bool) -> None:
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given = {storage_id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         carried = moves and self.is_marked(args[0])
-        for tensor in tree_leaves(result):
+        for tensor in pytree.tree_leaves(result):
             if not isinstance(tensor, Tensor):
                 continue
-            memory = _storage(tensor)
+            memory = storage_id(tensor)
             if memory not in given and carried:
                 self.on_grid.add(memory)
             elif memory not in given or mutates:
                 # New memory may be where a tensor on a grid was before; written memory is no longer what it was. A
                 # view needs nothing: what it looks at decides.
                 self.on_grid.discard(memory)
-
-
-def _storage(tensor: Tensor) -> int:
-    """Which memory a tensor looks at: views share it; unlike an address it tells meta tensors apart."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
+
+from qat.torch_internals import BILINEAR_OPERATOR, CPU_ATTENTION_OPERATOR, CUDNN_RECURRENT_OPERATOR, pytree
 
 aten = torch.ops.aten
 
@@ -58,7 +59,7 @@ def macs_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: 
     """
     own = FORMULAS.get(operator)
     if own is not None:
-        return own(*tree_map_only(Tensor, lambda tensor: tensor.shape, tuple(args)))
+        return own(*pytree.tree_map_only(Tensor, lambda tensor: tensor.shape, tuple(args)))
     if operator is _deformable_convolution():
         return int(result.numel() * args[1][0].numel())  # the interpolation is not counted
     known = flop_registry.get(operator)
@@ -97,10 +98,10 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     aten.vdot: lambda one, other: math.prod(one),
     aten.addmv: lambda bias, matrix, vector: math.prod(matrix),
     aten.addbmm: lambda bias, one, other: math.prod(one) * other[-1],
-    aten._trilinear: _bilinear,
+    BILINEAR_OPERATOR: _bilinear,
     aten.mkldnn_rnn_layer: _mkldnn_recurrent,
-    aten._cudnn_rnn: _recurrent,
+    CUDNN_RECURRENT_OPERATOR: _recurrent,
     aten.miopen_rnn: _recurrent,
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    CPU_ATTENTION_OPERATOR: _attention,
 }
 """Operator to its multiply-accumulates, from the shapes of its positional arguments."""

@@ -10,6 +10,7 @@ from qat.testing.comparison import largest, number, require_close, require_same_
 from qat.testing.estimator import Estimator, Gradients, Inputs, as_leaves, filled, pull_back
 from qat.testing.report import GradcheckError, Skipped, plural, raising
 from qat.testing.variants import parameter_shapes, per_channel, with_axes
+from qat.torch_internals import applied_function
 
 MOST_BLAMED = 2000
 
@@ -164,7 +165,7 @@ def _watch(y: Tensor) -> list[str]:
         ahead += [following for following, _ in node.next_functions]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             asks = [following is not None for following, _ in node.next_functions]
-            node.register_hook(_note(type(node)._forward_cls.__name__, asks, unasked))
+            node.register_hook(_note(applied_function(node).__name__, asks, unasked))
     return unasked
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from qat.export.onnxruntime.default_session import EXACT_OPTION, needs_option
 
