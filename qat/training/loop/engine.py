@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from qat.kernels import float_products
+from qat.torch_internals import AnyBatchNorm
 from qat.training.config.schema import QATStageConfig
 from qat.training.errors import UserError
 from qat.training.loop.compiled import CompiledModel
@@ -186,7 +186,7 @@ def _freeze_batch_norms(run: StageRun, epoch: int) -> None:
     """From `freeze_bn_epoch` on, normalise with the running statistics and leave them; gamma and beta still learn."""
     if isinstance(run.stage, QATStageConfig) and run.stage.freeze_bn_epoch is not None:
         for module in run.model.modules():
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, AnyBatchNorm):
                 module.train(epoch < run.stage.freeze_bn_epoch)
 
 

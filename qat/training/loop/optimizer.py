@@ -8,14 +8,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from qat.quantizer import Quantizer
+from qat.torch_internals import BatchOrInstanceNorm
 from qat.training.config.schema import QATStageConfig, StageConfig
 from qat.training.errors import UserError
 
 WARMUP_START = 0.01
 """Where the warm-up begins, as a share of the peak learning rate."""
 
-NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-"""torch's normalisation modules with parameters; `_NormBase` is every BatchNorm and InstanceNorm."""
+NORMS = (BatchOrInstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""torch's normalisation modules with parameters; the first is the base of every BatchNorm and InstanceNorm."""
 
 
 def parameter_groups(model: nn.Module, stage: StageConfig) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from qat.torch_internals import layer_versions, set_layer_versions
 from qat.training.errors import UserError
 from qat.training.run.archive import DamagedError, read_archive, read_safetensors
 
@@ -88,8 +89,8 @@ def _read(file: Path, where: str) -> State:
     if not content:
         raise UserError(f"{where} holds no weights")
     state = OrderedDict(content)
-    if hasattr(content, "_metadata"):  # versions of the layers, by which they understand their older weights
-        state._metadata = content._metadata  # type: ignore[attr-defined]
+    if (versions := layer_versions(content)) is not None:
+        set_layer_versions(state, versions)
     return state
 
 
@@ -130,8 +131,8 @@ def _adopt_names(state: State, own: dict[str, Tensor]) -> None:
     for prefix in ("module.", "_orig_mod.", "module."):  # either may be inside the other
         if not any(key.startswith(prefix) for key in own):
             consume_prefix_in_state_dict_if_present(state, prefix)
-    if not hasattr(state, "_metadata"):
-        state._metadata = getattr(own, "_metadata", {})  # type: ignore[attr-defined]
+    if layer_versions(state) is None:
+        set_layer_versions(state, layer_versions(own) or {})
     for key in own:
         if key.endswith("num_batches_tracked"):
             state.setdefault(key, own[key])
