@@ -1,7 +1,7 @@
 """What QuantLSTM, QuantGRU and QuantRNN share: the products on integer grids, and the way through the layers."""
 
 from itertools import chain
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F

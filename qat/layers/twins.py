@@ -9,6 +9,7 @@ from torch.nn.utils import parametrize
 from qat.layers.composite import CompositeTwin
 from qat.layers.sharing import QuantTwin
 from qat.recipe import LayerRecipe
+from qat.torch_internals import AnyConvolution
 
 _TWINS: dict[type[nn.Module], type[QuantTwin]] = {}
 
@@ -91,7 +92,7 @@ def is_layer(module: nn.Module) -> bool:
 
     Subclasses that compute something else have no twin, nor do direct subclasses of torch's abstract layers.
     """
-    return isinstance(module, (*_TWINS, nn.modules.conv._ConvNd, nn.RNNBase))
+    return isinstance(module, (*_TWINS, AnyConvolution, nn.RNNBase))
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

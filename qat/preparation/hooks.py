@@ -17,9 +17,7 @@ _NAMES = frozenset(METHODS)
 
 def is_watched(module: nn.Module) -> bool:
     """Whether the module has hooks, or a method that is patched on the instance."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    ) or not _NAMES.isdisjoint(vars(module))
+    return any(hooks_of(module)) or not _NAMES.isdisjoint(vars(module))
 
 
 def may_write(module: nn.Module | None) -> bool:

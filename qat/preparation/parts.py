@@ -16,6 +16,7 @@ from qat.preparation.report import LAYERS, LEFT_IN_FLOAT
 from qat.preparation.swapping import refusal
 from qat.quantizer import create_quantizer
 from qat.recipe import AnyRecipe, QuantRecipe, ScopedRecipe
+from qat.torch_internals import children_of
 from qat.tracing.inputs import bind_arguments, call_with, copied, model_device
 from qat.tracing.side_effects import UntraceableError, restoring_state
 
@@ -117,7 +118,7 @@ class _PartsVisitor:
             module.activation_relu_or_gelu = 0
         if isinstance(module, nn.TransformerEncoder):
             module.enable_nested_tensor = module.use_nested_tensor = False
-        for key, child in list(module._modules.items()):
+        for key, child in list(children_of(module).items()):
             if child is None or not any(True for _ in layers_of(child)):
                 continue
             name = f"{path}.{key}" if path else key

@@ -13,9 +13,8 @@ from qat.preparation.attributes import keep_attributes, keep_class, plain_attrib
 from qat.preparation.replacements import ModuleSnapshot, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
 from qat.preparation.verdict import Verdict
-from qat.tracing.nodes import Notes, notes_of, restore_notes
 from qat.torch_internals import unsaved_buffers_of
-from qat.tracing.nodes import Notes, give_notes, notes_of
+from qat.tracing.nodes import Notes, notes_of, restore_notes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -111,7 +110,7 @@ class PreparedGraph(fx.GraphModule):
         """For pickle, which would otherwise restore a plain graph module."""
         function, arguments = super().__reduce__()
         arguments[0].pop(VERDICTS, None)  # they hold for this machine only
-        passing = {name: set(module._non_persistent_buffers_set) for name, module in self.named_modules()}
+        passing = {name: set(unsaved_buffers_of(module)) for name, module in self.named_modules()}
         return unpickled, (class_of(self), function, arguments, passing, notes_of(self.graph))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PreparedGraph":
@@ -120,7 +119,7 @@ class PreparedGraph(fx.GraphModule):
             part = twin.get_submodule(name)
             keep_class(module, part)
             keep_attributes(copy.deepcopy(plain_attributes(module), memo), part)
-            part._non_persistent_buffers_set |= module._non_persistent_buffers_set  # torch 2.11 forgets them
+            unsaved_buffers_of(part).update(unsaved_buffers_of(module))  # torch 2.11 forgets them
         same: PreparedGraph = twin
         return same
 
@@ -160,6 +159,6 @@ def unpickled(
     restore_notes(model.graph, notes)
     model.recompile()
     for name, buffers in passing.items():
-        model.get_submodule(name)._non_persistent_buffers_set |= buffers  # torch 2.11 forgets them
+        unsaved_buffers_of(model.get_submodule(name)).update(buffers)  # torch 2.11 forgets them
     same: PreparedGraph = model
     return same

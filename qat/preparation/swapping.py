@@ -12,6 +12,7 @@ from qat.preparation.operations import FLOAT_PRODUCTS
 from qat.quantizer import Quantizer
 from qat.recipe import TYPE_PREFIX, AnyRecipe, QuantRecipe
 from qat.text import did_you_mean
+from qat.torch_internals import AnyBatchNorm, AnyConvolution, has_backward_hooks, has_forward_hooks
 from qat.tracing.constants import attribute, constant_nodes
 from qat.tracing.nodes import dimensions, submodule_of
 
@@ -57,7 +58,7 @@ def refusal(name: str, layer: nn.Module, recipe: AnyRecipe) -> str | None:
         return f"skipped by the recipe's pattern {skipped_by!r}"
     if kind is None:
         return f"{type_name(layer)} has no quantized twin"
-    if layer._forward_hooks or layer._forward_pre_hooks:
+    if has_forward_hooks(layer):
         return "it carries forward hooks, which the twin would lose"
     if has_backward_hooks(layer):
         return "it carries backward hooks, which the twin would lose"

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from qat.torch_internals import pytree
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 

@@ -16,7 +16,6 @@ it calls the original.
 """
 
 import builtins
-import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,13 +24,17 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch._functorch import utils as functorch
 from torch.autograd.function import BackwardCFunction
 from torch.fx.proxy import TraceError
-from torch.nn.modules import transformer
-from torch.utils import _pytree as pytree
-from torch.utils import checkpoint
 
+from qat.torch_internals import (
+    ARGUMENT_UNWRAPPING,
+    CAUSAL_MASK_DETECTION,
+    CHECKPOINT_START,
+    applied_function,
+    load_dynamo,
+    pytree,
+)
 from qat.tracing.proxies import HintedValue
 
 SIZED = ("zeros", "ones", "empty", "rand", "randn")
@@ -64,13 +67,12 @@ def torch_takes_proxies() -> Iterator[None]:
     Only `isinstance` takes a proxy for a tensor; a proxy's class stays its own. C++ code that took a proxy for a tensor
     would read memory that does not belong to one.
     """
-    # Tracing imports it anyway, and at its import it notes which functions are Python's own.
-    importlib.import_module("torch._dynamo")
+    load_dynamo()  # tracing imports it anyway, and its import has to see the `isinstance` that is Python's own
     with without_fast_path():
         replacements: dict[tuple[Any, str], Any] = {
             **{(torch, name): _with_tuple(getattr(torch, name)) for name in SIZED},
             **{(torch, name): _as_node(getattr(torch, name)) for name in CONVERTING},
-            (transformer, "_detect_is_causal_mask"): lambda *_: False,
+            CAUSAL_MASK_DETECTION: lambda *_: False,
         }
         knowing = _knowing_proxies(isinstance)
         with _replaced_here(replacements), mock.patch.object(builtins, "isinstance", knowing):
@@ -90,23 +92,23 @@ def gradients_refused(is_paused: Callable[[], bool]) -> Iterator[None]:
 
     def refuse(context: Any) -> None:
         if not is_paused():
-            kind = type(context)._forward_cls
+            kind = applied_function(context)
             raise TraceError(f"forward applies {kind.__module__}.{kind.__qualname__}, which has a gradient of its own")
 
-    infer_device = checkpoint._infer_device_type  # torch asks for the device at the start of every checkpoint
+    infer_device = getattr(*CHECKPOINT_START)  # torch asks for the device at the start of every checkpoint
 
     def refuse_checkpoint(*args: Any) -> Any:
         if not is_paused():
             raise TraceError("forward checkpoints activations, which a graph would keep")
-        return infer_device(*args)  # type: ignore[no-untyped-call]
+        return infer_device(*args)
 
     functions: dict[tuple[Any, str], Any] = {
         (BackwardCFunction, "__init__"): refuse,
-        (checkpoint, "_infer_device_type"): refuse_checkpoint,
+        CHECKPOINT_START: refuse_checkpoint,
     }
-    if hasattr(functorch, "unwrap_if_dead"):  # torch 2.11 passes arguments to C++ before it creates the context
-        unwrap = functorch.unwrap_if_dead
-        functions[functorch, "unwrap_if_dead"] = lambda x: x if issubclass(type(x), fx.Proxy) else unwrap(x)
+    if ARGUMENT_UNWRAPPING is not None:  # torch 2.11 passes arguments to C++ before it creates the context
+        unwrap = getattr(*ARGUMENT_UNWRAPPING)
+        functions[ARGUMENT_UNWRAPPING] = lambda x: x if issubclass(type(x), fx.Proxy) else unwrap(x)
     with tracing_alone(), _replaced_here(functions):
         yield
 

@@ -11,7 +11,6 @@ from torch import fx, nn
 
 from qat.evaluating import evaluating
 from qat.torch_internals import GRAPH_CONSTANT, AnyBatchNorm, buffers_of, children_of, unsaved_buffers_of
-from qat.tracing.examples import Examples
 from qat.tracing.in_place import written_by
 from qat.tracing.inputs import Examples
 from qat.tracing.nodes import free_name, scope_of, submodule_of

@@ -11,6 +11,7 @@ from qat.layers import IntegerWeight, QuantBilinear, QuantFunction, QuantLayer
 from qat.layers.composite import CompositeTwin
 from qat.layers.embedding import QuantTable
 from qat.quantizer import Quantizer
+from qat.torch_internals import children_of
 from qat.tracing.constants import constant_values
 from qat.tracing.in_place import drop_unread
 from qat.tracing.nodes import submodule_of
@@ -70,7 +71,7 @@ class _Freezer:
             name = f"{path}.{key}" if path else key
             made = self.layer(child, name, inner) if isinstance(child, QuantFunction) else self.module(child, name)
             if made is not child:
-                module._modules[key] = made
+                children_of(module)[key] = made
         return module
 
     def table(self, table: QuantTable) -> nn.Module:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from qat.export.onnx.operators import OPSET
 from qat.silence import warnings_ignored
+from qat.torch_internals import pytree
 from qat.tracing.inputs import Inputs, as_arguments
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qat.export.onnxruntime.default_session import EXACT_OPTION, needs_option
+from qat.torch_internals import pytree
 
 
 def open_session(model: bytes, optimize: bool = True, optimized: Path | None = None, exact: bool = True) -> Any:
