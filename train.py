@@ -1,8 +1,8 @@
-"""Fine-tune a torchvision model with quantization, export it to integers, and prove that they answer the same.
+"""Fine-tune a torchvision model with quantization, export it to integers, and prove that both predict the same.
 
     python train.py --config resnet_int8.yaml [key.path=value ...]
 
-Read from top to bottom, `run` is the recipe: float baseline, prepare, calibrate, QAT, export, proof.
+`run` and `run_stages` are the recipe, from top to bottom: float baseline, prepare, calibrate, QAT, export, proof.
 """
 
 import argparse
@@ -55,7 +55,7 @@ CONFIGS = Path(__file__).resolve().parent / "configs"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read the command line and run; 0 if all went well, 1 if the proof failed, else see `exit_status`."""
+    """Read the command line and run; return 0 if all went well, 1 if the proof failed, else see `exit_status`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a YAML file; a bare name is looked for in configs/ too")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change one value of the config")
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(config: RunConfig) -> int:
-    """The whole recipe."""
+    """Run the whole recipe: check everything that can be checked early, then train in the run folder."""
     started = time.perf_counter()
     device = pick_device(config.device)
     autocast(device, config.amp)  # refuses a precision that the device does not have
@@ -77,8 +77,8 @@ def run(config: RunConfig) -> int:
     data = load_data(config.data, config.seed, device, config.channels_last)
     model = build_model(config.model, len(data.classes))
     check_forward(model, config, data.image_shape, len(data.classes))
-    prepare_model(model, config, data.image_shape)  # what is wrong with the recipe shows before hours of float training
-    with open_run_folder(config) as folder:  # until the end no other run can write there
+    prepare_model(model, config, data.image_shape)  # shows errors in the recipe before hours of float training
+    with open_run_folder(config) as folder:  # no other run can write there until the end
         if folder.finished is None:
             return run_stages(config, data, device, model, folder, started)
         print(f"{folder.path}: this run is finished; to start a new one set resume=never and another run_dir")
@@ -88,7 +88,7 @@ def run(config: RunConfig) -> int:
 def run_stages(
     config: RunConfig, data: Data, device: torch.device, model: nn.Module, folder: RunFolder, started: float
 ) -> int:
-    """The stages that the folder does not hold yet, from the float baseline to the proof."""
+    """Run the stages that the folder does not contain yet, from the float baseline to the proof."""
     resumed = _read_checkpoint(folder, config)
     results: dict[str, Any] = resumed["results"] if resumed else {}
     write_text(folder.path / RESOLVED_CONFIG, dump_config(config))
@@ -116,7 +116,7 @@ def run_stages(
 
 
 class Stages:
-    """The stages of a run; each writes its result, and one that a resumed run has behind it is not run again."""
+    """The stages of a run. Each writes its result; a resumed run skips the stages that it had finished."""
 
     order = ("float", "float_finetune", "qat")
 
@@ -136,7 +136,7 @@ class Stages:
         self.steps = 0
 
     def float_baseline(self, model: nn.Module) -> None:
-        """Train the float model, or take it as loaded; its weights are what QAT starts from."""
+        """Train the float model, or use it as loaded; QAT starts from its weights."""
         if self.config.float.epochs == 0 and not (self.config.model.weights or self.config.model.checkpoint):
             self.log.say(
                 "float: no training (float.epochs: 0), no weights, no checkpoint: QAT starts from random weights"
@@ -147,28 +147,28 @@ class Stages:
         self.results["float"]["size_bytes"] = self.float_weights.stat().st_size
 
     def float_finetune(self, model: nn.Module) -> None:
-        """Fine-tune the float model exactly as QAT will be: the comparison that is fair to it."""
+        """Fine-tune the float model with QAT's settings, for a fair comparison."""
         if not self._is_finished("float_finetune"):
             load_weights(model, str(self.float_weights), self.config.model.name, "float weights")
         self._train("float_finetune", model, self.config.qat)
 
     def quantized(self, model: nn.Module) -> nn.Module:
-        """Prepare, say what stays float, and write the table of layers."""
+        """Prepare the model, log what stays float, and write the table of layers."""
         prepared = prepare_model(model, self.config, self.data.image_shape).to(self.device)
         table = qat.summary(prepared)
-        if not self._has_begun("qat"):  # else it holds what is learned so far
+        if not self._has_begun("qat"):  # otherwise the file already shows what was learned
             write_text(self.folder.path / LAYERS, table + "\n")
         lines = table.splitlines()
         self.log.say("\n".join([f"prepared: {lines[-1]}", *(line for line in lines if "stays float:" in line)]))
         return prepared
 
     def calibrate(self, model: nn.Module) -> None:
-        """Set the activation ranges on training images, and measure what that alone gives."""
+        """Set the activation ranges from training images, and evaluate the calibrated model."""
         if self._has_begun("qat"):
             return
         try:
             qat.calibrate(model, self.data.calibration(self.config.quantization.calibration_batches))
-        except ValueError as error:  # NaN or infinity in the float model's activations
+        except ValueError as error:  # NaN or infinity in the activations of the float model
             raise UserError(str(error)) from error
         write_text(self.folder.path / LAYERS, qat.summary(model) + "\n")
         found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
@@ -178,27 +178,27 @@ class Stages:
         self.log.scalar("qat/val_loss", found.loss, self.steps)
 
     def qat(self, model: nn.Module) -> None:
-        """Fine-tune with quantization; the table of layers then says what was learned, bit-widths too."""
+        """Fine-tune with quantization; the table of layers then shows what was learned, such as bit-widths."""
         self._train("qat", model, self.config.qat)
         write_text(self.folder.path / LAYERS, qat.summary(model) + "\n")
 
     def export(self, model: nn.Module) -> bool:
-        """Write model.onnx, run it over the whole validation split, compare every layer's integers."""
+        """Write model.onnx, run it over the whole validation split, and compare every layer's integers."""
         path = self.folder.path / MODEL
         channels, height, width = self.data.image_shape
         with replacing(path) as temporary:
             try:
                 qat.export_onnx(model, temporary, torch.zeros(1, channels, height, width))
-            except Exception as error:  # the exporter's own types; the training is safe in last.pt
+            except Exception as error:  # the exporter has its own types; the training is safe in last.pt
                 if isinstance(error, OSError) or memory_shortage(error):
                     raise
-                logger.debug("export: what the exporter said", exc_info=True)
-                said = " ".join(str(error).split())[:200]
+                logger.debug("export: the exporter's error", exc_info=True)
+                details = " ".join(str(error).split())[:200]
                 raise UserError(
-                    f"export: {self.config.model.name} could not be exported ({type(error).__name__}: {said});"
+                    f"export: {self.config.model.name} could not be exported ({type(error).__name__}: {details});"
                     " resume=auto tries again, export.onnx=false goes without"
                 ) from error
-        assert isinstance(model, fx.GraphModule)  # prepare_model sees to it
+        assert isinstance(model, fx.GraphModule)  # prepare_model checks it
         proof = prove(path, model, self.data.val)
         self.results["onnx"] = proof.results
         self.log.say("\n".join(proof.sentences()))
@@ -209,7 +209,7 @@ class Stages:
         return not problems
 
     def _train(self, name: str, model: nn.Module, stage: StageConfig) -> None:
-        """Train one stage, going on in its middle if the checkpoint is of it."""
+        """Train one stage; if the checkpoint is from this stage, resume in it."""
         first_step, self.steps = self.steps, self.steps + stage.epochs * len(self.data.train)
         if self._is_finished(name):
             return
@@ -234,7 +234,7 @@ class Stages:
             self.log.say(f"warning: {sentence}")
 
     def _is_finished(self, name: str) -> bool:
-        """Whether the resumed run had finished this stage."""
+        """Whether the resumed run had finished this stage before."""
         return self.resumed is not None and self.order.index(name) < self.order.index(self.resumed["stage"])
 
     def _has_begun(self, name: str) -> bool:

@@ -1,11 +1,12 @@
-"""The one exception that the command turns into plain sentences on standard error and exit status 2."""
+"""The exception that the command turns into plain sentences on standard error and exit status 2."""
 
 
 class UserError(Exception):
-    """Something that the user can mend: a wrong config, a missing folder, a checkpoint of another model.
+    """Something that the user can fix: a wrong config, a missing folder, a checkpoint of another model.
 
     Args:
-        problems: one or more sentences, each one line: where, what with the value, what would be right.
+        problems: one or more sentences, one line each. A sentence says where the problem is, what it is (with the
+            value), and what would be right.
     """
 
     def __init__(self, *problems: str) -> None:

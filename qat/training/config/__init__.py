@@ -1,1 +1,1 @@
-"""The YAML file of a run: its schema, how it is read, and what is wrong with it in plain sentences."""
+"""A run's YAML file: its schema, how it is read, and plain sentences for its errors."""

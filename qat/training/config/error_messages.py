@@ -1,4 +1,4 @@
-"""From pydantic's errors to sentences for a human, with the help of the schema that `RunConfig` declares."""
+"""Turns pydantic's errors into plain sentences, with the help of the JSON schema of `RunConfig`."""
 
 import functools
 import json
@@ -13,13 +13,13 @@ from qat.training.config.schema import RunConfig
 from qat.training.config.yaml_subset import parse_yaml
 
 Location = tuple[str | int, ...]
-"""The way to a value: keys of sections and places in lists, from the top."""
+"""The path to a value: keys of sections and indices of lists, from the top."""
 
 _WRONG = "expected {expected}, got {got}{hint}"
 _SENTENCES = {
     "extra_forbidden": "unknown key; {hint}",
     "value_error": "{message}",
-    "json_invalid": "nested too deeply to be a config",  # all else that JSON refuses, `parse_yaml` refuses first
+    "json_invalid": "nested too deeply to be a config",  # `parse_yaml` has refused all other invalid JSON before
     "finite_number": "expected {expected}, got {got}, which is not finite",
     "bool_type": _WRONG,
     "int_type": _WRONG,
@@ -44,18 +44,18 @@ _TYPES = {"integer": (int,), "number": (int, float), "boolean": (bool,)}
 
 
 def sentences_of(error: ValidationError, where: Callable[[Location], str]) -> list[str]:
-    """One line for each problem of a config.
+    """Return one line for each problem of a config.
 
     Args:
-        error: what `RunConfig` said of the values.
-        where: gives the beginning of the line for the place of a problem: the file or the override, and the key.
+        error: the errors that `RunConfig` raised.
+        where: returns the beginning of the line for a location: the file or the override, and the key.
     """
     lines = []
     for problem in error.errors(include_url=False):
         location: Location = problem["loc"]
         message = problem["msg"]
         if problem["type"] == "missing" and location and isinstance(location[-1], int):
-            location = location[:-1]  # pydantic points at each place that a short list lacks
+            location = location[:-1]  # pydantic reports each missing element of a list that is too short
         if problem["type"] == "value_error":
             location, message = _of_validator(location, str(problem["ctx"]["error"]))
         schema = schema_at(location)
@@ -70,7 +70,7 @@ def sentences_of(error: ValidationError, where: Callable[[Location], str]) -> li
 
 
 def schema_at(location: Sequence[str | int]) -> Mapping[str, Any] | None:
-    """The JSON schema of the value at a place of the config; None where no such key is known."""
+    """The JSON schema of the value at a location of the config; None if there is no such key."""
     schema: Mapping[str, Any] = _without_null(_schema())
     for step in location:
         inner: Any = None
@@ -85,12 +85,12 @@ def schema_at(location: Sequence[str | int]) -> Mapping[str, Any] | None:
 
 
 def dotted(location: Sequence[str | int]) -> str:
-    """A place as the user writes it: `qat.lr`, `data.mean[1]`."""
+    """A location as the user writes it: `qat.lr`, `data.mean[1]`."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{one_line(step)}" for step in location).lstrip(".")
 
 
 def as_yaml(value: Any) -> str:
-    """A value as YAML would have it, in one line and not too long."""
+    """A value in YAML, on one line of at most 80 characters."""
     if isinstance(value, str):
         text = repr(value)
     elif isinstance(value, Mapping):
@@ -103,7 +103,7 @@ def as_yaml(value: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    """The user's own words; quoted where line breaks or control characters would spoil the sentence."""
+    """The text itself; quoted if it has line breaks or control characters, so that the sentence stays one line."""
     return text if text.isprintable() else repr(text)
 
 
@@ -113,19 +113,19 @@ def _schema() -> dict[str, Any]:
 
 
 def _without_null(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema behind a reference or an optional value; the latter is marked with `or_null`."""
+    """Resolve a reference or an optional value; the schema of an optional value gets the mark `or_null`."""
     if "$ref" in schema:
         return _schema()["$defs"][schema["$ref"].rpartition("/")[2]]  # type: ignore[no-any-return]
     for choice in schema.get("anyOf", ()):
         if choice.get("type") != "null":
             return {**_without_null(choice), "or_null": True}
-    if "allOf" in schema:  # how pydantic before 2.10 writes a reference that has a default
+    if "allOf" in schema:  # pydantic before 2.10 writes a reference with a default this way
         return _without_null(schema["allOf"][0])
     return schema
 
 
 def _expectation(schema: Mapping[str, Any]) -> str:
-    """What a value has to be: `a whole number >= 1 or null`, `'sgd' or 'adamw'`."""
+    """Describe the values that a schema accepts: `a whole number >= 1 or null`, `'sgd' or 'adamw'`."""
     kind = schema.get("type", "")
     words = [repr(choice) for choice in _choices(schema)]
     if not words and kind == "object":
@@ -152,7 +152,7 @@ def _choices(schema: Mapping[str, Any]) -> list[str]:
 def _key_hint(location: Location) -> str:
     keys = list((schema_at(location[:-1]) or {}).get("properties", ()))
     key = str(location[-1])
-    # `epochs=3` at the top: the key is right, its section is missing
+    # For `epochs=3` at the top level, the key is right and its section is missing.
     inside = [f"{name}.{key}" for name in keys if key in (schema_at([name]) or {}).get("properties", ())]
     if len(location) == 1 and inside:
         return f"did you mean {' or '.join(map(repr, inside))}?"
@@ -175,7 +175,7 @@ def _value_hint(schema: Mapping[str, Any], value: Any) -> str:
 
 
 def _of_validator(location: Location, message: str) -> tuple[Location, str]:
-    """A check across keys begins its message with the key that it is about: `amp: 'fp16' needs ...`."""
+    """Move the key that a validator's message begins with (`amp: 'fp16' needs ...`) into the location."""
     key, separator, rest = message.partition(": ")
     named = (*location, *key.split("."))
     return (named, rest) if separator and schema_at(named) is not None else (location, message)

@@ -1,4 +1,4 @@
-"""From a config file and `key.path=value` overrides to a checked `RunConfig`, and back to YAML."""
+"""Reads a config file and `key.path=value` overrides into a checked `RunConfig`, and writes one as YAML."""
 
 import json
 import os
@@ -21,16 +21,16 @@ _SUFFIXES = (".yaml", ".yml")
 def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | None = None) -> RunConfig:
     """Read a config file, apply the overrides and check the result.
 
-    Paths inside the config stay as written, relative to where the command runs. `name` defaults to the file's stem.
+    Paths in the config stay as written; they are relative to the current folder. `name` defaults to the file's stem.
 
     Args:
-        path: the file, with or without `.yaml`; a bare name is also looked for in `config_folder`.
-        overrides: `key.path=value`, the value in YAML; later ones win, and a section given as a whole replaces the
-            file's. Layer patterns may hold dots: `quantization.overrides.layer1.0.conv1.weight.bits=8`.
-        config_folder: where the shipped configs lie.
+        path: the file, with or without `.yaml`; a bare name is also looked up in `config_folder`.
+        overrides: `key.path=value`, with the value in YAML. Later ones win, and a section given as a whole replaces
+            the file's. Layer patterns may contain dots: `quantization.overrides.layer1.0.conv1.weight.bits=8`.
+        config_folder: the folder of the shipped configs.
 
     Raises:
-        UserError: with all problems of the file and the overrides, one sentence each.
+        UserError: with one sentence for each problem of the file and the overrides.
     """
     file = _find(path, config_folder)
     source = _relative(file)
@@ -41,7 +41,7 @@ def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | 
         tree = parsed.value
     elif parsed.value is not None:
         problems.append(f"{source}: expected keys and values at the top level, got {as_yaml(parsed.value)}")
-    # A file name that is no UTF-8 reaches Python with half characters, which no text of a config holds.
+    # Python reads a file name that is not UTF-8 with lone surrogates, which YAML cannot contain.
     tree.setdefault("name", file.stem.encode(errors="backslashreplace").decode())
 
     applied: list[_Override] = []
@@ -59,7 +59,7 @@ def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | 
         return f"{source}: {dotted(location)}" if location else source
 
     try:
-        # JSON mode: strict about types, but a list is welcome where the schema has a tuple.
+        # JSON mode is strict about types, but accepts a list where the schema has a tuple.
         config = RunConfig.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         raise UserError(*problems, *sentences_of(error, where)) from None
@@ -69,7 +69,7 @@ def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | 
 
 
 def dump_config(config: RunConfig) -> str:
-    """The config with every default filled in, as YAML that `load_config` reads back to an equal config."""
+    """Write the config with all defaults filled in, as YAML that `load_config` reads back to an equal config."""
     return dump_yaml(config.model_dump())
 
 
@@ -81,7 +81,7 @@ def _find(path: str, config_folder: Path | None) -> Path:
     for folder in folders:
         for suffix in ("", *_SUFFIXES):
             file = folder / (given.name + suffix)
-            if os.path.exists(file) and not os.path.isdir(file):  # os.path: what may not be looked at is not there
+            if os.path.exists(file) and not os.path.isdir(file):  # os.path: False, no error, without permission
                 return file
     if path and os.path.isdir(given):
         raise UserError(f"config {path!r}: is a folder; name a config file in it")
@@ -99,7 +99,7 @@ def _configs_in(folder: Path) -> list[Path]:
 
 
 def _relative(file: Path) -> str:
-    """The file's path as short as it stays true: from the current folder where it lies below that."""
+    """The file's path, relative to the current folder if the file is below it."""
     try:
         return str(file.absolute().relative_to(Path.cwd()))
     except ValueError:
@@ -109,7 +109,7 @@ def _relative(file: Path) -> str:
 def _read(file: Path, source: str) -> str:
     try:
         with open(file, encoding="utf-8-sig") as opened:
-            text = opened.read(LARGEST + 1)  # no more: it may be /dev/zero, or a checkpoint
+            text = opened.read(LARGEST + 1)  # not all of it: the file may be /dev/zero, or a checkpoint
     except OSError as error:
         raise UserError(f"{source}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -124,9 +124,9 @@ class _Override:
     """An override that has been applied.
 
     Args:
-        typed: as the user typed it.
+        typed: the override as the user typed it.
         path: the keys down to the value.
-        created: the beginning of the path that was not there before: what lies below is the user's typing.
+        created: the shortest part of the path that the override created; everything below it comes from the override.
     """
 
     typed: str
@@ -159,14 +159,14 @@ def _apply(tree: dict[str, Any], typed: str) -> _Override:
 
 
 def _steps(key: str) -> tuple[str, ...]:
-    """The keys of `qat.lr`; a layer pattern keeps its dots: (quantization, overrides, layer1.0, skip)."""
+    """Split `qat.lr` into its keys. A layer pattern keeps its dots: (quantization, overrides, layer1.0, skip)."""
     parts = key.split(".")
     if not all(parts):
         raise UserError(f"the key {key!r} is empty or has an empty part; expected key.path=value")
     for start in range(1, len(parts)):
         schema = schema_at(parts[:start]) or {}
         section = schema_at([*parts[:start], ""]) if "properties" not in schema else None
-        if section and "properties" in section:  # free names, each with a section of its own
+        if section and "properties" in section:  # the user chooses the names; each has a section of its own
             end = next((i for i in range(start + 1, len(parts)) if parts[i] in section["properties"]), len(parts))
             return (*parts[:start], ".".join(parts[start:end]), *parts[end:])
     return tuple(parts)

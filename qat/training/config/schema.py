@@ -1,7 +1,7 @@
 """The schema of a run's YAML file: every field with its type, its default and what it does.
 
-One section of the file is one class. `qat.training.config.file` reads a file into `RunConfig`; this
-module only says what a valid config is. Unknown keys are refused everywhere (`extra="forbid"`).
+Each section of the file is a class. `qat.training.config.file` reads a file into `RunConfig`; this module only defines
+what a valid config is. Unknown keys are refused everywhere (`extra="forbid"`).
 """
 
 from typing import Annotated, Any, Literal
@@ -33,7 +33,7 @@ DatasetName = Annotated[
 
 
 class Section(BaseModel):
-    """A section of the file: strict about keys, immutable once read."""
+    """A section of the file: strict about keys, immutable after it is read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -46,11 +46,11 @@ class ModelConfig(Section):
     weights: str | None = None
     """Pretrained torchvision weights by name (`DEFAULT`, `IMAGENET1K_V1`); downloaded once by torchvision."""
     num_classes: Count | None = None
-    """Classes of the last layer; default: as many as the data set has."""
+    """Classes of the last layer; default: those of the data set."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of the builder."""
     checkpoint: str | None = None
-    """A file of float weights, .safetensors or a weights-only .pt; relative to where the command runs."""
+    """A file of float weights, .safetensors or a weights-only .pt; relative to the current folder."""
 
 
 class AugmentConfig(Section):
@@ -104,7 +104,7 @@ class DataConfig(Section):
 
 
 class StageConfig(Section):
-    """How a model is optimised: used for the float baseline and, with its own values, for QAT."""
+    """How a model is trained: used for the float baseline and, with its own values, for QAT."""
 
     epochs: CountOrZero = 1
     """Passes over the training data; 0 skips the stage."""
@@ -136,48 +136,49 @@ class QATStageConfig(StageConfig):
     """Learning rate of quantizer parameters (scales), as a factor of lr. At 8 bits, where a scale is a hundredth of the
     values it rounds, 1.0 lets scales collapse (50 of MobileNetV2's, measured); at 4 bits and fewer 1.0 is LSQ's own."""
     freeze_bn_epoch: CountOrZero | None = None
-    """From this epoch on (0 is the first) batch-norm statistics stay as they are."""
+    """From this epoch on (0 is the first), batch-norm statistics are frozen."""
 
 
 class SpecConfig(Section):
-    """One grid: what `qat.QuantSpec` takes; fields left out keep the target's choice."""
+    """One grid: the fields of `qat.QuantSpec`. Fields that are left out keep the target's choice."""
 
     bits: Bits | None = None
     signed: bool | None = None
     symmetric: bool | None = None
     granularity: Literal["tensor", "channel", "group"] | None = None
-    """One scale for the tensor, one a channel (weights), or one for every `group_size` inputs of a channel."""
+    """One scale for the tensor, one per channel (weights), or one for every `group_size` inputs of a channel."""
     group_size: Count | None = None
     rule: str | None = None
     """Name of a registered quantizer (`lsq`); see docs/rules.md."""
     options: dict[str, Any] | None = None
-    """What the rule takes besides (`{momentum: 0.05}` of `ema`); see docs/rules.md."""
+    """Further options of the rule (`{momentum: 0.05}` for `ema`); see docs/rules.md."""
     narrow_range: bool | None = None
     init: Literal["minmax", "percentile", "mse", "lsq"] | None = None
     """How the first range is found."""
     percentile: Annotated[float, Field(gt=50, le=100)] | None = None
-    """With init=percentile: the percent of values below the upper bound of the range, and above the lower one."""
+    """With init=percentile: the percentage of values below the upper bound of the range, and above the lower one."""
     grad_scale: Literal["sample", "batch", "none", "relative"] | None = None
     """N in LSQ's gradient factor 1/sqrt(N*qmax): elements per sample, per batch, or no factor; `relative`: scale^2."""
     ewgs: Literal["none", "fixed", "hessian"] | None = None
     """Element-wise gradient scaling (arXiv:2104.00903) on top of a uniform rule: with `ewgs_delta`, or with a delta
-    that is found anew before every epoch from the trace of the Hessian."""
+    that is computed before every epoch from the trace of the Hessian."""
     ewgs_delta: NonNegative | None = None
     max_magnitude: Count | None = None
-    """Largest integer, and its negative: 64 for weights whose products cannot saturate on x86 without VNNI."""
+    """Largest integer, and the smallest with a minus sign: 64 for weights whose products cannot saturate on x86
+    without VNNI."""
 
 
 class OverrideConfig(Section):
-    """What differs for the layers that a key names."""
+    """Changes for the layers that a key of `overrides` matches."""
 
     weight: SpecConfig = SpecConfig()
     activation: SpecConfig = SpecConfig()
     skip: bool | None = None
-    """Leave the layer in float; false takes back what an earlier key skipped."""
+    """Leave the layer in float; false undoes the skip of an earlier key."""
 
 
 class QuantizationConfig(Section):
-    """The grids and the ranges that the fine-tuning starts from."""
+    """The grids, and the ranges that fine-tuning starts from."""
 
     target: str = "onnxruntime"
     """The runtime whose integer kernels the model is made for, or a target that a module under `imports` registers. It
@@ -187,19 +188,19 @@ class QuantizationConfig(Section):
     first_bits: Bits | None = None
     """Bits of weight and input of the first quantized layer in the order of execution; overrides win over it."""
     last_bits: Bits | None = None
-    """The same for the last one."""
+    """The same for the last quantized layer."""
     overrides: dict[str, OverrideConfig] = Field(default_factory=dict)
-    """Patterns of layer names (`conv1`, `layer1.*`, fnmatch), or `type:` and the class of the float layer
-    (`type:Linear`), and what differs there; later ones win."""
+    """Changes for some layers. A key is a pattern of layer names (`conv1`, `layer1.*`, as in fnmatch), or `type:` and
+    the class of the float layer (`type:Linear`). Later keys win."""
     calibration_batches: Count = 8
-    """Training batches (without augmentation) that the activation ranges are found on."""
+    """Number of training batches (without augmentation) from which the activation ranges are computed."""
 
 
 class ExportConfig(Section):
-    """What is written and proven at the end."""
+    """What is written and checked at the end."""
 
     onnx: bool = True
-    """Write model.onnx and run it in ONNX Runtime over the whole validation split."""
+    """Write model.onnx, run it in ONNX Runtime over the whole validation split, and compare."""
 
 
 class RunConfig(Section):
@@ -208,37 +209,37 @@ class RunConfig(Section):
     name: str = "run"
     """Name of the run; default: the config file's name."""
     run_dir: str | None = None
-    """Run folder; default: runs/<name>, and runs/<name>-2, -3 ... while those exist. A folder given here must be new,
-    empty, or resumed from."""
+    """Run folder; default: the first of runs/<name>, runs/<name>-2, -3 ... that does not exist. A folder given here
+    must be new or empty, unless the run resumes from it."""
     resume: Literal["never", "auto"] = "never"
-    """`auto`: go on from last.pt of run_dir (by default: the newest runs/<name>*), or start if there is none;
-    a finished run of the same config says so and keeps its exit status."""
+    """`auto`: continue from last.pt in run_dir (default: the newest runs/<name>*), or start a new run if there is none.
+    For a finished run of the same config, the command says so and returns its exit status."""
     imports: list[str] = Field(default_factory=list)
     """Modules of your own that register rules (`qat.register_quantizer`) or targets (`qat.targets.register_target`),
-    found from where the command runs."""
+    found from the current folder."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: str = "auto"
-    """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:1` ..."""
+    """`auto` (CUDA if available), `cpu`, `cuda`, `cuda:1` ..."""
     amp: Literal["none", "bf16", "fp16"] = "none"
     """Mixed precision of the training steps; fp16 with a gradient scaler (CUDA only)."""
     channels_last: bool = True
     """Memory format of images and convolutions; faster on current CPUs and tensor cores."""
     integer_forward: Literal["auto", "off"] = "auto"
-    """`auto`: the training forward multiplies integers where the processor does so exactly and it is faster (CPUs with
-    VNNI; see docs/speed.md); `off`: in float on the same grids, as everywhere else."""
+    """`auto`: the training forward multiplies integers where the processor does so exactly and faster (CPUs with VNNI;
+    see docs/speed.md). `off`: it multiplies floats on the same grids, as on all other devices."""
     compile: bool = False
-    """Train through torch.compile: a minute or more for the first step. On a GPU only these train on codes."""
+    """Train through torch.compile. The first step takes a minute or more. On a GPU only this trains on codes."""
     cuda_graphs: bool = False
-    """Compiled steps run as CUDA graphs, which saves the starting of kernels where they are short."""
+    """Run compiled steps as CUDA graphs, which saves launch time where kernels are short."""
     log_every: Count = 10
-    """Training steps between two points of the curves: the only host-device synchronisation of a step."""
+    """Training steps between two points of the curves. The host waits for the device only at these points."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     float: StageConfig = StageConfig(epochs=0)
-    """Training of the float baseline; epochs: 0 takes the weights as loaded."""
+    """Training of the float baseline; with epochs: 0 the loaded weights are the baseline."""
     qat: QATStageConfig = QATStageConfig()
     float_finetune: bool = False
-    """Also fine-tune the float model exactly as QAT does (same epochs and settings): the fair comparison."""
+    """Also fine-tune the float model with QAT's epochs and settings, for a fair comparison."""
     quantization: QuantizationConfig = QuantizationConfig()
     export: ExportConfig = ExportConfig()
 
@@ -250,7 +251,7 @@ class RunConfig(Section):
             raise ValueError("cuda_graphs: true needs a CUDA device; on device 'cpu' leave it out")
         if self.cuda_graphs and not self.compile:
             raise ValueError("cuda_graphs: true is about compiled models; add compile: true, or leave it out")
-        if not self.imports:  # a module that is yet to be imported may register the target: `build_recipe` checks it
+        if not self.imports:  # else a module may still register the target; `build_recipe` checks it after the imports
             try:
                 profile_of(self.quantization.target)
             except ValueError as error:

@@ -1,7 +1,7 @@
-"""The YAML of the config files: PyYAML's safe subset with the traps of YAML 1.1 taken out.
+"""The YAML of the config files: PyYAML's safe subset without the traps of YAML 1.1.
 
-`1e-3` is a number, only `true` and `false` are booleans (`off` and `no` stay words), `010` and `1:30` are text
-rather than 8 and 90, and a key given twice is a problem instead of a silent overwrite.
+`1e-3` is a number, only `true` and `false` are booleans (`off` and `no` are text), `010` and `1:30` are text rather
+than 8 and 90, and a duplicate key is an error instead of a silent overwrite.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 LARGEST = 1_000_000
-"""Characters of a config. An alias counts as what it stands for: a few lines can stand for more than all memory."""
+"""Most characters of a config. Aliases count expanded: a few lines of them can expand to more than all memory."""
 
 _PREFIX = "tag:yaml.org,2002:"
 _DIGITS = "0123456789"
@@ -20,10 +20,10 @@ _FLOAT = re.compile(
     r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$"
     r"|\.(?:nan|NaN|NAN)$"
 )
-# Python refuses to read decimal integers of more than 4300 digits; longer ones stay text.
+# Python refuses decimal integers of more than 4300 digits, so long ones stay text.
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]{0,999})$")
 
-# (tag, what a plain word of this kind looks like, its first characters); everything else is text
+# (tag, pattern of a plain word, its possible first characters); everything else is text
 _KINDS: tuple[tuple[str, re.Pattern[str], list[str]], ...] = (
     ("bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
     ("int", _INT, list("-+" + _DIGITS)),
@@ -35,12 +35,12 @@ _KINDS: tuple[tuple[str, re.Pattern[str], list[str]], ...] = (
 
 @dataclass(frozen=True)
 class ParsedYAML:
-    """What a text says and what is wrong with it.
+    """The value of a text, and the problems found in it.
 
     Args:
-        value: dicts with text keys, lists, text, numbers, booleans and None; None also where the text is empty or
-            not YAML at all.
-        problems: one sentence each, beginning with the line.
+        value: dicts with text keys, lists, text, numbers, booleans and None; also None if the text is empty or not
+            YAML.
+        problems: one sentence each, starting with the line.
     """
 
     value: Any
@@ -48,15 +48,15 @@ class ParsedYAML:
 
 
 def parse_yaml(text: str) -> ParsedYAML:
-    """Read one YAML document; nothing is raised, so that a caller can report the problems of several texts at once."""
+    """Read one YAML document. It raises nothing, so that a caller can report the problems of several texts at once."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is not None and _size(node, {}) > LARGEST:
             return ParsedYAML(None, (f"it is longer than {LARGEST:,} characters, aliases (*) written out",))
         value = None if node is None else loader.construct_document(node)
-        # Through JSON: aliased mappings become copies, so that changing one leaves the other alone,
-        # and a mapping that contains itself is found here.
+        # The way through JSON makes copies of aliased mappings, so that a change to one leaves the others alone. It
+        # also finds mappings that contain themselves.
         text_of_value = json.dumps(value, ensure_ascii=False).encode()
         return ParsedYAML(json.loads(text_of_value), tuple(loader.problems))
     except yaml.reader.ReaderError as error:
@@ -78,11 +78,11 @@ def dump_yaml(value: Any) -> str:
 
 
 def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
-    """The characters that a node stands for, one more for each; each node is measured once, whatever points to it."""
+    """Count the characters of an expanded node, plus one per node; each node is measured once."""
     if isinstance(node, yaml.ScalarNode):
         return 1 + len(node.value)
     if id(node) not in sizes:
-        sizes[id(node)] = 0  # a node inside itself ends here; it has a problem of its own
+        sizes[id(node)] = 0  # ends the recursion of a node that contains itself, which is reported elsewhere
         parts = (part for item in node.value for part in (item if isinstance(item, tuple) else (item,)))
         sizes[id(node)] = 1 + sum(_size(part, sizes) for part in parts)
     return sizes[id(node)]
@@ -98,7 +98,7 @@ def _syntax_problem(error: yaml.MarkedYAMLError) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with resolvers and constructors of its own; the global one stays as it is."""
+    """SafeLoader with its own resolvers and constructors; the global one is not changed."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's way: a class attribute, filled below)
     yaml_constructors = {  # noqa: RUF012
@@ -111,7 +111,7 @@ class _Loader(yaml.SafeLoader):
         self.problems: list[str] = []
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Here and not in construct_mapping: merging (`<<`) adds keys that may rightly be there already.
+        # Checked before construct_mapping, because merging (`<<`) may add keys that are already there.
         node = super().compose_mapping_node(anchor)
         assert node is not None
         self._check_keys(node)
@@ -140,7 +140,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that also quotes text which only `_Loader` takes for a number, such as '1e-3'."""
+    """SafeDumper that also quotes text which only `_Loader` reads as a number, such as '1e-3'."""
 
 
 for _tag, _pattern, _first in _KINDS:

@@ -1,1 +1,1 @@
-"""The data of a run: data sets by name, their images, what is done to them, and batches in an order that is known."""
+"""The data of a run: data sets by name, images, preprocessing and augmentation, and batches in a reproducible order."""

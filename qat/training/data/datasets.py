@@ -1,6 +1,6 @@
-"""The data sets by name: one builder each, from the config to two splits of images and labels.
+"""The data sets by name. A builder turns the config into two splits of images and labels.
 
-Small sets are read into memory; of folders only the list of files is.
+Small sets are read into memory; for image folders, only the list of files is.
 """
 
 import logging
@@ -30,14 +30,14 @@ IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
 
 
 def build_dataset(config: DataConfig, seed: int) -> Dataset:
-    """Find and open the data set that `config` names.
+    """Open the data set that `config` names.
 
     Args:
         config: the section `data` of a run's config.
-        seed: of the random images of `fake`; the others do not depend on it.
+        seed: seeds the random images of `fake`; the other sets do not depend on it.
 
     Raises:
-        UserError: something is missing, damaged or of another form, or a setting has no effect with this set.
+        UserError: if something is missing, damaged or malformed, or a setting has no effect with this set.
     """
     own = ":" in config.name
     problems = []
@@ -69,13 +69,13 @@ def _users_dataset(config: DataConfig) -> Dataset:
 
 
 def seeded_generator(seed: int, purpose: str, epoch: int = 0) -> torch.Generator:
-    """Return a CPU generator of its own for each seed, purpose and epoch; neighbouring ones are unrelated."""
+    """Return a CPU generator for a seed, a purpose and an epoch; generators of neighbouring epochs are unrelated."""
     mixed = np.random.SeedSequence([seed, epoch, *purpose.encode()]).generate_state(1)[0]
     return torch.Generator().manual_seed(int(mixed))
 
 
 def _digits(config: DataConfig, seed: int) -> Dataset:
-    """Split the bundled digits once and for all: of each class, every fifth image is for validation (digits.md)."""
+    """Return the bundled digits in a fixed split: every fifth image of each class is for validation (see digits.md)."""
     images, labels = read_digits()
     in_val = np.zeros(len(labels), bool)
     in_val[np.argsort(labels, kind="stable")[::5]] = True
@@ -84,7 +84,7 @@ def _digits(config: DataConfig, seed: int) -> Dataset:
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Cut the bundled sheet into its tiles: uint8 images (1797, 1, 8, 8), 15 grey levels a step of ink, and labels."""
+    """Cut the bundled sheet into uint8 images (1797, 1, 8, 8), with 15 grey levels per level of ink, and labels."""
     with resources.files("qat.training.data").joinpath("digits.png").open("rb") as file, Image.open(file) as sheet:
         pixels = np.array(sheet)
         labels = np.array([int(digit) for digit in sheet.info["Labels"]])
@@ -119,7 +119,7 @@ def _imagenet(config: DataConfig, seed: int) -> Dataset:
 
 @dataclass(frozen=True)
 class _Download:
-    """What torchvision knows of a set: its class, where it lies below root, the archives, the normalisation."""
+    """A set that torchvision downloads: its class, its folder below root, its archives, and the normalisation."""
 
     reader: Callable[..., torchvision.datasets.VisionDataset]
     folder: str
@@ -152,7 +152,7 @@ _DOWNLOADS: dict[str, _Download] = {
 
 
 def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
-    """Read a set in torchvision's own files, downloading them first if the config says so."""
+    """Read a set from torchvision's files; download them first if the config says so."""
     known = _DOWNLOADS[config.name]
     root = Path(os.path.expanduser(config.root or ""))
     try:

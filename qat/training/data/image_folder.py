@@ -1,9 +1,9 @@
-"""A data set in folders, root/train/<class>/ and root/val/<class>/: the list of its files, each under one label.
+"""A data set in folders, root/train/<class>/ and root/val/<class>/: the list of its files and their labels.
 
-Links are followed, as torchvision's ImageFolder does; but one that leads back up would put the images of all classes
-under one, and a file that two classes hold would have two labels. Both are refused, as is a folder that cannot be read.
-A file that one class holds under two names counts twice, as whoever links for balance wants. What begins with a dot
-(.ipynb_checkpoints, macOS's ._1.png) is no image of anyone's.
+Links are followed, as in torchvision's ImageFolder. A link to a parent folder would put the images of all classes into
+one class, and a file in two classes would have two labels: both are refused, as is a folder that cannot be read. A file
+under two names in one class counts twice, because links are a way to balance classes. Names that begin with a dot
+(.ipynb_checkpoints, macOS's ._1.png) are skipped.
 """
 
 import logging
@@ -23,10 +23,10 @@ logger = logging.getLogger("qat")
 SPLITS = ("train", "val")
 
 _Place = tuple[int, int]
-"""Device and number of a file: what all links to it share."""
+"""Device and inode of a file, which all links to it share."""
 
 _First = tuple[str, int, str]
-"""Path, label and split under which a file was found first."""
+"""Path, label and split of the first name under which a file was found."""
 
 
 def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
@@ -39,8 +39,8 @@ def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
         The files and labels of train and val, and the names of the classes.
 
     Raises:
-        UserError: folders that are missing, empty or unreadable, classes that differ between the splits, a link that
-            leads back up or nowhere, or a file under two labels.
+        UserError: for folders that are missing, empty or unreadable, classes that differ between the splits, a link to
+            a parent folder or to nothing, or a file with two labels.
     """
     layout = f"expected {root}/train/<class>/ and {root}/val/<class>/"
     if not root.is_dir():
@@ -62,13 +62,13 @@ def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
 
 
 def first_few(names: list[str], most: int = 5) -> str:
-    """List names for a sentence, the first few of many."""
+    """List names for a sentence; of many, only the first few."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def _class_folders(folder: Path, layout: str) -> list[str]:
-    """Return the names of a split's class folders, sorted; hidden folders (.ipynb_checkpoints) are no classes."""
+    """Return the sorted names of a split's class folders, without hidden ones (.ipynb_checkpoints)."""
     try:
         names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
     except OSError as error:
@@ -87,7 +87,7 @@ def _image_files(folder: Path, split: str, classes: list[str], seen: dict[_Place
         found = sorted(_walk(str(folder / name), _parents(folder)), key=lambda file: os.path.split(file[0]))
         for path, place in found:
             first = seen.setdefault(place, (path, label, split))
-            # Some file systems number the files of a listing all alike; those are told apart by looking at them.
+            # Some file systems give all entries of a listing the same inode, so compare the files themselves.
             if first[0] != path and os.path.samefile(first[0], path):
                 if first[1] != label:
                     raise UserError(
@@ -107,7 +107,7 @@ def _image_files(folder: Path, split: str, classes: list[str], seen: dict[_Place
 
 
 def _walk(folder: str, above: frozenset[str]) -> Iterator[tuple[str, _Place]]:
-    """The images below a folder with their places; `above` are the real folders that the way there goes through."""
+    """Yield the images below a folder with their places; `above` are the real paths of the folder's parents."""
     real = os.path.realpath(folder)
     if real in above:
         raise UserError(f"data.root: '{folder}' is a link that leads back up to '{real}'; remove it")
@@ -127,7 +127,7 @@ def _walk(folder: str, above: frozenset[str]) -> Iterator[tuple[str, _Place]]:
 
 
 def _place(entry: "os.DirEntry[str]", device: int) -> _Place:
-    """Without looking at each of a million files: a folder's listing has the number of what is no link."""
+    """Take the inode from the folder's listing where possible: a stat of each of a million files would be slow."""
     if not entry.is_symlink():
         return device, entry.inode()
     found = os.stat(entry.path)

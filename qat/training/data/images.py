@@ -18,7 +18,7 @@ HALF: Channels = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True)
 class ImageArray:
-    """Images in memory: uint8 (N, C, H, W) with 1 or 3 channels, and their int64 labels (N,)."""
+    """Images in memory, uint8 (N, C, H, W) with 1 or 3 channels, and their int64 labels (N,)."""
 
     images: Tensor
     labels: Tensor
@@ -40,7 +40,7 @@ class ImageArray:
         return self.images[index]
 
     def subset(self, indices: Tensor) -> "ImageArray":
-        """Return these images only, in this order."""
+        """Return only these images, in this order."""
         return ImageArray(self.images[indices], self.labels[indices])
 
 
@@ -48,8 +48,8 @@ class ImageArray:
 class ImageFiles:
     """Images on disk: their paths, and their int64 labels (N,).
 
-    The paths are one array of bytes: a list of a million strings is copied into every loader process as soon as the
-    process counts references to them.
+    The paths are one array of bytes. A list of a million strings would be copied into every loader process, because
+    reference counts change the memory pages of the strings.
     """
 
     paths: "np.ndarray[tuple[int], np.dtype[np.bytes_]]"
@@ -62,11 +62,11 @@ class ImageFiles:
         return f"paths must be an array of bytes (N,), got {_described(self.paths)}"
 
     def picture(self, index: int) -> Image.Image:
-        """Decode one image; raises UserError if the file is not a readable image."""
+        """Decode one image; raise UserError if the file is not a readable image."""
         return read_image(os.fsdecode(self.paths[index]))
 
     def subset(self, indices: Tensor) -> "ImageFiles":
-        """Return these images only, in this order."""
+        """Return only these images, in this order."""
         return ImageFiles(self.paths[indices.numpy()], self.labels[indices])
 
 
@@ -128,18 +128,18 @@ def read_image(path: str) -> Image.Image:
     """Decode the image file at `path` into 8-bit RGB, as torchvision's ImageFolder does.
 
     Raises:
-        UserError: the file is no image, is damaged, or has more than 8 bits a channel.
+        UserError: if the file is not an image, is damaged, or has more than 8 bits per channel.
     """
     try:
         with warnings.catch_warnings():
-            # Broken EXIF and transparent palettes: the pixels are readable all the same.
+            # The pixels are readable despite broken EXIF data or a transparent palette.
             warnings.simplefilter("ignore", UserWarning)
             with Image.open(path) as image:
                 if not image.mode.startswith(("I", "F")):
                     picture: Image.Image = image.convert("RGB")
                     return picture
                 mode = image.mode
-    except Exception as error:  # what Pillow raises for damaged files differs from format to format
+    except Exception as error:  # for damaged files, Pillow raises different errors from format to format
         reason = _reason(error)
         raise UserError(f"data.root: '{path}' is not a readable image ({reason}); repair or remove it") from error
     # Pillow would clip these values to 255.
@@ -147,7 +147,7 @@ def read_image(path: str) -> Image.Image:
 
 
 def _reason(error: Exception) -> str:
-    """Say in a few words what is wrong with a file, without repeating its path."""
+    """Describe in a few words what is wrong with a file, without its path."""
     if isinstance(error, UnidentifiedImageError):
         return "no known format"
     if isinstance(error, OSError) and error.strerror:

@@ -1,7 +1,7 @@
-"""Batches: the splits of a data set as loaders, in an order that only the seed and the epoch decide.
+"""Loaders for the splits of a data set, in an order that depends only on the seed and the epoch.
 
-Every training image carries a random number of its own, drawn with the order; its augmentation is seeded with that. So
-an epoch is the same after a resume, with any number of loader processes, and whatever else draws random numbers.
+Each training image gets its own random number, drawn together with the order, that seeds its augmentation. So an epoch
+is the same after a resume, for any number of loader processes, and whatever else draws random numbers.
 """
 
 import os
@@ -28,17 +28,17 @@ SampleKey: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Failure:
-    """A UserError's sentences on their way out of a loader process, where an exception would become a traceback."""
+    """The sentences of a UserError in a loader process, where an exception would become a traceback."""
 
     problems: tuple[str, ...]
 
 
 class EpochOrder(Sampler[SampleKey]):
-    """Which image comes when: (index, augmentation seed) for each image of an epoch.
+    """The order of an epoch: (index, augmentation seed) for each image.
 
     Args:
-        indices: the images, in the order in which they come; or how many there are, for a new order every epoch.
-        seed: of the shuffled order and of the augmentation.
+        indices: the images in a fixed order; or the number of images, for a new random order every epoch.
+        seed: seeds the random order and the augmentation.
     """
 
     def __init__(self, indices: Sequence[int] | int, seed: int = 0) -> None:
@@ -59,11 +59,11 @@ class EpochOrder(Sampler[SampleKey]):
 
 
 class TransformedImages(Dataset["Sample | Failure"]):
-    """A split's images as the model sees them.
+    """A split's images as the model's inputs.
 
     Args:
-        images: where they are.
-        transform: from a stored picture to the model's input.
+        images: the stored images.
+        transform: turns a stored image into an input.
         random: whether the transform draws from torch's global CPU generator.
     """
 
@@ -79,13 +79,13 @@ class TransformedImages(Dataset["Sample | Failure"]):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: list[SampleKey]) -> "list[Sample | Failure]":
-        """Return a whole batch of samples; torch's loader asks for it so where it can."""
+        """Return the samples of a whole batch; torch's loader calls this where it is defined."""
         state, threads = torch.default_generator.get_state(), torch.get_num_threads()
-        # One image is too small to share out: waiting for the other threads made `affine` up to 15 times as slow.
+        # One image is too small for several threads: waiting for them made `affine` up to 15 times slower.
         torch.set_num_threads(1)
         try:
             return [self._sample(index, seed) for index, seed in keys]
-        finally:  # in the main process both are the model's too
+        finally:  # in the main process, the model uses both as well
             torch.set_num_threads(threads)
             torch.default_generator.set_state(state)
 
@@ -102,7 +102,7 @@ class TransformedImages(Dataset["Sample | Failure"]):
 class Loader:
     """Batches of one split: float32 normalised images (N, 3, H, W) and int64 labels (N,), on the CPU.
 
-    Iterating gives one epoch; it raises UserError if an image cannot be read. `len` is the number of batches.
+    An iteration is one epoch; it raises UserError if an image cannot be read. `len` is the number of batches.
     """
 
     def __init__(self, batches: "DataLoader[Batch | Failure]", order: EpochOrder) -> None:
@@ -110,7 +110,7 @@ class Loader:
         self._order = order
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, from 0 on, whose order and augmentation the next iteration has."""
+        """Choose the epoch (0 is the first) whose order and augmentation the next iteration uses."""
         self._order.epoch = epoch
 
     def __len__(self) -> int:
@@ -145,12 +145,12 @@ class Data:
     val: Loader
     """All validation images, always in the same order."""
     calibration: Callable[[int], Iterable[Tensor]]
-    """`calibration(batches)`: at most that many batches of training images, chosen by the seed, preprocessed as for
-    validation; the first ones of a longer calibration are those of a shorter one."""
+    """`calibration(batches)`: at most that many batches of training images, chosen by the seed and preprocessed as for
+    validation. A longer calibration begins with the batches of a shorter one."""
     classes: list[str]
-    """Name of each label."""
+    """The name of each label."""
     image_shape: tuple[int, int, int]
-    """Of one image: 3, height, width."""
+    """Shape of one image: 3, height, width."""
 
 
 def load_data(config: DataConfig, seed: int, device: torch.device, channels_last: bool) -> Data:
@@ -158,12 +158,12 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
 
     Args:
         config: the section `data` of a run's config.
-        seed: of the shuffled order, the augmentation and the choice of calibration images, from 0 on.
-        device: where the batches will go; for CUDA they lie in pinned memory. The engine moves them.
+        seed: seeds the training order, the augmentation and the choice of calibration images; 0 or more.
+        device: where the engine will move the batches; for CUDA they are in pinned memory.
         channels_last: memory format of the images.
 
     Raises:
-        UserError: a wrong setting, or a data set that is missing, damaged or of another form.
+        UserError: for a wrong setting, or a data set that is missing, damaged or malformed.
     """
     _check(config)
     dataset = datasets.build_dataset(config, seed)
@@ -196,7 +196,7 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
 
 
 def _check(config: DataConfig) -> None:
-    """Refuse what the schema allows and no pipeline can do."""
+    """Refuse settings that the schema allows but no pipeline can satisfy."""
     problems = []
     if config.resize_size is not None and config.resize_size < config.image_size:
         problems.append(
@@ -210,7 +210,7 @@ def _check(config: DataConfig) -> None:
 
 
 def _limited(images: Images, limit: int | None, split: str) -> Images:
-    """Return a random choice of `limit` images that is the same for every seed, so that runs can be compared."""
+    """Return a random choice of `limit` images; it is the same for every seed, so that runs can be compared."""
     count = len(images.labels)
     if limit is None:
         return images
@@ -255,7 +255,7 @@ def _loader(
         pin_memory=pinned,
         drop_last=drop_last and len(order) >= batch_size,
         persistent_workers=persistent and workers > 0,
-        generator=torch.Generator(),  # else each epoch would draw from the global one
+        generator=torch.Generator(),  # otherwise each epoch would draw from the global generator
     )
     return Loader(batches, order)
 

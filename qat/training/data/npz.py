@@ -1,4 +1,4 @@
-"""A data set in one .npz file: read without unpickling, every array checked before any of them is used."""
+"""A data set in one .npz file, read without unpickling; all arrays are checked before they are used."""
 
 import zipfile
 from pathlib import Path
@@ -10,7 +10,7 @@ from qat.training.errors import UserError
 NEEDED = ("x_train", "y_train", "x_val", "y_val")
 
 MOST_CLASSES = 100_000
-"""Without names of classes: a label beyond is no class but an identity or a damaged byte."""
+"""Most classes of a file without class names. A larger label is not a class, but an identity or a damaged byte."""
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -19,10 +19,10 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
     Returns:
         x_train, x_val: uint8 images (N, H, W), (N, H, W, 1) or (N, H, W, 3), N at least 1.
         y_train, y_val: integer labels (N,), each below the number of classes.
-        classes: their names; where the file has none, the labels themselves up to the largest in y_train.
+        classes: the names of the classes; without them in the file, the numbers up to the largest label in y_train.
 
     Raises:
-        UserError: no such file, no .npz, or arrays that are missing or of another form; all problems in one go.
+        UserError: if the file is missing or not an .npz, or arrays are missing or malformed; it lists all problems.
     """
     arrays = _load(path)
     where = f"data.root: '{path}'"
@@ -56,13 +56,13 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
 def _load(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise UserError(f"data.root: '{path}' is not a file; data.name 'npz' reads {', '.join(NEEDED)} from one .npz")
-    if not zipfile.is_zipfile(path):  # np.load would read a lone .npy array as well
+    if not zipfile.is_zipfile(path):  # np.load also reads a single .npy array
         raise UserError(f"data.root: '{path}' is not an .npz archive")
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in (*NEEDED, "classes") if name in archive}
             found = ", ".join(archive.files) or "nothing"
-    except Exception as error:  # a damaged archive: zipfile, zlib and NumPy each raise their own, MemoryError too
+    except Exception as error:  # for a damaged archive, zipfile, zlib and NumPy raise different errors, MemoryError too
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"data.root: '{path}' is not an .npz of plain arrays ({reason})") from error
     absent = [name for name in NEEDED if name not in arrays]
@@ -72,7 +72,7 @@ def _load(path: Path) -> dict[str, np.ndarray]:
 
 
 def _split_problems(images: np.ndarray, labels: np.ndarray, split: str) -> list[str]:
-    """Say what is wrong with one split's arrays; no problem is an empty list."""
+    """Describe what is wrong with one split's arrays; the list is empty if nothing is."""
     problems = []
     shape = images.shape
     if images.dtype != np.uint8 or not (images.ndim == 3 or (images.ndim == 4 and shape[3] in (1, 3))):

@@ -1,8 +1,8 @@
-"""From a stored image to what the model sees: augmentation, geometry, normalisation.
+"""From a stored image to the model's input: augmentation, geometry, normalisation.
 
-A pipeline takes one image, a PIL image (decoded from a file) or a uint8 tensor (from a set in memory), and returns a
-normalised float32 tensor of 3 channels. Augmentation draws from torch's global CPU generator, which
-`qat.training.data.loaders` seeds per image.
+A pipeline takes one image, either a PIL image (decoded from a file) or a uint8 tensor (from a set in memory), and
+returns a normalised float32 tensor with 3 channels. Augmentation draws from torch's global CPU generator, which
+`qat.training.data.loaders` seeds for each image.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Channels: TypeAlias = tuple[float, float, float]
 Transform: TypeAlias = Callable[[Picture], Tensor]
 
 MAX_RESIZED_BYTES = 512 * 2**20
-"""Sets in memory are resized up front only if the result is at most this large."""
+"""Sets in memory are resized up front only if the result has at most this many bytes."""
 
 
 class ToInput:
@@ -36,22 +36,22 @@ class ToInput:
         self.std = torch.tensor(std).mul(255).view(3, 1, 1)
 
     def __call__(self, picture: Picture) -> Tensor:
-        """Normalise one picture; a single channel is repeated."""
+        """Normalise one image; a single channel is repeated."""
         pixels: Tensor = picture if isinstance(picture, Tensor) else v2.functional.pil_to_tensor(picture)
         return pixels.expand(3, -1, -1).to(torch.float32, copy=True).sub_(self.mean).div_(self.std)
 
 
 def eval_transform(config: DataConfig, mean: Channels, std: Channels) -> Transform:
-    """Return validation's pipeline: resize the shorter side, crop the centre, normalise."""
+    """Return the validation pipeline: resize the shorter side, crop the centre, normalise."""
     pipeline: Transform = v2.Compose([_resize(config), v2.CenterCrop(config.image_size), ToInput(mean, std)])
     return pipeline
 
 
 def train_transform(config: DataConfig, mean: Channels, std: Channels) -> Transform:
-    """Return training's pipeline: `config.augment` around the same normalisation.
+    """Return the training pipeline: `config.augment` with the same normalisation.
 
-    Without `random_resized_crop` images are resized as for validation; `crop_padding` then crops at random, else the
-    centre is cropped.
+    Without `random_resized_crop`, images are resized as for validation. They are then cropped at random with
+    `crop_padding`, otherwise at the centre.
     """
     augment, size = config.augment, config.image_size
     bilinear = InterpolationMode.BILINEAR
@@ -72,19 +72,19 @@ def train_transform(config: DataConfig, mean: Channels, std: Channels) -> Transf
 
 
 def is_random(augment: AugmentConfig) -> bool:
-    """Tell whether any augmentation is on, that is, whether the training pipeline draws random numbers."""
+    """Whether any augmentation is on, that is, whether the training pipeline draws random numbers."""
     return any(augment.model_dump().values())
 
 
 def resized_up_front(images: Tensor, config: DataConfig) -> Tensor:
-    """Return `images` resized once, as each pipeline's first step would resize them every epoch.
+    """Resize `images` once, as the first step of each pipeline would in every epoch.
 
-    The pipelines keep that step, which then finds nothing to do; so a set that would grow beyond MAX_RESIZED_BYTES
-    comes back as it is and gives the same batches, only slower.
+    The pipelines keep that step, which then has nothing to do. A set that would grow beyond MAX_RESIZED_BYTES is
+    returned unchanged; it gives the same batches, more slowly.
 
     Args:
         images: uint8 (N, C, H, W).
-        config: its image_size and resize_size say how large.
+        config: holds image_size and resize_size.
     """
     count, channels, height, width = images.shape
     short, long = sorted((height, width))

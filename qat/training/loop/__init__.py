@@ -1,1 +1,1 @@
-"""The training loop of a stage: steps, evaluation, optimizer, device, and what the rules of a model ask of it."""
+"""The training loop of a stage: steps, evaluation, optimizer, device, and support for the quantization rules."""

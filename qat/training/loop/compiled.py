@@ -1,4 +1,4 @@
-"""The model under torch.compile where that trains as the model itself does; else the model."""
+"""The model under torch.compile, as long as it trains like the model itself; otherwise the model."""
 
 import logging
 import math
@@ -12,14 +12,14 @@ from qat.preparation.prepared_graph import PreparedGraph
 from qat.training.run.exit_status import memory_shortage
 
 LOSS_TOLERANCE, GRADIENT_FACTOR = 0.25, 4.0
-"""Compiled code draws other random numbers, so only gross differences count: of the loss by its size, and the factor
-between the norms of the gradients."""
+"""The largest relative difference of the losses, and the largest factor between the norms of the gradients. They are
+wide because compiled code draws other random numbers."""
 
 logger = logging.getLogger("qat")
 
 
 class Step(NamedTuple):
-    """What a step that changed nothing found: the loss, the norm of all gradients, and who had one."""
+    """The result of a trial step: the loss, the norm of all gradients, and the names of parameters that have one."""
 
     loss: float
     norm: float
@@ -27,11 +27,11 @@ class Step(NamedTuple):
 
 
 class CompiledModel:
-    """A model to call, compiled; uncompiled from the moment on when the compiler, or its code, fails.
+    """A compiled model to call. After the compiler or its code fails, it calls the model itself.
 
     Args:
-        model: what to compile.
-        mode: of torch.compile.
+        model: the model to compile.
+        mode: the mode of torch.compile.
     """
 
     def __init__(self, model: nn.Module, mode: str | None) -> None:
@@ -40,10 +40,10 @@ class CompiledModel:
         self._proven = False
 
     def __call__(self, images: Tensor) -> Any:
-        """The model's output; its own errors, and a lack of memory, are raised as they are without the compiler."""
+        """Return the model's output. The model's own errors and memory shortage are raised as without the compiler."""
         if self._compiled is None:
             return self._model(images)
-        before = self._kept()  # 1 ms for 200 buffers on the CPU
+        before = self._copied_buffers()  # 1 ms for 200 buffers on the CPU
         try:
             return self._compiled(images)
         except Exception as error:
@@ -56,13 +56,14 @@ class CompiledModel:
         return output
 
     def prove(self, images: Tensor, loss_of: Callable[[Callable[[Tensor], Any]], Tensor]) -> None:
-        """Before the first step, hold a compiled one against one of the model: loss and gradients. Nothing is changed.
+        """Before the first step, compare a compiled trial step with one of the model: loss and gradients.
 
-        A prepared model checks itself first, if calibration has not: compiled code cannot.
+        The step changes nothing. A prepared model runs its self-check first, unless calibration did, because compiled
+        code cannot run it.
 
         Args:
-            images: of the first batch.
-            loss_of: the loss of the first batch, computed with what it is given.
+            images: the images of the first batch.
+            loss_of: computes the loss of the first batch with the given forward function.
         """
         if self._proven or self._compiled is None:
             return
@@ -72,7 +73,7 @@ class CompiledModel:
         expected = self._step(self._model, loss_of)
         try:
             found = self._step(self._compiled, loss_of)
-        except Exception as error:  # not the model's: it has just run
+        except Exception as error:  # an error of the compiler, since the model has just run
             if memory_shortage(error):
                 raise
             self._give_up(_first_line(error))
@@ -81,7 +82,7 @@ class CompiledModel:
         if difference is not None:
             self._give_up(difference)
 
-    def _kept(self) -> list[tuple[Tensor, Tensor]]:
+    def _copied_buffers(self) -> list[tuple[Tensor, Tensor]]:
         return [(each, each.detach().clone()) for each in self._model.buffers()]
 
     def _give_up(self, reason: str) -> None:
@@ -90,7 +91,7 @@ class CompiledModel:
 
     def _step(self, forward: Callable[[Tensor], Any], loss_of: Callable[[Callable[[Tensor], Any]], Tensor]) -> Step:
         named = dict(self._model.named_parameters())
-        buffers = self._kept()
+        buffers = self._copied_buffers()
         gradients = [(each, each.grad) for each in named.values()]
         devices = {each.device.index or 0 for each in named.values() if each.is_cuda}
         with torch.random.fork_rng(devices=sorted(devices)):
@@ -109,7 +110,7 @@ class CompiledModel:
 
 
 def _gross_difference(found: Step, expected: Step) -> str | None:
-    """None where there is none; what the model itself gets infinite or NaN tells nothing."""
+    """Describe a gross difference; None if there is none, or if the model's own loss or gradients are not finite."""
     if found.learning != expected.learning:
         name = min(found.learning ^ expected.learning)
         return f"{name} has {'a' if name in found.learning else 'no'} gradient in the compiled model only"

@@ -1,4 +1,4 @@
-"""The device of a run, its random numbers and its precision."""
+"""The device of a run, its random seeds and its precision."""
 
 import random
 import re
@@ -14,13 +14,13 @@ LARGEST_SEED = 2**63 - 1
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that a config names, on the processor that this machine is to be taken for.
+    """Return the device that a config names; check QAT_PROCESSOR too.
 
     Args:
         name: `auto` (the first CUDA device, else the CPU), `cpu`, `cuda` (the first one) or `cuda:N`.
 
     Raises:
-        UserError: for any other name, a CUDA device that is not there, or a QAT_PROCESSOR that is no kind of processor.
+        UserError: for any other name, a CUDA device that does not exist, or an unknown value of QAT_PROCESSOR.
     """
     try:
         processor.asked_for()
@@ -41,7 +41,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch on every device, and Python's and NumPy's global generators for models and data sets that use them.
+    """Seed torch on every device, and the global generators of Python and NumPy, which users' code may draw from.
 
     Args:
         seed: 0 to 2**63 - 1.
@@ -57,11 +57,11 @@ def seed_everything(seed: int) -> None:
 
 
 def compile_mode(device: torch.device, cuda_graphs: bool) -> str | None:
-    """The mode of torch.compile, None for its default.
+    """Return the mode of torch.compile; None is its default.
 
     Args:
-        device: where the model runs.
-        cuda_graphs: whether its steps are to be CUDA graphs.
+        device: the device of the model.
+        cuda_graphs: whether steps run as CUDA graphs.
 
     Raises:
         UserError: for CUDA graphs on another device.
@@ -72,14 +72,14 @@ def compile_mode(device: torch.device, cuda_graphs: bool) -> str | None:
 
 
 def autocast(device: torch.device, amp: str) -> AbstractContextManager[object]:
-    """A context in which operations run in mixed precision.
+    """Return a context in which operations run in mixed precision.
 
     Args:
-        device: where the operations run.
+        device: the device of the operations.
         amp: `none`, `bf16` or `fp16`, as in the config.
 
     Raises:
-        UserError: for fp16 on the CPU, which torch computes but no gradient scaler covers.
+        UserError: for fp16 on the CPU, where torch has the operations but no gradient scaler.
     """
     if amp == "none":
         return nullcontext()

@@ -12,16 +12,15 @@ class EMA:
     """Running averages of a model's floating-point parameters and buffers, without a copy of its modules.
 
     After each step: average = decay * average + (1 - decay) * value, starting from the values at construction. An
-    average lies between the values that it has seen, and a scale acts through its floor, averaged or not. Integer
-    buffers (counters, flags) and buffers that hold infinities (masks) have no average: the model's own values stand
-    for them.
+    average lies between the values that it has seen, and the floor of a scale applies to its average too. Integer
+    buffers (counters, flags) and buffers with infinities (masks) have no average; the model's own values are used.
 
-    torch's `AveragedModel` averages integers too and reads its counter from the device in every step; only its
+    torch's `AveragedModel` also averages integers and reads its counter from the device in every step, so only its
     update function is used here.
 
     Args:
-        model: on the device on which it is trained.
-        decay: 0 (always the newest) to 1 (never moves), per step.
+        model: the model, on the device where it is trained.
+        decay: decay per step, 0 (no averaging) to 1 (the average never changes).
 
     Raises:
         ValueError: if decay is outside 0 to 1.
@@ -36,16 +35,16 @@ class EMA:
         }
 
     def update(self, model: nn.Module) -> None:
-        """Move the averages towards the model's present values."""
+        """Move the averages towards the model's current values."""
         self._average(list(self._averages.values()), self._of(model), 0)
 
     def copy_to(self, model: nn.Module) -> None:
-        """Give the model the averages as its values, in place."""
+        """Copy the averages into the model, in place."""
         _copy(self._of(model), list(self._averages.values()))
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:
-        """A context in which the model holds the averages; afterwards it has its own values back."""
+        """A context in which the model holds the averages; at its end, the model gets its own values back."""
         own = [tensor.clone() for tensor in self._of(model)]
         self.copy_to(model)
         try:
@@ -54,14 +53,14 @@ class EMA:
             _copy(self._of(model), own)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averages by name; the tensors themselves, no copies."""
+        """The averages by name, not copied."""
         return dict(self._averages)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over averages of a model with the same names and shapes.
+        """Load the averages of a model with the same names and shapes.
 
         Raises:
-            ValueError: if a name is missing or one too many.
+            ValueError: if a name is missing or unknown.
         """
         different = sorted(self._averages.keys() ^ state.keys())
         if different:

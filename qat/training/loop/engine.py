@@ -1,4 +1,4 @@
-"""The training loop of one stage. Steps stay on the device; the host reads their numbers once in `log_every` steps."""
+"""The training loop of one stage. The host reads the results of the steps from the device every `log_every` steps."""
 
 import math
 from collections.abc import Callable
@@ -31,7 +31,7 @@ AUXILIARY_WEIGHT = 0.3
 
 
 class _Optimization:
-    """What changes the weights, and is saved with them."""
+    """Everything that updates the weights, and whose state is saved with them."""
 
     def __init__(self, run: StageRun) -> None:
         self.optimizer = build_optimizer(run.model, run.stage)
@@ -65,25 +65,25 @@ class _Optimization:
         self.best_top1 = state.best_top1
 
     def averaged(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A context in which the model holds the weights that count: the averages, if there are any."""
+        """A context in which the model holds the averaged weights, if there are any."""
         return nullcontext() if self.ema is None else self.ema.swapped(model)
 
 
 def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
-    """Train the model for the stage's epochs, evaluating and saving last.pt (and best.pt) after each.
+    """Train the model for the epochs of the stage; after each epoch evaluate it and save last.pt (and best.pt).
 
-    With `ema_decay` the averages are evaluated after each epoch, and at the end the model holds them.
+    With `ema_decay`, the averages are evaluated after each epoch, and the model holds them at the end.
 
     Args:
-        run: what to train, on what, and how.
-        state: of the checkpoint to go on from, whose model state `run.model` already holds.
+        run: the model, the data and the settings.
+        state: the state of the checkpoint to resume from; `run.model` already holds its weights.
 
     Returns:
-        The evaluation of the model as it is left.
+        The evaluation of the model at the end.
 
     Raises:
-        UserError: if a loss is not finite (last.pt stays that of the last good epoch), if there is no whole batch,
-            or if the config does not fit the model or the device.
+        UserError: if a loss is not finite (last.pt is then from the last good epoch), if there is no whole batch, or if
+            the config does not fit the model or the device.
     """
     run.model.to(run.device)
     if run.config.channels_last:
@@ -142,10 +142,10 @@ def _train_epoch(run: StageRun, optimization: _Optimization, epoch: int) -> Mete
 
 
 def _train_step(run: StageRun, optimization: _Optimization, images: Tensor, labels: Tensor) -> Tensor:
-    """One optimizer step; returns (loss, correct predictions, gradient norm) on the device."""
+    """Run one optimizer step and return (loss, correct predictions, gradient norm) on the device."""
     if optimization.compiled is not None:
         optimization.compiled.prove(images, lambda forward: _loss_of(run, (images, labels), forward)[0])
-    if run.config.cuda_graphs:  # what the step before left in their memory is done with
+    if run.config.cuda_graphs:  # the graphs may reuse the memory of the previous step
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     loss, logits = _loss_of(run, (images, labels), optimization.compiled)
     total = optimization.rules.with_penalty(loss)
@@ -161,7 +161,7 @@ def _train_step(run: StageRun, optimization: _Optimization, images: Tensor, labe
     if optimization.ema is not None:
         optimization.ema.update(run.model)
     correct = (logits.detach().argmax(dim=1) == labels).sum()
-    # What is drawn is the loss of the task, comparable between rules; a penalty that is not finite still shows.
+    # The curve shows the loss of the task, which can be compared between rules; a non-finite penalty still shows.
     shown = torch.where(total.isfinite(), loss, total).detach()
     return torch.stack((shown, correct.to(loss.dtype), norm.to(loss.dtype)))
 
@@ -169,7 +169,7 @@ def _train_step(run: StageRun, optimization: _Optimization, images: Tensor, labe
 def _loss_of(
     run: StageRun, batch: tuple[Tensor, Tensor], forward: Callable[[Tensor], Any] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a batch, auxiliary classifiers included, and the logits; forward is the model's, maybe compiled."""
+    """Return the loss of a batch (with auxiliary classifiers) and the logits; forward may be the compiled model."""
     images, labels = batch
     products = float_products() if run.config.integer_forward == "off" else nullcontext()
     with autocast(run.device, run.config.amp), products:
@@ -183,7 +183,7 @@ def _loss_of(
 
 
 def _freeze_batch_norms(run: StageRun, epoch: int) -> None:
-    """From `freeze_bn_epoch` on, normalise with the running statistics and leave them; gamma and beta still learn."""
+    """From `freeze_bn_epoch` on, normalise with the running statistics and freeze them; gamma and beta still learn."""
     if isinstance(run.stage, QATStageConfig) and run.stage.freeze_bn_epoch is not None:
         for module in run.model.modules():
             if isinstance(module, AnyBatchNorm):
@@ -207,7 +207,7 @@ def _validate_untrained(run: StageRun) -> Evaluation:
 
 
 def _check_finite(run: StageRun, split: str, losses: list[float], epoch: int, first_step: int | None = None) -> None:
-    """Stop at the first loss that is not finite; the losses are those of the steps from `first_step` on."""
+    """Raise UserError for the first loss that is not finite; the losses belong to the steps from `first_step` on."""
     for offset, loss in enumerate(losses):
         if not math.isfinite(loss):
             section = "float" if run.stage is run.config.float else "qat"

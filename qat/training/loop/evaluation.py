@@ -1,4 +1,4 @@
-"""Evaluation of a classifier on a split, and what it shares with training: batches on the device, logits of outputs."""
+"""Evaluation of a classifier on a split; moving batches to the device and reading logits, which training also uses."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from qat.training.run.logging import progress_bar
 
 
 class Batches(Protocol):
-    """What is evaluated: batches of (images NCHW float32, labels int64) on the CPU, best in pinned memory."""
+    """Batches for evaluation: (images NCHW float32, labels int64) on the CPU, ideally in pinned memory."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -23,22 +23,22 @@ class Batches(Protocol):
 
 
 class TrainBatches(Batches, Protocol):
-    """What is trained on: batches in an order that the epoch decides."""
+    """Batches for training, in an order that depends on the epoch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order (and augmentation) of this epoch."""
+        """Choose the epoch, which determines the order and the augmentation."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a model does on a split.
+    """The results of a model on a split.
 
     Args:
         top1: share of correct predictions, in percent.
         loss: mean cross-entropy, without label smoothing.
         predictions: the predicted classes in the order of the split, int64, on the CPU.
         count: number of images.
-        most_common: share of the most common label, in percent: what the same answer for all images reaches.
+        most_common: share of the most common label, in percent; a constant prediction reaches it.
     """
 
     top1: float
@@ -57,15 +57,15 @@ def evaluate(
     channels_last: bool = True,
     progress: str | None = None,
 ) -> Evaluation:
-    """Run a model over a split in eval mode, and leave it and torch's random numbers as they were.
+    """Run a model over a split in eval mode. The model's mode and torch's random state are restored afterwards.
 
     Args:
-        model: on the device; returns logits, or a dict or tuple that holds them.
-        loader: at least one batch.
-        device: where the model is.
+        model: the model, on the device; it returns logits, or a dict or tuple with logits.
+        loader: the batches, at least one.
+        device: the device of the model.
         amp: mixed precision: none, bf16 or fp16.
         channels_last: memory format of the images.
-        progress: words before the progress bar; None for no bar.
+        progress: text before the progress bar; None for no bar.
 
     Raises:
         UserError: if there is nothing to evaluate, or the model does not return logits.
@@ -73,7 +73,7 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     predictions: list[Tensor] = []
     truths: list[Tensor] = []
-    # Not inference_mode: a tensor that a module keeps from it could never take part in training again.
+    # Not inference_mode, because a tensor that a module keeps from it could not be used in training afterwards.
     with (
         evaluating(model),
         torch.no_grad(),
@@ -101,7 +101,7 @@ def evaluate(
 
 
 def to_device(batch: Any, device: torch.device, *, channels_last: bool) -> tuple[Tensor, Tensor]:
-    """Images and labels on the device, copied without waiting where they are pinned."""
+    """Return images and labels on the device; from pinned memory they are copied asynchronously."""
     images, labels = batch
     layout = torch.channels_last if channels_last and images.dim() == 4 else torch.preserve_format
     return (
@@ -111,12 +111,12 @@ def to_device(batch: Any, device: torch.device, *, channels_last: bool) -> tuple
 
 
 def split_output(output: Any, batch_size: int) -> tuple[Tensor, list[Tensor]]:
-    """A classifier's logits and those of its auxiliary classifiers.
+    """Split a classifier's output into its logits and the logits of its auxiliary classifiers.
 
     Args:
-        output: a tensor; a dict with the key logits or out; or a tuple or list, whose `.logits` or first entry counts.
-            Other tensors of the same shape are auxiliary logits (GoogLeNet and Inception v3 in training).
-        batch_size: number of images that went in.
+        output: a tensor; a dict with the key logits or out; or a tuple or list, whose `.logits` or first entry is
+            used. Other tensors of the same shape are auxiliary logits (GoogLeNet and Inception v3 in training).
+        batch_size: number of input images.
 
     Raises:
         UserError: if there is no tensor of shape (batch_size, classes).

@@ -1,4 +1,4 @@
-"""The curves of a stage: sums over training images, points every few steps, one line an epoch."""
+"""The metrics of a stage: sums over training images, a point every few steps, and one line per epoch."""
 
 import time
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from qat.training.loop.stage import StageRun
 
 @dataclass
 class Meter:
-    """Sums over training images on the host, and the rows of the steps that still wait on the device."""
+    """Sums over training images on the host, and the results of recent steps that are still on the device."""
 
     loss: float = 0.0
     correct: float = 0.0
@@ -26,21 +26,21 @@ class Meter:
 
     @property
     def mean_loss(self) -> float:
-        """Of the images so far."""
+        """Mean loss of the images so far."""
         return self.loss / self.images
 
     @property
     def top1(self) -> float:
-        """Percent of the images so far that were answered right, in training mode."""
+        """Accuracy on the images so far, in percent, in training mode."""
         return 100.0 * self.correct / self.images
 
     @property
     def images_per_second(self) -> float:
-        """Speed, data loading included."""
+        """Speed, including data loading."""
         return self.images / self.seconds
 
     def read(self) -> list[float]:
-        """Wait for the device, take the rows (loss, correct, gradient norm) into the sums, return the losses."""
+        """Wait for the device, add the rows (loss, correct, gradient norm) to the sums, and return the losses."""
         rows = torch.stack(self.rows).tolist()  # the one host-device synchronisation
         for (loss, correct, _), size in zip(rows, self.sizes, strict=True):
             self.loss += loss * size
@@ -59,7 +59,7 @@ class Meter:
 
 
 def log_window(run: StageRun, step: int, window: Meter, lr: float) -> None:
-    """Draw the points of the last few steps."""
+    """Log the metrics of the last few steps."""
     run.log.scalar(f"{run.name}/train_loss", window.mean_loss, step)
     run.log.scalar(f"{run.name}/train_top1", window.top1, step)
     run.log.scalar(f"{run.name}/lr", lr, step)
@@ -69,7 +69,7 @@ def log_window(run: StageRun, step: int, window: Meter, lr: float) -> None:
 
 
 def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation) -> None:
-    """Draw the validation and the quantizers, and say how the epoch went."""
+    """Log the validation metrics and the quantizers, and print one line about the epoch."""
     step = run.step(epoch + 1)
     run.log.scalar(f"{run.name}/val_loss", validation.loss, step)
     run.log.scalar(f"{run.name}/val_top1", validation.top1, step)
@@ -82,7 +82,7 @@ def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation
 
 
 def _log_quantizers(run: StageRun, step: int) -> int:
-    """Draw what the quantizers learn, and count the scales that rest on their floor."""
+    """Log what the quantizers learn, and return the number of scales at their lower bound."""
     quantizers = {name: module for name, module in run.model.named_modules() if isinstance(module, Quantizer)}
     curves = {
         f"{kind}/{name}": values for name, module in quantizers.items() for kind, values in module.curves().items()

@@ -1,4 +1,4 @@
-"""What is optimised with which weight decay and learning rate, by what, and how the learning rate moves."""
+"""The optimizer, its parameter groups (each with a weight decay and a learning rate), and the schedule."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from qat.training.config.schema import QATStageConfig, StageConfig
 from qat.training.errors import UserError
 
 WARMUP_START = 0.01
-"""Where the warm-up begins, as a share of the peak learning rate."""
+"""Start of the warm-up, as a share of the peak learning rate."""
 
 NORMS = (BatchOrInstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """torch's normalisation modules with parameters; the first is the base of every BatchNorm and InstanceNorm."""
@@ -22,20 +22,22 @@ NORMS = (BatchOrInstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 def parameter_groups(model: nn.Module, stage: StageConfig) -> list[dict[str, Any]]:
     """Sort the trainable parameters of a model into groups for an optimizer.
 
-    `quantizers` are all parameters inside a `Quantizer`: no weight decay, and in QAT a learning rate of
-    lr * quantizer_lr_factor. `norms` are those of normalisation modules and `biases` all others called bias or
-    with at most one axis: norm_weight_decay. The rest are `weights`: weight_decay.
+    - `quantizers`: all parameters inside a `Quantizer`; no weight decay, and in QAT the learning rate
+      lr * quantizer_lr_factor.
+    - `norms`: the parameters of normalisation modules; norm_weight_decay.
+    - `biases`: all others that are named bias or have at most one axis; norm_weight_decay.
+    - `weights`: the rest; weight_decay.
 
     Args:
-        model: the model; each trainable parameter lands in exactly one group, a shared one too.
+        model: the model; each trainable parameter is in exactly one group, also if it is shared.
         stage: learning rate and weight decays.
 
     Returns:
-        Groups with the keys name, params, lr and weight_decay, in the order weights, norms, biases, quantizers;
-        those without parameters are left out.
+        Groups with the keys name, params, lr and weight_decay, in the order weights, norms, biases, quantizers, without
+        empty groups.
 
     Raises:
-        UserError: if nothing in the model is trainable.
+        UserError: if the model has no trainable parameter.
     """
     inside = {
         "quantizers": _parameters_inside(model, (Quantizer,)),
@@ -76,15 +78,15 @@ def parameter_groups(model: nn.Module, stage: StageConfig) -> list[dict[str, Any
 
 
 def build_optimizer(model: nn.Module, stage: StageConfig) -> torch.optim.Optimizer:
-    """SGD (Nesterov, if there is momentum) or AdamW over `parameter_groups(model, stage)`.
+    """Build SGD (with Nesterov momentum, if there is momentum) or AdamW over `parameter_groups(model, stage)`.
 
     Args:
-        model: on the device and in the memory format in which it will be trained.
+        model: the model, on the device and in the memory format of its training.
         stage: optimizer, lr, momentum and weight decays.
     """
     groups = parameter_groups(model, stage)
-    # The fused step is one kernel per tensor list: 3 to 4 times faster than torch's default for ResNet-18 on a CPU.
-    # On CUDA it also lets a gradient scaler skip a step without asking the device.
+    # The fused step is one kernel per tensor list, 3 to 4 times faster than torch's default for ResNet-18 on a CPU.
+    # On CUDA it also lets a gradient scaler skip a step without a synchronisation.
     fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for g in groups for p in g["params"])
     if stage.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=stage.lr, fused=fused or None)
@@ -94,13 +96,13 @@ def build_optimizer(model: nn.Module, stage: StageConfig) -> torch.optim.Optimiz
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, stage: StageConfig, steps_per_epoch: int) -> LambdaLR:
-    """The learning rate of every step: linear warm-up from 1 % of lr, then cosine to 0 or constant.
+    """Build the schedule of the learning rate: linear warm-up from 1 % of lr, then cosine to 0 or constant.
 
-    With s finished steps, w = warmup_epochs * steps_per_epoch and n = epochs * steps_per_epoch the factor on lr is
+    With s finished steps, w = warmup_epochs * steps_per_epoch and n = epochs * steps_per_epoch, the factor on lr is
     0.01 + 0.99 * s/w while s < w, then 1 or (1 + cos(pi * (s - w)/(n - w))) / 2. w may be a fraction.
 
     Args:
-        optimizer: each group keeps its own peak learning rate.
+        optimizer: the optimizer; each group has its own peak learning rate.
         stage: epochs, warmup_epochs and schedule.
         steps_per_epoch: optimizer steps per epoch, >= 1.
 
@@ -124,5 +126,5 @@ def build_schedule(optimizer: torch.optim.Optimizer, stage: StageConfig, steps_p
 
 
 def _parameters_inside(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[int]:
-    """Identities of all parameters owned, directly or further down, by modules of these kinds."""
+    """Return the ids of all parameters inside modules of these kinds, at any depth."""
     return {id(p) for module in model.modules() if isinstance(module, kinds) for p in module.parameters()}

@@ -1,4 +1,4 @@
-"""From the `quantization` section of a config to the library's `QuantRecipe`."""
+"""From the `quantization` section of a config to a `QuantRecipe` and a prepared model, with early checks of both."""
 
 import copy
 from dataclasses import replace
@@ -25,10 +25,10 @@ from qat.training.loop.evaluation import split_output
 
 
 def build_recipe(config: QuantizationConfig) -> QuantRecipe:
-    """The recipe; fields that the config leaves out keep the target's choice.
+    """Build the recipe; fields that the config leaves out keep the target's choice.
 
     Raises:
-        UserError: for combinations that the library refuses.
+        UserError: for an unknown target, or combinations that the library refuses.
     """
     try:
         profile = profile_of(config.target)
@@ -55,15 +55,15 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
 
 
 def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
-    """`qat.prepare` with the config's recipe; called before the float training too, so that mistakes show at once.
-
-    Raises:
-        UserError: if the model cannot be prepared, or not exported although the config asks for it.
+    """Call `qat.prepare` with the config's recipe. A run calls it before the float training too, to find errors early.
 
     Args:
         model: the float model.
-        config: its recipe, and whether to export.
-        image_shape: (channels, height, width) of the data; decisions of the model on sizes are taken as for these.
+        config: holds the recipe, and whether to export.
+        image_shape: (channels, height, width) of the data; code in the model that depends on sizes is traced with it.
+
+    Raises:
+        UserError: if the model cannot be prepared, or cannot be exported although the config asks for it.
     """
     recipe = build_recipe(config.quantization)
     rules = {"weight": recipe.weight.rule, "activation": recipe.activation.rule}
@@ -77,9 +77,9 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
         prepared = qat.prepare(model, recipe, torch.rand(2, *image_shape, generator=generator))
     except ValueError as error:
         raise UserError(f"quantization: {error}") from error
-    except Exception as error:  # a model of the user's own: what fx and the placement do not know, they stumble over
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"quantization: {config.model.name} cannot be prepared ({said})") from error
+    except Exception as error:  # in a user's model, fx and the placement may meet code that they do not support
+        details = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"quantization: {config.model.name} cannot be prepared ({details})") from error
     if config.export.onnx and not isinstance(prepared, fx.GraphModule):
         why = noted(prepared, LEFT_IN_FLOAT).get("(the model)", "it has no one graph")
         raise UserError(f"export.onnx: {config.model.name} cannot be written as one file: {why}; use export.onnx=false")
@@ -92,25 +92,25 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
 
 
 def _try_rules(prepared: nn.Module, exports: bool) -> None:
-    """Run a copy of every quantizer once, so that a rule of the user's own fails before the float training.
+    """Run a copy of every quantizer once, so that a user's rule fails before the float training and not after it.
 
     Raises:
-        UserError: naming the rule and the place where it fails, or that it leaves the grid that would be exported.
+        UserError: if a rule fails (with the place of the error), or computes values off the grid that it exports.
     """
     for name, module in prepared.named_modules():
         if not isinstance(module, qat.Quantizer):
             continue
         quantizer, rule = copy.deepcopy(module).float().cpu().train(), module.spec.rule
-        quantizer.mark_calibrated()  # no warning: this is no use of the model
+        quantizer.mark_calibrated()  # prevents the warning about uncalibrated use
         x = torch.linspace(-1.0, 1.0, 128).reshape(2, 4, 4, 4)
         if quantizer.role == "weight":
             x = _weight_for(quantizer, prepared.get_submodule(name.rpartition(".")[0]))
         try:
             quantizer(x.clone().requires_grad_()).sum().backward()
             agrees = not (exports and quantizer.has_integers) or keeps_to_its_grid(quantizer.eval(), x)
-        except Exception as error:  # the user's code: anything may come
-            said = f"{reason(error)}{place(error)}"
-            raise UserError(f"quantization: {name}: the rule {rule!r} failed ({said})") from error
+        except Exception as error:  # user code may raise anything
+            details = f"{reason(error)}{place(error)}"
+            raise UserError(f"quantization: {name}: the rule {rule!r} failed ({details})") from error
         if not agrees:
             raise UserError(
                 f"quantization: {name}: the rule {rule!r} computes other values in quantize(x) than its codes(x) and"
@@ -119,7 +119,7 @@ def _try_rules(prepared: nn.Module, exports: bool) -> None:
 
 
 def _weight_for(quantizer: qat.Quantizer, owner: Any) -> Tensor:
-    """The weight that a quantizer is for; where a function reads it, numbers in a shape that its scales fit."""
+    """Return the weight of a quantizer; for a weight that a function reads, numbers in a shape that fits its scales."""
     if not isinstance(owner, QuantFunction):
         weight: Tensor = owner.channels_first(owner.weight.detach().float().cpu())
         return weight
@@ -130,7 +130,7 @@ def _weight_for(quantizer: qat.Quantizer, owner: Any) -> Tensor:
 
 
 def _check_exportable(name: str, quantizer: qat.Quantizer) -> None:
-    """What `export_onnx` would refuse after hours of training.
+    """Refuse before the training what `export_onnx` would refuse after it.
 
     Raises:
         UserError: for a quantizer that has no integers, or too wide ones.
@@ -154,7 +154,7 @@ def _check_exportable(name: str, quantizer: qat.Quantizer) -> None:
 
 
 def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int], classes: int) -> None:
-    """Run two black images through the float model, so that what does not fit shows before anything is written.
+    """Run two black images through the float model, so that a misfit shows before anything is written.
 
     Raises:
         UserError: if the model fails on such images, or has fewer outputs than there are classes.
@@ -163,10 +163,11 @@ def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
     try:
         with evaluating(model), torch.no_grad():
             output = model(torch.zeros(2, *image_shape, device=device))
-    except Exception as error:  # the user's code, or a kernel that finds the image too small
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
+    except Exception as error:  # user code, or an operation for which the image is too small
+        details = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(
-            f"model: {config.model.name} does not run on 2 images of {image_shape} ({said}); another data.image_size?"
+            f"model: {config.model.name} does not run on 2 images of {image_shape} ({details});"
+            " another data.image_size?"
         ) from error
     if config.export.onnx and not isinstance(output, torch.Tensor):
         raise UserError(
@@ -186,5 +187,5 @@ def _spec(tensor: str, default: QuantSpec, config: SpecConfig) -> QuantSpec:
 
 
 def _given(spec: SpecConfig) -> dict[str, Any]:
-    """The fields that the config sets."""
+    """Return the fields that the config sets."""
     return spec.model_dump(exclude_none=True)

@@ -1,4 +1,4 @@
-"""What the training loop does for the rules of a model: annealing, penalties, EWGS's delta."""
+"""The training loop's support for quantization rules: annealing, penalties, EWGS's delta."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,10 @@ from qat.training.loop.evaluation import TrainBatches
 
 
 class RuleSchedule:
-    """Looks once which quantizers of a model want something of the loop, and asks only those.
+    """Calls the hooks of the quantizers that define them; which ones do is found once, at construction.
 
     Args:
-        model: the one that is trained; without quantizers there is nothing to do.
+        model: the model that is trained; without quantizers there is nothing to do.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -26,10 +26,10 @@ class RuleSchedule:
         self.curved = any(q.spec.ewgs == "hessian" for q in quantizers)
 
     def before_epoch(self, loss_of: Callable[[Any], Tensor], batches: TrainBatches) -> None:
-        """Find delta anew on the first batch, where a quantizer has ewgs="hessian".
+        """Update delta from the first batch, if a quantizer has ewgs="hessian".
 
         Raises:
-            UserError: if the model has an operation without a second derivative.
+            UserError: if an operation of the model has no second derivative.
         """
         if self.curved:
             try:
@@ -38,12 +38,12 @@ class RuleSchedule:
                 raise UserError(f"quantization: {error}") from error
 
     def before_step(self, progress: float) -> None:
-        """Tell annealed rules how far the training is, 0 to 1."""
+        """Set the training progress (0 to 1) of annealed rules."""
         for quantizer in self.annealed:
             quantizer.set_progress(progress)
 
     def with_penalty(self, loss: Tensor) -> Tensor:
-        """The loss and what the rules add to it."""
+        """Return the loss plus the penalties of the rules."""
         for quantizer in self.penalised:
             penalty = quantizer.penalty()
             loss = loss if penalty is None else loss + penalty

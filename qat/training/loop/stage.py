@@ -1,4 +1,4 @@
-"""What one stage of training works with."""
+"""The inputs of one stage of training."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,20 +14,20 @@ from qat.training.run.logging import RunLog
 
 @dataclass
 class StageRun:
-    """Everything that one stage of training works with.
+    """Everything that one stage of training needs.
 
     Args:
-        name: of the stage; groups its curves and goes into the checkpoints.
-        stage: how it is optimised.
-        config: the whole run's config: amp, channels_last, log_every; saved in the checkpoints.
-        model: moved to the device and trained in place.
+        name: name of the stage; it groups the curves and is saved in the checkpoints.
+        stage: the settings of the stage.
+        config: the config of the whole run: amp, channels_last, log_every; saved in the checkpoints.
+        model: the model, which is moved to the device and trained in place.
         train, val: the batches.
-        device: from `pick_device`.
-        log: open; gets the curves and one line an epoch.
-        folder: where last.pt and best.pt go.
-        results: plain values (or tensors) of earlier stages, saved in the checkpoints.
+        device: the device from `pick_device`.
+        log: an open log, for the curves and one line per epoch.
+        folder: the folder for last.pt and best.pt.
+        results: plain values (or tensors) from earlier stages, saved in the checkpoints.
         first_step: training steps of the run before this stage, so that the curves of the stages join.
-        keep_best: whether to write best.pt: the weights of the stage's best epoch, as evaluated.
+        keep_best: whether to write best.pt, the weights of the stage's best epoch as evaluated.
     """
 
     name: str
@@ -44,5 +44,5 @@ class StageRun:
     keep_best: bool = True
 
     def step(self, epoch: int, number: int = 0) -> int:
-        """The run's count of steps after `epoch` whole epochs of this stage and `number` steps."""
+        """Return the run's step count after `epoch` whole epochs of this stage and `number` steps."""
         return self.first_step + epoch * len(self.train) + number

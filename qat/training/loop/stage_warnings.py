@@ -1,4 +1,4 @@
-"""Whether a stage has got anywhere: a run that trained to nothing ends well for the machine, and not for its reader."""
+"""Warnings about a stage that learned nothing or lost accuracy, because such a run still exits with status 0."""
 
 import math
 
@@ -6,21 +6,21 @@ from qat.training.config.schema import StageConfig
 from qat.training.loop.evaluation import Evaluation
 
 SIGMAS = 2.0
-"""A difference of so many standard deviations of the validation split's own chance is one."""
+"""Differences count from this many standard deviations on, given the size of the validation split."""
 
 
 def warnings_about(name: str, stage: StageConfig, evaluation: Evaluation, start: float | None) -> list[str]:
-    """Say it where the result of a stage is at chance level, or worse than what the stage started from.
+    """Return a warning if the result of a stage is at chance level, or worse than the stage's starting model.
 
-    Chance level is the share of the most common label, which a model reaches that looks at nothing. A result is above
-    it if it is so by two standard deviations of a share of that many images; where even a perfect one would not be,
-    the split is too small to tell and nothing is said.
+    Chance level is the share of the most common label, which a constant prediction reaches. A result is above chance if
+    it exceeds it by two standard deviations of a share among that many images. If even a perfect result would not, the
+    split is too small to tell and there is no warning.
 
     Args:
-        name: of the stage.
-        stage: how it was optimised.
-        evaluation: of the model as the stage leaves it.
-        start: top1 before the stage, of the same images; None if there was no model to speak of.
+        name: name of the stage.
+        stage: the settings of the stage.
+        evaluation: the evaluation of the model after the stage.
+        start: top1 on the same images before the stage; None if there was no trained model.
     """
     best_constant, count = evaluation.most_common / 100.0, evaluation.count
     margin = 100.0 * SIGMAS * math.sqrt(best_constant * (1.0 - best_constant) / count)

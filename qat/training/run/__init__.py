@@ -1,1 +1,1 @@
-"""A run on the disk and on the terminal: its folder and lock, checkpoints, models, curves, proof, report, its end."""
+"""A run's files and output: folder and lock, checkpoints, weights, log, proof, report, and the exit status."""

@@ -1,9 +1,8 @@
-"""Files of tensors, read only if every byte is what was written, where the file can tell.
+"""Files of tensors with checksums: a damaged file is refused.
 
-Files of torch before 1.6 and safetensors of other programs cannot, and are read as they are.
-
-torch.load does not look at the checksums of the archive that torch.save writes, and safetensors has none: a flipped
-byte would be a weight. Here the first are checked, and a digest of its own goes into each safetensors file.
+torch.load ignores the checksums in the archives of torch.save, and safetensors has none, so a flipped byte would become
+a weight. Here the checksums of archives are compared, and each safetensors file gets a digest. Files of torch before
+1.6 and safetensors of other programs have neither; they are read without a check.
 """
 
 import hashlib
@@ -19,29 +18,29 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 DIGEST = "sha256"
-"""Key of the digest in a safetensors file's metadata."""
+"""The key of the digest in a safetensors file's metadata."""
 
 FOLDER = 0x10
-"""The attribute under which torch takes a member of an archive for a folder, and leaves its tensor uninitialised."""
+"""The attribute of a folder. For a member of an archive that has it, torch leaves the tensor uninitialised."""
 
 CHUNK = 2**20
-"""Bytes that are read at a time."""
+"""Bytes per read."""
 
 
 class DamagedError(Exception):
-    """A file does not hold what was written; the words end a sentence that names the file."""
+    """The content of a file is not what was written; the message is part of a sentence that names the file."""
 
 
 def read_archive(path: Path) -> Any:
-    """Read onto the CPU what torch.save wrote, tensors and plain values only.
+    """Read a file of torch.save onto the CPU, with tensors and plain values only.
 
     Args:
-        path: the file. Files of torch before 1.6 are no archives and have no checksums; they are read as they are.
+        path: the file. Files of torch before 1.6 are not archives and have no checksums; they are read unchecked.
 
     Raises:
         DamagedError: if a checksum is wrong.
         OSError: if the file cannot be read.
-        Exception: of nearly any type, from torch.load, if torch.save did not write it.
+        Exception: of almost any type, from torch.load, if torch.save did not write the file.
     """
     check_archive(path)
     with open(path, "rb") as file:
@@ -49,19 +48,19 @@ def read_archive(path: Path) -> Any:
 
 
 def check_archive(path: Path) -> None:
-    """Compare the checksums of an archive with its content; a file that is no archive has none.
+    """Compare the checksums of an archive with its content; a file that is not an archive passes.
 
     Raises:
-        DamagedError: if one is wrong.
+        DamagedError: if a checksum is wrong.
         OSError: if the file cannot be read.
     """
     if not zipfile.is_zipfile(path):
-        open(path, "rb").close()  # is_zipfile says no to what cannot be read, too
+        open(path, "rb").close()  # raises if the file cannot be read; is_zipfile returns False then
         return
     try:
         with zipfile.ZipFile(path) as archive:
             wrong = [member.filename for member in archive.infolist() if not _is_whole(archive, member)]
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:  # of a damaged header
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:  # from a damaged header
         raise DamagedError(f"its archive is broken: {error}") from error
     if wrong:
         raise DamagedError(f"the checksum of {wrong[0]} is wrong")
@@ -72,28 +71,28 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
     Args:
         path: the file; it is replaced if it exists.
-        tensors: contiguous, on the CPU, none a view of another.
+        tensors: contiguous tensors on the CPU, none of them a view of another.
     """
     save_file(tensors, path, metadata={"format": "pt", DIGEST: _digest(tensors)})
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file; one with a digest of `write_safetensors` must still have it.
+    """Read a safetensors file; if `write_safetensors` wrote it, its digest is checked.
 
     Raises:
-        DamagedError: if it has another.
-        SafetensorError: if it is no safetensors file.
+        DamagedError: if the digest is wrong.
+        SafetensorError: if it is not a safetensors file.
     """
     with safe_open(path, framework="pt", device="cpu") as file:
         metadata = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
     if DIGEST in metadata and metadata[DIGEST] != _digest(tensors):
         raise DamagedError("its tensors are not those that were written")
     return tensors
 
 
 def _is_whole(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:
-    """Compare checksum and length; zipfile itself looks at neither where a flipped length says that nothing is left."""
+    """Compare checksum and length; zipfile checks neither if a flipped length makes the member look empty."""
     checksum, length = 0, 0
     try:
         with archive.open(member) as content:

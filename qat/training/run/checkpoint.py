@@ -1,4 +1,4 @@
-"""Checkpoints: written in one piece, readable without unpickling code, and only taken up by the run they belong to."""
+"""Checkpoints: written atomically, read without unpickling code, and resumed only by the run that they belong to."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -14,24 +14,24 @@ from qat.training.run.archive import DamagedError, read_archive, write_safetenso
 from qat.training.run.files import replacing
 
 FORMAT = 1
-"""Version of the payload; a reader refuses others."""
+"""Version of the payload; `load_checkpoint` refuses others."""
 
 FOREIGN = "the checkpoint is damaged or of another program; remove it to start anew"
 
 PAYLOAD_KEYS = ("stage", "epochs", "model", "state", "results", "config")
 
 FREE_KEYS = ("name", "run_dir", "resume", "device", "log_every", "data.workers", "data.download", "export")
-"""Keys of the config that may differ when a run is resumed: they do not change what is trained."""
+"""Keys of the config that may differ when a run is resumed, because they do not change the training."""
 
 
 @dataclass
 class StageState:
-    """Where a stage of training stands, beside the model's own state.
+    """The state of a training stage, without the state of the model.
 
     Args:
-        epoch: finished epochs.
+        epoch: number of finished epochs.
         best_top1: best validation accuracy so far, in percent.
-        optimizer, schedule, scaler, ema: their state_dicts; ema is None without averaging.
+        optimizer, schedule, scaler, ema: state_dicts; ema is None without averaging.
         rng: states of torch's generators, see `capture_rng`.
     """
 
@@ -44,17 +44,17 @@ class StageState:
     rng: dict[str, Tensor]
 
     def to_payload(self) -> dict[str, Any]:
-        """As a plain dict for `save_checkpoint`; tensors are not copied."""
+        """Return a plain dict for `save_checkpoint`; tensors are not copied."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_payload(cls, payload: dict[str, Any]) -> "StageState":
-        """Back from `to_payload`."""
+        """Rebuild the state from the dict of `to_payload`."""
         return cls(**payload)
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's generators on the CPU and, if the device is one, on the CUDA device."""
+    """Return the states of torch's generators on the CPU and, for a CUDA device, on the device."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -62,19 +62,19 @@ def capture_rng(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_rng(states: dict[str, Tensor], device: torch.device) -> None:
-    """Set torch's generators as they were; a CUDA state is only used on a CUDA device."""
+    """Restore the states of torch's generators; a CUDA state is only used on a CUDA device."""
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
-    """Write a checkpoint in one piece: wherever the process ends, `path` holds the old one or the new.
+    """Write a checkpoint atomically: whenever the process ends, `path` is the old checkpoint or the new one.
 
     Args:
         path: the file; it is replaced if it exists.
         payload: tensors and plain Python values under `PAYLOAD_KEYS`: stage (name), epochs (finished ones), model
-            (state_dict), state (`StageState.to_payload()`, or None if not meant for going on), results and config
+            (state_dict), state (`StageState.to_payload()`, or None if a run cannot resume from it), results and config
             (plain dicts). A `format` version is added.
 
     Raises:
@@ -86,20 +86,20 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint onto the CPU, tensors and plain values only.
+    """Read a checkpoint onto the CPU, with tensors and plain values only.
 
     Args:
         path: a file of `save_checkpoint`.
 
     Raises:
-        UserError: if the file is missing, damaged, of another program or of another version.
+        UserError: if the file is missing or damaged, or from another program or version.
     """
     try:
         payload = read_archive(path)
     except DamagedError as error:
         raise UserError(f"{path}: the checkpoint is damaged ({error}); remove it to start anew") from error
     except OSError as error:
-        if not error.filename:  # torch answers foreign bytes with a dozen types, OSError among them
+        if not error.filename:  # for foreign bytes, torch raises errors of many types, OSError among them
             raise UserError(f"{path}: {FOREIGN}") from error
         raise UserError(f"{path}: cannot read the checkpoint ({error.strerror})") from error
     except Exception as error:
@@ -116,16 +116,16 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahead: tuple[str, ...] = ()) -> None:
-    """Refuse to go on with a config under which the checkpoint would not have been trained.
+    """Refuse to resume if the config differs from the one that the checkpoint was trained with.
 
     Args:
         path: the checkpoint, for the message.
-        saved: its config, as `config.model_dump(mode="json")` gave it.
-        config: the present one; only `FREE_KEYS` may differ,
-        ahead: and these sections, of stages that have not begun.
+        saved: its config, from `config.model_dump(mode="json")`.
+        config: the current config; only `FREE_KEYS` and the sections in `ahead` may differ.
+        ahead: the sections of stages that have not begun.
 
     Raises:
-        UserError: naming the first key that differs, with both values.
+        UserError: with the first key that differs, and both values.
     """
     before, now = dict(_flat(saved)), dict(_flat(config.model_dump(mode="json")))
     for key in [*now, *(key for key in before if key not in now)]:
@@ -139,15 +139,15 @@ def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahea
 
 
 def restore_model(path: Path, payload: dict[str, Any], model: nn.Module) -> None:
-    """Load the model's state of a checkpoint, strictly.
+    """Load the model's state from a checkpoint, strictly.
 
     Args:
         path: the checkpoint, for the message.
-        payload: what `load_checkpoint` gave.
-        model: built and prepared as it was when the checkpoint was written.
+        payload: the result of `load_checkpoint`.
+        model: the model, built and prepared as when the checkpoint was written.
 
     Raises:
-        UserError: if it is of another model, naming the first tensor that differs.
+        UserError: if the checkpoint is from another model, with the first tensor that differs.
     """
     saved, own = payload["model"], model.state_dict()
     for name in [*own, *(name for name in saved if name not in own)]:
@@ -161,16 +161,16 @@ def restore_model(path: Path, payload: dict[str, Any], model: nn.Module) -> None
 
 
 def save_float_weights(path: Path, model: nn.Module) -> None:
-    """Write the model's state_dict as safetensors, in one piece, each shared tensor under all of its names.
+    """Write the model's state_dict atomically as safetensors; a shared tensor is written under all of its names.
 
     Args:
         path: the file; it is replaced if it exists.
-        model: any; on any device.
+        model: any model, on any device.
 
     Raises:
         UserError: if the file cannot be written.
     """
-    # Copies: safetensors refuses views and shared memory, and plain loaders expect every name to be there.
+    # Copies, because safetensors refuses views and shared memory, and simple loaders expect every name.
     tensors = {
         name: torch.clone(tensor.detach().cpu(), memory_format=torch.contiguous_format)
         for name, tensor in model.state_dict().items()
@@ -180,7 +180,7 @@ def save_float_weights(path: Path, model: nn.Module) -> None:
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested keys joined by dots, with their values; an empty section is the same as none."""
+    """Yield nested keys joined by dots, with their values; an empty section yields nothing."""
     for key, value in section.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")

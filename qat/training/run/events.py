@@ -1,8 +1,8 @@
-"""TensorBoard's event files, written here and now.
+"""TensorBoard's event files, written synchronously.
 
-torch's SummaryWriter writes in a thread of its own, in which a full disk or a deleted folder ends as a traceback on
-standard error, and opens the file anew for each flush. These are the same records of the same form, through one open
-file; each is visible at once, and what goes wrong is raised where the point is drawn.
+torch's SummaryWriter writes in its own thread, where a full disk or a deleted folder ends in a traceback on standard
+error, and reopens the file for each flush. This module writes the same records through one open file: each is visible
+at once, and errors are raised where the point is added.
 """
 
 import os
@@ -25,7 +25,7 @@ class EventFile:
 
     Args:
         folder: an existing folder.
-        purge_step: TensorBoard hides the points of the folder's earlier files from this step on.
+        purge_step: TensorBoard hides points of earlier files in the folder from this step on.
 
     Raises:
         UserError: here and in each method, if the file cannot be written.
@@ -45,7 +45,7 @@ class EventFile:
         self._write(step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]))
 
     def close(self) -> None:
-        """Close the file, also where the last point could not be written."""
+        """Close the file, even if the last point could not be written."""
         with self._errors_reported():
             self._file.close()
 

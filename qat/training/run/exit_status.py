@@ -1,6 +1,6 @@
-"""How the command ends when it does not end well: one sentence on standard error, and the status that a shell expects.
+"""The end of a command that fails: one sentence on standard error, and the exit status that a shell expects.
 
-What was trained up to the last finished epoch stands in last.pt, and resume=auto goes on from it.
+The training up to the last finished epoch is in last.pt, from which resume=auto continues.
 """
 
 import io
@@ -21,20 +21,20 @@ from qat.training.errors import UserError
 HOW_TO_RESUME = "resume=auto goes on from the last finished epoch"
 
 ENDING_SIGNALS = [each for each in signal.Signals if each.name in ("SIGTERM", "SIGHUP")]
-"""Signals of schedulers and of terminals that close, answered as Ctrl-C is."""
+"""Signals from schedulers and closing terminals; they are handled like Ctrl-C."""
 
 EX_SOFTWARE = 70
-"""The status of our own mistakes, which keep their traceback (sysexits.h)."""
+"""The status for bugs of the program, which are shown with their traceback (sysexits.h)."""
 
 LOST_LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by signal: [\w ]+|exited)")
-"""What torch says, in a RuntimeError, when a loader process dies."""
+"""The message of torch's RuntimeError for a loader process that died."""
 
 
 class SignalledError(KeyboardInterrupt):
-    """One of `ENDING_SIGNALS`, on its way through whatever Ctrl-C would go through.
+    """One of `ENDING_SIGNALS` as an exception; it unwinds the program as Ctrl-C does.
 
     Args:
-        number: of the signal.
+        number: the number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -43,35 +43,37 @@ class SignalledError(KeyboardInterrupt):
 
 
 def exit_status(run: Callable[[], int]) -> int:
-    """Run, and turn what the world around a program does to it into a sentence and a status.
+    """Run a program, and turn errors and signals into a sentence and an exit status.
 
     Args:
-        run: the program; its own status comes back if it ends by itself.
+        run: the program; its own status is returned if it ends normally.
 
     Returns:
-        2 for what the user can mend (a config, a disk, memory), 70 for a mistake of the program, and 128 plus the
-        signal for what asked the run to end: 130 for Ctrl-C, 143 for SIGTERM, 141 for a pipe that was closed.
+        2 for what the user can fix (a config, a disk, memory), 70 for a bug of the program, and 128 plus the signal if
+        the run was asked to end: 130 for Ctrl-C, 143 for SIGTERM, 141 for a closed pipe.
     """
-    with _spelled_out(sys.stdout), _spelled_out(sys.stderr), _signals_raised() as ignore_signals:
+    escaped = _escaping_unknown_characters
+    with escaped(sys.stdout), escaped(sys.stderr), _signals_raised() as ignore_signals:
         try:
             status = run()
             if sys.stdout is not None:
-                with output_errors_reported():  # here, where it may fail, and not when Python ends
+                with output_errors_reported():  # flush now, so that an error is reported and not lost at Python's exit
                     sys.stdout.flush()
             return status
         except BaseException as error:
-            ignore_signals()  # another one would interrupt the end that is told
-            end = _end(error)
-            _forget_output()
-            return _said(*end)
+            ignore_signals()  # another signal would interrupt the report
+            status, message = _status_and_message(error)
+            _discard_output()
+            _print_error(message)
+            return status
 
 
 @contextmanager
 def output_errors_reported() -> Iterator[None]:
-    """Name standard output where it cannot be written.
+    """Turn errors of writing to standard output into sentences.
 
     Raises:
-        BrokenPipeError: if nobody reads it any more.
+        BrokenPipeError: if the reader has closed the pipe.
         UserError: if it cannot be written for another reason.
     """
     try:
@@ -83,16 +85,17 @@ def output_errors_reported() -> Iterator[None]:
 
 
 def memory_shortage(error: BaseException) -> str | None:
-    """The sentence for an error of a machine that is short of memory, in this process or a loader's; None for others.
+    """Return the sentence for an error caused by a lack of memory, here or in a loader process; None for other errors.
 
-    torch has no types of its own for most of them, and raises for a dead loader process wherever the main thread is.
+    torch has no exception types for most of these errors. It raises for a dead loader process wherever the main thread
+    is at that moment.
     """
     words = " ".join(str(error).split())
     lost = LOST_LOADER.match(words) if isinstance(error, RuntimeError) else None
     if lost or (isinstance(error, ConnectionError | EOFError) and _came_over_a_connection(error)):
-        said = lost[0] if lost else words or type(error).__name__
+        details = lost[0] if lost else words or type(error).__name__
         return (
-            f"data.workers: a loader process was lost ({said}), as one is that finds too little memory; try fewer of"
+            f"data.workers: a loader process was lost ({details}), as one is that finds too little memory; try fewer of"
             f" them; {HOW_TO_RESUME}"
         )
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in words:
@@ -104,8 +107,7 @@ def memory_shortage(error: BaseException) -> str | None:
     return None
 
 
-def _end(error: BaseException) -> tuple[int, str]:
-    """The status and what is said."""
+def _status_and_message(error: BaseException) -> tuple[int, str]:
     if isinstance(error, UserError):
         return 2, str(error)
     if isinstance(error, SignalledError):
@@ -124,34 +126,33 @@ def _end(error: BaseException) -> tuple[int, str]:
 
 
 def _came_over_a_connection(error: BaseException) -> bool:
-    """Whether Python's multiprocessing raised it: where loader processes are read."""
+    """Whether Python's multiprocessing raised the error, as for the connections to loader processes."""
     return any("multiprocessing" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
 
 
-def _said(status: int, words: str) -> int:
+def _print_error(message: str) -> None:
     if sys.stderr is not None:
         try:
-            print(words, file=sys.stderr, flush=True)
-        except OSError:  # nobody reads this any more, either
-            _forget_output()
-    return status
+            print(message, file=sys.stderr, flush=True)
+        except OSError:  # standard error is closed, too
+            _discard_output()
 
 
-def _forget_output() -> None:
-    """Lead both outputs to nowhere, so that Python does not stumble over what they still hold when it ends."""
+def _discard_output() -> None:
+    """Redirect outputs that cannot be written to the null device, so that Python's flush at exit does not fail."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except OSError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            with suppress(OSError, ValueError):  # a stream of a test, without a number
+            with suppress(OSError, ValueError):  # a test's stream may have no file descriptor
                 os.dup2(nowhere, stream.fileno())
             os.close(nowhere)
 
 
 @contextmanager
-def _spelled_out(stream: object) -> Iterator[None]:
-    """Write what a terminal's encoding lacks (a folder's name) as \\x escapes, instead of failing."""
+def _escaping_unknown_characters(stream: object) -> Iterator[None]:
+    """Write characters that the terminal's encoding lacks (in a folder's name) as \\x escapes instead of failing."""
     if not isinstance(stream, io.TextIOWrapper):
         yield
         return
@@ -166,15 +167,15 @@ def _spelled_out(stream: object) -> Iterator[None]:
 
 @contextmanager
 def _signals_raised() -> Iterator[Callable[[], None]]:
-    """Raise `SignalledError` for the first signal, and ignore further ones; yields what ignores the first one too."""
-    main = threading.current_thread() is threading.main_thread()  # only it may
+    """Raise `SignalledError` for the first signal, and ignore further ones; yield a function that ignores all."""
+    main = threading.current_thread() is threading.main_thread()  # other threads may not set handlers
     # Only signals with the default handler: under nohup, SIGHUP stays ignored.
     mine = [each for each in ENDING_SIGNALS if main and signal.getsignal(each) is signal.SIG_DFL]
 
     def answer(handler: signal.Handlers) -> None:
         for each in mine:
             signal.signal(each, handler)
-        if main and hasattr(signal, "SIGCHLD"):  # torch raises for each loader process that dies
+        if main and hasattr(signal, "SIGCHLD"):  # torch's handler raises for each loader process that dies
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def ignore() -> None:

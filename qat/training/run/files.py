@@ -1,4 +1,4 @@
-"""The files of a run: each is written in one piece, into the folder that the run has locked."""
+"""The files of a run, each written atomically into the folder that the run has locked."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,23 +12,23 @@ from qat.training.run.lock import check_folder
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file as UTF-8, in one piece: wherever the process ends, `path` holds the old text or the new.
+    """Write a text file as UTF-8, atomically: whenever the process ends, `path` has the old text or the new one.
 
     Args:
         path: the file; it is replaced if it exists.
-        text: what it will hold.
+        text: the new content.
 
     Raises:
         UserError: if the file cannot be written.
     """
     with replacing(path) as temporary:
-        # File names of other encodings than UTF-8 reach Python as half characters; they are spelled out.
+        # Python reads file names that are not UTF-8 with lone surrogates, which are written as escapes.
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file under a temporary name beside `path`, then put it in its place once it is on the disk.
+    """Write a file of the run atomically; see `atomic_write`.
 
     Raises:
         UserError: if the file cannot be written, or its folder is no longer the one that the run has locked.
@@ -37,21 +37,21 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         with atomic_write(path, temporary_of(path)) as temporary:
             yield temporary
-            check_folder(path.parent)  # writing may take minutes: an export does
+            check_folder(path.parent)  # again, because writing may take minutes, as for an export
     except (OSError, RuntimeError, SafetensorError) as error:
-        reason = _disk_trouble(error)
+        reason = _system_error(error)
         if reason is None:
             raise
         raise UserError(f"{path}: cannot write it ({reason})") from error
 
 
 def temporary_of(path: Path) -> Path:
-    """The name under which a file is written before it takes its place."""
+    """The temporary name under which a file is written before it is renamed."""
     return path.with_name(f".{path.name}.tmp")
 
 
-def _disk_trouble(error: BaseException) -> str | None:
-    """What the operating system said, if that is at the root: torch and safetensors wrap it in their own errors."""
+def _system_error(error: BaseException) -> str | None:
+    """The operating system's message, if it is the cause; torch and safetensors wrap it in their own errors."""
     if isinstance(error, SafetensorError):
         return str(error)
     while not isinstance(error, OSError):

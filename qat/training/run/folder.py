@@ -1,4 +1,4 @@
-"""The folder that a run writes into: a new one, or its own, in which it goes on. No other run's files are touched."""
+"""The folder that a run writes into: a new one, or its own when it resumes. Files of other runs are never touched."""
 
 import json
 import os
@@ -15,30 +15,30 @@ from qat.training.run.files import temporary_of
 from qat.training.run.lock import LOCK, FolderInUseError, RunLock
 
 RUNS = Path("runs")
-"""Parent of the default run folders, where the user stands."""
+"""Parent of the default run folders, relative to the current folder."""
 
 LAST_CHECKPOINT = "last.pt"
 RESOLVED_CONFIG = "config.yaml"
-"""Written at the start."""
+"""The config with all defaults, written at the start."""
 
 FLOAT_WEIGHTS = "float.safetensors"
 LAYERS = "layers.txt"
 MODEL = "model.onnx"
 
 SUMMARY = "summary.json"
-"""Written at the very end: a folder that holds it is of a finished run."""
+"""Written at the very end: a run folder with this file is finished."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run writes; a context manager that gives the folder back at the end.
+    """The folder of a run; a context manager that releases the lock at the end.
 
     Args:
-        path: the folder; it exists and is new or empty, or holds the checkpoint. The path of a locked one begins at the
-            root, so that a chdir changes nothing.
-        checkpoint: its last.pt to resume from, or None for a run from the start.
-        finished: the exit status of the finished run that it holds, or None where there is something left to do.
-        lock: what keeps other runs out; None for a finished one.
+        path: the folder; it exists and is new or empty, or contains the checkpoint. The path of a locked folder is
+            absolute, so that a chdir does not matter.
+        checkpoint: its last.pt to resume from, or None for a new run.
+        finished: the exit status of the finished run in the folder, or None if there is something left to do.
+        lock: keeps other runs out; None for a finished run.
     """
 
     path: Path
@@ -57,17 +57,17 @@ class RunFolder:
 
 
 def open_run_folder(config: RunConfig) -> RunFolder:
-    """Make or find the folder of a run: `config.run_dir`, or by default runs/<name>, runs/<name>-2 and so on.
+    """Create or find the folder of a run: `config.run_dir`, or by default runs/<name>, runs/<name>-2 and so on.
 
-    With `resume: auto` a folder with a last.pt is gone on with: the given one, or by default that with the highest
-    number. Where there is none the run starts anew; where the run is finished there is nothing to do.
+    With `resume: auto`, the run continues in the given folder, or by default in the one with the highest number, if it
+    has a last.pt. If there is none, a new run starts; if the run is finished, there is nothing to do.
 
     Args:
-        config: run_dir, name and resume are read; all of it is compared with that of a finished run.
+        config: its run_dir, name and resume choose the folder; the whole config is compared with a finished run's.
 
     Raises:
-        UserError: if the folder is occupied, in use, unwritable or not a folder, its parent is missing, or it holds a
-            finished run of another config.
+        UserError: if the folder is occupied, in use, unwritable or not a folder, its parent is missing, or it contains
+            a finished run with another config.
     """
     if config.run_dir is not None:
         path = Path(os.path.expanduser(config.run_dir))
@@ -95,7 +95,7 @@ def _given_folder(path: Path, config: RunConfig) -> RunFolder:
 
 
 def _locked(path: Path, config: RunConfig) -> RunFolder:
-    """Lock a folder; it is looked at before, as nothing is written into one that is refused, and once it is ours."""
+    """Lock a folder. It is checked before, so that nothing is written into a refused folder, and after locking."""
     _checkpoint(path, config)
     lock = RunLock(path)
     try:
@@ -106,32 +106,32 @@ def _locked(path: Path, config: RunConfig) -> RunFolder:
 
 
 def _checkpoint(path: Path, config: RunConfig) -> Path | None:
-    """What a run in this folder goes on from; None if it starts there."""
+    """The checkpoint that a run in this folder resumes from; None if it is a new run."""
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise UserError(f"{path}: this folder is not writable; choose another run_dir or change its permissions")
     resume = config.resume == "auto"
     if resume and (path / LAST_CHECKPOINT).is_file():
         return path / LAST_CHECKPOINT
-    # A run that was killed before it wrote its config leaves these.
-    left = {LOCK, temporary_of(path / RESOLVED_CONFIG).name}
-    if {entry.name for entry in path.iterdir()} <= left:
+    # A run that was killed before it wrote its config leaves these files.
+    leftovers = {LOCK, temporary_of(path / RESOLVED_CONFIG).name}
+    if {entry.name for entry in path.iterdir()} <= leftovers:
         return None
     if resume and (path / RESOLVED_CONFIG).is_file():
-        return None  # ours, stopped before its first epoch ended
+        return None  # this run, stopped before the end of its first epoch
     if resume:
         raise UserError(f"run_dir: '{path}' is not empty and has no last.pt to go on from; choose another")
     raise UserError(f"run_dir: '{path}' is not empty; choose another, or set resume=auto to go on from its last.pt")
 
 
 def _finished(path: Path, config: RunConfig) -> int | None:
-    """The exit status of the run in this folder, if it has done all that the config asks for.
+    """The exit status of the run in this folder, if it has done everything that the config asks for.
 
     Raises:
-        UserError: if it was a run of another config.
+        UserError: if it was a run with another config.
     """
     try:
         summary = json.loads((path / SUMMARY).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # none, or cut off: the run does its end again
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # missing or truncated: the run repeats its end
         return None
     if not isinstance(summary, dict) or (config.export.onnx and "onnx" not in summary):
         return None
@@ -141,7 +141,7 @@ def _finished(path: Path, config: RunConfig) -> int | None:
 
 
 def _numbered_folders(name: str) -> dict[int, Path]:
-    """What exists of runs/<name> (number 1), runs/<name>-2 ..."""
+    """The existing folders among runs/<name> (number 1), runs/<name>-2 ..., by number."""
     pattern = re.compile(re.escape(name) + r"(?:-([1-9]\d*))?")
     found: dict[int, Path] = {}
     try:
@@ -155,7 +155,7 @@ def _numbered_folders(name: str) -> dict[int, Path]:
 
 
 def _next_folder(config: RunConfig, number: int) -> RunFolder:
-    """Create the first free folder from this number on; another run may take one at the same moment."""
+    """Create the first free folder from this number on; another run may take one at the same time."""
     try:
         RUNS.mkdir(exist_ok=True)
     except OSError as error:

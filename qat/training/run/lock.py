@@ -1,6 +1,6 @@
-"""One run at a time in a folder: a lock that ends with the process, however the process ends.
+"""A lock so that only one run at a time writes into a folder; it ends with the process, however the process ends.
 
-It is a lock of POSIX; Windows has none, and no runs.
+It is a POSIX lock. Windows has none, so runs do not work there.
 """
 
 import errno
@@ -21,10 +21,10 @@ except ImportError:  # Windows
 logger = logging.getLogger("qat")
 
 LOCK = ".lock"
-"""The locked file of a run folder; it says who writes there, and is gone after a run that ended by itself."""
+"""The locked file in a run folder. It names the writing process; a run that ends normally removes it."""
 
 _held: "dict[str, RunLock]" = {}
-"""The locks of this process, by real path: the system's keep apart processes, not the threads of one."""
+"""The locks of this process, by real path, because the system's locks only separate processes, not threads."""
 _guard = threading.Lock()
 
 
@@ -35,22 +35,22 @@ class FolderInUseError(UserError):
 class RunLock:
     """The right to write into a folder, held from construction to `release`.
 
-    The lock is POSIX's (`fcntl.lockf`): the system ends it with the process, loader processes do not inherit it (they
-    live on for seconds after their parent was killed), and NFS knows it on every host. A file system without such
-    locks is named in a warning.
+    The lock is a POSIX lock (`fcntl.lockf`): the system releases it with the process, loader processes do not inherit
+    it (they survive a killed parent for seconds), and NFS shares it between hosts. On a file system without such
+    locks, there is a warning.
 
     Args:
         folder: an existing, writable folder.
 
     Raises:
-        FolderInUseError: if another run holds the lock, with its process and its host.
-        UserError: if the file of the lock cannot be written, or the platform has no such locks.
+        FolderInUseError: if another run holds the lock; the message names its process and host.
+        UserError: if the lock file cannot be written, or the platform has no such locks.
     """
 
     def __init__(self, folder: Path) -> None:
         if fcntl is None:
             raise UserError(f"{folder}: a run needs POSIX's file locks, which are missing; use Linux, macOS or WSL")
-        self.folder = folder.absolute()  # what it is called, wherever a chdir or a link leads later
+        self.folder = folder.absolute()  # the name at locking time, whatever a chdir or a link changes later
         self._path = self.folder / LOCK
         self._key = os.path.realpath(folder)
         with _guard:
@@ -63,7 +63,7 @@ class RunLock:
             _held[self._key] = self
 
     def check(self) -> None:
-        """Make sure that the folder is still the one that was locked.
+        """Check that the folder is still the one that was locked.
 
         Raises:
             UserError: if the folder was moved, deleted or replaced, so that another run may write there.
@@ -75,13 +75,13 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Give the folder back; more than once does nothing."""
+        """Release the lock; further calls do nothing."""
         with _guard:
             if _held.get(self._key) is not self:
                 return
             del _held[self._key]
             try:
-                with suppress(OSError):  # it would hide how the run ended, and a file that stays keeps nobody out
+                with suppress(OSError):  # an error here would hide the run's own, and a remaining file locks nothing
                     if self._is_ours(self._descriptor):
                         self._path.unlink()
             finally:
@@ -93,7 +93,7 @@ class RunLock:
             try:
                 before = os.read(descriptor, 1000).decode(errors="replace").strip()
                 self._lock(descriptor, before)
-                if self._is_ours(descriptor):  # else its last holder took it away since it was opened
+                if self._is_ours(descriptor):  # otherwise the last holder removed the file after it was opened
                     self._sign(descriptor, before)
                     return descriptor
             except BaseException:
@@ -133,9 +133,9 @@ class RunLock:
 
 
 def check_folder(folder: Path) -> None:
-    """`RunLock.check` of the lock that this process holds on a folder; nothing for a folder that it has not locked.
+    """Call `RunLock.check` for the lock that this process holds on a folder; do nothing for a folder without a lock.
 
-    The folder counts by its name, as a link may lead elsewhere by now.
+    Folders are compared by name, because a link may lead elsewhere by now.
 
     Raises:
         UserError: if the folder is no longer the one that was locked.

@@ -1,4 +1,4 @@
-"""What a run shows: TensorBoard curves, lines and tables on standard output, progress bars on standard error."""
+"""A run's output: TensorBoard curves, lines and tables on standard output, progress bars on standard error."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -15,16 +15,16 @@ from qat.training.run.events import EventFile
 from qat.training.run.exit_status import output_errors_reported
 
 SPARSE_SECONDS = 30.0
-"""Between two lines of a progress bar that goes to a file: an hour is 120 lines."""
+"""Seconds between two lines of a progress bar in a file: 120 lines per hour."""
 
 
 class RunLog:
-    """The curves and the words of one run; a context manager that closes its event file.
+    """The curves and the text output of one run; a context manager that closes its event file.
 
-    Steps are counted over the whole run, so that curves of a resumed run join (see `resume`).
+    Steps are counted over the whole run, so that the curves of a resumed run join (see `resume`).
 
     Args:
-        folder: an existing run folder; the TensorBoard event files are written into it.
+        folder: an existing run folder, for the TensorBoard event files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,26 +39,26 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         events, self._events = self._events, None
-        with suppress(UserError) if error is not None else nullcontext():  # it would hide the error
+        with suppress(UserError) if error is not None else nullcontext():  # a second error would hide the first
             if events is not None:
                 events.close()
 
     def resume(self, step: int) -> None:
-        """Go on after this step: points of the interrupted run that lie behind it are hidden by TensorBoard."""
+        """Continue after this step; TensorBoard then hides later points of the interrupted run."""
         assert self._events is not None, "RunLog: resume() outside of the with block"
         self._events.close()
         self._events = EventFile(self.folder, purge_step=step + 1)
 
     def scalar(self, tag: str, value: float, step: int) -> None:
-        """Add a point to the curve `tag`; the part before the first slash groups the curves."""
+        """Add a point to the curve `tag`; TensorBoard groups curves by the part before the first slash."""
         assert self._events is not None, "RunLog: scalar() outside of the with block"
         self._events.scalar(tag, value, step)
 
     def say(self, text: str) -> None:
-        """Print a line on standard output, above a progress bar where one is shown.
+        """Print text on standard output, above a progress bar if there is one.
 
         Raises:
-            BrokenPipeError: if nobody reads it any more.
+            BrokenPipeError: if the reader has closed the pipe.
             UserError: if it cannot be written for another reason.
         """
         if sys.stdout is None:  # closed before the run began (`>&-`)
@@ -73,14 +73,13 @@ class RunLog:
 
 
 def progress_bar(batches: Iterable[Any], description: str | None, total: int) -> "tqdm[Any]":
-    """Iterate with a bar on standard error that vanishes at the end; a context manager, so that errors clear it too.
+    """Iterate with a bar on standard error that disappears at the end; a context manager, so that errors clear it too.
 
-    Where standard error is a file, nothing is written in the first 30 seconds and then one line in 30 seconds, so
-    that logs stay small.
+    If standard error is a file, there is one line every 30 seconds, so that logs stay small.
 
     Args:
-        batches: what to iterate over.
-        description: the words before the bar; None for no bar.
+        batches: the batches to iterate over.
+        description: the text before the bar; None for no bar.
         total: number of batches.
     """
     terminal = sys.stderr is not None and sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""The float model that a run starts from: a torchvision builder by name, or a callable of the user's own."""
+"""The float model that a run starts from: a torchvision model by name, or a callable of the user's."""
 
 import hashlib
 import inspect
@@ -25,11 +25,11 @@ def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
     """Build the float model that `config` names, on the CPU, with its weights.
 
     Args:
-        config: the section `model` of a run's config; its own num_classes comes first.
-        num_classes: classes of the data set, at least 1.
+        config: the section `model` of a run's config; its num_classes takes precedence.
+        num_classes: number of classes of the data set, at least 1.
 
     Raises:
-        UserError: an unknown name, an argument or weights that do not fit, a file or a network that is not there.
+        UserError: for an unknown name, arguments or weights that do not fit, or a missing file or network.
     """
     if config.weights is not None and config.checkpoint is not None:
         raise UserError(
@@ -41,7 +41,7 @@ def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
     classes = num_classes if config.num_classes is None else config.num_classes
     if classes < num_classes:
         raise UserError(f"model.num_classes: {classes} is fewer than the data set's {num_classes} classes")
-    model = _own_model(config, classes) if ":" in config.name else _torchvision_model(config, classes)
+    model = _users_model(config, classes) if ":" in config.name else _torchvision_model(config, classes)
     if config.checkpoint is not None:
         load_weights(model, config.checkpoint, config.name)
     return model
@@ -57,40 +57,40 @@ def _torchvision_model(config: ModelConfig, classes: int) -> nn.Module:
         if key in config.kwargs:
             raise UserError(f"model.kwargs: {key} has a field of its own; set model.weights")
     weights = None if config.weights is None else _weights(config.name, config.weights)
-    # torchvision loads weights into their own number of classes only; the classifier is renewed afterwards.
+    # torchvision loads weights only into a model with their number of classes; the classifier is replaced afterwards.
     built = classes if weights is None else len(weights.meta["categories"])
     try:
         with warnings.catch_warnings():
-            # GoogLeNet and Inception announce another default of init_weights; whoever cares sets it in kwargs.
+            # GoogLeNet and Inception announce a new default of init_weights; users can set it in kwargs.
             warnings.simplefilter("ignore", FutureWarning)
             model: nn.Module = torchvision.models.get_model(
                 config.name, weights=weights, num_classes=built, **config.kwargs
             )
-    except Exception as error:  # only the user's kwargs are left as a cause
+    except Exception as error:  # only the user's kwargs can be the cause
         raise UserError(f"model.kwargs: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
     if built != classes:
-        name = _renew_classifier(model, classes)
+        name = _replace_classifier(model, classes)
         logger.info("model.weights: %s has %d classes; %s is new, with %d", config.weights, built, name, classes)
     return model
 
 
 def _weights(name: str, wanted: str) -> Any:
-    """Return the torchvision weights of that name, once their file is known to be there and readable."""
+    """Return the torchvision weights of that name, after their file has been found or downloaded, and read."""
     known = torchvision.models.get_model_weights(name)
-    # Weights without categories (vgg16's IMAGENET1K_FEATURES) have no classifier to speak of: its values are NaN.
+    # Weights without categories (vgg16's IMAGENET1K_FEATURES) have a classifier of NaNs.
     usable = [key for key, entry in known.__members__.items() if entry.meta["categories"] is not None]
     key = wanted.removeprefix(f"{known.__name__}.")
     if key not in usable:
         raise UserError(f"model.weights: {name} has no '{wanted}'; it has {', '.join(sorted(usable))}")
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     file = folder / known[key].url.rsplit("/", 1)[1]
-    was_there = file.exists()
-    if was_there:  # torchvision looks at the hash of what it downloads, and never again
+    existed = file.exists()
+    if existed:  # torchvision checks the hash of a file only when it downloads it
         _check_hash(file)
     try:
         known[key].get_state_dict(progress=True, check_hash=True)
-    except Exception as error:  # network, disk, hash, damaged file: each layer raises its own
-        if was_there:
+    except Exception as error:  # network, disk, hash and damaged file each raise their own errors
+        if existed:
             raise UserError(f"model.weights: '{file}' is damaged ({reason(error)}); delete it") from error
         raise UserError(
             f"model.weights: {key} of {name} could not be downloaded ({reason(error)}); put {file.name} into "
@@ -100,24 +100,24 @@ def _weights(name: str, wanted: str) -> Any:
 
 
 def _check_hash(file: Path) -> None:
-    """Hold a file against the hash in its name."""
-    said = torch.hub.HASH_REGEX.search(file.name)
+    """Compare a file with the hash in its name."""
+    expected = torch.hub.HASH_REGEX.search(file.name)
     try:
         found = hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:
         raise UserError(f"model.weights: '{file}' cannot be read ({error.strerror})") from error
-    if said is not None and not found.startswith(said[1]):
+    if expected is not None and not found.startswith(expected[1]):
         raise UserError(
-            f"model.weights: '{file}' is damaged (its sha256 begins with {found[: len(said[1])]}); delete it, or if"
+            f"model.weights: '{file}' is damaged (its sha256 begins with {found[: len(expected[1])]}); delete it, or if"
             " it is your own use model.checkpoint"
         )
 
 
-def _renew_classifier(model: nn.Module, classes: int) -> str:
-    """Replace the last linear or convolutional layer by a fresh one with `classes` outputs; return its name."""
+def _replace_classifier(model: nn.Module, classes: int) -> str:
+    """Replace the last linear or convolutional layer by a new one with `classes` outputs; return its name."""
     name, old = last_layer(model)
     bias = getattr(old, "bias", None) is not None
-    if isinstance(old, nn.Conv2d):  # SqueezeNet's, 1 x 1
+    if isinstance(old, nn.Conv2d):  # in SqueezeNet, 1 x 1
         new: nn.Module = nn.Conv2d(old.in_channels, classes, kernel_size=1, bias=bias)
     else:
         assert isinstance(old, nn.Linear), f"torchvision model without a classifier: {type(old).__name__}"
@@ -127,7 +127,7 @@ def _renew_classifier(model: nn.Module, classes: int) -> str:
     return name
 
 
-def _own_model(config: ModelConfig, classes: int) -> nn.Module:
+def _users_model(config: ModelConfig, classes: int) -> nn.Module:
     if config.weights is not None:
         raise UserError(
             f"model.weights: '{config.weights}' has no effect with '{config.name}'; torchvision's weights are for its "

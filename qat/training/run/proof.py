@@ -1,5 +1,5 @@
-"""The proof at the end of a run: the exported file next to the model, with exact products and as the runtime's default
-multiplies here."""
+"""The proof at the end of a run: a comparison of the exported file with the model, with exact products and in the
+runtime's default session."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from qat.training.errors import UserError
 from qat.training.run.report import onnx_results, session_results
 
 MIN_AGREEMENT = 0.995
-"""Share of equal predictions below which the exported model is not the trained one."""
+"""Share of equal predictions below which the proof fails."""
 
 FLOAT_OPERATORS = ("Conv", "FusedConv", "ConvTranspose", "Gemm", "MatMul", "FusedGemm", "FusedMatMul")
 
@@ -28,12 +28,12 @@ WAYS_OUT = (
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found out about an exported file.
+    """The results of the comparison.
 
     Attributes:
         results: the `onnx` section of summary.json.
-        layers: every layer's integers, with exact products.
-        saturation: which layers may saturate in sums of 16 bits.
+        layers: the differences of every layer's integers, with exact products.
+        saturation: which layers may saturate in 16-bit sums.
     """
 
     results: dict[str, Any]
@@ -41,7 +41,7 @@ class Proof:
     saturation: list[Saturation]
 
     def problems(self) -> list[str]:
-        """Why the file is not the model, as parts of one sentence; none if it is."""
+        """The reasons why the proof fails, as parts of one sentence; empty if it does not."""
         found = []
         if not self.results["agreement"] >= MIN_AGREEMENT:
             found.append(f"only {100 * self.results['agreement']:.2f} % of its predictions are the torch model's")
@@ -51,26 +51,26 @@ class Proof:
         return found
 
     def sentences(self) -> list[str]:
-        """What the log says."""
-        said = [f"ONNX Runtime: {_answers(self.results)}{self._most_differing()}"]
+        """The lines for the log."""
+        lines = [f"ONNX Runtime: {_answers(self.results)}{self._most_differing()}"]
         operators = self.results["operators"]
         left = ", ".join(f"{operators[name]} {name}" for name in FLOAT_OPERATORS if name in operators)
         if left:
-            said.append(f"ONNX Runtime computes these in float: {left}; layers.txt says which layers stay float")
+            lines.append(f"ONNX Runtime computes these in float: {left}; layers.txt says which layers stay float")
         default, layers = self.results.get("default_session"), _count_saturating(self.saturation)
         if default and layers:
-            said.append(
+            lines.append(
                 "ONNX Runtime's default session adds pairs of products in 16 bits on this processor (no VNNI), where"
                 f" {layers} of {len(self.saturation)} layers may saturate: {_answers(default)}; {WAYS_OUT}"
             )
-        return said
+        return lines
 
     def _most_differing(self) -> str:
         most = self.results["layers"]["most_differing"]
         return next((f", {count:,} of them in {name}" for name, count in most.items()), "")
 
     def saturation_table(self) -> str:
-        """For layers.txt: the layers that may saturate in sums of 16 bits."""
+        """The table for layers.txt of the layers that may saturate in 16-bit sums."""
         layers = _count_saturating(self.saturation)
         if not layers:
             return "sums of two products fit 16 bits in every layer: exact on x86 without VNNI in any session"
@@ -83,15 +83,15 @@ class Proof:
 
 
 def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
-    """Run the file over the batches and compare its answers, and every layer's integers on the first batch.
+    """Run the file over the batches and compare its predictions, and every layer's integers on the first batch.
 
     Args:
-        path: of `export_onnx`.
-        model: that it was made from.
-        batches: (images, labels), which can be gone through several times.
+        path: the file of `export_onnx`.
+        model: the exported model.
+        batches: (images, labels); they are iterated several times.
 
     Raises:
-        UserError: if ONNX Runtime multiplies exactly in no session here.
+        UserError: if ONNX Runtime has no session with exact products on this machine.
     """
     try:
         needs_option()

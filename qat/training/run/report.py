@@ -1,4 +1,4 @@
-"""What a run ends with: summary.json and a small table on the terminal."""
+"""The report at the end of a run: summary.json and a small table on the terminal."""
 
 import json
 import math
@@ -23,10 +23,10 @@ ROWS = {
     "onnx": "ONNX Runtime, integers",
     "onnx.default_session": "ONNX Runtime, default session",
 }
-"""Keys of the results (nested ones behind a dot), in the order of the table, and how the table calls them."""
+"""Keys of the results (nested keys after a dot) and their names in the table, in its order."""
 
 MOST_DIFFERING = 3
-"""Of so many layers the summary says how many of their integers differ."""
+"""Number of layers for which the summary gives the number of differing integers."""
 
 
 def onnx_results(
@@ -39,11 +39,11 @@ def onnx_results(
     """The `onnx` section of summary.json.
 
     Args:
-        verification: over the whole validation split.
+        verification: the comparison over the whole validation split.
         layers: the layer-by-layer comparison on one batch.
-        operators: what ONNX Runtime runs after its optimisation.
-        size: of the file, in bytes.
-        saturation: of every layer.
+        operators: the operators that ONNX Runtime runs after its optimisation, with their counts.
+        size: size of the file in bytes.
+        saturation: the saturation of every layer.
     """
     return {
         **session_results(verification, layers),
@@ -65,7 +65,7 @@ def onnx_results(
 
 
 def session_results(verification: Verification, layers: list[LayerDifference]) -> dict[str, Any]:
-    """How one kind of session answers; arguments are those of `onnx_results`."""
+    """The results of one kind of session; the arguments are those of `onnx_results`."""
     most = sorted(layers, key=lambda layer: -layer.differing)[:MOST_DIFFERING]
     difference = verification.max_difference
     return {
@@ -83,9 +83,9 @@ def session_results(verification: Verification, layers: list[LayerDifference]) -
 
 
 def write_summary(path: Path, config: RunConfig, results: dict[str, Any], seconds: float, status: int) -> None:
-    """Write summary.json in one piece: the results, what one needs to get them again, and the run's exit status.
+    """Write summary.json atomically: the results, what is needed to reproduce them, and the run's exit status.
 
-    Of the processor it says what multiplies integers exactly, and the kind that QAT_PROCESSOR takes it for.
+    It also records what multiplies integers exactly on the processor, and the value of QAT_PROCESSOR.
     """
     summary = {
         "name": config.name,
@@ -109,7 +109,7 @@ def write_summary(path: Path, config: RunConfig, results: dict[str, Any], second
 
 
 def table_rows(results: dict[str, Any]) -> list[list[str]]:
-    """The table: a row a model, with accuracy, agreement and size where they are known."""
+    """The rows of the table: one per model, with accuracy, size and agreement if they are known."""
     rows = [["model", "top1 %", "size", "agreement"]]
     for key, words in ROWS.items():
         section, _, part = key.partition(".")

@@ -1,4 +1,4 @@
-"""Float weights from a file into a model, strictly: every key and every shape must be the model's own."""
+"""Loads float weights from a file into a model, strictly: all keys and shapes must match."""
 
 import os
 from collections import OrderedDict
@@ -23,15 +23,15 @@ def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model
     """Load the weights in `path` into `model`, which keeps the devices and types of its parameters.
 
     Args:
-        model: what the weights are for.
-        path: a .safetensors file, or one that torch.save wrote from a dict of tensors, which may lie under the key
-            `state_dict` or `model`; the prefixes of DataParallel and torch.compile are dropped. Step counters of
-            batch norms may be missing, as files older than those lack them.
-        model_name: what to call the model in errors.
-        key: what to call the file there.
+        model: the model for the weights.
+        path: a .safetensors file, or a dict of tensors written by torch.save, possibly under the key `state_dict` or
+            `model`. Prefixes of DataParallel and torch.compile are dropped. Step counters of batch norms may be
+            missing, because old files lack them.
+        model_name: the name of the model in errors.
+        key: the name of the file in errors.
 
     Raises:
-        UserError: no such file, not a file of weights, or the weights of another model.
+        UserError: if the file is missing, is not a file of weights, or has the weights of another model.
     """
     where = f"{key}: '{path}'"
     file = Path(os.path.expanduser(path))
@@ -44,10 +44,10 @@ def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model
     _refuse_other_kinds(state, own, where)
     differing = {key: value.shape for key, value in state.items() if key in own and value.shape != own[key].shape}
     for key in differing:
-        del state[key]  # load_state_dict would raise before it names the missing and the unexpected ones
+        del state[key]  # for these, load_state_dict would raise before it returns missing and unexpected keys
     try:
         missing, unexpected = model.load_state_dict(state, strict=False)
-    except (RuntimeError, ValueError) as error:  # a layer's own rule for weights of its earlier versions
+    except (RuntimeError, ValueError) as error:  # from a layer's code that converts weights of earlier versions
         raise UserError(f"{where} is not of {model_name}: {' '.join(str(error).split())}") from error
     missing = [key for key in missing if key not in differing]
     if not missing and not unexpected:
@@ -63,14 +63,14 @@ def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model
 def last_layer(model: nn.Module) -> tuple[str, nn.Module]:
     """Return name and module of the last linear or 2d convolutional layer, the classifier of a classification model.
 
-    A model without such layers gives an empty name and itself.
+    For a model without such layers, return an empty name and the model.
     """
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     return layers[-1] if layers else ("", model)
 
 
 def _read(file: Path, where: str) -> State:
-    """Read a file's tensors by key, without running any code in it."""
+    """Read a file's tensors by key, without running code from the file."""
     content: Any
     try:
         content = read_safetensors(file) if file.suffix == ".safetensors" else read_archive(file)
@@ -80,7 +80,7 @@ def _read(file: Path, where: str) -> State:
         raise UserError(f"{where} is not a safetensors file ({error})") from error
     except PermissionError as error:
         raise UserError(f"{where} cannot be read ({error.strerror})") from error
-    except Exception as error:  # torch.load raises nearly anything for files that torch.save did not write
+    except Exception as error:  # torch.load raises errors of many types for files that torch.save did not write
         raise UserError(f"{where} is not a file of weights; it must be {FORMATS}") from error
     if isinstance(content, dict):
         content = next((content[key] for key in ("state_dict", "model") if isinstance(content.get(key), dict)), content)
@@ -89,22 +89,22 @@ def _read(file: Path, where: str) -> State:
     if not content:
         raise UserError(f"{where} holds no weights")
     state = OrderedDict(content)
-    if (versions := layer_versions(content)) is not None:
-        set_layer_versions(state, versions)
+    if hasattr(content, "_metadata"):  # versions of the layers, with which they convert older weights
+        state._metadata = content._metadata  # type: ignore[attr-defined]
     return state
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether this is a tensor whose numbers are there and stand for themselves."""
+    """Whether this is a dense, unquantized tensor with data."""
     return isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_quantized or value.is_meta)
 
 
 def _refuse_other_kinds(state: State, own: dict[str, Tensor], where: str) -> None:
-    """Refuse what copying would turn into other numbers without a word.
+    """Refuse weights whose values copying would change silently.
 
-    Floating-point types may differ in width, as what they hold stays what it means; int8, bool, complex and 8-bit
-    floating-point weights need scales that no file of weights has. Numbers that are not finite are right only where
-    the model has such ones itself (masks).
+    Floating-point types may differ in width, because the values keep their meaning. Weights in int8, bool, complex or
+    8-bit floating point need scales that a file of weights lacks. Values that are not finite are accepted only where
+    the model has such values too (masks).
     """
     problems = []
     for key in (key for key in state if key in own):
@@ -127,8 +127,8 @@ def _name(tensor: Tensor) -> str:
 
 
 def _adopt_names(state: State, own: dict[str, Tensor]) -> None:
-    """Give a file's weights the names and the layer versions of the model, as far as that loses nothing."""
-    for prefix in ("module.", "_orig_mod.", "module."):  # either may be inside the other
+    """Give a file's weights the names and layer versions of the model, where no information is lost."""
+    for prefix in ("module.", "_orig_mod.", "module."):  # they may be nested either way
         if not any(key.startswith(prefix) for key in own):
             consume_prefix_in_state_dict_if_present(state, prefix)
     if layer_versions(state) is None:
@@ -139,7 +139,7 @@ def _adopt_names(state: State, own: dict[str, Tensor]) -> None:
 
 
 def _refuse_other_classes(model: nn.Module, differing: dict[str, torch.Size], where: str) -> None:
-    """Say it plainly if the shapes differ in nothing but the number of classes."""
+    """Raise a specific error if the shapes differ only in the number of classes."""
     name, layer = last_layer(model)
     own = {f"{name}.{key}": value.shape for key, value in layer.named_parameters()}
     if not name or set(differing) != set(own) or any(differing[key][1:] != own[key][1:] for key in own):
