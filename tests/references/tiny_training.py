@@ -16,7 +16,7 @@ Outputs = namedtuple("Outputs", ["aux", "logits"])
 
 
 class TinyBatches:
-    """24 images of two classes, in a new order each epoch; `fail_at` (epoch, batch) breaks off there."""
+    """24 images of two classes, in a new order each epoch; raises KeyboardInterrupt at `fail_at` (epoch, batch)."""
 
     def __init__(self, batch_size: int = 5, fail_at: tuple[int, int] | None = None) -> None:
         generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""A file of tensors is read as it was written, or not at all."""
+"""A file of tensors is read exactly as it was written, or refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +34,7 @@ def same(found: Any) -> bool:
 @pytest.mark.parametrize(
     ("write", "read"), [(write_archive, read_archive), (write_safetensors, read_safetensors)], ids=["pt", "safetensors"]
 )
-def test_no_flipped_byte_is_read(
+def test_a_file_with_a_flipped_byte_loads_unchanged_or_not_at_all(
     tmp_path: Path, write: Callable[[Path, dict[str, torch.Tensor]], None], read: Callable[[Path], Any]
 ) -> None:
     path = tmp_path / "x"
@@ -50,7 +50,7 @@ def test_no_flipped_byte_is_read(
             found = read(path)
         except Exception:
             refused += 1
-        else:  # in the padding, or in words that nobody reads
+        else:  # the byte is padding, or metadata that is not read
             assert same({name: found[name] for name in STATE}), f"byte {position} of {len(whole)}"
     assert refused > len(whole) / 4
 
@@ -61,7 +61,7 @@ def test_a_flipped_weight_is_named(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(STATE["weight"].numpy().tobytes()) + 5] ^= 4
     path.write_bytes(content)
-    assert torch.load(path, weights_only=True)["weight"].shape == (3, 4)  # torch itself does not look
+    assert torch.load(path, weights_only=True)["weight"].shape == (3, 4)  # torch does not check
     for read in (read_archive, check_archive):
         with pytest.raises(DamagedError, match=r"^the checksum of x/data/0 is wrong$"):
             read(path)

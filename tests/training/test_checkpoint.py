@@ -1,4 +1,4 @@
-"""Checkpoints survive what goes wrong around them: full disks, damaged files, other models, other configs."""
+"""Checkpoints: full disks, damaged files, other models and other configs are noticed and do no harm."""
 
 import resource
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def full_disk(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -119,7 +119,7 @@ FOREIGN = "this is no checkpoint of a run (no format version); weights go in mod
         ({"format": 1, "stage": "qat"}, "the checkpoint has no 'epochs'; it is damaged or of another program"),
     ],
 )
-def test_files_that_are_no_checkpoint(content: Any, sentence: str, tmp_path: Path) -> None:
+def test_files_that_are_not_checkpoints_are_refused(content: Any, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -147,13 +147,13 @@ def test_a_truncated_checkpoint_is_damaged(tmp_path: Path) -> None:
         (nn.Sequential(nn.Linear(3, 2)), "'0.weight': only the model has it"),
     ],
 )
-def test_another_model_is_refused(model: nn.Module, difference: str) -> None:
+def test_a_checkpoint_of_another_model_is_refused(model: nn.Module, difference: str) -> None:
     with pytest.raises(UserError) as raised:
         restore_model(Path("x/last.pt"), payload(nn.Linear(3, 2)), model)
     assert str(raised.value) == f"x/last.pt: the checkpoint is of another model: {difference}"
 
 
-def test_what_does_not_change_the_training_may_differ() -> None:
+def test_keys_that_do_not_change_the_training_may_differ() -> None:
     saved = RunConfig().model_dump(mode="json")
     changed = {
         "name": "b",
@@ -176,14 +176,14 @@ def test_what_does_not_change_the_training_may_differ() -> None:
         ({"model": {"kwargs": {"width": 2}}}, "model.kwargs.width: not set, now it is 2"),
     ],
 )
-def test_another_training_is_refused(changed: dict[str, Any], difference: str) -> None:
+def test_a_checkpoint_of_another_training_is_refused(changed: dict[str, Any], difference: str) -> None:
     with pytest.raises(UserError) as raised:
         check_same_config(Path("last.pt"), RunConfig().model_dump(mode="json"), RunConfig(**changed))
     expected = f"last.pt: was trained with {difference}; set it back, or start anew in another run_dir"
     assert str(raised.value) == expected
 
 
-def test_a_key_that_was_taken_out_is_a_difference() -> None:
+def test_a_removed_key_is_a_difference() -> None:
     saved = RunConfig(model={"kwargs": {"width": 2}}).model_dump(mode="json")
     with pytest.raises(UserError, match=r"^last.pt: was trained with model.kwargs.width: 2, now it is not set; "):
         check_same_config(Path("last.pt"), saved, RunConfig())

@@ -1,4 +1,4 @@
-"""What the training loop does where torch.compile fails, or makes something else of the model."""
+"""The training loop when torch.compile fails, or computes something else than the model."""
 
 import copy
 from pathlib import Path
@@ -17,7 +17,7 @@ ENDED = "compile: %s; training goes on without torch.compile, slower"
 
 
 class BrokenError(Exception):
-    """What a compiler raises."""
+    """An error of a compiler."""
 
 
 def refusing(*_: Any) -> Any:
@@ -46,10 +46,10 @@ def losses_of(folder: Path, compiled: bool) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("reason", COMPILERS)
-def test_a_compiled_model_that_is_not_the_model_is_not_trained(
+def test_a_compiled_model_with_other_results_is_not_used(
     reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And not a bit of the run is changed by the trial."""
+    """The trial step does not change a bit of the run."""
     expected = losses_of(tmp_path / "plain", False)
     monkeypatch.setattr(torch, "compile", lambda model, mode: COMPILERS[reason](model))
     assert losses_of(tmp_path / "compiled", True) == expected
@@ -57,7 +57,7 @@ def test_a_compiled_model_that_is_not_the_model_is_not_trained(
     assert reason in said and said.endswith("; training goes on without torch.compile, slower")
 
 
-def test_a_compiled_model_that_fails_later_is_left_behind(
+def test_a_compiled_model_that_fails_later_is_replaced_by_the_model(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, calls = nn.Linear(3, 2), []
@@ -91,7 +91,7 @@ def test_a_batch_counts_once_where_the_compiled_model_fails_after_it_ran(monkeyp
         RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. "),
     ],
 )
-def test_a_lack_of_memory_is_not_the_compilers_fault(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_shortage_is_not_blamed_on_the_compiler(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def starving(images: Tensor) -> Any:
         raise error
 
@@ -102,7 +102,9 @@ def test_a_lack_of_memory_is_not_the_compilers_fault(error: Exception, monkeypat
             call()
 
 
-def test_the_models_own_errors_are_its_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_models_own_errors_are_not_blamed_on_the_compiler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(torch, "compile", lambda model, mode: refusing)
     forward, x = CompiledModel(nn.Linear(3, 2), None), torch.ones(5, 4)
     for call in (lambda: forward(x), lambda: forward.prove(x, lambda run: run(x).sum())):

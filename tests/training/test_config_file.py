@@ -1,4 +1,4 @@
-"""Config files and overrides: what is read, and the sentence for everything that cannot be."""
+"""Config files and overrides: how they are read, and the sentences for their errors."""
 
 import os
 from dataclasses import replace
@@ -55,7 +55,7 @@ def test_the_shipped_configs_are_the_four_of_the_readme() -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_config_survives_the_way_to_yaml_and_back(name: str) -> None:
+def test_a_shipped_config_survives_a_round_trip_through_yaml(name: str) -> None:
     config = load_config(name, config_folder=CONFIGS)
     assert config.name == Path(name).stem
     text = dump_config(config)
@@ -161,7 +161,7 @@ def test_words_and_numbers() -> None:
     assert config.model.kwargs == {**kept, "h": "1e", "i": "1.2.3"}
 
 
-def test_the_readers_of_others_stay_as_they_are() -> None:
+def test_the_global_yaml_readers_are_not_changed() -> None:
     assert yaml.safe_load("[1e-3, off, 010]") == ["1e-3", False, 8]
     assert yaml.safe_dump(["1e-3"]) == "- 1e-3\n"
 
@@ -414,11 +414,11 @@ def test_the_file_is_blamed_for_its_own_values_only() -> None:
     ]
 
 
-def test_an_override_mends_the_file() -> None:
+def test_an_override_fixes_an_error_of_the_file() -> None:
     assert load("qat: {lr: 0, schedule: cosin}", "qat.lr=1", "qat.schedule=cosine").qat.lr == 1
 
 
-def test_all_problems_in_one_go() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     text = "seed: a\nseed: b\nqat: {lrr: 1}\ndata: {batch_size: 0, download: no, mean: [1]}\nname: [a\n"
     assert len(problems(text)) == 1  # a syntax error hides what follows
     found = problems(text.replace("[a", "a"), "qat.lr", "amp=x", "seed={")
@@ -435,13 +435,13 @@ def test_all_problems_in_one_go() -> None:
     ]
 
 
-def test_a_kind_of_error_without_a_sentence_of_its_own_still_reads_well() -> None:
+def test_an_unexpected_kind_of_error_still_reads_well() -> None:
     details = {"type": "string_pattern_mismatch", "loc": ("model", "name"), "input": "x", "ctx": {"pattern": "^a"}}
     error = ValidationError.from_exception_data("RunConfig", [details])
     assert sentences_of(error, dotted) == ["model.name: should match pattern '^a', got 'x'"]
 
 
-def test_a_file_name_that_is_no_text_gives_a_name(tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_utf8_gives_a_run_name(tmp_path: Path) -> None:
     file = tmp_path / os.fsdecode(b"b\xff.yaml")
     file.write_text("seed: 1")
     assert load_config(str(file)).name == "b\\udcff"

@@ -1,4 +1,4 @@
-"""Data sets by name, their preprocessing, and batches that only the seed and the epoch decide."""
+"""Data sets by name, their preprocessing, and batches that depend only on the seed and the epoch."""
 
 import hashlib
 import logging
@@ -50,7 +50,7 @@ def refusal(**fields: Any) -> str:
 
 
 def write_folder(root: Path, split: str, **counts: int) -> None:
-    """Write `counts` images, 12 wide and 10 high, into each class folder; their grey tells class and image apart."""
+    """Write `counts` images, 12 wide and 10 high, into each class folder; each has its own grey level."""
     for position, (name, count) in enumerate(counts.items()):
         folder = root / split / name
         folder.mkdir(parents=True)
@@ -130,7 +130,7 @@ def test_a_training_set_smaller_than_a_batch_is_one_batch() -> None:
 
 @pytest.mark.parametrize("workers", [0, min(2, os.cpu_count() or 1)])
 def test_an_epoch_depends_on_seed_and_epoch_only(workers: int) -> None:
-    """Whatever ran before (epochs, other random numbers), wherever: a resumed run sees the same batches."""
+    """A resumed run gets the same batches, whatever ran before (epochs, other random numbers) and wherever."""
     fields = {"limit_train": 40, "batch_size": 16, "image_size": 16, "augment": EVERY_AUGMENTATION}
     data = load(seed=3, **fields, workers=workers)
     first, second = epoch_of(data, 0), epoch_of(data, 1)
@@ -211,7 +211,7 @@ def test_fake_is_random_but_the_same_for_one_seed() -> None:
     assert sorted(set(labels.tolist())) == list(range(10)) == [int(name) for name in first.classes]
 
 
-def test_imagefolder_reads_classes_and_normalises_as_told(folder: Path) -> None:
+def test_imagefolder_reads_classes_and_normalises_as_configured(folder: Path) -> None:
     (folder / "train" / ".ipynb_checkpoints").mkdir()
     (folder / "train" / "cat" / "notes.txt").write_text("no image")
     data = load(
@@ -334,7 +334,7 @@ def test_folder_mistakes_are_sentences(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(fields: dict[str, Any], expected: str) -> None:
+def test_wrong_settings_are_refused(fields: dict[str, Any], expected: str) -> None:
     assert refusal(**fields) == expected
 
 
@@ -390,7 +390,7 @@ def test_npz_mistakes_are_sentences(tmp_path: Path, changed: dict[str, np.ndarra
     assert refusal(name="npz", root=str(path)) == expected.replace("{}", f"data.root: '{path}'")
 
 
-def test_npz_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_npz_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     assert refusal(name="npz", root=str(path)) == (
         f"data.root: '{path}' is not a file; data.name 'npz' reads x_train, y_train, x_val, y_val from one .npz"
@@ -425,7 +425,7 @@ def test_mnist_files_are_read(tmp_path: Path, name: str, folder_name: str) -> No
 @pytest.mark.parametrize(
     ("labels", "found"), [([0, 1, 200], "3 images, 3 labels up to 200"), ([0, 1], "3 images, 2 labels up to 1")]
 )
-def test_labels_that_no_class_has_are_damage(tmp_path: Path, labels: list[int], found: str) -> None:
+def test_labels_without_a_class_count_as_damage(tmp_path: Path, labels: list[int], found: str) -> None:
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for split in ("train", "t10k"):

@@ -1,4 +1,4 @@
-"""The device, precision and seeds that a config names, and the table of a run's end."""
+"""The device, precision and seeds that a config names."""
 
 import numpy as np
 import pytest

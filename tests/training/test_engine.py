@@ -1,4 +1,4 @@
-"""The training loop on a tiny quantized CNN: resumption, curves, averaging, freezing, and what goes wrong."""
+"""The training loop on a tiny quantized CNN: resuming, curves, averaging, freezing, and errors."""
 
 import math
 from collections.abc import Iterator
@@ -73,8 +73,8 @@ def test_a_step_is_smoothed_cross_entropy_with_auxiliary_losses_and_clipping(tmp
     assert drawn["qat/train_top1"] == [(1, pytest.approx(accuracy))]
 
 
-def test_training_learns_and_draws_its_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny_model().eval()  # to put it into training mode is the engine's business
+def test_training_learns_and_logs_its_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model().eval()  # the engine has to set training mode
     run = stage_run(tmp_path, model, QATStageConfig(epochs=3, lr=0.1, warmup_epochs=1), first_step=100)
     before = evaluate(model, run.val, CPU)
     result = train(run)
@@ -109,7 +109,7 @@ STAGES = [
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=["sgd", "adamw"])
-def test_an_interrupted_run_ends_as_an_uninterrupted_one(stage: QATStageConfig, tmp_path: Path) -> None:
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(stage: QATStageConfig, tmp_path: Path) -> None:
     whole = stage_run(tmp_path / "whole", tiny_model(), stage)
     expected = train(whole)
     after = torch.rand(3)
@@ -135,7 +135,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(stage: QATStageConfig, 
     assert drawn == uncut
 
 
-def test_a_compiled_run_learns_what_a_plain_one_does(tmp_path: Path) -> None:
+def test_a_compiled_run_learns_like_a_plain_one(tmp_path: Path) -> None:
     torch.compiler.reset()
     losses = {}
     for name, wanted in (("plain", False), ("compiled", True)):
@@ -148,14 +148,14 @@ def test_a_compiled_run_learns_what_a_plain_one_does(tmp_path: Path) -> None:
 
 
 def test_plain_training_does_not_load_what_cuda_graphs_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four seconds and 200 MB, for nothing."""
+    """It would cost four seconds and 200 MB."""
     asked: list[int] = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: asked.append(1))
     train(stage_run(tmp_path, tiny_model(), QATStageConfig(epochs=1)))
     assert not asked
 
 
-def test_a_finished_stage_is_taken_up_as_it_ended(tmp_path: Path) -> None:
+def test_resuming_a_finished_stage_changes_nothing(tmp_path: Path) -> None:
     whole = stage_run(tmp_path, tiny_model(), STAGES[0])
     expected = train(whole)
     after = torch.rand(3)
@@ -217,7 +217,7 @@ def test_no_epochs_only_evaluates(tmp_path: Path) -> None:
     assert not (tmp_path / "last.pt").exists()
 
 
-def test_a_model_that_answers_no_numbers_is_refused_without_training_too(tmp_path: Path) -> None:
+def test_nan_outputs_are_refused_without_training_too(tmp_path: Path) -> None:
     model = tiny_model()
     with torch.no_grad():
         model.fc.bias.fill_(math.nan)
@@ -229,7 +229,7 @@ def test_a_model_that_answers_no_numbers_is_refused_without_training_too(tmp_pat
 
 
 class Poisoned(TinyBatches):
-    """Epoch 2, batch 3 holds a NaN."""
+    """Batches with a NaN in epoch 2, batch 3."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for number, (images, labels) in enumerate(super().__iter__(), 1):
@@ -244,7 +244,7 @@ class Poisoned(TinyBatches):
         (StageConfig(epochs=3, clip_grad_norm=1), {"amp": "bf16"}, "a lower qat.lr (now 0.1) or amp=none"),
     ],
 )
-def test_a_loss_that_is_no_number_stops_the_run(
+def test_a_loss_that_is_not_finite_stops_the_run(
     stage: StageConfig, config: dict[str, Any], advice: str, tmp_path: Path
 ) -> None:
     run = stage_run(tmp_path, tiny_model(), stage, config=config, train=Poisoned())
@@ -277,7 +277,7 @@ def test_no_whole_batch_is_a_sentence(tmp_path: Path) -> None:
 
 
 class CountReads(TorchDispatchMode):
-    """Counts what makes the host wait for a device: item(), bool(), float() here, tolist() by the patch below."""
+    """Counts synchronisations of host and device: item(), bool(), float() here, tolist() by the patch below."""
 
     reads = 0
 

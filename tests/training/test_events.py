@@ -1,4 +1,4 @@
-"""TensorBoard reads the curves, and what the disk does to them is a sentence where it happens."""
+"""TensorBoard reads the curves, and errors of the disk are raised where they happen, as sentences."""
 
 import io
 from pathlib import Path
@@ -17,7 +17,7 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(point.step, point.value) for point in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
 
 
-def test_tensorboard_reads_a_point_as_soon_as_it_is_drawn(tmp_path: Path) -> None:
+def test_tensorboard_reads_a_point_as_soon_as_it_is_added(tmp_path: Path) -> None:
     events = EventFile(tmp_path)
     events.scalar("qat/val_top1", 50.0, 3)
     events.scalar("scale/0.weight_quantizer", 0.25, 3)
@@ -25,7 +25,7 @@ def test_tensorboard_reads_a_point_as_soon_as_it_is_drawn(tmp_path: Path) -> Non
     events.close()
 
 
-def test_a_resumed_run_hides_what_the_stopped_one_drew_too_much(tmp_path: Path) -> None:
+def test_a_resumed_run_hides_later_points_of_the_stopped_one(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         for step in range(4):
             log.scalar("loss", 1.0, step)
@@ -38,7 +38,7 @@ def test_a_resumed_run_hides_what_the_stopped_one_drew_too_much(tmp_path: Path) 
 
 
 class FullDisk(io.BytesIO):
-    """Takes what is written, and cannot get rid of it."""
+    """A file that accepts writes but fails to flush."""
 
     def flush(self) -> None:
         raise OSError(28, "No space left on device")

@@ -1,4 +1,4 @@
-"""Whatever ends the command from outside: one sentence, the status that a shell expects, no traceback."""
+"""Errors and signals end the command with one sentence and the status that a shell expects, without a traceback."""
 
 import io
 import multiprocessing
@@ -59,7 +59,7 @@ def raises(error: BaseException) -> Callable[[], int]:
         ),
     ],
 )
-def test_each_end_has_a_sentence_and_a_status(
+def test_each_error_has_a_sentence_and_a_status(
     capsys: pytest.CaptureFixture[str], error: BaseException, status: int, sentence: str
 ) -> None:
     assert exit_status(raises(error)) == status
@@ -67,15 +67,15 @@ def test_each_end_has_a_sentence_and_a_status(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes"), ValueError("x"), AssertionError("y")])
-def test_our_own_mistakes_keep_their_traceback(capsys: pytest.CaptureFixture[str], error: Exception) -> None:
-    """And a status that is not that of a failed proof."""
+def test_bugs_of_the_program_keep_their_traceback(capsys: pytest.CaptureFixture[str], error: Exception) -> None:
+    """Their status differs from that of a failed proof."""
     assert exit_status(raises(error)) == 70
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "Traceback (most recent call last):" and said[-1].startswith(type(error).__name__)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):" and lines[-1].startswith(type(error).__name__)
 
 
-def test_a_program_that_leaves_by_itself_has_no_status_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    """`sys.exit()` in a model's module is no run that went well."""
+def test_sys_exit_in_users_code_is_not_a_success(capsys: pytest.CaptureFixture[str]) -> None:
+    """For example `sys.exit()` in a model's module."""
     assert exit_status(lambda: sys.exit(0)) == 70
     assert capsys.readouterr().err.endswith("SystemExit: 0\n")
 
@@ -95,14 +95,14 @@ def test_a_pipe_to_a_loader_is_not_standard_output(capsys: pytest.CaptureFixture
     )
 
 
-def test_memory_that_torch_does_not_get_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_that_torch_cannot_allocate_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(lambda: torch.empty(2**50, dtype=torch.uint8).ndim) == 2
     said = capsys.readouterr().err
     assert said.startswith("out of memory for 1125899906842624 bytes more; ") and len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_scheduler_ends_a_run_as_ctrl_c_does(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_schedulers_signal_ends_a_run_like_ctrl_c(capsys: pytest.CaptureFixture[str], name: str) -> None:
     number, ended = getattr(signal, name), []
 
     def run() -> int:
@@ -110,7 +110,7 @@ def test_a_scheduler_ends_a_run_as_ctrl_c_does(capsys: pytest.CaptureFixture[str
             os.kill(os.getpid(), number)
             raise AssertionError("the signal came too late")
         finally:
-            os.kill(os.getpid(), number)  # an impatient one changes nothing
+            os.kill(os.getpid(), number)  # a second signal changes nothing
             ended.append(True)
 
     assert exit_status(run) == 128 + number and ended == [True]
@@ -118,7 +118,7 @@ def test_a_scheduler_ends_a_run_as_ctrl_c_does(capsys: pytest.CaptureFixture[str
     assert signal.getsignal(number) is signal.SIG_DFL
 
 
-def test_a_signal_while_another_end_is_told_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_an_error_is_reported_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     def slow(*sentences: str, **_: object) -> None:
@@ -131,7 +131,7 @@ def test_a_signal_while_another_end_is_told_changes_nothing(monkeypatch: pytest.
     assert said == ["first"]
 
 
-def test_what_others_do_with_signals_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handlers_that_others_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         assert exit_status(lambda: os.kill(os.getpid(), signal.SIGHUP) or 5) == 5  # type: ignore[func-returns-value]
@@ -161,11 +161,11 @@ def test_a_pipe_that_closes_ends_the_run(
         with monkeypatch.context() as patch, closed_pipe() as output:
             patch.setattr("sys.stdout", output)
             assert exit_status(run) == 141
-            output.flush()  # as Python does when it ends: nothing is left to stumble over
+            output.flush()  # as Python does at exit; nothing is left that could fail
         assert capsys.readouterr().err == f"standard output was closed; {HOW_TO_RESUME}\n"
 
 
-def test_nobody_is_left_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_outputs_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closed_pipe() as output, closed_pipe() as errors:
         monkeypatch.setattr("sys.stdout", output)
         monkeypatch.setattr("sys.stderr", errors)
@@ -187,12 +187,12 @@ def test_a_full_output_is_a_sentence(
     with open("/dev/full", "w") as output, monkeypatch.context() as patch:
         patch.setattr("sys.stdout", output)
         assert exit_status(run) == 2
-        output.flush()  # as Python does when it ends: it leads to nowhere now
+        output.flush()  # as Python does at exit; the stream now goes to the null device
     expected = f"standard output: cannot write to it (No space left on device); {HOW_TO_RESUME}\n"
     assert capsys.readouterr().err == expected
 
 
-def test_letters_that_a_terminal_lacks_are_spelled_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_that_a_terminal_lacks_are_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     output = io.TextIOWrapper(raw, encoding="ascii")
     monkeypatch.setattr("sys.stdout", output)
@@ -233,7 +233,7 @@ sys.exit(exit_status(run))
         ("SIGTERM", 143, "ended by SIGTERM"),  # a scheduler asks the whole group to end
     ],
 )
-def test_loader_processes_that_are_killed_are_one_sentence(name: str, status: int, sentence: str) -> None:
-    """In a process of its own: torch raises for each dead loader process, wherever the main thread then is."""
+def test_killed_loader_processes_are_reported_in_one_sentence(name: str, status: int, sentence: str) -> None:
+    """In a subprocess, because torch raises for each dead loader process wherever the main thread is."""
     shown = subprocess.run([sys.executable, "-c", LOADING, name], capture_output=True, text=True)
     assert shown.returncode == status and re.fullmatch(f"{sentence}; {HOW_TO_RESUME}\n", shown.stderr), shown.stderr

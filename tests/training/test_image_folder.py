@@ -1,4 +1,4 @@
-"""Folders of images: every file under one label, whatever the links among them."""
+"""Folders of images: every file has one label, with all kinds of links."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from qat.training.errors import UserError
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two images a class and split; only their names are read here."""
+    """Two images per class and split; the tests only read their names."""
     for split in ("train", "val"):
         for name in ("cat", "dog"):
             (tmp_path / "set" / split / name).mkdir(parents=True)
@@ -104,21 +104,21 @@ def test_a_file_in_two_classes_is_refused(root: Path, kind: str) -> None:
     assert refusal(root) == f"data.root: '{first}' and '{second}' are one file in two classes; remove one of them"
 
 
-def test_files_that_only_seem_one_are_two(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_with_the_same_inode_number_are_told_apart(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "qat.training.data.image_folder._place", lambda entry, device: (device, 2**32 - 1)
     )  # FUSE's listing
     assert len(listed(root)) == 4
 
 
-def test_validation_on_training_images_is_said(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_validation_on_training_images_gives_a_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     (root / "val" / "cat" / "9.png").symlink_to(root / "train" / "cat" / "0.png")
     with caplog.at_level(logging.WARNING, logger="qat"):
         assert len(listed(root, "val")) == 5
     assert caplog.messages == [f"data.root: 1 images of val are images of train too ('{root}/val/cat/9.png' first)"]
 
 
-def test_what_cannot_be_read_is_not_passed_over(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_folders_that_cannot_be_read_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = root / "train" / "cat" / "7.png"
     broken.symlink_to("nowhere.png")
     assert refusal(root) == f"data.root: '{broken}' cannot be read (No such file or directory); repair or remove it"

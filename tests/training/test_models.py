@@ -25,7 +25,7 @@ from qat.training.run.checkpoint import save_float_weights
 from qat.training.run.models import build_model
 
 NO_HASH = re.compile("(?!)")
-"""Found in no name: files of these tests are not the published ones."""
+"""A pattern that matches no file name, because the files of these tests are not the published ones."""
 
 SMALL = "squeezenet1_1"  # 1.2 million parameters, and its classifier is a convolution
 
@@ -60,7 +60,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The user's own module `own_nets`, in the folder where he stands."""
+    """A user's module `own_nets`, in the current folder."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "own_nets.py"
     path.write_text(
@@ -88,7 +88,7 @@ def test_a_torchvision_builder_gets_classes_and_kwargs() -> None:
     assert build(7, name=SMALL, num_classes=12).classifier[1].out_channels == 12
 
 
-def test_announcements_of_init_weights_do_not_escape() -> None:
+def test_deprecation_warnings_about_init_weights_are_suppressed() -> None:
     build(3, name="googlenet", kwargs={"aux_logits": False})  # warnings are errors here
 
 
@@ -161,7 +161,7 @@ def test_pretrained_weights_keep_all_but_a_classifier_of_other_size(
     assert model.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 10)
 
 
-def test_a_linear_classifier_is_renewed_without_touching_the_rest(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_linear_classifier_is_replaced(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.hub.HASH_REGEX", NO_HASH)
     published = torchvision.models.mobilenet_v3_small(num_classes=1000).state_dict()
     torch.save(published, hub / "mobilenet_v3_small-047dcff4.pth")
@@ -193,7 +193,7 @@ def test_weights_that_cannot_be_downloaded_say_where_the_file_goes(hub: Path, mo
 
 @pytest.mark.parametrize("zipped", [False, True, None])
 def test_downloaded_weights_must_have_the_hash_in_their_name(hub: Path, zipped: bool | None) -> None:
-    """Files of torch before 1.6 hold no checksums."""
+    """Also files of torch before 1.6, which have no checksums."""
     path = hub / "squeezenet1_1-b8a52dc0.pth"
     if zipped is None:
         path.write_bytes(b"")
@@ -301,8 +301,8 @@ def test_a_model_that_is_named_module_inside_keeps_its_prefix(module: Path) -> N
     assert equal(build(name="own_nets:net", checkpoint="x.pt").state_dict(), state)
 
 
-def test_older_layers_understand_their_weights(tmp_path: Path) -> None:
-    """MNASNet refuses a state without its version; a safetensors file has none to give."""
+def test_weights_of_older_layer_versions_load(tmp_path: Path) -> None:
+    """MNASNet refuses a state without its version, and a safetensors file has no versions."""
     state = torchvision.models.mnasnet0_5(num_classes=10).state_dict()
     save_file(state, tmp_path / "x.safetensors")
     model = build(10, name="mnasnet0_5", checkpoint=str(tmp_path / "x.safetensors"))
@@ -340,7 +340,9 @@ def changed(**changes: Tensor | None) -> dict[str, Tensor]:
         ),
     ],
 )
-def test_a_checkpoint_of_another_model(module: Path, changes: dict[str, Tensor | None], expected: str) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    module: Path, changes: dict[str, Tensor | None], expected: str
+) -> None:
     torch.save(changed(**changes), "x.pt")
     assert refusal(5, name="own_nets:net", checkpoint="x.pt") == f"model.checkpoint: 'x.pt' {expected}"
 
@@ -379,7 +381,7 @@ def test_floating_point_weights_of_another_width_load(module: Path, dtype: torch
     assert equal(loaded, {key: value.to(loaded[key].dtype) for key, value in state.items()})
 
 
-def test_infinite_values_where_the_model_has_them_are_right(module: Path) -> None:
+def test_infinite_values_load_where_the_model_has_them(module: Path) -> None:
     module.write_text(
         "import torch\nfrom torch import nn\ndef net():\n    model = nn.Linear(2, 3)\n"
         "    model.register_buffer('mask', torch.tensor([0.0, -float('inf')]))\n    return model\n"
@@ -389,7 +391,7 @@ def test_infinite_values_where_the_model_has_them_are_right(module: Path) -> Non
     assert equal(build(name="own_nets:net", checkpoint="x.pt").state_dict(), state)
 
 
-def test_tensors_without_numbers_are_no_weights(module: Path) -> None:
+def test_tensors_without_plain_data_are_refused(module: Path) -> None:
     torch.save(changed(_2bias=torch.ones(5, device="meta")), "x.pt")
     said = refusal(5, name="own_nets:net", checkpoint="x.pt")
     formats = "it must be .safetensors, or a dict of tensors written by torch.save"
@@ -411,7 +413,7 @@ def test_damaged_weights_are_not_trained_on(module: Path) -> None:
         assert said == f"model.checkpoint: '{name}' is damaged ({reason}); take another copy of it"
 
 
-def test_files_that_are_no_weights(module: Path, tmp_path: Path) -> None:
+def test_files_without_weights_are_refused(module: Path, tmp_path: Path) -> None:
     def said(path: str) -> str:
         return refusal(5, name="own_nets:net", checkpoint=path)
 

@@ -116,7 +116,7 @@ def test_optimizers_follow_their_formulas(optimizer: str) -> None:
         np.testing.assert_allclose(parameter.detach().numpy(), value, rtol=1e-5, atol=1e-6)
 
 
-def test_sgd_without_momentum_is_plain() -> None:
+def test_sgd_without_momentum_is_plain_sgd() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     run_steps(model, StageConfig(lr=0.5, momentum=0.0, weight_decay=0.0), [[np.array([[0.5]], np.float32)]] * 2)
@@ -174,7 +174,7 @@ class Averaged(nn.Module):
             self.count.add_(1)
 
 
-def test_ema_follows_its_formula_and_gives_the_model_back() -> None:
+def test_ema_follows_its_formula_and_restores_the_model() -> None:
     model = Averaged()
     ema = EMA(model, 0.75)
     expected = np.array([1.0, 2.0, 0.0])
@@ -196,7 +196,7 @@ def test_ema_follows_its_formula_and_gives_the_model_back() -> None:
     np.testing.assert_allclose(model.scale.tolist(), expected[:2], rtol=1e-6)
 
 
-def test_ema_state_goes_over_to_another_one() -> None:
+def test_ema_state_loads_into_another_ema() -> None:
     model = Averaged()
     ema, other = EMA(model, 0.5), EMA(Averaged(), 0.5)
     model.set(3.0)

@@ -1,4 +1,4 @@
-"""The proof of a run as either kind of processor: both rows, the sentences, and which layers may saturate."""
+"""A run's proof on either kind of processor: both rows, the sentences, and the layers that may saturate."""
 
 import json
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_a_model_that_cannot_saturate_needs_no_sentence(
     assert table.endswith("sums of two products fit 16 bits in every layer: exact on x86 without VNNI in any session\n")
 
 
-def test_the_processor_as_it_is_decides(
+def test_without_the_variable_the_real_processor_decides(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(processor.VARIABLE, raising=False)
@@ -124,7 +124,7 @@ def test_the_summary_is_json_or_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_kind_of_processor_is_a_mistake(
+def test_an_unknown_kind_of_processor_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(processor.VARIABLE, "amd")
@@ -142,13 +142,15 @@ def test_another_kind_of_processor_is_a_mistake(
         (1.0, 2, ["its integers differ by more than one level in 1 layers (a first)"]),
     ],
 )
-def test_what_is_a_problem(agreement: float, largest: int, problems: list[str]) -> None:
+def test_too_little_agreement_or_too_large_differences_are_problems(
+    agreement: float, largest: int, problems: list[str]
+) -> None:
     layers = [LayerDifference("a", 10, 1, largest)]
     results = onnx_results(Verification(4, agreement, None, None, 0.0), layers, {}, 1, [])
     assert Proof(results, layers, []).problems() == problems
 
 
-def test_numbers_that_json_does_not_know_are_none() -> None:
+def test_numbers_that_json_lacks_become_null() -> None:
     found = session_results(Verification(4, 0.0, None, None, float("nan")), [])
     assert found["max_logit_difference"] is None and found["top1"] is None
 

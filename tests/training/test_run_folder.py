@@ -1,4 +1,4 @@
-"""Which folder a run takes, and that nothing which existed is touched."""
+"""Which folder a run uses, and that existing files are never touched."""
 
 import os
 import socket
@@ -49,9 +49,9 @@ def test_the_next_number_follows_the_highest_and_other_names_do_not_count() -> N
     assert open_run_folder(RunConfig(name="x")) == RunFolder(Path("runs/x-8").absolute(), None)
 
 
-def test_a_folder_taken_at_the_same_moment_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_created_at_the_same_time_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     make("runs/x/", "runs/x-2/")
-    monkeypatch.setattr("qat.training.run.folder._numbered_folders", lambda name: {})  # what the slower one saw
+    monkeypatch.setattr("qat.training.run.folder._numbered_folders", lambda name: {})  # the view of the slower run
     assert open_run_folder(RunConfig(name="x")).path == Path("runs/x-3").absolute()
 
 
@@ -67,7 +67,7 @@ def test_resume_starts_where_there_is_nothing_to_resume() -> None:
 
 
 def finished(summary: str = '{"onnx": {}, "exit_status": 0}', **config: Any) -> None:
-    """A finished run in runs/x; without training, so that it left no last.pt."""
+    """A finished run in runs/x, without training and so without a last.pt."""
     make("runs/x/")
     Path("runs/x/config.yaml").write_text(dump_config(RunConfig(name="x", **config)))
     Path("runs/x/summary.json").write_text(summary)
@@ -98,7 +98,7 @@ def test_a_run_that_is_asked_for_more_is_not_finished() -> None:
 
 
 @pytest.mark.parametrize("summary", ["", '{"onnx": {"top1"', "[]", "\0\0\0"])
-def test_a_run_whose_summary_was_cut_off_does_its_end_again(summary: str) -> None:
+def test_a_run_with_a_truncated_summary_repeats_its_end(summary: str) -> None:
     make("runs/x/last.pt")
     finished(summary)
     with open_run_folder(RunConfig(name="x", resume="auto")) as folder:
@@ -123,7 +123,7 @@ def test_a_folder_has_one_run_at_a_time() -> None:
         open_run_folder(resuming).__exit__(None, None, None)
 
 
-def test_a_numbered_folder_that_another_run_locks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_numbered_folder_that_another_run_locks_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     real = run_folder.RunLock
 
     def lock(path: Path) -> object:
@@ -136,11 +136,11 @@ def test_a_numbered_folder_that_another_run_locks_is_passed_over(monkeypatch: py
         assert folder == RunFolder(Path("runs/x-2").absolute(), None)
 
 
-def test_a_run_that_was_faster_is_seen_once_the_folder_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_faster_run_are_seen_after_locking(monkeypatch: pytest.MonkeyPatch) -> None:
     real = run_folder.RunLock
 
     def lock(path: Path) -> object:
-        make("mine/config.yaml")  # it began and ended between our look and our lock
+        make("mine/config.yaml")  # another run began and ended between the check and the lock
         return real(path)
 
     monkeypatch.setattr(run_folder, "RunLock", lock)
@@ -150,7 +150,7 @@ def test_a_run_that_was_faster_is_seen_once_the_folder_is_ours(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
-def test_what_a_killed_run_left_before_its_config_is_nothing(resume: str) -> None:
+def test_a_folder_with_only_leftovers_of_a_killed_run_counts_as_empty(resume: str) -> None:
     make("mine/.lock", "mine/.config.yaml.tmp")
     with open_run_folder(RunConfig(run_dir="mine", resume=resume)) as folder:
         assert folder == RunFolder(Path("mine").absolute(), None)
@@ -196,12 +196,12 @@ def test_refused_folders(run_dir: str, resume: str, sentence: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a/b", "../x", "..", ".", ""])
-def test_a_name_is_no_path(name: str) -> None:
+def test_a_name_with_slashes_is_refused(name: str) -> None:
     sentence = f"name: {name!r} must be a plain name without slashes; to choose a place set run_dir"
     assert refusal(RunConfig(name=name)) == sentence
 
 
-def test_runs_that_is_a_file() -> None:
+def test_a_file_named_runs_is_refused() -> None:
     make("runs")
     assert refusal(RunConfig(name="x")) == "runs: cannot read the folder of runs (Not a directory); set run_dir"
 

@@ -32,7 +32,7 @@ time.sleep(600)
 
 @contextmanager
 def other_process(folder: Path, *words: str) -> Iterator["tuple[subprocess.Popen[str], int]"]:
-    """A process that holds the lock, and the number that it says."""
+    """A process that holds the lock, and the process id that it prints."""
     command = [sys.executable, "-W", "ignore", "-c", HOLDER, str(folder), *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -65,7 +65,7 @@ def test_another_process_is_kept_out_until_it_crashes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_loader_processes_that_outlive_their_parent_hold_nothing(tmp_path: Path) -> None:
+def test_loader_processes_that_outlive_their_parent_hold_no_lock(tmp_path: Path) -> None:
     with other_process(tmp_path, "fork") as (process, child):
         process.kill()
         process.wait()
@@ -76,13 +76,13 @@ def test_loader_processes_that_outlive_their_parent_hold_nothing(tmp_path: Path)
             os.kill(child, signal.SIGKILL)
 
 
-def test_one_process_is_one_run_too(tmp_path: Path) -> None:
+def test_two_runs_of_one_process_exclude_each_other(tmp_path: Path) -> None:
     lock = RunLock(tmp_path)
     assert refusal(tmp_path / ".." / tmp_path.name) == in_use(tmp_path / ".." / tmp_path.name, os.getpid())
     lock.release()
     lock.release()
     again = RunLock(tmp_path)
-    lock.release()  # of one that was given back long ago
+    lock.release()  # a second release does nothing
     assert refusal(tmp_path) == in_use(tmp_path, os.getpid())
     again.release()
 
@@ -110,10 +110,10 @@ def test_a_folder_that_was_moved_or_replaced_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["link", "chdir"])
-def test_a_name_that_leads_elsewhere_by_now_is_noticed(
+def test_a_folder_name_that_leads_elsewhere_now_is_noticed(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another run may hold the folder to which it leads."""
+    """The name may now lead to a folder that another run has locked."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     run_dir = tmp_path / "now" if how == "link" else Path("one")
@@ -134,14 +134,14 @@ def test_a_name_that_leads_elsewhere_by_now_is_noticed(
     lock.release()
 
 
-def test_a_lock_that_was_taken_away_while_it_was_opened_is_tried_again(
+def test_a_lock_file_removed_while_it_is_opened_is_locked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, taken = os.read, []
 
     def read(descriptor: int, size: int) -> bytes:
         if not taken:
-            taken.append((tmp_path / LOCK).unlink())  # its holder ends between our open and our lock
+            taken.append((tmp_path / LOCK).unlink())  # the holder ends between open and lock
         return real(descriptor, size)
 
     with monkeypatch.context() as patch:
@@ -151,7 +151,7 @@ def test_a_lock_that_was_taken_away_while_it_was_opened_is_tried_again(
     lock.release()
 
 
-def test_a_file_system_without_locks_is_named(
+def test_a_file_system_without_locks_gives_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def unsupported(*_: object) -> None:
@@ -167,7 +167,7 @@ def test_a_file_system_without_locks_is_named(
     lock.release()
 
 
-def test_a_run_that_crashed_on_another_host_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_crashed_on_another_host_gives_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="qat"):
         (tmp_path / LOCK).write_text(f"4321 {HOST}\n")
         RunLock(tmp_path).release()
@@ -180,15 +180,13 @@ def test_a_run_that_crashed_on_another_host_is_named(tmp_path: Path, caplog: pyt
     ]
 
 
-def test_a_lock_file_of_nothing_but_space_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_blank_lock_file_gives_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / LOCK).write_text(" \n")
     RunLock(tmp_path).release()
     assert caplog.messages == []
 
 
-def test_giving_the_folder_back_hides_no_error_and_leaves_nothing_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_release_hides_no_error_and_frees_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise OSError(5, "Input/output error")
 
@@ -202,7 +200,7 @@ def test_giving_the_folder_back_hides_no_error_and_leaves_nothing_held(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_platform_without_locks_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_platform_without_locks_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qat.training.run.lock.fcntl", None)
     with pytest.raises(UserError) as raised:
         RunLock(tmp_path)
@@ -211,7 +209,9 @@ def test_a_platform_without_locks_is_a_sentence(tmp_path: Path, monkeypatch: pyt
     )
 
 
-def test_a_lock_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_cannot_be_written_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 

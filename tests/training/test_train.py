@@ -1,4 +1,4 @@
-"""The command: what a run leaves, what it answers to mistakes, and going on after a stop."""
+"""The command: the files of a run, its errors, and resuming."""
 
 import json
 import shutil
@@ -79,7 +79,7 @@ def test_a_run_leaves_everything(folder: Path, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     for row in ("float ", "float, fine-tuned as QAT", "calibrated (PTQ)", "QAT", "ONNX Runtime, integers"):
         assert row in printed
-    # A second run takes the next folder, and touches nothing of the first.
+    # A second run uses the next folder and does not touch the first.
     before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
     assert train.main(["--config", "tiny.yaml", "float.epochs=0", "qat.epochs=0", "export.onnx=false"]) == 0
     assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == before
@@ -95,7 +95,7 @@ def test_the_resolved_config_repeats_the_run(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("stage", "epoch"), [("float", 1), ("qat", 0), ("qat", 1)])
-def test_a_stopped_run_goes_on_to_the_same_end(
+def test_a_resumed_run_ends_like_an_uninterrupted_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str, epoch: int
 ) -> None:
     assert train.main(["--config", "tiny.yaml", "run_dir=whole"]) == 0
@@ -267,7 +267,7 @@ def test_the_default_run_keeps_its_promises(tmp_path: Path) -> None:
     assert not {"Conv", "FusedConv", "Add", "Gemm", "MatMul"} & set(operators)
 
 
-def test_a_finished_run_says_so_and_ends_well(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_says_so_and_returns_its_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--config", "tiny.yaml", "float.epochs=0", "qat.epochs=1"]
     assert train.main([*command, "export.onnx=false"]) == 0
     assert summary(folder / "runs" / "tiny")["exit_status"] == 0
@@ -282,7 +282,7 @@ def test_a_finished_run_says_so_and_ends_well(folder: Path, capsys: pytest.Captu
         "runs/tiny/config.yaml: was trained with seed: 0, now it is 3; set it back, or start anew in another run_dir\n"
     )
     assert capsys.readouterr().err == said
-    # Asked for the export too it has something left to do, and does no more than that.
+    # With the export, something is left to do, and only that is done.
     assert train.main([*command, "resume=auto"]) == 0
     assert "onnx" in summary(folder / "runs" / "tiny")
 
@@ -377,7 +377,7 @@ def test_a_folder_that_is_deleted_while_the_run_writes_is_a_sentence(
         )
 
 
-def test_a_result_at_chance_level_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_result_at_chance_level_gives_a_warning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--config", "tiny.yaml", "float.epochs=0", "qat.epochs=1", "qat.lr=1e-9", "run_dir=x"]) == 0
     found = summary(folder / "x")["warnings"]
     assert isinstance(found, list) and len(found) == 2

@@ -1,4 +1,4 @@
-"""train.py with models that need example inputs: transformers that take their windows from the image, and parts."""
+"""train.py with models that depend on the input size (transformers with windows), and models prepared in parts."""
 
 import json
 import sys
@@ -89,7 +89,7 @@ def found(folder: Path) -> dict[str, Any]:
         pytest.param("vit", ["quantization.target=integer_only", "float.epochs=8"], marks=pytest.mark.slow),
     ],
 )
-def test_models_that_look_at_the_size_of_the_image(folder: Path, model: str, arguments: list[str]) -> None:
+def test_models_that_depend_on_the_image_size(folder: Path, model: str, arguments: list[str]) -> None:
     assert run(model, *arguments) == 0
     summary = found(folder)
     onnx = summary["onnx"]
@@ -112,7 +112,7 @@ def test_models_that_look_at_the_size_of_the_image(folder: Path, model: str, arg
     assert any(key.endswith("quantizer.scale") for key in checkpoint["model"])
 
 
-def test_a_model_in_parts_trains_without_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_prepared_in_parts_trains_without_an_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("Parts") == 2
     assert capsys.readouterr().err.strip() == (
         "export.onnx: manymodels:Parts cannot be written as one file: prepared in parts, since torch.fx cannot trace"

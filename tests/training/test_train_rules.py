@@ -1,4 +1,4 @@
-"""train.py with other rules than the default: one's own from a module, annealed, per group, learned bit-widths."""
+"""train.py with other rules than the default: from a user's module, annealed, per group, learned bit-widths."""
 
 import json
 import sys
@@ -56,7 +56,7 @@ def curves(folder: Path) -> EventAccumulator:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's reader under numpy 2
-def test_a_rule_of_ones_own_and_an_annealed_one_are_trained_and_exported(folder: Path) -> None:
+def test_a_users_rule_and_an_annealed_one_are_trained_and_exported(folder: Path) -> None:
     own, annealed = "quantization.weight.rule=my_lsq", "quantization.activation.rule=stacked_sigmoid"
     assert run("imports=[own_rules]", own, annealed, "quantization.weight.bits=4") == 0
     summary = json.loads((folder / "run" / "summary.json").read_text())
@@ -83,7 +83,7 @@ def test_scales_per_group_train_in_channels_last_and_are_not_exported(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_learned_bits_fall_and_the_table_tells_how_far(folder: Path) -> None:
+def test_learned_bits_fall_and_the_table_shows_them(folder: Path) -> None:
     learned = ["quantization.weight.rule=learned_bits", "quantization.weight.options.cost=3e5", "qat.epochs=1"]
     assert run(*learned, "qat.quantizer_lr_factor=1.0") == 0
     table = (folder / "run" / "layers.txt").read_text()
@@ -103,7 +103,7 @@ def test_ewgs_finds_its_delta_from_the_hessian(folder: Path) -> None:
     assert sum(float(state[f"{layer}.weight_quantizer.ewgs_delta"]) for layer in (0, 4, 8)) > 0
 
 
-def test_a_float_stage_that_is_over_can_go_on_with_another_quantization(folder: Path) -> None:
+def test_a_finished_float_stage_continues_with_another_quantization(folder: Path) -> None:
     refused = ["quantization.activation.symmetric=true", "float.epochs=1", "qat.epochs=1"]
     assert run(*refused) == 2  # the images go below zero
     weights = (folder / "run" / "last.pt").read_bytes()
