@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import train
+from qat.training.config.schema import DATASETS
+from qat.training.data import datasets
 
 MODULE = """
 import torch
@@ -48,6 +50,9 @@ def too_few_labels(config):
 
 def bare(config):
     return Dataset(split(64).images, split(32).images, ["dark", "bright"])
+
+def grey(config):
+    return Dataset(split(64), split(32), ["dark", "bright"], mean=(0.5,))
 
 def empty(config):
     return Dataset(split(64), split(0), ["dark", "bright"])
@@ -119,6 +124,11 @@ def test_a_run_trains_and_exports_on_it(folder: Path) -> None:
             " (32,), got Tensor torch.int64 (16,), {folder}/my_data.py:{line})",
         ),
         (
+            "my_data:grey",
+            "data.name: 'my_data:grey' failed (ValueError: Dataset: mean and std must be 3 numbers, std > 0, got (0.5,)"
+            " and (0.5, 0.5, 0.5), {folder}/my_data.py:{line})",
+        ),
+        (
             "my_data:empty",
             "data.name: 'my_data:empty' failed (ValueError: Dataset: val has no images, {folder}/my_data.py:{line})",
         ),
@@ -140,6 +150,10 @@ def test_a_mistake_is_one_sentence(folder: Path, capsys: pytest.CaptureFixture[s
     assert train.main(["--config", "tiny.yaml", f"data.name='{name}'"]) == 2
     assert capsys.readouterr().err.strip() == sentence.format(folder=folder, line=line)
     assert not (folder / "run").exists()
+
+
+def test_every_shipped_name_has_a_builder() -> None:
+    assert set(datasets._BUILDERS) == set(DATASETS)
 
 
 def test_downloading_is_for_the_shipped_sets(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,7 @@ class Dataset:
 
     Raises:
         TypeError: for a split of another type.
-        ValueError: for images or labels of another form.
+        ValueError: for images, labels or channels of another form.
 
     >>> split = ImageArray(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 1, 0]))
     >>> Dataset(split, split, ["cat", "dog"]).std
@@ -100,6 +100,8 @@ class Dataset:
     def __post_init__(self) -> None:
         for name, split in (("train", self.train), ("val", self.val)):
             _check_split(f"Dataset: {name}", split, len(self.classes))
+        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
+            raise ValueError(f"Dataset: mean and std must be 3 numbers, std > 0, got {self.mean} and {self.std}")
 
 
 def _check_split(where: str, split: Images, classes: int) -> None:
