@@ -77,7 +77,7 @@ class TargetProfile:
     shared_grids: frozenset[Operation]
     float_operations: frozenset[Operation]
     quantizes_outputs: bool
-    reasons: Mapping[str, Reason] = field(hash=False)
+    reasons: Mapping[str, Reason] = field(default_factory=dict, hash=False)
 
     def refusal(self, tensor: Tensor, spec: QuantSpec) -> str | None:
         """Why the runtime does not run this grid, and what would be right, in one clause; None if it does.
