@@ -1,4 +1,4 @@
-"""Looking at prepared models: what is quantized, how, and what stays in float and why."""
+"""Reports on prepared models: what is quantized and how, what stays in float and why."""
 
 from qat.analysis.table import summary
 

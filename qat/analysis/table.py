@@ -14,8 +14,6 @@ from qat.quantizer import Quantizer
 from qat.text import table
 from qat.tracing.nodes import submodule_of
 
-HANDED = ("input_quantizer", "norm")
-
 HEADER = ("name", "type", "grid", "rule", "parameters", "remark")
 
 Row = tuple[str, str, str, str, str, str]
@@ -28,8 +26,8 @@ def summary(model: nn.Module) -> str:
         model: from `prepare`, or any module that holds quantized layers.
 
     Returns:
-        The table as text, one row a layer or quantizer, in the order in which they run; below it, the
-        counts, and what a self-check of training found.
+        The table as text, with one row for each layer or quantizer, in the order in which they run; below it, the
+        counts and the result of the self-check of training.
 
     >>> from qat import prepare
     >>> print(summary(prepare(nn.Sequential(nn.Linear(8, 2)))))
@@ -39,20 +37,20 @@ def summary(model: nn.Module) -> str:
     <BLANKLINE>
     1 quantized layer, 1 activation quantizer, 0 layers in float; 18 float parameters, 3 quantizer parameters
     """
-    remarks = {**_grids(model), **noted(model, COMPROMISES)}
+    remarks = {**_inputs(model), **noted(model, COMPROMISES)}
     reasons = noted(model, LEFT_IN_FLOAT)
     for name, _ in layers_of(model):
         if not isinstance(model.get_submodule(name), QuantTwin):
             reasons.setdefault(name, "it was put there after the model was prepared")
     rows = [_row(name, module, remarks) for name, module in _in_order(model)]
-    kinds = noted(model, LAYERS)
-    rows += [_float_row(name, model, reason, kinds) for name, reason in reasons.items()]
-    in_float = sum(name in kinds or _module(model, name) is not None for name in reasons)
-    return "\n".join([*table([HEADER, *rows]), "", _counts(model, in_float), *_verdicts(model)])
+    float_types = noted(model, LAYERS)
+    rows += [_float_row(name, model, reason, float_types) for name, reason in reasons.items()]
+    in_float = sum(name in float_types or _module(model, name) is not None for name in reasons)
+    return "\n".join([*_align([HEADER, *rows]), "", _counts(model, in_float), *_verdicts(model)])
 
 
 def _verdicts(model: nn.Module) -> Iterator[str]:
-    """What the self-check of each traced part found."""
+    """The result of the self-check of each traced part."""
     for prefix, graph_module in _graphs(model):
         verdict = graph_module._verdict() if isinstance(graph_module, PreparedGraph) else None
         if verdict is not None:
@@ -60,7 +58,7 @@ def _verdicts(model: nn.Module) -> Iterator[str]:
 
 
 def _in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Layers and activation quantizers, each once, as they run; as they are registered without a graph."""
+    """Layers and activation quantizers, each once, in the order in which they run; without a graph, as registered."""
     wanted = {
         name: module
         for name, module in model.named_modules()
@@ -73,27 +71,28 @@ def _in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 called = f"{prefix}{node.target}"
                 if called in wanted:
                     order[called] = None
-                elif isinstance(model.get_submodule(called), CompositeTwin):  # whose call runs the products in it
+                elif isinstance(model.get_submodule(called), COMPOSITE_TWINS):  # its call runs the products in it
                     order |= dict.fromkeys(name for name in wanted if name.startswith(f"{called}."))
     return [(name, wanted[name]) for name in (*order, *(name for name in wanted if name not in order))]
 
 
 def _graphs(model: nn.Module) -> Iterator[tuple[str, fx.GraphModule]]:
-    """The traced parts of the model, and how their names begin."""
+    """The traced parts of the model, each with the prefix of its names."""
     for name, module in model.named_modules():
         if isinstance(module, fx.GraphModule):
             yield f"{name}." if name else "", module
 
 
-def _grids(model: nn.Module) -> dict[str, str]:
-    """Layer name to what its graph call is handed: the input's grid, and the BatchNorm."""
+def _inputs(model: nn.Module) -> dict[str, str]:
+    """For every layer called in a graph: the quantizer of its input, and the BatchNorm that it folds."""
     found: dict[str, str] = {}
     for prefix, graph_module in _graphs(model):
         for node in graph_module.graph.nodes:
             if isinstance(submodule_of(graph_module, node), QuantLayer):
-                handed = {key: f"{prefix}{value.target}" for key, value in node.kwargs.items() if key in HANDED}
-                text = f"input: {handed['input_quantizer']}" if "input_quantizer" in handed else "input: indices"
-                found[f"{prefix}{node.target}"] = f"{text}, folds {handed['norm']}" if "norm" in handed else text
+                quantizer, norm = (node.kwargs.get(key) for key in ("input_quantizer", "norm"))
+                text = f"input: {prefix}{quantizer.target}" if isinstance(quantizer, fx.Node) else "input: indices"
+                folds = f", folds {prefix}{norm.target}" if isinstance(norm, fx.Node) else ""
+                found[f"{prefix}{node.target}"] = f"{text}{folds}"
     return found
 
 
@@ -106,12 +105,12 @@ def _row(name: str, module: nn.Module, remarks: dict[str, str]) -> Row:
     return name, type(module).__name__, quantizer.describe(), quantizer.spec.rule, f"{count:,}", remark
 
 
-def _float_row(name: str, model: nn.Module, reason: str, kinds: Mapping[str, str]) -> Row:
+def _float_row(name: str, model: nn.Module, reason: str, float_types: Mapping[str, str]) -> Row:
     module = _module(model, name)
     if module is None:
         return name, "-", "float", "-", "-", f"stays float: {reason}"
     count = sum(parameter.numel() for parameter in module.parameters())
-    return name, kinds.get(name, type(module).__name__), "float", "-", f"{count:,}", f"stays float: {reason}"
+    return name, float_types.get(name, type(module).__name__), "float", "-", f"{count:,}", f"stays float: {reason}"
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:

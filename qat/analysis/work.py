@@ -1,4 +1,4 @@
-"""`integer_work`: which share of a prepared model's multiply-accumulates runs on integers, and where the rest is."""
+"""`integer_work`: which share of a prepared model's multiply-accumulates runs on integers, and where the rest runs."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from qat.analysis.work_operators import FACTORS, macs_of, moves_values
 from qat.evaluating import evaluating
+from qat.inputs import Inputs, call_model
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.silence import warnings_ignored
@@ -21,11 +22,11 @@ from qat.tracing.patches import without_fast_path
 
 @dataclass(frozen=True)
 class Place:
-    """Multiply-accumulates of one layer, or of one matrix product between activations.
+    """The multiply-accumulates of one layer, or of one matrix product between activations.
 
     Attributes:
-        name: the module; for an operation of a traced graph its scope and node, as `encoder.self_attention.matmul_1`.
-        kind: the layer's type, or the operator.
+        name: the module, or the scope and node of an operation in a graph, such as `encoder.self_attention.matmul_1`.
+        kind: the type of the layer, or the operator.
         macs: multiply-accumulates for the example inputs.
         integer: whether both operands are integers on a grid.
     """
@@ -38,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Work:
-    """The multiply-accumulates of a model, place by place, in the order in which they ran."""
+    """The multiply-accumulates of a model, in the order in which they ran."""
 
     places: tuple[Place, ...]
 
@@ -49,7 +50,7 @@ class Work:
 
     @property
     def share(self) -> float:
-        """The share that is done on integers, 0 to 1; 1 if there is no work."""
+        """The share that runs on integers, 0 to 1; 1 for a model without any."""
         done = sum(place.macs for place in self.places if place.integer)
         return done / self.total if self.total else 1.0
 
@@ -59,22 +60,22 @@ class Work:
         return tuple(place for place in self.places if not place.integer)
 
 
-def integer_work(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any]) -> Work:
+def integer_work(model: nn.Module, example_inputs: Inputs) -> Work:
     """Count the multiply-accumulates of one forward pass, and which of them have two integer operands.
 
-    A quantized layer works on integers if it quantizes its input itself, or is given the grid of an input that lies on
-    one, and if both rules have integers. A product of activations does if both factors lie on grids. To lie on a grid
-    is to come from a quantizer through operations that only move values; this is followed tensor by tensor as the
-    model runs, so it holds for traced graphs, for models that are prepared in parts and for layers that compute
+    A quantized layer works on integers if it quantizes its input itself, or is given the quantizer of an input that
+    lies on its grid, and if both rules have integers. A product of activations does if both factors lie on grids. A
+    tensor lies on a grid if it comes from a quantizer through operations that only move values. This is followed tensor
+    by tensor as the model runs, so it works for traced graphs, for models prepared in parts and for layers that compute
     attention themselves. A fused scaled_dot_product_attention is float work: its probabilities are on no grid.
-    Look-ups (embeddings) and elementwise operations count nothing.
+    Look-ups (embeddings) and elementwise operations do not count.
 
     Args:
-        model: a prepared model, or any module that holds quantized layers; it runs once, in evaluation mode and without
-            gradients, and need not be calibrated.
+        model: a prepared model, or any module that holds quantized layers, calibrated or not; it runs once, in
+            evaluation mode and without gradients.
         example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments.
 
-    Source: the formulas of torch.utils.flop_counter, halved; `work_operators.py` adds what it lacks.
+    Source: the formulas of torch.utils.flop_counter, halved; `work_operators.py` adds the missing ones.
 
     >>> from qat import prepare
     >>> model = prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)))
@@ -82,8 +83,6 @@ def integer_work(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Ma
     >>> [(place.name, place.macs, place.integer) for place in work.places], work.share
     ([('0', 1728, True), ('2', 128, True)], 1.0)
     """
-    named = example_inputs if isinstance(example_inputs, Mapping) else {}
-    inputs = () if named else example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     meter = _Meter()
     with ExitStack() as stack:
         stack.enter_context(warnings_ignored("a quantizer .* runs on its default range"))
@@ -92,13 +91,13 @@ def integer_work(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Ma
         stack.enter_context(without_fast_path())  # the fused operators hide the layers inside
         stack.enter_context(_watched(model, meter))
         stack.enter_context(meter)
-        model(*inputs, **named)
+        call_model(model, example_inputs)
     return Work(tuple(Place(*key[:2], macs, key[2]) for key, macs in meter.macs.items()))
 
 
 @dataclass
 class _Frame:
-    """What is running: its name, its type, and whether it is known to be integer work; None: its operands tell."""
+    """What is running: its name and type, and whether it is integer work; None: its operands decide."""
 
     name: str
     kind: str
@@ -106,7 +105,7 @@ class _Frame:
 
 
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator: adds its work to what is running, and follows which tensors lie on a quantizer's grid."""
+    """Sees every operator: counts its work for what is running, and follows which tensors lie on a quantizer's grid."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -117,7 +116,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = func.overloadpacket
-        with self:  # in inference mode composite operators arrive whole
+        with self:  # in inference mode composite operators arrive undecomposed
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
@@ -156,14 +155,19 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if memory not in given and carried:
                 self.on_grid.add(memory)
             elif memory not in given or mutates:
-                # New memory may be where a tensor on a grid was before; written memory is no longer what it was. A
-                # view needs nothing: what it looks at decides.
+                # New memory may reuse that of a freed tensor on a grid, and written memory no longer holds grid values.
+                # A view needs nothing: it shares its base's mark.
                 self.on_grid.discard(memory)
+
+
+def _storage(tensor: Tensor) -> int:
+    """An identifier of a tensor's memory, which views share; unlike an address it also tells meta tensors apart."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager
 def _watched(model: nn.Module, meter: _Meter) -> Iterator[None]:
-    """The model with every module telling the meter when it runs; graphs run node by node."""
+    """A context in which every module tells the meter when it runs, and graphs run node by node."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             entering = module.register_forward_pre_hook(_entering(name, meter), with_kwargs=True, prepend=True)
@@ -179,7 +183,7 @@ def _watched(model: nn.Module, meter: _Meter) -> Iterator[None]:
 
 @contextmanager
 def _replaced(module: nn.Module, method: str, function: Callable[..., Any]) -> Iterator[None]:
-    """A module with another method for a while."""
+    """A context in which a module has another method."""
     before = module.__dict__.get(method)
     setattr(module, method, function)
     try:
@@ -211,7 +215,7 @@ def _leaving(meter: _Meter) -> Callable[..., None]:
 
 
 def _operating(layer: QuantLayer, name: str, meter: _Meter) -> Callable[..., Tensor]:
-    """The layer's operation; recurrent layers go to it past forward, at every time step."""
+    """The layer's operation; recurrent layers call it without forward, at every time step."""
     operate = layer.operate
 
     def operating(*args: Any, **kwargs: Any) -> Tensor:
@@ -235,12 +239,12 @@ def _runs_on_integers(layer: QuantLayer, given: Mapping[str, Any], meter: _Meter
     if not grids:
         grids = [given[name] for name in wanted if given.get(name) is not None]
         if not all(meter.is_marked(x) for x in list(given.values())[: len(wanted)]):
-            return False  # a grid was handed over, and the input does not lie on any
+            return False  # a quantizer was given, but the input lies on no grid
     return len(grids) == len(wanted) and all(grid.has_integers for grid in (*grids, layer.weight_quantizer))
 
 
 def _node_by_node(module: fx.GraphModule, path: str, meter: _Meter) -> Callable[..., Any]:
-    """A forward that runs the graph node by node, so that its functions have names."""
+    """A forward that runs the graph node by node, so that the meter knows the names of its functions."""
     signature = inspect.signature(type(module).forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -252,11 +256,11 @@ def _node_by_node(module: fx.GraphModule, path: str, meter: _Meter) -> Callable[
 
 
 class _NamingInterpreter(fx.Interpreter):
-    """Runs a graph; while a function or method of it runs, the meter knows its name."""
+    """Runs a graph, and names each function and method to the meter while it runs."""
 
     def __init__(self, module: fx.GraphModule, path: str, meter: _Meter) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # errors stay the model's own
+        self.extra_traceback = False  # errors read as the model's own
         self.path = path
         self.meter = meter
 

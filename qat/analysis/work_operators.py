@@ -1,8 +1,8 @@
-"""What `integer_work` knows of operators: which move values, which multiply what, and the work that torch counts as 0.
+"""Operators as `integer_work` counts them: which move values, which multiply what, and formulas that torch lacks.
 
 torch.utils.flop_counter has no formula for matrix times vector, `Bilinear`, the fused recurrent layers that evaluation
-takes on the CPU and on CUDA, or (up to torch 2.11) the CPU's fused attention: it counts nothing for them, and a float
-LSTM would look like no work at all.
+uses on the CPU and on CUDA, or (up to torch 2.11) the CPU's fused attention. It counts 0 for them, so that a float LSTM
+would look like no work.
 """
 
 import math
@@ -30,7 +30,7 @@ FACTORS: dict[Any, tuple[int, int]] = {
     aten.addbmm: (1, 2),
     aten.convolution: (0, 1),
 }
-"""Operator to the positions of its two factors; what is not here is no single product and counts as float work."""
+"""Operator to the positions of its two factors. Other operators are not single products and count as float work."""
 
 _MOVING = (
     "clone", "roll", "flip", "repeat", "index", "index_select", "gather", "im2col", "unfold_copy",
@@ -40,21 +40,21 @@ _MOVING = (
     "replication_pad1d", "replication_pad2d", "replication_pad3d",
 )  # fmt: skip
 MOVING = frozenset(getattr(aten, name) for name in _MOVING)
-"""Operators that copy values of their first argument into new memory; views need no mention."""
+"""Operators that copy values of their first argument into new memory; views share memory and are not listed."""
 
 
 def moves_values(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether every value of the result is one of the first argument's, or the zero that every grid has."""
+    """Whether every value of the result is one of the first argument's values, or 0, which is on every grid."""
     if operator is aten.constant_pad_nd:
         return bool((args[2] if len(args) > 2 else kwargs.get("value", 0)) == 0)
     return operator in MOVING
 
 
 def macs_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Multiply-accumulates of one call: half of the floating-point operations by torch's formulas, or by the ones here.
+    """Multiply-accumulates of one call: by the formulas here, or half of torch's floating-point operations.
 
     Args:
-        operator: an OpOverloadPacket, as torch.ops.aten.mm.
+        operator: an OpOverloadPacket, such as torch.ops.aten.mm.
         args, kwargs, result: of the call.
     """
     own = FORMULAS.get(operator)
@@ -67,12 +67,12 @@ def macs_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: 
 
 
 def _deformable_convolution() -> Any:
-    """torchvision's operator, registered once somebody has imported torchvision; else None."""
+    """torchvision's operator; None unless torchvision was imported."""
     return getattr(torch.ops.torchvision, "deform_conv2d", None)
 
 
 def _bilinear(first: Shape, weight: Shape, *_: Any) -> int:
-    """x1 (rows, in1), weight (out, in1, in2): every row of x1 meets the whole weight once."""
+    """x1 (rows, in1), weight (out, in1, in2): every row of x1 is multiplied by the whole weight."""
     rows: int = math.prod(first) // weight[-2]
     return rows * math.prod(weight)
 
@@ -83,7 +83,7 @@ def _mkldnn_recurrent(x: Shape, input_weight: Shape, hidden_weight: Shape, *_: A
 
 
 def _recurrent(x: Shape, weights: Sequence[Shape], *_: Any) -> int:
-    """All layers and directions: every matrix meets every step of every sample once."""
+    """All layers and directions: every step of every sample is multiplied by every matrix."""
     return math.prod(x[:-1]) * sum(math.prod(weight) for weight in weights if len(weight) == 2)
 
 

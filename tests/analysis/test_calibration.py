@@ -1,4 +1,4 @@
-"""calibrate: what it accepts, what it leaves alone, that it repeats itself, and that ranks agree."""
+"""`calibrate`: the batches it accepts, the state it does not change, repeatability, and equal ranges on all ranks."""
 
 import os
 from datetime import timedelta
@@ -71,7 +71,7 @@ def test_minmax_covers_all_batches_and_activations_pass_unquantized():
 
 @pytest.mark.parametrize("init", ["minmax", "percentile", "mse", "lsq"])
 def test_the_range_is_the_one_that_init_finds_for_the_values_seen(init):
-    """Few enough values are all kept, each once: the same range as that of the tensor itself."""
+    """With few values the observer keeps them all, so the range is that of the tensor itself."""
     spec = QuantSpec(bits=4, init=init, percentile=90.0)
     model = nn.Sequential(create_quantizer(spec))
     calibrate(model, batches())
@@ -94,7 +94,7 @@ def test_big_tensors_keep_their_extremes_and_their_percentiles():
 
 
 def test_one_outlier_a_batch_does_not_fill_the_tail_of_a_percentile():
-    """8 values of 3.2 million lie at 30; 99.995 % of them all end near 3.9 and so must the range of the sample."""
+    """8 values of 3.2 million are 30; the 99.995 % percentile is near 3.9, and so must be the range of the sample."""
     generator = torch.Generator().manual_seed(2)
     big = [torch.randn(400_000, generator=generator) for _ in range(8)]
     for batch in big:
@@ -125,7 +125,7 @@ def test_tensors_sequences_and_mappings_are_accepted():
     assert model.last.scale.item() == pytest.approx(3 / 255)
 
 
-def test_modes_are_evaluation_inside_and_as_before_outside():
+def test_modes_are_evaluation_inside_and_restored_outside():
     model = Net().train()
     model.norm.eval()  # frozen by the user
     running = ranges(model.norm)
@@ -223,7 +223,7 @@ def test_bad_numbers_are_refused_with_the_quantizers_name(bad):
     assert model.first.is_calibrated
 
 
-def test_a_bad_number_among_very_many_is_not_lost_in_the_sample():
+def test_one_bad_number_among_many_is_found():
     x = torch.zeros(1000, 1000)
     x[123, 456] = float("nan")
     assert refusal_of(nn.Sequential(create_quantizer(AFFINE)), [x]).endswith("the values hold NaN or infinity")
@@ -244,7 +244,7 @@ def rank_batches(rank: int) -> list[Tensor]:
 
 
 def calibrate_on_a_rank(rank: int, folder: str) -> None:
-    """One of two processes: ranges of all inits on batches of its own, then what a one-sided mistake ends in."""
+    """One of two processes: ranges for every `init` on its own batches, then the outcome of a mistake on one side."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = f"file://{folder}/store"
@@ -293,13 +293,13 @@ def test_two_ranks_with_different_batches_end_with_the_ranges_of_all_of_them(two
     assert not same(two_ranks[0][init], ranges(alone))
 
 
-def test_a_nan_on_one_rank_is_told_on_both(two_ranks):
+def test_a_nan_on_one_rank_is_reported_on_both(two_ranks):
     sentence = "ValueError: calibrate: quantizer 'first': initial_range: the values hold NaN or infinity"
     assert [found["nan"] for found in two_ranks] == [sentence, sentence]
 
 
 def test_a_rank_without_batches_does_not_leave_the_other_waiting(two_ranks):
-    """Either both calibrate on what there is, or both say what is missing; a lost connection is neither."""
+    """Either both calibrate with the batches of one, or both say what is missing; neither loses the connection."""
     first, second = (found["empty"] for found in two_ranks)
     assert first == second
     assert first.startswith(("scale ", "ValueError: calibrate: "))

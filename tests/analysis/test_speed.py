@@ -28,7 +28,7 @@ PEERS = [variant for variant in BUILDERS if variant not in ("float", "qat")]
 
 
 class Clock:
-    """A clock that only moves when someone works; the machine gets slower by `drift` with every reading."""
+    """A clock that only advances with work; the machine gets slower by `drift` with every reading."""
 
     def __init__(self, drift: float = 0.0) -> None:
         self.now, self.pace, self.drift = 0.0, 1.0, drift
@@ -66,7 +66,7 @@ def test_a_slowing_machine_hits_all_variants_alike() -> None:
 def test_every_round_runs_every_variant_once_in_changing_order() -> None:
     names = ["a", "b", "c"]
     rounds = ["".join(order(names, number)) for number in range(6)]
-    assert rounds == ["abc", "bca", "cab", "cba", "acb", "bac"]  # every order, so each is first and behind each
+    assert rounds == ["abc", "bca", "cab", "cba", "acb", "bac"]  # each is first, and each follows each other one
     assert ["".join(order(["a", "b"], number)) for number in range(4)] == ["ab", "ba", "ba", "ab"]
 
 
@@ -78,7 +78,7 @@ def test_repeats_count_as_one_measurement_and_the_time_limit_leaves_three_rounds
     assert clock.order[:8] == ["a"] * 4 + ["b"] * 4
 
 
-def test_what_does_not_run_is_missing_with_its_reason() -> None:
+def test_a_variant_that_does_not_run_is_missing_with_its_reason() -> None:
     clock = Clock()
 
     def not_installed() -> Any:
@@ -124,7 +124,7 @@ def test_what_does_not_run_is_missing_with_its_reason() -> None:
 
 
 class Hiding(torch.autograd.Function):
-    """Keeps a tensor as an attribute of its ctx, one in a closure and one in a list, past save_for_backward."""
+    """Keeps one tensor as an attribute of its ctx, one in a closure and one in a list, without save_for_backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -146,12 +146,14 @@ def test_saved_bytes_of_known_graphs() -> None:
     assert saved_bytes(lambda: (x * weight).sum()) == 8000
     assert saved_bytes(lambda: (x * weight).sum(), [weight]) == 4000
     assert saved_bytes(lambda: (x.view(10, 100) * x.view(10, 100)).sum()) == 4000  # two views of one storage
-    assert saved_bytes(lambda: (x[:10] * 2.0).exp().sum()) == 40  # of exp its result; a factor keeps nothing
+    assert (
+        saved_bytes(lambda: (x[:10] * 2.0).exp().sum()) == 40
+    )  # exp saves its result; multiplying by a number saves nothing
     assert saved_bytes(lambda: x.exp().sin().detach().sum() + x.sum()) == 0  # freed before the forward ends
     assert saved_bytes(lambda: Hiding.apply(x).sum()) == 4000 + 20 + 8
 
 
-def test_held_bytes_see_what_a_model_hides_from_autograd() -> None:
+def test_held_bytes_include_tensors_hidden_from_autograd() -> None:
     x = torch.randn(1000, requires_grad=True)
     keeping: list[Tensor] = []
 
@@ -164,7 +166,7 @@ def test_held_bytes_see_what_a_model_hides_from_autograd() -> None:
     assert held_bytes(forward) == pytest.approx(8000, abs=200)
 
 
-def test_peak_growth_sees_what_is_freed_again() -> None:
+def test_peak_growth_includes_memory_that_is_freed_again() -> None:
     growth = peak_growth(lambda: torch.ones(2**26).sum())
     if growth is None:
         pytest.skip("the system keeps no peak of the resident memory that can be set back")
@@ -198,7 +200,7 @@ def test_operators_put_a_tensor_on_the_same_grid(kind: str) -> None:
         call = OPERATORS[name](given)
         torch.testing.assert_close(call.forward(), expected, rtol=1e-5, atol=1e-6)
         call()
-    # One gradient a step of the grid: LSQ as papers print it agrees with this project's on x and scale.
+    # LSQ as printed in the paper has the same gradients of x and scale as this project's.
     ours, printed = OPERATORS["qat"](given), OPERATORS["plain"](given)
     for inputs in zip(
         torch.autograd.grad(ours.forward(), ours.inputs[:2], given.grad),
@@ -250,13 +252,13 @@ def test_memory_of_a_toy_model_is_that_of_the_graph() -> None:
     assert (rows["qat"]["peak_bytes"], rows["qat"]["peak_ratio"]) == (9, 9 / 15)
     assert rows["nobody"]["missing"] == "fails: KeyError: 'nobody'"
     step = build_step("float", build_float(TOY), TOY.images())
-    images = 2 * 3 * 32 * 32 * 4  # were there before the forward
+    images = 2 * 3 * 32 * 32 * 4  # allocated before the forward
     held = rows["float"]["held_bytes"]
     assert held == pytest.approx(rows["float"]["saved_bytes"] - images, rel=0.05)
     assert held_bytes(step.loss) == pytest.approx(held, rel=0.05)
 
 
-def test_a_process_of_its_own_says_what_it_measured_or_why_not() -> None:
+def test_a_separate_process_reports_its_measurement_or_the_reason() -> None:
     facts = alone("float", TOY, threads=1, memory=True)
     assert facts["first_step"] > 0 and facts["later_step"] > 0 and facts["preparation"] > 0
     assert facts["peak_growth"] is None or facts["peak_growth"] > 3 * 1_235_496  # most of its gradients

@@ -1,4 +1,4 @@
-"""`integer_work`: counts against formulas by hand, and which products count as integer work."""
+"""`integer_work`: its counts compared with formulas, and which products count as integer work."""
 
 import math
 import warnings
@@ -63,7 +63,7 @@ def test_counts_are_those_of_the_formula(case: str) -> None:
     assert sum(place.macs for place in work.in_float) == macs
 
 
-def test_cudnn_s_recurrent_layers_count_as_those_of_the_cpu() -> None:
+def test_cudnn_recurrent_layers_count_as_on_the_cpu() -> None:
     layer = nn.LSTM(8, 16, num_layers=2, bidirectional=True)
     x = torch.randn(SEQUENCE)
     macs = macs_of(torch.ops.aten._cudnn_rnn, (x, list(layer.parameters()), 4, None), {}, ())
@@ -140,11 +140,11 @@ def test_fused_attention_counts_both_products() -> None:
     assert integer_work(module, (queries, keys)).total == 2 * (2 * 3) * 5 * 7 * 4
 
 
-def test_memory_that_a_quantizer_used_before_makes_nothing_integer() -> None:
+def test_memory_reused_from_a_quantizer_makes_nothing_integer() -> None:
     def function(module: Function, x: Tensor, y: Tensor) -> Tensor:
         total = torch.zeros(())
         for _ in range(20):
-            module.one(x)  # dropped at once: the next tensor gets its memory
+            module.one(x)  # freed at once: the next tensor reuses its memory
             total = total + ((x + 1) @ (y + 1)).sum()
         return total
 
@@ -162,7 +162,7 @@ def test_rules_without_integers_are_no_integer_work(spec: QuantSpec) -> None:
 
 
 class Calls(nn.Module):
-    """One quantized layer, called as said."""
+    """One quantized layer, called by the given function."""
 
     def __init__(self, activation_spec: QuantSpec | None, call: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def test_training_and_evaluation_count_the_same() -> None:
 
 
 class InParts(nn.Module):
-    """A model whose parts are prepared one by one, with control flow and float work between."""
+    """A model whose parts are prepared one by one, with control flow and float work between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ def test_parts_of_a_model_keep_their_names() -> None:
 
 
 def footprint(model: nn.Module) -> list[object]:
-    """What measuring could leave behind."""
+    """Everything that measuring might change in a model."""
     return [
         (
             name, module.training, len(module._forward_hooks), len(module._forward_pre_hooks), sorted(module.__dict__),

@@ -1,4 +1,4 @@
-"""The zoo benchmark: whatever happens to a model is a row that says so, and the verdict names it."""
+"""The zoo benchmark: whatever happens to a model is reported in its row, and the verdict names it."""
 
 import json
 import sys
@@ -102,7 +102,7 @@ def test_a_quantizer_without_a_gradient_is_named() -> None:
 
 
 class Detached(nn.Module):
-    """Cuts the way back."""
+    """A model that cuts the backward pass."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_a_reason_covers_the_modules_inside() -> None:
     assert zoo_case.reason_for(place, {"encoder.att": "because", "matmul_1": "no"}) is None
 
 
-def test_a_layer_needs_a_reason_of_its_own_and_code_that_cannot_be_traced_has_the_model_s() -> None:
+def test_a_layer_needs_its_own_reason_and_untraceable_code_has_that_of_the_model() -> None:
     reasons = {"(the model)": "cannot be traced"}
     assert zoo_case.reason_for(Place("", "RAFT", 8, False), reasons, {"head"}) == "cannot be traced"
     assert zoo_case.reason_for(Place("head", "Linear", 8, False), reasons, {"head"}) is None
@@ -239,7 +239,7 @@ class InParts(nn.Module):
     def forward(self, images: list[Tensor]) -> list[Tensor]:
         features = self.backbone(x=torch.stack(images))
         first = self.head(features)
-        features.zero_()  # what was passed before must not change with it
+        features.zero_()  # tensors passed earlier must not change with it
         return [first, self.head(features)]
 
 

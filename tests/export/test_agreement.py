@@ -1,4 +1,4 @@
-"""What verification calls equal: classes, values within a tolerance, the same integers; never nothing."""
+"""Which answers verification calls equal: classes, values within a tolerance, integers; never an empty comparison."""
 
 import math
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_values_without_classes_are_equal_within_a_share_of_their_range(shape: t
 
 
 def test_the_range_is_that_of_all_batches() -> None:
-    """The same values one at a time, as a model with a batch of one gives them."""
+    """The values arrive one at a time, as from a model with a batch of one."""
     pairs = [([x.reshape(1, 1)], [x.reshape(1, 1) + 0.03], None) for x in VALUES]
     assert judge(list(pairs)).agreement == 1.0
     assert judge(pairs[:3]).agreement == 0.0
@@ -39,7 +39,7 @@ def test_a_constant_output_has_to_be_the_same_up_to_rounding() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
 def test_integers_and_masks_have_to_be_the_same(dtype: torch.dtype) -> None:
-    """As class axes they would agree wherever the largest is in the same place."""
+    """Read as classes, they would agree wherever the largest value has the same index."""
     ours = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0]]).to(dtype)
     theirs = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 0]]).to(dtype)
     assert judge([([ours], [theirs], None)]).agreement == 0.75
@@ -55,7 +55,7 @@ def test_the_output_that_agrees_least_counts() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_equals_nothing(bad: float) -> None:
+def test_a_value_that_is_not_finite_equals_nothing(bad: float) -> None:
     values, classes = VALUES.clone(), torch.eye(4)
     values[0] = classes[0, 0] = bad
     assert judge([([values], [values], None)]).agreement == 199 / 200
@@ -73,7 +73,7 @@ def test_nothing_to_compare_is_refused(outputs: list[Tensor], batches: int) -> N
         judge([(outputs, outputs, None)] * batches)
 
 
-def test_a_batch_without_detections_is_passed_over() -> None:
+def test_a_batch_without_detections_is_skipped() -> None:
     empty = torch.zeros(0, 4)
     found = judge([([empty], [empty], None), ([torch.eye(4)], [torch.eye(4)], None)])
     assert (found.samples, found.agreement) == (4, 1.0)
@@ -98,7 +98,7 @@ def test_labels_of_pixels_count() -> None:
     assert judge([([logits], [logits], labels)]).torch_top1 == pytest.approx(200 / 3)
 
 
-def test_a_regression_model_that_answers_otherwise_is_seen(tmp_path: Path) -> None:
+def test_another_regression_model_does_not_agree(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), torch.randn(64, 8)
     model = qat.prepare(net)

@@ -1,4 +1,4 @@
-"""Export: integer initializers, the same integers in ONNX Runtime as in torch, and refusals that are loud."""
+"""Export: integer initializers, the same integers in ONNX Runtime as in torch, and clear refusals."""
 
 import os
 from collections.abc import Callable
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 class Small(nn.Module):
-    """Every kind of layer of a ResNet on small tensors: max pool, residual add, downsampling, average pool."""
+    """Every kind of layer in a ResNet on small tensors: max pool, residual add, downsampling, average pool."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ def test_a_rule_off_the_integer_grid_is_refused(tmp_path: Path) -> None:
         type(model.conv_quantizer).exportable = True
 
 
-def test_a_path_and_an_example_that_changed_places_are_a_sentence(tmp_path: Path) -> None:
+def test_swapped_path_and_example_are_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(TypeError) as raised:
         qat.export_onnx(small_model(), torch.randn(1, 3, 8, 8), tmp_path / "x.onnx")  # type: ignore[arg-type]
     assert str(raised.value) == (
@@ -294,7 +294,7 @@ def test_a_rule_that_leaves_its_grid_is_refused(tmp_path: Path, monkeypatch: pyt
         qat.export_onnx(model, tmp_path / "model.onnx", torch.randn(1, 3, 8, 8))
 
 
-def test_answers_that_are_no_numbers_do_not_agree(tmp_path: Path) -> None:
+def test_answers_that_are_nan_do_not_agree(tmp_path: Path) -> None:
     model = small_model()
     path = tmp_path / "model.onnx"
     qat.export_onnx(model, path, torch.randn(1, 3, 8, 8))

@@ -1,4 +1,4 @@
-"""What layers compute from parameters alone is stored: Swin's continuous position bias."""
+"""The results that layers compute from parameters alone are stored: Swin's continuous position bias."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from qat.export.onnxruntime.verification import follow
 
 
 class Biased(nn.Module):
-    """Attention scores plus what a small network makes of a table of coordinates."""
+    """Attention scores plus the output of a small network for a table of coordinates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Biased(nn.Module):
         return self.head(F.softmax(scores, -1))
 
 
-def test_it_is_stored_and_the_runtime_gets_the_same_integers(tmp_path: Path) -> None:
+def test_the_result_is_stored_and_the_runtime_computes_the_same_integers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 5, 6)
     model = qat.prepare(Biased().eval(), example_inputs=x)

@@ -1,4 +1,4 @@
-"""Export of every kind of layer, prepared and as a layer of one's own: integers in the file, equal answers."""
+"""Export of every kind of layer, prepared or written by the user: integers in the file, equal answers."""
 
 import logging
 from collections.abc import Iterator
@@ -25,12 +25,12 @@ Inputs = dict[str, Tensor]
 
 
 def layer_class(form: str, name: str) -> Any:
-    """torch's layer, which `prepare` will replace, or the quantized one that somebody writes into their own model."""
+    """torch's layer, which `prepare` will replace, or the quantized one that users write into their own model."""
     return getattr(nn, name) if form == "prepared" else getattr(qat.layers, f"Quant{name}")
 
 
 def quantized(net: nn.Module, inputs: Inputs, recipe: qat.QuantRecipe | None = None) -> nn.Module:
-    """Prepared, unless the layers are quantized already; calibrated, in evaluation."""
+    """The model in evaluation mode, calibrated, and prepared unless its layers are quantized already."""
     own = any(isinstance(module, Quantizer) for module in net.modules())
     model = net.eval() if own else qat.prepare(net.eval(), recipe, inputs)
     qat.calibrate(model, [inputs])
@@ -38,7 +38,7 @@ def quantized(net: nn.Module, inputs: Inputs, recipe: qat.QuantRecipe | None = N
 
 
 def part_of(inputs: Inputs, samples: int) -> Inputs:
-    """A batch of another size, in which every sample is one of these."""
+    """A batch of another size, made of these samples."""
     return {name: x.repeat(3, *[1] * (x.dim() - 1))[:samples].contiguous() for name, x in inputs.items()}
 
 
@@ -62,9 +62,9 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
 
 
 def assert_file_is_in_integers(path: Path, model: nn.Module, floats: frozenset[tuple[int, ...]] = frozenset()) -> None:
-    """The weights' own integers are in the file, in torch's layout or with the channels first, and no float weight.
+    """The file holds the weights' own integers, in torch's layout or with the channels first, and no float weight.
 
-    `floats`: shapes of the float parameters that the file may hold besides.
+    `floats`: shapes of float parameters that the file may hold.
     """
     proto = onnx.load(path)
     onnx.checker.check_model(proto)
@@ -90,7 +90,7 @@ def assert_exports(
     recipe: qat.QuantRecipe | None = None,
     floats: frozenset[tuple[int, ...]] = frozenset(),
 ) -> nn.Module:
-    """Export; the same answers for three sizes of the batch, and for a traced model the same integers everywhere."""
+    """Export; the answers are equal for three batch sizes, and for a traced model the integers of every quantizer."""
     model = quantized(net, inputs, recipe)
     qat.export_onnx(model, path, inputs)
     assert_file_is_in_integers(path, model, floats)
@@ -107,7 +107,7 @@ def assert_exports(
 
 
 def own_names(model: fx.GraphModule) -> set[str]:
-    """The activation quantizers that the graph itself calls, but for those of parameters."""
+    """The activation quantizers that the graph itself calls, without those of parameters."""
     called = {
         str(node.target)
         for node in model.graph.nodes
@@ -118,7 +118,7 @@ def own_names(model: fx.GraphModule) -> set[str]:
 
 
 class Convolutions(nn.Module):
-    """All six convolutions: without bias, with groups, dilation, other padding, output_padding."""
+    """All six convolutions: without bias, with groups, dilation, padding modes, output_padding."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Convolutions(nn.Module):
 
 FORMS = pytest.mark.parametrize("form", ["prepared", "own"])
 OWN_FIRST = pytest.mark.parametrize("form", [pytest.param("prepared", marks=pytest.mark.slow), "own"])
-"""For what is the same module when it is prepared, or is exported as part of whole models elsewhere."""
+"""For layers that are the same module once prepared, or that other tests export as part of whole models."""
 
 
 @FORMS
@@ -186,7 +186,7 @@ class PaddedBags(nn.Module):
         self.head = layer_class(form, "Linear")(6, 4)
         with torch.no_grad():
             for table in self.bags:
-                table.weight[2] = 1.0  # a padding row that would be seen in a sum
+                table.weight[2] = 1.0  # a padding row that would change a sum
 
     def forward(self, words: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.head(table(words)) for table in self.bags)
@@ -201,12 +201,12 @@ def test_the_padding_of_a_bag_is_left_out_whatever_the_size_of_the_batch(form: s
 
 
 def test_the_exporter_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its parts have loggers of their own, whose lines reach the terminal of a user who has set up no logging."""
+    """Its packages log under their own names, and the terminal shows that to users who have not configured logging."""
     inputs = {"words": torch.randint(0, 11, (3, 5)), "weights": draw(3, 5).abs()}
     model = quantized(LinearAndLookups("own"), inputs)
     root = logging.getLogger()
     handlers = root.handlers[:]
-    root.handlers.clear()  # pytest's own, which keep Python from its last resort, the terminal
+    root.handlers.clear()  # pytest's own; without any, Python logs to the terminal
     try:
         qat.export_onnx(model, tmp_path / "model.onnx", inputs)
     finally:
@@ -252,20 +252,20 @@ def test_recurrent_layers(form: str, tmp_path: Path) -> None:
 
 @OWN_FIRST
 def test_bidirectional_recurrent_layers(form: str, tmp_path: Path) -> None:
-    """Both directions read one tensor, on two grids that are equal after calibration."""
+    """Both directions read one tensor through two quantizers, whose grids are equal after calibration."""
     torch.manual_seed(0)
     assert_exports(tmp_path / "model.onnx", Recurrent(form, True, True, 1), {"x": draw(3, 2, 5)})
 
 
 def test_a_file_does_not_claim_a_free_number_of_steps(tmp_path: Path) -> None:
-    """The steps are written out one by one, and with the time first they are the first axis."""
+    """The file repeats the cell for each step, so with time as the first axis that axis is fixed."""
     torch.manual_seed(0)
     x = draw(3, 4, 5)
     model = quantized(Recurrent("own", False, False, 1), {"x": x})
     with pytest.warns(UserWarning, match=r"^export_onnx: the first axis of the input 'x' is fixed at 3,"):
         qat.export_onnx(model, tmp_path / "model.onnx", {"x": x})
     assert qat.verify_onnx(tmp_path / "model.onnx", model, [{"x": x}]).max_difference < 2e-6
-    with pytest.raises(Exception, match=r"(?i)dimension|shape|input"):  # refused, not answered for other steps
+    with pytest.raises(Exception, match=r"(?i)dimension|shape|input"):  # refused, instead of a wrong answer
         qat.verify_onnx(tmp_path / "model.onnx", model, [{"x": torch.cat([x, x])}])
 
 
@@ -301,7 +301,7 @@ class SelfAttention(nn.Module):
 
 @OWN_FIRST
 def test_attention_of_a_tensor_to_itself(form: str, tmp_path: Path) -> None:
-    """Query, key and value are one tensor: one's own layer has three grids for it, equal after calibration."""
+    """Query, key and value are one tensor; a layer of the user's own has three quantizers for it, with equal grids."""
     torch.manual_seed(0)
     assert_exports(tmp_path / "model.onnx", SelfAttention(form), {"x": draw(3, 4, 8)})
 
@@ -334,7 +334,7 @@ def test_batch_norms_fold_into_transposed_convolutions_with_groups(tmp_path: Pat
 
 
 def test_parametrised_layers(tmp_path: Path) -> None:
-    """The file holds the integers of the weight as it is computed, not of a factor of it."""
+    """The file holds the integers of the computed weight, not of one of its factors."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.ReLU(), nn.Flatten(),

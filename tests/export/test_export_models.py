@@ -1,4 +1,4 @@
-"""Export of whole models: reads, attention, constants, several inputs and outputs, other grids, parts, refusals."""
+"""Export of whole models: weights read by functions, attention, constants, several inputs and outputs, grids, parts."""
 
 import copy
 import itertools
@@ -28,7 +28,7 @@ FLOAT_PRODUCTS = {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatM
 
 
 class Single(nn.Module):
-    """A model of one input whose forward is a function of itself and x."""
+    """A model with one input; its forward is the given function of the model and x."""
 
     def __init__(self, forward_: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Double(Single):
 
 
 def linears(*sizes: int) -> dict[str, nn.Module]:
-    """Linear layers a, b, c ... between these numbers of features."""
+    """Linear layers a, b, c ... with these numbers of features between them."""
     return {name: nn.Linear(*pair) for name, pair in zip("abcdef", itertools.pairwise(sizes), strict=False)}
 
 
@@ -56,7 +56,7 @@ def attend(self: Any, x: Tensor) -> Tensor:
 
 
 def windows(self: Any, x: Tensor) -> Tensor:
-    """Pads the image to a multiple of the window, and takes windows apart and together."""
+    """Pads the image to a multiple of the window size, splits it into windows and joins them again."""
     rest = [(-size) % 3 for size in x.shape[-2:]]
     x = F.pad(self.stem(x), (0, rest[1], 0, rest[0]))
     n, c, h, w = x.shape
@@ -64,7 +64,7 @@ def windows(self: Any, x: Tensor) -> Tensor:
     return self.b(F.relu(self.a(x))).reshape(n, -1, 5).mean(1)
 
 
-# Forward, parts, input; what stays in the file as float values of more than one axis.
+# Forward, parts, input, and the shapes of float values with more than one axis in the file.
 MODELS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], Tensor, set[tuple[int, ...]]]] = {
     "reads with another bias, and of a part": (
         lambda self, x: F.linear(F.relu(F.linear(x, self.a.weight, self.bias)), self.b.weight[:3], self.b.bias[:3]),
@@ -115,7 +115,7 @@ MODELS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], Tensor
 
 
 def test_a_table_is_stored_as_integers_where_the_indices_are_constants_too(tmp_path: Path) -> None:
-    """A learned position embedding: the exporter would rather look the rows up itself, and store floats."""
+    """A learned position embedding: left alone, the exporter looks the rows up itself and stores floats."""
     torch.manual_seed(0)
     net = Single(
         lambda self, x: self.a(self.words(x) + self.places(torch.arange(x.size(1)))).mean(1),
@@ -146,7 +146,7 @@ def test_several_inputs_as_a_tuple_and_as_a_mapping_in_any_order(tmp_path: Path)
 
 
 class Heads(nn.Module):
-    """An auxiliary head that only training computes."""
+    """A model with an auxiliary head that only training computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,8 +171,8 @@ def test_the_file_holds_only_what_evaluation_computes(tmp_path: Path) -> None:
     assert [layer for layer in compare_layers(path, model, x) if layer.differing] == []
 
 
-# Moves that a grid goes through: ONNX Runtime has to carry it through too, or it computes what follows in float,
-# or even quantizes the tensor a second time by a rule of its own (MatMulNBits).
+# Operations that keep a grid. Where ONNX Runtime does not propagate it, it computes the next operation in float, or
+# quantizes the tensor a second time in a way of its own (MatMulNBits).
 MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "roll": lambda x: torch.roll(x, 1, 1),
     "roll of two axes": lambda x: x.roll((1, 2), (1, 2)),
@@ -217,7 +217,7 @@ class Text(nn.Module):
         layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(16, 3)
-        for parameter in self.parameters():  # torch copies one layer, and equal weights are stored once
+        for parameter in self.parameters():  # torch copies one layer, and equal weights would be stored once
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
 
@@ -233,7 +233,7 @@ def test_a_text_encoder_with_a_padding_mask(norm_first: bool, tmp_path: Path) ->
     path = tmp_path / "model.onnx"
     model = assert_exports(path, Text(norm_first), {"words": words, "padding": words == 0})
     assert not FLOAT_PRODUCTS & set(optimized_operators(path))
-    # The mask acts in the file too: other words under it change nothing.
+    # The mask acts in the file too: other words under the mask change nothing.
     moved = words.clone()
     moved[::2, -2:] = 7
     changed = model(moved, torch.zeros_like(words, dtype=torch.bool)) - model(moved, words == 0)
@@ -273,7 +273,7 @@ def test_a_vision_transformer(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_vision_transformer_of_integers_only(tmp_path: Path) -> None:
-    """The class token and the position embedding are integers too; ONNX Runtime has a softmax of its own for it."""
+    """The class token and the position embedding are integers too, and ONNX Runtime uses its integer softmax."""
     torch.manual_seed(0)
     x = draw(3, 3, 16, 16)
     model = quantized(VisionTransformer(16, 4, 2, 2, 16, 32, num_classes=4), {"x": x}, RECIPES["integer_only"])
@@ -292,7 +292,7 @@ def same_twice(self: Any, x: Tensor) -> Any:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_calls_that_the_exporter_merges_are_followed(shared: bool, tmp_path: Path) -> None:
-    """The second call of `a` is the first; with one quantizer for all, the third must not be taken for the second."""
+    """The second call of `a` equals the first. With one quantizer for all, the third must not be mistaken for it."""
     net = Single(same_twice, a=nn.Linear(6, 6), b=nn.Linear(6, 6), c=nn.Linear(18, 3))
     model, x, path = quantized(net, {"x": draw(4, 6)}), draw(4, 6), tmp_path / "model.onnx"
     if shared:
@@ -355,7 +355,7 @@ def test_other_grids(case: str, tmp_path: Path) -> None:
 
 
 class Branches(nn.Module):
-    """Looks at its values, so that only its parts can be traced."""
+    """A forward that depends on values, so that only parts can be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -399,7 +399,7 @@ def test_a_model_in_parts_is_exported_part_by_part(tmp_path: Path) -> None:
 
 
 class Chooses(nn.Module):
-    """Quantized layers of one's own, one of which such an input never reaches."""
+    """Quantized layers written by the user, one of which this input never reaches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -457,10 +457,10 @@ def test_verification_of_several_outputs(two_heads: tuple[Path, nn.Module]) -> N
     labels[:4] = (labels[:4] + 1) % 3
     found = qat.verify_onnx(path, model, [(x[:10], labels[:10]), [x[10:], labels[10:]]])
     assert (found.samples, found.agreement, found.torch_top1, found.onnx_top1) == (16, 1.0, 75.0, 75.0)
-    # Without labels, or with them in some batches only.
+    # Without labels, or with labels in some batches only.
     assert qat.verify_onnx(path, model, [x, (x,), (x, None)]).torch_top1 is None
     assert qat.verify_onnx(path, model, [x[4:], (x[:4], labels[:4])]).onnx_top1 == 0.0
-    # A difference in the second output alone is seen.
+    # A difference in the second output alone is found.
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.get_submodule("b").bias.add_(1.0)
@@ -502,7 +502,7 @@ def test_verification_refuses_what_does_not_fit(two_heads: tuple[Path, nn.Module
 
 
 def test_calibration_and_verification_take_the_same_batches(tmp_path: Path) -> None:
-    """(inputs, labels) with two inputs: what verify_onnx takes, calibrate takes too."""
+    """(inputs, labels) with two inputs: calibrate takes the batches that verify_onnx takes."""
     net = Double(lambda self, x, y: self.a(x) + self.b(y), a=nn.Linear(8, 3), b=nn.Linear(5, 3))
     batch = ((draw(4, 8), draw(4, 5, seed=1)), torch.zeros(4, dtype=torch.int64))
     model = qat.prepare(net.eval())
@@ -512,7 +512,7 @@ def test_calibration_and_verification_take_the_same_batches(tmp_path: Path) -> N
 
 
 def test_a_branch_that_ends_in_writing_is_not_exported(tmp_path: Path) -> None:
-    """Nobody reads what the activation writes into."""
+    """Nothing reads the tensor that the activation writes into."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         F.silu(self.a(x), inplace=True)

@@ -1,4 +1,4 @@
-"""Exact integer products in ONNX Runtime on every processor: files that load in either mode, and who multiplies how."""
+"""Exact integer products in ONNX Runtime on every processor: files that load in either mode, and exact sessions."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 class Shared(nn.Module):
-    """Layers of one width, one that is called twice, a transposed one, and a small weight in two places."""
+    """Layers of one width: one that is called twice, a transposed one, and a small weight that is read twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def exported(name: str, folder: Path, target: str = "onnxruntime") -> tuple[Path
 
 
 def optimised(path: Path, folder: Path, precision: str) -> list[str]:
-    """The operators of the graph that a session runs; opening it is what the file has to allow."""
+    """The operators that a session runs; it also proves that the session can be opened."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.add_session_config_entry("session.x64quantprecision", precision)
@@ -87,7 +87,7 @@ def test_the_file_loads_in_either_mode_and_runs_the_same_operators(name: str, ta
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_weight_has_initializers_of_its_own(name: str, tmp_path: Path) -> None:
+def test_every_weight_has_its_own_initializers(name: str, tmp_path: Path) -> None:
     graph = onnx.load(exported(name, tmp_path)[0]).graph
     stored = {tensor.name for tensor in graph.initializer}
     weights = [node for node in graph.node if node.op_type == "DequantizeLinear" and node.input[0] in stored]
@@ -115,7 +115,7 @@ def test_a_session_takes_the_option_where_it_needs_it(asked: str | None, monkeyp
 
 
 def test_the_probe_sees_sums_that_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every one of its four products, for another kernel runs each."""
+    """In each of its four products, since each runs another kernel."""
     real, saturated = ort.InferenceSession, [0]
 
     class Saturating:

@@ -19,7 +19,7 @@ from qat.export.integers.operations import Operations
 
 SOURCES = sorted(Path(integers.__file__).parent.glob("*.py"))
 FORMATS = ("onnx", "onnxscript", "onnxruntime", "onnx_ir", "torch.onnx", "qat.export.onnx", "qat.export.onnxruntime")
-# Operators of one English word ("Where", "Loop", "Sum") begin sentences too; of these only those that we write.
+# One-word operators ("Where", "Sum") may also begin sentences; the set has only those that we write.
 OPERATORS = {schema.name for schema in onnx.defs.get_all_schemas() if re.search("[a-z][A-Z]", schema.name)} | {
     "Clip", "Conv", "Gemm", "QLinearAdd", "QGemm", "ReduceMean",
 }  # fmt: skip
@@ -47,7 +47,7 @@ def test_the_check_sees_imports_and_operators() -> None:
 
 
 class Everything(nn.Module):
-    """One layer of each kind that is frozen in a way of its own, one called twice, and a parameter as an operand."""
+    """One layer for each way of freezing, one layer that is called twice, and a parameter as an operand."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The analysis of 16-bit sums: against all pairs, and against files whose integers are known."""
+"""The analysis of 16-bit sums, compared with brute force and with files of known integers."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def all_pairs(row: Any, code: int) -> int:
 
 @pytest.mark.parametrize("code", [255, 135, 15, 1])
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
-def test_theworst_pair_is_that_of_brute_force(size: int, code: int) -> None:
+def test_the_worst_pair_is_that_of_brute_force(size: int, code: int) -> None:
     generator = np.random.default_rng(size)
     for low, high in ((-128, 127), (-3, 127), (-128, 3), (1, 90), (-90, -1), (0, 0)):
         row = generator.integers(low, high + 1, size).astype(np.int8)
@@ -63,7 +63,7 @@ def exported(folder: Path, recipe: qat.QuantRecipe) -> tuple[Path, Any]:
 def test_layer_by_layer_and_channel_by_channel(tmp_path: Path) -> None:
     path, model = exported(tmp_path, qat.QuantRecipe())
     found = {each.layer: each for each in find_saturation(path)}
-    assert list(found) == ["stem", "single", "depthwise", "fc"]  # the product of activations is one of uint8 by uint8
+    assert list(found) == ["stem", "single", "depthwise", "fc"]  # the product of activations is uint8 by uint8
     for name, each in found.items():
         layer = model.get_submodule(name)
         codes = layer.weight_quantizer.codes(layer.weight).detach().flatten(1).numpy()
@@ -81,7 +81,7 @@ def test_layer_by_layer_and_channel_by_channel(tmp_path: Path) -> None:
         (qat.QuantRecipe(overrides={"*": {"weight": {"max_magnitude": 64}}}), False),
         (qat.QuantRecipe(overrides={"*": {"weight": {"bits": 7}}}), False),
         (qat.QuantRecipe(overrides={"*": {"weight": {"max_magnitude": 65}}}), True),
-        # Inputs of seven bits have codes up to 127, and 127 * (127 + 127) fits.
+        # Inputs with seven bits have codes up to 127, and 127 * (127 + 127) fits.
         (qat.QuantRecipe(activation=qat.QuantSpec(bits=7, signed=False, symmetric=False)), False),
         (qat.QuantRecipe(activation=qat.QuantSpec(bits=8, signed=False, symmetric=False)), True),
         # Signed ones arrive with 128 added.
@@ -96,7 +96,7 @@ def test_which_models_may_saturate(recipe: qat.QuantRecipe, may: bool, tmp_path:
 
 
 def test_a_signed_second_factor_may_saturate(tmp_path: Path) -> None:
-    """Of a product of two activations, whose integers are not known before it runs."""
+    """In a product of two activations, whose integers are unknown before it runs."""
     path, _ = exported(tmp_path, qat.QuantRecipe(target="tensorrt"))
     (product,) = [each for each in find_saturation(path) if "quantizer" in each.layer]
     assert product.sums == (-255 * 256,) and product.channels == (0,)
