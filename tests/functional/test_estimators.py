@@ -1,15 +1,17 @@
-"""Every estimator against its published rule: NumPy references, `ste_gradcheck`, properties, and torch's own operators.
+"""Every estimator against its published rule: NumPy references, `ste_gradcheck`, properties, NaN and infinities.
 
-One row of cases_uniform.py or cases_codebooks.py a test; the same rows make docs/estimators_matrix.md.
+One row of cases_uniform.py or cases_codebooks.py a test; the same rows make docs/estimators_matrix.md. What other
+libraries compute is in test_oracles.py, what one rule alone promises in test_primitives.py and test_levels.py.
 """
 
-import warnings
+import math
 
 import cases_codebooks
 import cases_uniform
 import estimator_proof as proof
 import numpy as np
 import pytest
+import reference
 import torch
 from estimator_case import PROPERTIES, Case
 from hypothesis import HealthCheck, given, settings
@@ -17,15 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
-from qat.functional.affine import fake_quantize, lsq_plus_quantize
-from qat.functional.clamping import clamp_ste
-from qat.functional.ewgs import ewgs_gradient, ewgs_round
-from qat.functional.learned_bits import bit_cost, learned_bits_quantize
+from qat.functional.affine import lsq_plus_quantize
 from qat.functional.lsq import lsq_quantize
-from qat.functional.power_of_two import power_of_two_scale
-from qat.functional.rounding import stochastic_round_ste
-from qat.functional.soft import dsq_round, soft_round
 from qat.testing import CHECKS
+from qat.testing.comparison import uneven
+from qat.testing.estimator import as_leaves
 
 CASES = [*cases_uniform.CASES, *cases_codebooks.CASES]
 EVERY = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -103,169 +101,121 @@ def test_excused_property_really_fails(case: Case, name: str):
     proof.not_to_be_had(case, name)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name != "positive_scale"], ids=lambda case: case.name)
-def test_nan_stays_nan_infinity_gives_none_and_both_spare_their_neighbours(case: Case):
-    usual = case.function(*case.inputs)
-    x = case.inputs[0].clone().contiguous()
-    x.view(-1)[1] = float("nan")
-    y = case.function(x, *case.inputs[1:])
-    assert y.reshape(-1)[1].isnan()
-    if case.elementwise:
-        x.view(-1)[2] = float("inf")
-        y = case.function(x, *case.inputs[1:])
-        assert torch.equal(y.isnan(), x.isnan())
-        assert torch.equal(y.reshape(-1)[3:], usual.reshape(-1)[3:])
+def with_first(case: Case, value: float) -> tuple[Tensor, ...]:
+    x = case.inputs[0].clone()
+    x.view(-1)[0] = value
+    return x, *case.inputs[1:]
 
 
-def leaf(values: object) -> Tensor:
-    return torch.as_tensor(values, dtype=torch.float64).clone().requires_grad_()
+def derivatives(case: Case, inputs: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
+    """The output, its gradients, and the gradient of x differentiated by every input and the cotangent."""
+    leaves = as_leaves(inputs)
+    y = case.function(*leaves)
+    leaves.append(uneven(y).requires_grad_())
+    options = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
+    first = torch.autograd.grad(y, leaves[:-1], leaves[-1], **options)
+    second = torch.autograd.grad(first[0], leaves, uneven(first[0]), **options) if first[0].requires_grad else ()
+    return y.detach(), [each.detach() for each in (*first, *second)]
 
 
-def gradients(y: Tensor, *leaves: Tensor) -> list[Tensor]:
-    grad = torch.as_tensor(proof.cotangent(y.shape)).to(y.dtype)
-    return list(torch.autograd.grad(y, leaves, grad))
+def among(cases: list[Case], *names: str) -> list[Case]:
+    """Without the rows whose names begin like this."""
+    return [case for case in cases if not case.name.startswith(names)]
 
 
-def test_clamp_equals_torchs_between_and_beyond_crossed_bounds():
-    """Everywhere but exactly on a bound and between equal ones, where torch's gradient depends on its version."""
-    x = leaf([-3.0, -1.2, 0.3, 1.9, 2.5, 7.0])
-    for low, high in ((-1.0, 2.0), (2.0, -1.0)):
-        ours, theirs = ((leaf(low), leaf(high)) for _ in range(2))
-        y, oracle = clamp_ste(x, *ours), torch.clamp(x, *theirs)
-        assert torch.equal(y, oracle)
-        for got, expected in zip(gradients(y, x, *ours), gradients(oracle, x, *theirs), strict=True):
-            torch.testing.assert_close(got, expected)
+# positive_scale reads infinity as the largest scale, power_of_two_scale has no larger power in float64.
+UNBOUNDED = among([case for case in CASES if case.elementwise], "positive_scale", "power_of_two")
 
 
-def test_equal_bounds_share_what_they_hold_back():
-    x, low, high = leaf([-3.0, 1.0, 7.0]), leaf(1.0), leaf(1.0)
-    y = clamp_ste(x, low, high)
-    y.backward(torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))
-    assert (y.tolist(), x.grad.tolist()) == ([1.0] * 3, [0.0, 2.0, 0.0])
-    assert (low.grad.item(), high.grad.item()) == (1.0, 4.0)
+@pytest.mark.parametrize("case", UNBOUNDED, ids=lambda case: case.name)
+def test_infinity_goes_where_huge_values_go_with_finite_derivatives(case: Case):
+    for sign in (1.0, -1.0) if (case.inputs[0] < 0).any() else (1.0,):
+        huge = case.function(*with_first(case, sign * 1e300)).flatten()[0].item()
+        y, found = derivatives(case, with_first(case, sign * math.inf))
+        assert y.flatten()[0].item() == (huge if abs(huge) < 1e200 else math.copysign(math.inf, huge))
+        assert all(each.isfinite().all() for each in found)
 
 
-def test_stochastic_rounding_is_right_on_average_and_never_off_by_one():
-    generator = torch.Generator().manual_seed(3)
-    for x in (0.1, -0.1, 2.5, -7.75, 3.0, -4.0):
-        y = stochastic_round_ste(torch.full((40000,), x, dtype=torch.float64), generator)
-        floor, fraction = np.floor(x), x - np.floor(x)
-        assert set(y.unique().tolist()) == ({floor, floor + 1} if fraction else {x})
-        # five standard deviations of the mean of so many coin tosses
-        assert abs(y.mean().item() - x) <= 5 * np.sqrt(fraction * (1 - fraction) / 40000)
+def channels_are_apart(case: Case) -> bool:
+    return any("own scale" in reason for reason in case.excused.values()) and not case.name.endswith(", axis 0")
 
 
-def test_stochastic_rounding_compiles_whole():
-    """Of integers: they stay, whatever the noise."""
-    x = leaf([-3.0, 0.0, 8.0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own, which differ between torch versions
-        y = torch.compile(lambda x: stochastic_round_ste(x), fullgraph=True, backend="aot_eager")(x)
-        y.backward(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
-    assert torch.equal(y, x) and x.grad.tolist() == [1.0, 2.0, 3.0]
+APART = [case for case in among(CASES, "positive_scale") if case.elementwise or channels_are_apart(case)]
 
 
-def test_ewgs_before_lsq_is_ewgs_of_that_grid():
-    x, scale, delta = leaf([-9.0, -2.0, -0.6, -0.3, 0.1, 0.4, 0.9, 9.0]), leaf(0.5), 0.3
-    y = lsq_quantize(ewgs_gradient(x, scale, delta), scale, -8, 7)
-    grad = proof.cotangent(y.shape)
-    v = proof.array(x) / 0.5
-    expected = grad * (1 + delta * np.sign(grad) * (v - np.rint(v))) * ((v >= -8) & (v <= 7))
-    np.testing.assert_allclose(proof.array(gradients(y, x)[0]), expected, **proof.TIGHT)
-    tangent = torch.ones_like(x)
-    for function in (lambda x: ewgs_round(x, delta), lambda x: ewgs_gradient(x, scale.detach(), delta)):
-        assert torch.equal(torch.func.jvp(function, (x.detach(),), (tangent,))[1], tangent)
+@pytest.mark.parametrize("case", APART, ids=lambda case: case.name)
+def test_nan_spares_the_derivatives_of_its_neighbours(case: Case):
+    """Of an elementwise rule all others; of a rule with a scale per channel or block those of the other channels."""
+    kept = slice(1 if case.elementwise else case.inputs[0][0].numel(), None)
+    (clean, slopes), (y, found) = (derivatives(case, inputs) for inputs in (case.inputs, with_first(case, math.nan)))
+    assert y.flatten()[0].isnan()
+    for got, expected in zip((y, *found), (clean, *slopes), strict=True):
+        if got.shape == case.inputs[0].shape:  # parameters may get NaN
+            assert torch.equal(got.flatten()[kept], expected.flatten()[kept])
 
 
-def test_soft_round_lies_between_the_identity_and_rounding():
-    x = leaf([-2.7, -1.0, -0.51, -0.49, 0.0, 0.2, 0.49, 0.51, 0.9, 3.0])
-    offset = proof.array(x) - np.floor(proof.array(x)) - 0.5
-    flat, steep = leaf(1e-3), leaf(1e4)
-    soft, hard = soft_round(x, flat), soft_round(x, steep)
-    np.testing.assert_allclose(proof.array(soft), proof.array(x), atol=1e-6)
-    assert torch.equal(hard, torch.round(x))
-    # The first term of the series: offset + offset (1 - 4 offset^2) T^2 / 48; the terms of the formula cancel here.
-    series = 1e-3 * offset * (1 - 4 * offset**2) / 24
-    got = [torch.autograd.grad(y, flat, retain_graph=True)[0].item() for y in soft]
-    np.testing.assert_allclose(got, series, rtol=1e-6, atol=1e-16)
-    for gradient in (*gradients(soft, x), *gradients(hard, x, steep)):
-        assert gradient.isfinite().all()
-    np.testing.assert_allclose(proof.array(torch.autograd.grad(soft_round(x, 1e-3).sum(), x)[0]), 1, atol=1e-6)
+# Not where the parameter acts on the gradient only.
+LEARNED = among(CASES, "positive_scale", "ewgs", "error_decay", "binary", "dsq")
+PARAMETERS = [(case, slot) for case in LEARNED for slot in range(1, len(case.inputs))]
 
 
-def test_soft_round_and_dsq_have_the_derivatives_of_their_curves():
-    """Finite differences see these two: no rounding is in the way. Away from the joints."""
-    x = leaf([-2.7, -0.5, 0.1, 0.45, 0.9])
-    for temperature in (0.01, 1.0, 20.0):
-        assert torch.autograd.gradcheck(soft_round, (x, leaf(temperature)), eps=1e-6, atol=1e-6)
-    # DSQ's curve is the soft one at the temperature 2 log(2 / alpha - 1)
-    alpha = leaf(0.3)
-    ours = gradients(dsq_round(x, alpha), x, alpha)
-    curve = gradients(soft_round(x, 2 * torch.log(2 / alpha - 1)), x, alpha)
-    for got, expected in zip(ours, curve, strict=True):
+@pytest.mark.parametrize(("case", "slot"), PARAMETERS, ids=lambda each: getattr(each, "name", str(each)))
+def test_a_parameter_that_is_nan_is_not_swallowed(case: Case, slot: int):
+    inputs = [each.clone() for each in case.inputs]
+    inputs[slot].view(-1)[0] = math.nan
+    missing = case.function(*inputs).isnan()
+    assert missing.all() if case.elementwise else missing.any()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.surrogate], ids=lambda case: case.name)
+def test_forward_over_reverse_equals_that_of_the_surrogate(case: Case):
+    assert case.surrogate is not None
+    slots, tangents = tuple(range(len(case.inputs))), tuple(uneven(each, 3) for each in case.inputs)
+    found = []
+    for function in (case.function, case.surrogate):
+        gradient = torch.func.grad(lambda *inputs, f=function: (f(*inputs) * uneven(case.inputs[0])).sum(), slots)
+        found.append(torch.func.jvp(gradient, case.inputs, tangents)[1])
+    for got, expected in zip(*found, strict=True):
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize(("signed", "bits"), [(True, 2.0), (True, 4.4), (True, 8.0), (False, 1.0), (False, 3.7)])
-def test_learned_bits_is_lsq_on_the_step_that_it_declares(signed, bits):
-    whole = round(bits)
-    qmax = 2 ** (whole - signed) - 1
-    x, reach, width = leaf(np.linspace(-3.1, 3.1, 40)), leaf(2.1), leaf(bits)
-    y = learned_bits_quantize(x, reach, width, signed, 0.25)
-    step = leaf(2.1 / qmax)
-    oracle = lsq_quantize(x, step, -qmax if signed else 0, qmax)
-    torch.testing.assert_close(y, oracle)
-    to_x, to_reach, to_bits = gradients(y, x, reach, width)
-    lsq_to_x, lsq_to_step = gradients(oracle, x, step)
-    assert torch.equal(to_x, lsq_to_x)
-    torch.testing.assert_close(to_reach, 0.25 * lsq_to_step / qmax)
-    # With n real, the step falls by reach * qmax'(n) / qmax^2; central differences of reach / (2^n - 1)
-    slope = (2.1 / (2 ** (whole - signed + 1e-6) - 1) - 2.1 / (2 ** (whole - signed - 1e-6) - 1)) / 2e-6
-    inside = torch.as_tensor(proof.cotangent(x.shape)) * (x.abs() <= 2.1 if signed else (x >= 0) & (x <= 2.1))
-    expected = 0.25 * slope * (inside * (oracle - x) / step).sum()
-    torch.testing.assert_close(to_bits, expected, rtol=1e-6, atol=1e-9)
+finite = st.floats(-1e4, 1e4, allow_nan=False, width=32)
+tensors = st.lists(finite, min_size=1, max_size=20).map(lambda values: torch.tensor(values, dtype=torch.float64))
+steps = st.floats(1e-3, 1e3)
 
 
-def test_bit_cost_counts_whole_bits_and_learns_their_number():
-    bits = leaf([2.0, 3.5, 4.5, 7.9])
-    cost = bit_cost(bits, 100)
-    assert cost.tolist() == [200, 400, 400, 800]
-    assert torch.autograd.grad(cost.sum(), bits)[0].tolist() == [100.0] * 4
+@settings(FEW, max_examples=25)
+@given(tensors, steps, st.integers(2, 8), st.integers(-200, 200))
+def test_uniform_grids_of_every_step_and_width_have_their_levels_in_order_and_hold_zero(x, step, bits, zero):
+    qmin, qmax = reference.bounds(bits, signed=True)
+    scale, zero_point = torch.tensor(step, dtype=torch.float64), torch.tensor(float(zero))
+    x = torch.cat([x.sort().values, torch.zeros(1, dtype=torch.float64)])
+    for quantize in (
+        lambda x: lsq_quantize(x, scale, qmin, qmax),
+        lambda x: lsq_plus_quantize(x, scale, zero_point, qmin, qmax),
+    ):
+        y = quantize(x)
+        assert torch.equal(quantize(y), y)
+        assert (y[:-1].diff() >= 0).all()
+        assert len(y.unique()) <= 2**bits and len(quantize(scale * torch.arange(-600, 600)).unique()) == 2**bits
+        assert y[-1] == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_powers_of_two_stay_and_others_go_to_the_nearest_or_up(dtype):
-    exponents = torch.arange(-100, 100)
-    powers = torch.ldexp(torch.ones(200, dtype=dtype), exponents)
-    for rounding in ("nearest", "up"):
-        assert torch.equal(power_of_two_scale(powers, rounding), powers)
-    for factor, nearest, up in ((1.0 + 4e-7, 1, 2), (1.4142, 1, 2), (1.4143, 2, 2), (1.9999, 2, 2)):
-        assert torch.equal(power_of_two_scale(powers * factor), powers * nearest)
-        assert torch.equal(power_of_two_scale(powers * factor, "up"), powers * up)
+@settings(FEW, max_examples=25)
+@given(tensors, steps)
+def test_the_gradient_is_one_inside_and_zero_outside_for_every_step(x, step):
+    x = torch.cat([x, 4 * x]).requires_grad_()
+    lsq_quantize(x, torch.tensor(step, dtype=torch.float64), -8, 7).sum().backward()
+    v = x.detach() / step
+    assert torch.equal(x.grad, ((v >= -8) & (v <= 7)).double())
 
 
-@pytest.mark.parametrize("per_channel", [False, True])
-def test_lsq_plus_equals_torchs_learnable_operator_where_that_is_right(per_channel):
-    """Not for negative zero points (its backward truncates them), nor within half a step beyond a bound (its mask is
-    taken on the rounded value). float32 is all that it takes.
-    """
-    v = torch.tensor([[-30.0, -4.75, -2.9, -0.3, 0.0, 2.2, 11.75, 30.0], [-3.9, -1.3, 0.6, 1.2, 7.7, 10.0, 13.8, 90.0]])
-    scale = torch.tensor([0.25, 2.0] if per_channel else [0.25], requires_grad=True)
-    zero = torch.tensor([3.0, 2.0] if per_channel else [3.0], requires_grad=True)
-    x = (v * scale.detach()[:, None]).requires_grad_()
-    y = lsq_plus_quantize(x, scale[:, None], zero[:, None], 0, 15)
-    if per_channel:
-        oracle = torch._fake_quantize_learnable_per_channel_affine(x, scale, zero, 0, 0, 15, 1.0)
-    else:
-        oracle = torch._fake_quantize_learnable_per_tensor_affine(x, scale, zero, 0, 15, 1.0)
-    assert torch.equal(y, oracle)
-    for got, expected in zip(gradients(y, x, scale, zero), gradients(oracle, x, scale, zero), strict=True):
-        torch.testing.assert_close(got, expected)
-
-
-def test_fake_quantize_has_the_gradient_of_torchs_outside_half_a_step():
-    x = torch.tensor([-9.0, -4.6, -2.9, -0.5, 0.3, 2.5, 10.9, 12.7, 50.0], requires_grad=True)
-    y = fake_quantize(x, torch.tensor(1.0), torch.tensor(4), 0, 15)
-    oracle = torch.fake_quantize_per_tensor_affine(x, 1.0, 4, 0, 15)
-    assert torch.equal(y, oracle)
-    assert torch.equal(gradients(y, x)[0], gradients(oracle, x)[0])
+def test_nan_is_kept_by_the_kernels_of_float32_too():
+    one, missing = torch.tensor(1.0, requires_grad=True), torch.tensor(math.nan)
+    x = torch.tensor([0.4, math.nan, 9.0])
+    for y in (lsq_quantize(x, one, -8, 7), lsq_plus_quantize(x, one, one.detach(), -8, 7)):
+        assert y.isnan().tolist() == [False, True, False]
+        assert torch.autograd.grad(y.sum(), one)[0].isnan()
+    assert lsq_quantize(x, missing, -8, 7).isnan().all()
+    assert lsq_plus_quantize(x, missing, one, -8, 7).isnan().all()
+    assert lsq_plus_quantize(x, one, missing, -8, 7).isnan().all()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference_codebooks as reference
 import torch
+from estimator_leaves import gradients, leaf
 from torch import Tensor
 
 from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize
@@ -18,7 +19,7 @@ from qat.functional.codebooks.floats import FLOAT_FORMATS, float_quantize
 from qat.functional.codebooks.microscaling import mx_quantize
 from qat.functional.codebooks.n2uq import n2uq_quantize
 from qat.functional.codebooks.ternary import ternary_quantize, ternary_scale, ttq_quantize
-from qat.functional.dorefa import dorefa_quantize_activation, dorefa_quantize_weight
+from qat.functional.dorefa import dorefa_quantize_activation
 from qat.functional.pact import pact_quantize
 
 TORCH_CASTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -49,10 +50,6 @@ APOT_LEVELS = {  # as printed in shared/RECIPES.md, over their maximum
 
 def noise(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
-
-
-def leaf(values: object, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.as_tensor(values, dtype=dtype).clone().requires_grad_()
 
 
 def in_range(name: str) -> Tensor:
@@ -141,7 +138,7 @@ def test_mx_scales_stay_within_the_exponents_of_e8m0(name):
 
 def test_mx_of_zeros_is_zero_with_a_gradient():
     for name in [*FLOAT_FORMATS, "int8"]:
-        x = leaf(torch.zeros(2, 64))
+        x = torch.zeros(2, 64, requires_grad=True)
         y = mx_quantize(x, name)
         y.sum().backward()
         assert not y.detach().any() and (x.grad == 1).all()
@@ -155,7 +152,7 @@ def test_apot_levels_are_those_of_the_paper(m):
         assert list(apot_levels(m)) == APOT_LEVELS[m]
 
 
-@pytest.mark.parametrize("bits", range(2, 8))
+@pytest.mark.parametrize("bits", range(2, 10))
 def test_apot_rounds_to_the_nearest_level_at_every_width(bits):
     x = noise(500, seed=bits, spread=0.7).double()
     y = apot_quantize(x, torch.tensor(1.3, dtype=torch.float64), bits)
@@ -175,22 +172,44 @@ def test_gradients_equal_torchs_learnable_op(qmin, qmax, zero_point):
     x, grad = (v[~beside & ~tie] - zero_point) * step, noise(4000, seed=1)[~beside & ~tie]
     assert len(x) > 2000
 
-    def gradients(function, *arguments):
-        leaves = [leaf(x), leaf([step]), leaf([float(zero_point)])]
+    def pulled(function, *arguments):
+        leaves = [leaf(values, torch.float32) for values in (x, [step], [float(zero_point)])]
         y = function(*leaves, *arguments)
         y.backward(grad)
         return y.detach(), *(each.grad for each in leaves)
 
-    expected = gradients(torch._fake_quantize_learnable_per_tensor_affine, qmin, qmax, 1.0)
-    got = gradients(lsq_plus_quantize, qmin, qmax, 1.0)
+    expected = pulled(torch._fake_quantize_learnable_per_tensor_affine, qmin, qmax, 1.0)
+    got = pulled(lsq_plus_quantize, qmin, qmax, 1.0)
     for ours, theirs, rtol in zip(got, expected, (1e-6, 0.0, 1e-4, 1e-4), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=1e-6 if rtol else 0.0)
     torch.testing.assert_close(fake_quantize(x, torch.tensor(step), torch.tensor(zero_point), qmin, qmax), expected[0])
     if zero_point == 0:
-        y, grad_x, grad_step, _ = gradients(lambda x, step, zero: lsq_quantize(x, step + 0 * zero, qmin, qmax))
+        y, grad_x, grad_step, _ = pulled(lambda x, step, zero: lsq_quantize(x, step + 0 * zero, qmin, qmax))
         torch.testing.assert_close(y, expected[0])
         assert torch.equal(grad_x, expected[1])
         torch.testing.assert_close(grad_step, expected[2], rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_per_channel_equal_torchs_learnable_op():
+    """Not within half a step beyond a bound."""
+    v = torch.tensor([[-30.0, -4.75, -2.9, -0.3, 0.0, 2.2, 11.75, 30.0], [-3.9, -1.3, 0.6, 1.2, 7.7, 10.0, 13.8, 90.0]])
+    scale, zero = leaf([0.25, 2.0], torch.float32), leaf([3.0, 2.0], torch.float32)
+    x = (v * scale.detach()[:, None]).requires_grad_()
+    y = lsq_plus_quantize(x, scale[:, None], zero[:, None], 0, 15)
+    oracle = torch._fake_quantize_learnable_per_channel_affine(x, scale, zero, 0, 0, 15, 1.0)
+    assert torch.equal(y, oracle)
+    for got, expected in zip(gradients(y, x, scale, zero), gradients(oracle, x, scale, zero), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_fake_quantize_has_the_gradient_of_torchs_except_within_half_a_step_of_a_bound():
+    """There torch masks the rounded value, ours the value itself: 11.25 and -4.25 round to a bound."""
+    x = torch.tensor([-9.0, -4.6, -4.25, -2.9, -0.5, 0.3, 2.5, 10.9, 11.25, 12.7, 50.0], requires_grad=True)
+    y = fake_quantize(x, torch.tensor(1.0), torch.tensor(4), 0, 15)
+    oracle = torch.fake_quantize_per_tensor_affine(x, 1.0, 4, 0, 15)
+    assert torch.equal(y, oracle)
+    (got,), (expected,) = gradients(y, x), gradients(oracle, x)
+    assert (got != expected).nonzero().flatten().tolist() == [2, 8] and not got[[2, 8]].any()
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
@@ -245,13 +264,3 @@ def test_weight_scales_are_the_least_squares_fit():
         best = (w * codes).sum(1, keepdim=True) / (codes**2).sum(1, keepdim=True)
         torch.testing.assert_close(scale, best, rtol=1e-12, atol=0.0)
     torch.testing.assert_close(ternary_scale(w)[1], 0.7 * binary_scale(w), rtol=1e-12, atol=0.0)
-
-
-@pytest.mark.parametrize("bits", [1, 2, 4])
-@pytest.mark.parametrize("channel_axis", [None, 0])
-def test_dorefa_weights_of_zeros_stay_finite(bits, channel_axis):
-    w = torch.stack([noise(20), torch.zeros(20)]) if channel_axis == 0 else torch.zeros(2, 20)
-    w = leaf(w)
-    y = dorefa_quantize_weight(w, bits, channel_axis)
-    y.sum().backward()
-    assert y.isfinite().all() and w.grad.isfinite().all()

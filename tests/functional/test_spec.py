@@ -64,10 +64,8 @@ def test_a_spec_reads_as_one_line():
         ({"percentile": "99"}, "QuantSpec: percentile must be above 50 and at most 100, got '99'"),
         ({"percentile": None}, "QuantSpec: percentile must be above 50 and at most 100, got None"),
         ({"granularity": "group"}, "QuantSpec: granularity='group' needs a group_size of at least 1, got None"),
-        (
-            {"granularity": "channel", "group_size": 8},
-            "QuantSpec: group_size=8 has no effect with granularity='channel'; use granularity='group'",
-        ),
+        ({"granularity": "channel", "group_size": 8},
+         "QuantSpec: group_size=8 has no effect with granularity='channel'; use granularity='group'"),
         ({"ewgs_delta": -0.1}, "QuantSpec: ewgs_delta must be at least 0 and finite, got -0.1"),
         ({"max_magnitude": 0}, "QuantSpec: max_magnitude must be a whole number of at least 1 or None, got 0"),
         ({"max_magnitude": 64.0}, "QuantSpec: max_magnitude must be a whole number of at least 1 or None, got 64.0"),
@@ -76,12 +74,10 @@ def test_a_spec_reads_as_one_line():
         ({"granularity": "row"}, "QuantSpec: granularity must be one of tensor, channel, group, got 'row'"),
         ({"init": "max"}, "QuantSpec: init must be one of minmax, percentile, mse, lsq, got 'max'"),
         ({"grad_scale": 1.0}, "QuantSpec: grad_scale must be one of sample, batch, none, relative, got 1.0"),
-        (
-            {"signed": False, "narrow_range": True},
-            "QuantSpec: narrow_range=True needs signed=True; an unsigned grid has no mirror image",
-        ),
+        ({"signed": False, "narrow_range": True},
+         "QuantSpec: narrow_range=True needs signed=True; an unsigned grid has no mirror image"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_spec_is_refused(wrong, sentence):
     with pytest.raises(ValueError) as refusal:
         QuantSpec(**wrong)

@@ -9,10 +9,12 @@ from typing import Any
 import broken_estimators as broken
 import pytest
 import torch
+from cases_primitives import clamp_surrogate, positive_scale_gradient
+from cases_uniform import lsq_surrogate
 from torch import Tensor
 
 import qat.testing
-from qat.functional import lsq_plus_quantize, lsq_quantize, positive_scale, round_ste
+from qat.functional import lsq_quantize, positive_scale, round_ste
 from qat.functional.tensors import apply
 from qat.testing import CHECKS, CheckResult, GradcheckError, GradcheckReport, grid_points, ste_gradcheck
 from qat.testing.estimator import Estimator
@@ -24,27 +26,6 @@ def number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def lsq_surrogate(x: Tensor, scale: Tensor) -> Tensor:
-    """The published piecewise formula: the residual is a constant, a value on a bound is inside."""
-    v = x / scale
-    inside = x + scale * (torch.round(v) - v).detach()
-    return torch.where(v < -8, -8 * scale, torch.where(v > 7, 7 * scale, inside))
-
-
-def lsq_plus_gradient(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The zero point passes its derivative straight through round and clamp, to the slope of scale too."""
-    zero = zero_point + (torch.clamp(torch.round(zero_point), -8, 7) - zero_point).detach()
-    v = x / scale
-    below, above, residual = v + zero < -8, v + zero > 7, (torch.round(v) - v).detach()
-    slope = torch.where(below, -8 - zero, torch.where(above, 7 - zero, residual))
-    outside = below | above
-    return torch.where(outside, 0, grad), grad * slope, torch.where(outside, -scale * grad, 0)
-
-
-def positive_gradient(grad: Tensor, scale: Tensor, smallest: Tensor) -> tuple[Tensor, None]:
-    return torch.where((scale < smallest) & (grad > 0), 0, grad), None
-
-
 SCALES = torch.tensor([[0.5, -3.0, 0.0], [0.25, 1e4, 0.7]], dtype=torch.float64)
 RIGHT: dict[str, dict[str, Any]] = {
     "round_ste": {"function": round_ste, "surrogate": lambda x: x, "inputs": (grid_points(1.0, 0, -8, 7),)},
@@ -54,17 +35,10 @@ RIGHT: dict[str, dict[str, Any]] = {
         "inputs": [(X, number(0.5)), (grid_points(0.1, 0, -8, 7)[:40].reshape(2, 4, 5), number(0.1))],
         "broadcast": (1,),
     },
-    "lsq_plus_quantize": {
-        "function": lambda x, scale, zero_point: lsq_plus_quantize(x, scale, zero_point, -8, 7),
-        "surrogate": None,
-        "gradient": lsq_plus_gradient,
-        "inputs": (grid_points(0.5, 3, -8, 7), number(0.5), number(3.0)),
-        "broadcast": (1, 2),
-    },
     "positive_scale": {
         "function": positive_scale,
         "surrogate": None,
-        "gradient": positive_gradient,
+        "gradient": positive_scale_gradient,
         "inputs": (SCALES, number(0.25)),
         "broadcast": (1,),
         "skip": ["nan_inf"],  # reading NaN as a number is its purpose
@@ -85,10 +59,6 @@ def clipped(x: Tensor) -> Tensor:
     return torch.where(x.abs() <= 1, 2 * x - x * x.abs(), x.sign())
 
 
-def clamp_surrogate(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    return torch.where(x < low, low, torch.where(x > high, high, x))
-
-
 # What is wrong, which checks see it (compile aside), and what the first of those named says of it.
 GRADIENTS = {"gradient", "broadcast", "second_order", "jvp"}
 CAUGHT: list[tuple[type[torch.autograd.Function], set[str], str, str]] = [
@@ -97,102 +67,45 @@ CAUGHT: list[tuple[type[torch.autograd.Function], set[str], str, str]] = [
     (broken.StrictBounds, GRADIENTS, "gradient", "d y[7] / d slot 0 at [7], where x = -4: got 0, expected 1"),
     (broken.WrongScaleGradient, GRADIENTS, "gradient", "d y[0] / d slot 1, where x = -13.15: got 0.3, expected -8"),
     (broken.SwappedBounds, GRADIENTS, "gradient", "d y[0] / d slot 1, where x = -13.15: got 0, expected 1"),
-    (
-        broken.ForgetsTheScale,
-        GRADIENTS,
-        "gradient",
-        "slot 1 gets no gradient, but its declared gradient is not None",
-    ),
-    (
-        broken.WritesIntoX,
-        {"gradient", "vmap", "dtypes"},
-        "gradient",
-        "slot 0 is changed in place: its value at [0]: got -4, expected -13.15; 34 of 41 elements differ",
-    ),
-    (
-        broken.AsksNobody,
-        {"slots"},
-        "slots",
-        "with gradients for slot 1 only: AsksNobody computes a gradient for its input 0, which asks for none "
-        "(see ctx.needs_input_grad)",
-    ),
-    (
-        broken.NoSumOverChannels,
-        {"broadcast"},
-        "broadcast",
-        "slot 1 of shape (2, 1, 1): d y[0, 0, 0] / d slot 1 at [1, 0, 0], where x = -13.15: got -8, expected 0",
-    ),
-    (
-        broken.ResidualNotDetached,
-        {"second_order"},
-        "second_order",
-        "gradient of slot 1 differentiated by slot 0 at [7], where x = -4: got -3.169934016, expected 0; "
-        "27 of 41 elements differ",
-    ),
-    (
-        broken.SavesItsSlope,
-        {"second_order"},
-        "second_order",
-        "gradient of slot 0 differentiated by slot 0 at [15], where x = -0.75: got 0, expected 2.869513961; "
-        "10 of 41 elements differ",
-    ),
-    (
-        broken.DifferentiableOnce,
-        {"second_order", "jvp"},
-        "second_order",
-        "gradient of slot 0 differentiated by the incoming gradient at [7], where x = -4: got 0, expected "
-        "-0.8664078644; 27 of 41 elements differ",
-    ),
-    (
-        broken.OldStyle,
-        {"func_grad", "vmap", "jvp"},
-        "func_grad",
-        "torch.func.grad raised RuntimeError: In order to use an autograd.Function with functorch transforms ...",
-    ),
-    (
-        broken.BranchesOnTheData,
-        {"vmap", "meta"},
-        "vmap",
-        "x batched: torch.func.vmap of torch.func.grad raised RuntimeError: vmap: It looks like you're ...",
-    ),
-    (
-        broken.ReadsTheScale,
-        {"vmap", "meta"},
-        "meta",
-        "float64: raised RuntimeError: Tensor.item() cannot be called on meta tensors",
-    ),
-    (
-        broken.WrongTangent,
-        {"jvp"},
-        "jvp",
-        "torch.func.jvp along slots 0, 1 at [0], where x = -13.15: got -8.339356881, expected -9.016407864; "
-        "14 of 41 elements differ",
-    ),
+    (broken.ForgetsTheScale, GRADIENTS, "gradient", "slot 1 gets no gradient, but its declared gradient is not None"),
+    (broken.WritesIntoX, {"gradient", "vmap", "dtypes"}, "gradient",
+     "slot 0 is changed in place: its value at [0]: got -4, expected -13.15; 34 of 41 elements differ"),
+    (broken.AsksNobody, {"slots"}, "slots",
+     "with gradients for slot 1 only: AsksNobody computes a gradient for its input 0, which asks for none (see "
+     "ctx.needs_input_grad)"),
+    (broken.NoSumOverChannels, {"broadcast"}, "broadcast",
+     "slot 1 of shape (2, 1, 1): d y[0, 0, 0] / d slot 1 at [1, 0, 0], where x = -13.15: got -8, expected 0"),
+    (broken.ResidualNotDetached, {"second_order"}, "second_order",
+     "gradient of slot 1 differentiated by slot 0 at [7], where x = -4: got -3.169934016, expected 0; 27 of 41 "
+     "elements differ"),
+    (broken.SavesItsSlope, {"second_order"}, "second_order",
+     "gradient of slot 0 differentiated by slot 0 at [15], where x = -0.75: got 0, expected 2.869513961; 10 of 41 "
+     "elements differ"),
+    (broken.DifferentiableOnce, {"second_order", "jvp"}, "second_order",
+     "gradient of slot 0 differentiated by the incoming gradient at [7], where x = -4: got 0, expected "
+     "-0.8664078644; 27 of 41 elements differ"),
+    (broken.OldStyle, {"func_grad", "vmap", "jvp"}, "func_grad",
+     "torch.func.grad raised RuntimeError: In order to use an autograd.Function with functorch transforms ..."),
+    (broken.BranchesOnTheData, {"vmap", "meta"}, "vmap",
+     "x batched: torch.func.vmap of torch.func.grad raised RuntimeError: vmap: It looks like you're ..."),
+    (broken.ReadsTheScale, {"vmap", "meta"}, "meta",
+     "float64: raised RuntimeError: Tensor.item() cannot be called on meta tensors"),
+    (broken.WrongTangent, {"jvp"}, "jvp",
+     "torch.func.jvp along slots 0, 1 at [0], where x = -13.15: got -8.339356881, expected -9.016407864; 14 of 41 "
+     "elements differ"),
     (broken.ForgetsTheDevice, {"meta"}, "meta", "float64: raised RuntimeError: ..."),
     (broken.ReturnsFloat32, {"dtypes"}, "dtypes", "float16: the output is float32, expected float16"),
-    (
-        broken.NarrowArithmetic,
-        {"dtypes"},
-        "dtypes",
-        "float16: output at [13, 8], where x = -1.802734375: got -2.060546875, expected -1.544921875; "
-        "2 of 984 elements differ",
-    ),
-    (
-        broken.DensifiesItsOutput,
-        {"layouts"},
-        "layouts",
-        "channels_last: the output has strides (246, 82, 41, 1), expected (246, 1, 123, 3)",
-    ),
+    (broken.NarrowArithmetic, {"dtypes"}, "dtypes",
+     "float16: output at [13, 8], where x = -1.802734375: got -2.060546875, expected -1.544921875; 2 of 984 "
+     "elements differ"),
+    (broken.DensifiesItsOutput, {"layouts"}, "layouts",
+     "channels_last: the output has strides (246, 82, 41, 1), expected (246, 1, 123, 3)"),
     (broken.ViewsTheGradient, {"layouts"}, "layouts", "transposed: raised RuntimeError: view size is not ..."),
     (broken.AveragesTheGradient, {"empty"}, "empty", "x of shape (0, 41): gradient of slot 1: got nan, expected 0"),
     (broken.NoNaN, {"nan_inf"}, "nan_inf", "x = nan at [0]: the output there is 0, expected nan"),
-    (
-        broken.DisturbsItsNeighbours,
-        {"nan_inf"},
-        "nan_inf",
-        "x = nan at [0]: gradient of slot 0 at [1], where x = -5.25: got nan, expected 0; 40 of 41 elements differ",
-    ),
-]
+    (broken.DisturbsItsNeighbours, {"nan_inf"}, "nan_inf",
+     "x = nan at [0]: gradient of slot 0 at [1], where x = -5.25: got nan, expected 0; 40 of 41 elements differ"),
+]  # fmt: skip
 
 
 def called(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
@@ -235,7 +148,7 @@ def test_mistakes_are_caught_where_they_belong(
         (broken.WrongTangent, lsq_surrogate, (X, number(0.5)), "torch.compile raised Unsupported: ..."),
         (broken.BranchesOnTheData, lsq_surrogate, (X, number(0.5)), "torch.compile raised Unsupported: ..."),
     ],
-)
+)  # fmt: skip
 def test_what_the_compiler_cannot_take_is_caught(
     function: type[torch.autograd.Function], surrogate: Any, inputs: tuple[Tensor, ...], message: str
 ) -> None:
@@ -363,11 +276,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"skip": ["x"]}, ValueError, f"unknown check 'x' in skip; checks: {', '.join(CHECKS)}"),
     ({"checks": "gradient"}, TypeError, "checks must be a list of names, got the string 'gradient'"),
     ({"checks": []}, ValueError, "checks names no check; None runs all of them"),
-    (
-        {"surrogate": None},
-        ValueError,
-        "neither surrogate nor gradient is given: declare the gradient in one of them",
-    ),
+    ({"surrogate": None}, ValueError, "neither surrogate nor gradient is given: declare the gradient in one of them"),
     (
         {"gradient": lambda grad, x: (grad,)},
         ValueError,
@@ -382,22 +291,16 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "broadcast names slot 0, but the parameters are slots 1 to 1",
     ),
-    (
-        {"surrogate": None, "gradient": lambda grad, x: grad},
-        ValueError,
-        "gradient must return a tuple with one gradient or None for each of the 1 inputs, got Tensor",
-    ),
-    (
-        {"surrogate": None, "gradient": lambda grad, x: (grad, None)},
-        ValueError,
-        "gradient must return a tuple with one gradient or None for each of the 1 inputs, got a tuple of 2",
-    ),
+    ({"surrogate": None, "gradient": lambda grad, x: grad}, ValueError,
+     "gradient must return a tuple with one gradient or None for each of the 1 inputs, got Tensor"),
+    ({"surrogate": None, "gradient": lambda grad, x: (grad, None)}, ValueError,
+     "gradient must return a tuple with one gradient or None for each of the 1 inputs, got a tuple of 2"),
     (
         {"surrogate": None, "gradient": lambda grad, x: (grad[:3],)},
         ValueError,
         "gradient returns shape (3,) for slot 0, which has shape (41,)",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "error", "sentence"), MISTAKES, ids=[each[2] for each in MISTAKES])
@@ -415,35 +318,6 @@ def test_an_error_of_the_function_itself_comes_out_as_it_is() -> None:
     with pytest.raises(OverflowError) as own:
         ste_gradcheck(refuses, lambda x: x, (X,))
     assert str(own.value) == "my own"
-
-
-@pytest.mark.parametrize(("scale", "zero", "qmin", "qmax"), [(0.5, 0, -8, 7), (0.1, 3, 0, 15), (3e-7, -5, -128, 127)])
-def test_grid_points_lie_where_rules_differ(scale: float, zero: int, qmin: int, qmax: int) -> None:
-    x = grid_points(scale, zero, qmin, qmax)
-    assert x.dtype == torch.float64 and (x.diff() > 0).all()
-    codes = x / scale + zero
-    near = codes.tolist()
-    for wanted in (qmin - 0.5, qmin - 0.25, qmin, qmin + 0.25, qmax - 0.25, qmax, qmax + 0.25, qmax + 0.5, zero):
-        assert any(abs(code - wanted) < 1e-9 for code in near), wanted
-    assert codes.min() < 2 * qmin - qmax and codes.max() > 2 * qmax - qmin
-    inside = (codes > qmin) & (codes < qmax)
-    ties = (x / scale).abs()[inside & ((x / scale).abs() % 1 == 0.5)]
-    assert {value % 2 for value in ties.tolist()} == {0.5, 1.5}
-    assert (inside & (codes % 1 != 0) & (codes % 1 != 0.5)).any()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ((0.0, 0, -8, 7), "grid_points: scale must be positive and finite, got 0.0"),
-        ((float("nan"), 0, -8, 7), "grid_points: scale must be positive and finite, got nan"),
-        ((0.5, 0, 7, 7), "grid_points: qmin must be below qmax, got qmin=7 and qmax=7"),
-    ],
-)
-def test_grid_points_refuses_what_is_no_grid(arguments: tuple[Any, ...], sentence: str) -> None:
-    with pytest.raises(ValueError) as refusal:
-        grid_points(*arguments)
-    assert str(refusal.value) == sentence
 
 
 def test_importing_it_loads_no_compiler() -> None:
