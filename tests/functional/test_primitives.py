@@ -79,13 +79,6 @@ def test_clamped_values_lie_inside_in_narrow_types_too():
         assert torch.autograd.grad(clamp_ste(once, *bounds).sum(), once)[0].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_float32_bound_of_narrow_values_gets_its_gradient_in_float32():
-    """bfloat16 has no 4097."""
-    high = leaf(1.0, torch.float32)
-    clamp_ste(torch.full((4097,), 2.0, dtype=torch.bfloat16), -1.0, high).sum().backward()
-    assert high.grad == 4097 and high.grad.dtype == torch.float32
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_positive_scale_is_positive_and_finite_and_learns_back(dtype):
     raw = leaf([0.5, -3.0, 0.0, -0.0, nan, -inf, inf, 1e30 if dtype.itemsize > 2 else 6e4], dtype)

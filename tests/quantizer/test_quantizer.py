@@ -1,7 +1,5 @@
 """Quantizer modules: their state, their range, their gradients, and the registry."""
 
-import copy
-import io
 import math
 from dataclasses import replace
 
@@ -28,7 +26,6 @@ SPECS = {
     "lsq_plus per channel": (QuantSpec(bits=4, symmetric=False, rule="lsq_plus", granularity="channel"), (3, 1)),
 }
 every_spec = pytest.mark.parametrize(("spec", "shape"), SPECS.values(), ids=SPECS.keys())
-per_tensor = pytest.mark.parametrize("spec", [spec for spec, shape in SPECS.values() if not shape])
 
 
 def data(*shape: int, seed: int = 0) -> Tensor:
@@ -60,23 +57,6 @@ def test_codes_and_output_equal_numpy(spec, shape):
     np.testing.assert_array_equal(quantizer(x).detach().numpy(), (expected - zero) * scale)
 
 
-@every_spec
-def test_state_survives_a_file(spec, shape):
-    quantizer = calibrated(spec, shape)
-    with torch.no_grad():
-        for parameter in quantizer.parameters():
-            parameter.mul_(1.01)
-    buffer = io.BytesIO()
-    torch.save(quantizer.state_dict(), buffer)
-    buffer.seek(0)
-    other = create_quantizer(spec, shape=shape)
-    assert not other.is_calibrated
-    other.load_state_dict(torch.load(buffer, weights_only=True))
-    assert other.is_calibrated
-    assert torch.equal(other(data(3, 50)), quantizer(data(3, 50)))  # and no warning
-    assert copy.deepcopy(other).is_calibrated
-
-
 def test_loading_an_uncalibrated_state_forgets_the_calibration():
     quantizer = calibrated(QuantSpec())
     quantizer.load_state_dict(create_quantizer(QuantSpec()).state_dict())
@@ -84,22 +64,9 @@ def test_loading_an_uncalibrated_state_forgets_the_calibration():
 
 
 @every_spec
-def test_a_quantizer_made_on_meta_comes_to_life_with_a_checkpoint(spec, shape):
-    source = calibrated(spec, shape)
-    quantizer = create_quantizer(spec, shape=shape, device="meta")
-    quantizer.load_state_dict(source.state_dict(), assign=True)
-    assert quantizer.is_calibrated
-    x = data(3, 20)
-    assert torch.equal(quantizer(x), source(x)) and torch.equal(quantizer.codes(x), source.codes(x))
-
-
-@every_spec
-def test_an_uncalibrated_quantizer_warns_once_per_call_and_works(spec, shape):
-    quantizer = create_quantizer(spec, shape=shape)
-    with pytest.warns(UserWarning) as record:
-        y = quantizer(torch.full((3, 2), 3.9))
-    sentence = f"a quantizer ({spec}) runs on its default range of up to 4; call qat.calibrate(model, batches) first"
-    assert [str(warning.message) for warning in record] == [sentence]
+def test_the_default_range_reaches_four(spec, shape):
+    with pytest.warns(UserWarning, match="runs on its default range of up to 4"):
+        y = create_quantizer(spec, shape=shape)(torch.full((3, 2), 3.9))
     assert (y - 3.9).abs().max() <= 8 / 2**spec.bits
 
 
@@ -133,44 +100,6 @@ def test_set_range_takes_what_initial_range_returns(spec, shape):
         assert quantizer.grid()[1].flatten()[i].item() == expected[1]
 
 
-@per_tensor
-def test_an_optimizer_step_that_made_the_scale_negative_is_survived(spec):
-    quantizer = calibrated(spec, low=-2.7, high=3.3)
-    x = data(1000)
-    calibrated_error = (quantizer(x) - x).square().mean().item()
-    optimizer = torch.optim.SGD([quantizer.scale], lr=0.5)
-    quantizer.scale.grad = torch.tensor(2.0)
-    optimizer.step()
-    assert quantizer.scale.item() < -0.4
-    assert quantizer.grid()[0].item() > 0 and quantizer(x).isfinite().all()
-    best = math.inf
-    for _ in range(300):
-        optimizer.zero_grad()
-        loss = (quantizer(x) - x).square().mean()
-        loss.backward()
-        assert loss.isfinite() and quantizer.scale.grad.isfinite()
-        optimizer.step()
-        best = min(best, loss.item())
-    assert quantizer.scale.item() > 0
-    assert best < 2 * calibrated_error + 0.01
-
-
-@pytest.mark.parametrize("broken", [0.0, -3.0, float("nan"), float("inf"), float("-inf")])
-@every_spec
-def test_a_broken_scale_acts_as_a_positive_finite_one(spec, shape, broken):
-    quantizer = calibrated(spec, shape)
-    with torch.no_grad():
-        quantizer.scale.fill_(broken)
-    assert (quantizer.grid()[0] > 0).all() and quantizer.grid()[0].isfinite().all()
-    assert quantizer(data(3, 50)).isfinite().all() and quantizer.codes(data(3, 50)).isfinite().all()
-
-
-def test_a_model_in_half_precision_still_quantizes():
-    quantizer = calibrated(QuantSpec(), low=-1.27, high=1.27).half()
-    y = quantizer(torch.tensor([0.5, -9.0, 0.0]).half())
-    assert y.dtype == torch.float16 and y.tolist() == pytest.approx([0.5, -1.28, 0.0], abs=0.002)
-
-
 @pytest.mark.parametrize(
     ("role", "grad_scale", "shape", "x_shape", "count"),
     [
@@ -199,13 +128,6 @@ def test_the_scales_gradient_is_scaled_by_the_papers_factor(role, grad_scale, sh
     _, expected = reference.lsq_gradients(x.double().numpy(), scale, spec.qmin, spec.qmax, np.ones(x_shape), factor)
     assert quantizer.scale.grad.shape == shape
     np.testing.assert_allclose(quantizer.scale.grad.double().numpy(), expected, rtol=1e-3, atol=1e-3)
-
-
-def test_an_empty_tensor_passes_with_finite_gradients():
-    quantizer = calibrated(QuantSpec())
-    y = quantizer(torch.empty(0, 3))
-    y.sum().backward()
-    assert y.shape == (0, 3) and quantizer.scale.grad.item() == 0
 
 
 def test_lsq_plus_learns_its_zero_point_and_acts_as_an_integer():

@@ -1,28 +1,22 @@
-"""Every registered rule as a module: the table of them, one quantizer, what follows the data, what is annealed."""
+"""Every registered rule as a module: the table of them, one quantizer, what follows the data."""
 
 import copy
 import dataclasses
 import pickle
 
 import numpy as np
-import onnx
 import pytest
 import reference
 import rule_specs as specs
 import torch
-from onnx import numpy_helper
 from rule_specs import every_quantizer, fitted, grid_values, tensor_of
-from rule_training import answer_loss, quantizers_of, same_state, state_of
-from torch import nn
+from rule_training import same_state, state_of
 
 import qat
-from qat.export import compare_layers
-from qat.layers import QuantLayer
 from qat.quantizer import create_quantizer, registered_quantizers, scale_shape
 from qat.quantizer import registry as registry_module
 from qat.quantizer.base import Role
 from qat.spec import QuantSpec
-from qat.training.loop.rules import RuleSchedule
 
 
 def table() -> list[tuple[Role, QuantSpec]]:
@@ -36,6 +30,12 @@ def test_the_table_holds_every_registered_rule():
     classes = {name: registry_module._QUANTIZERS[name] for name in registered_quantizers()}
     own = {name for name, each in classes.items() if each.__module__.startswith("qat.quantizer.rules.")}
     assert {spec.rule for _, spec in table()} == own
+
+
+OWN_MODULES = {
+    f"qat.quantizer.rules.{name}"
+    for name in ("binary", "clipped", "floats", "learned_bits", "levels", "lsq", "observed", "power_of_two", "soft")
+}
 
 
 def test_the_table_holds_every_role_and_every_option_of_a_rule():
@@ -345,149 +345,3 @@ def test_a_power_of_two_covers_the_range_it_is_given_and_not_twice_that(role, sp
     for i in range(scale.numel()):
         needed, _ = reference.grid_of(np.ravel(low)[i], np.ravel(high)[i], spec.qmin, spec.qmax, spec.symmetric)
         assert needed <= scale.flatten()[i] * (1 + 1e-6) and scale.flatten()[i] < 2 * needed
-
-
-# Annealing, penalties, learned widths.
-
-
-def test_annealed_rules_follow_the_progress():
-    model = nn.ModuleList(fitted(role, spec) for role, spec in table())
-    others = [state_of(q) for q in model if q.spec.rule != "stacked_sigmoid" and "progress" not in q.state_dict()]
-    for progress in (0.0, 0.25, 1.0):
-        qat.set_progress(model, progress)
-        seen = 0
-        for quantizer in model:
-            if quantizer.spec.rule == "stacked_sigmoid":
-                start, end = (quantizer.spec.options.get(*entry) for entry in (("start", 5.0), ("end", 100.0)))
-                assert quantizer.temperature.item() == pytest.approx(start * (end / start) ** progress, rel=1e-6)
-                assert torch.equal(quantizer.state_dict()["temperature"], quantizer.temperature)
-                seen += 1
-            elif quantizer.spec.options.get("gradient") == "error_decay":
-                assert quantizer.state_dict()["progress"].item() == progress
-                seen += 1
-        assert seen == 7
-    after = [state_of(q) for q in model if q.spec.rule != "stacked_sigmoid" and "progress" not in q.state_dict()]
-    assert all(same_state(one, other) for one, other in zip(others, after, strict=True))
-
-
-@pytest.mark.parametrize("progress", [-0.1, 1.01, float("nan")])
-def test_progress_outside_is_refused(progress):
-    with pytest.raises(ValueError) as refusal:
-        qat.set_progress(fitted(*specs.QUANTIZERS["weight stacked_sigmoid"]), progress)
-    assert str(refusal.value) == f"set_progress: progress must be from 0 to 1, got {progress!r}"
-
-
-def test_the_soft_staircase_hardens_and_the_decayed_sign_sharpens():
-    soft = fitted("weight", specs.weight("stacked_sigmoid", 4, start=1.0, end=1000.0))
-    x = tensor_of("weight", soft.spec, seed=1)
-    rounded = soft.eval()(x)
-    gaps = []
-    for progress in (0.0, 0.5, 1.0):
-        qat.set_progress(soft.train(), progress)
-        gaps.append((soft(x) - rounded).abs().mean().item())
-    assert gaps[0] > 2 * gaps[1] > 8 * gaps[2] > 0
-    for role in ("weight", "activation"):
-        sharp = fitted(role, specs.activation("binary", 1, specs.SIGNED, {"init": "mse"}, gradient="error_decay"))
-        x = torch.tensor([[-1.5, 0.3, 0.7]]) * (sharp.scale.detach() if role == "activation" else 1)
-        for progress in (0.0, 0.5, 1.0):
-            qat.set_progress(sharp, progress)
-            given = x.clone().requires_grad_()
-            sharp(given).sum().backward()
-            t = 0.1 * 10 ** (2 * progress)
-            expected = max(1 / t, 1) * t * (1 - np.tanh(t * np.array([[-1.5, 0.3, 0.7]])) ** 2)
-            np.testing.assert_allclose(given.grad.numpy(), expected, rtol=2e-4, atol=1e-6)
-
-
-def test_the_penalty_is_the_sum_of_the_rules_formulas():
-    model = nn.ModuleList(fitted(role, spec) for role, spec in table())
-    expected = 0.0
-    with torch.no_grad():
-        for quantizer in model:
-            options, rule = quantizer.spec.options, quantizer.spec.rule
-            if rule == "pact":
-                quantizer.alpha.mul_(1.3)
-                expected += options.get("alpha_decay", 2e-4) / 2 * quantizer.alpha.double().item() ** 2
-            if rule == "learned_bits":
-                quantizer.bits.sub_(0.3)
-                elements = 6 * 8 * 9 if quantizer.role == "weight" else 8 * 9  # of a weight all, of one sample
-                width = round(quantizer.bits.item())
-                expected += options.get("cost", 0.1) * 1e-6 * elements * width
-    total = qat.penalty(model)
-    assert total.shape == () and total.item() == pytest.approx(expected, rel=1e-5)
-    total.backward()
-    for quantizer in model:
-        if quantizer.spec.rule == "learned_bits" and quantizer.spec.options.get("cost", 0.1):
-            elements = 6 * 8 * 9 if quantizer.role == "weight" else 8 * 9
-            assert quantizer.bits.grad.item() == pytest.approx(
-                quantizer.spec.options.get("cost", 0.1) * 1e-6 * elements, rel=1e-5
-            )
-        elif quantizer.spec.rule == "pact" and quantizer.spec.options.get("alpha_decay", 2e-4):
-            decay = quantizer.spec.options.get("alpha_decay", 2e-4)
-            assert quantizer.alpha.grad.item() == pytest.approx(decay * quantizer.alpha.item(), rel=1e-5)
-        else:
-            assert all(parameter.grad is None for parameter in quantizer.parameters())
-    silent = nn.ModuleList(q for q in model if q.spec.rule not in ("pact", "learned_bits"))
-    assert qat.penalty(silent).item() == 0.0 and not qat.penalty(silent).requires_grad
-
-
-def test_a_million_elements_cost_the_same_in_half_precision():
-    spec = specs.weight("learned_bits", cost=1.0)
-    quantizer = fitted("weight", spec, torch.randn(4, 250, 1000))
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        assert qat.penalty(quantizer.to(dtype)).item() == pytest.approx(8.0, rel=0.01)
-
-
-def test_the_trainer_does_what_penalty_and_set_progress_do():
-    model = nn.ModuleList(fitted(role, spec) for role, spec in table())
-    schedule, twin = RuleSchedule(model), copy.deepcopy(model)
-    schedule.before_step(0.7)
-    qat.set_progress(twin, 0.7)
-    assert same_state(state_of(model), state_of(twin))
-    total = schedule.with_penalty(torch.tensor(2.0))
-    torch.testing.assert_close(total, 2.0 + qat.penalty(twin))
-    RuleSchedule(nn.Linear(2, 2)).before_epoch(pytest.fail, iter(()))  # nothing to do without quantizers
-
-
-def learned_widths(cost: float) -> torch.fx.GraphModule:
-    """A model after thirty steps with learned widths everywhere."""
-    model = specs.prepared(
-        specs.weight("learned_bits", cost=cost), specs.activation("learned_bits", 8, specs.SIGNED, cost=cost)
-    )
-    widths = [parameter for name, parameter in model.named_parameters() if name.endswith(".bits")]
-    rest = [parameter for name, parameter in model.named_parameters() if not name.endswith(".bits")]
-    optimizer = torch.optim.SGD([{"params": rest}, {"params": widths, "lr": 0.1}], lr=1e-4)
-    for seed in range(30):
-        optimizer.zero_grad()
-        (answer_loss(model(specs.images(seed))) + qat.penalty(model)).backward()
-        optimizer.step()
-    return model.eval()
-
-
-def test_a_cost_drives_the_bits_down_to_what_is_exported(tmp_path):
-    model = learned_widths(cost=2000.0)
-    widths = {name: round(q.bits.item()) for name, q in quantizers_of(model).items()}
-    elements = {name: int(q.elements) for name, q in quantizers_of(model).items()}
-    assert elements["conv1.weight_quantizer"] == 288 and elements["conv2.weight_quantizer"] == 576
-    assert elements["input_quantizer"] == 100 and elements["conv1_quantizer"] == 200
-    assert widths["conv2.weight_quantizer"] < widths["conv1.weight_quantizer"] < 8, "the larger weight costs more"
-    assert widths["fc.weight_quantizer"] >= 7 and min(widths.values()) >= 2
-    path = tmp_path / "narrow.onnx"
-    qat.export_onnx(model, path, specs.images())
-    initializers = {i.name: numpy_helper.to_array(i) for i in onnx.load(path).graph.initializer}
-    weights = [array for array in initializers.values() if array.dtype == np.int8 and array.ndim > 1]
-    for name, layer in ((n, m) for n, m in model.named_modules() if isinstance(m, QuantLayer)):
-        highest = 2 ** (widths[f"{name}.weight_quantizer"] - 1) - 1
-        (stored,) = (array for array in weights if array.shape == layer.weight.shape)
-        assert layer.weight_quantizer.bounds() == (-highest, highest)
-        assert highest / 2 < np.abs(stored.astype(int)).max() <= highest, name
-    clips = sorted(int(array) for array in initializers.values() if array.dtype == np.int8 and array.ndim == 0)
-    for name, quantizer in quantizers_of(model).items():
-        assert quantizer.role == "weight" or quantizer.bounds()[1] in clips, name
-    assert qat.verify_onnx(path, model, [specs.images(50)]).agreement == 1.0
-    assert sum(layer.differing for layer in compare_layers(path, model, specs.images(50))) == 0
-
-
-def test_without_a_cost_nothing_drives_the_bits():
-    model = learned_widths(cost=0.0)
-    assert qat.penalty(model).item() == 0.0 and not qat.penalty(model).requires_grad
-    assert {round(q.bits.item()) for q in quantizers_of(model).values()} == {8}
