@@ -1,4 +1,4 @@
-"""Proving a straight-through estimator against the gradient that it declares."""
+"""`ste_gradcheck`: checks a straight-through estimator against the gradient that it declares."""
 
 from qat.testing.gradcheck import CHECKS, ste_gradcheck
 from qat.testing.points import grid_points

@@ -1,4 +1,4 @@
-"""Comparing tensors, and saying where the first difference lies."""
+"""Compares tensors and reports where the first difference is."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from qat.testing.report import GradcheckError
 
 
 def uneven(like: Tensor, seed: int = 0) -> Tensor:
-    """Values of both signs and of sizes from 0.5 to 2, float64: sums over wrong axes and lost signs show."""
+    """Float64 values of both signs and of sizes from 0.5 to 2, which reveal sums over wrong axes and lost signs."""
     k = torch.arange(1, like.numel() + 1, dtype=torch.float64)
     size = 0.5 + 1.5 * torch.frac(k * 0.6180339887 + seed * 0.3)
     negative = torch.frac(k * 0.7548776662 + seed * 0.2) < 0.4
@@ -17,13 +17,13 @@ def uneven(like: Tensor, seed: int = 0) -> Tensor:
 
 
 def require_close(what: str, got: Tensor, expected: Tensor, rtol: float, atol: float, x: Tensor | None = None) -> None:
-    """Refuse a difference, NaN equal to NaN.
+    """Raise if two tensors differ; NaN equals NaN.
 
     Args:
-        what: the words that name the tensor in the error.
+        what: names the tensor in the error.
         got, expected: any floating dtype.
-        rtol, atol: |got - expected| <= atol + rtol * |expected| is no difference.
-        x: the input; its value is named where it has the shape of the tensors.
+        rtol, atol: values are equal if |got - expected| <= atol + rtol * |expected|.
+        x: the input; if it has the shape of the tensors, the error names its value.
 
     Raises:
         GradcheckError: with the first element that differs.
@@ -35,10 +35,10 @@ def require_close(what: str, got: Tensor, expected: Tensor, rtol: float, atol: f
 
 
 def require_none(what: str, wrong: Tensor, got: Tensor, expected: Tensor, x: Tensor | None = None) -> None:
-    """Refuse the elements that are marked as wrong.
+    """Raise if any element is marked as wrong.
 
     Raises:
-        GradcheckError: with the first of them.
+        GradcheckError: with the first one.
     """
     if not wrong.any():
         return
@@ -59,7 +59,7 @@ def require_same_gradients(
     rtol: float,
     atol: float,
 ) -> None:
-    """Compare the gradients of all slots; None is a zero gradient.
+    """Compare the gradients of all slots; None counts as zero.
 
     Raises:
         GradcheckError: with the first slot and element that differ.
@@ -73,7 +73,7 @@ def require_same_gradients(
 
 
 def number(value: Tensor) -> str:
-    """As short as it can be said without hiding a difference."""
+    """The value with up to ten significant digits."""
     return f"{value.item():.10g}"
 
 

@@ -1,4 +1,4 @@
-"""The gradient itself: against the declared one, for every subset of slots, every shape, and in second order."""
+"""Checks of the gradient: against the declared one, for every subset of slots, every shape, and in second order."""
 
 import itertools
 from typing import Any
@@ -16,7 +16,7 @@ MOST_BLAMED = 2000
 
 
 def check_gradient(estimator: Estimator, inputs: Inputs) -> str:
-    """Every slot's gradient equals the declared one, and exists where that exists.
+    """Every slot's gradient equals the declared one, and is None exactly where that is None.
 
     Raises:
         GradcheckError: with the first slot and element that differ.
@@ -36,10 +36,10 @@ def check_gradient(estimator: Estimator, inputs: Inputs) -> str:
 
 
 def check_slots(estimator: Estimator, inputs: Inputs) -> str:
-    """`needs_input_grad`: each subset of slots gets the same gradients, and nothing is computed for the others.
+    """Each subset of slots gets the same gradients; none is computed for the others (`ctx.needs_input_grad`).
 
     Raises:
-        GradcheckError: with the subset of slots that ask for a gradient.
+        GradcheckError: with the subset of slots for which it fails.
     """
     y, full = estimator.gradients(inputs)
     subsets = list(itertools.product((False, True), repeat=len(inputs)))
@@ -62,7 +62,7 @@ def check_slots(estimator: Estimator, inputs: Inputs) -> str:
 
 
 def check_broadcast(estimator: Estimator, inputs: Inputs) -> str:
-    """The slots in `broadcast` as a parameter of the tensor and of each channel, all of them and one at a time.
+    """The slots in `broadcast` work per tensor and per channel, all together and one at a time.
 
     Raises:
         Skipped: if no slot broadcasts.
@@ -93,7 +93,7 @@ def check_broadcast(estimator: Estimator, inputs: Inputs) -> str:
 def check_second_order(estimator: Estimator, inputs: Inputs) -> str:
     """The gradients, differentiated again by every slot and by the cotangent, equal the declared ones.
 
-    Terms as large as the gradients cancel here, so `atol` counts in units of the largest one.
+    Terms as large as the gradients cancel here, so `atol` is relative to the largest gradient.
 
     Raises:
         GradcheckError: with the first pair of slots and element that differ.
@@ -111,7 +111,7 @@ def check_second_order(estimator: Estimator, inputs: Inputs) -> str:
 
 
 def _require_declared(estimator: Estimator, words: str, inputs: Inputs, got: Gradients, expected: Gradients) -> None:
-    """Compare; where a parameter's gradient is wrong, find the element of the output that makes it so."""
+    """Compare gradients; if a parameter's is wrong, name the element of the output that causes it."""
     try:
         require_same_gradients(words, got, expected, inputs, estimator.rtol, estimator.atol)
     except GradcheckError:
@@ -139,7 +139,7 @@ def _blame(estimator: Estimator, words: str, inputs: Inputs) -> None:
 
 
 def _require_each_channel(estimator: Estimator, words: str, inputs: Inputs, y: Tensor, shape: tuple[int, ...]) -> None:
-    """The output equals that of every channel alone, with its own parameters."""
+    """The output equals that of each channel alone with its own parameters."""
     x = inputs[0]
     along = shape.index(max(shape)) - len(shape)
     for channel in range(x.shape[along]):
@@ -148,13 +148,13 @@ def _require_each_channel(estimator: Estimator, words: str, inputs: Inputs, y: T
             own = slot in estimator.broadcast and parameter.shape == shape
             alone.append(parameter.flatten()[channel] if own else parameter)
         expected, part = estimator.output(tuple(alone)), y.narrow(along, channel, 1)
-        if expected.shape == part.shape:  # else another parameter has all the channels
+        if expected.shape == part.shape:  # otherwise another parameter still has all channels
             name = f"{words}output of channel {channel}"
             require_close(name, part, expected, estimator.rtol, estimator.atol, alone[0])
 
 
 def _watch(y: Tensor) -> list[str]:
-    """A list that fills, while y is differentiated, with the gradients that a Function computes unasked."""
+    """A list that backward fills with the gradients that a Function computes although no one needs them."""
     unasked: list[str] = []
     seen, ahead = set(), [y.grad_fn]
     while ahead:

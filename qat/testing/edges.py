@@ -1,4 +1,4 @@
-"""The estimator at the edges: tensors without elements, NaN and infinities."""
+"""Checks at the edges: tensors without elements, NaN and infinities."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from qat.testing.variants import without_elements
 
 
 def check_empty(estimator: Estimator, inputs: Inputs) -> str:
-    """x without an element: gradients have the shapes of their inputs, those of parameters are zero.
+    """Where x has no element, gradients have the shapes of their inputs, and those of parameters are zero.
 
     Raises:
         GradcheckError: with the slot that is wrong.
@@ -30,10 +30,10 @@ def check_empty(estimator: Estimator, inputs: Inputs) -> str:
 
 
 def check_nan_inf(estimator: Estimator, inputs: Inputs) -> str:
-    """NaN stays NaN and spares its neighbours; so do infinities, which give no NaN.
+    """NaN stays NaN, infinities give no NaN, and neither changes other elements.
 
-    Where the function is not elementwise, NaN in x only has to give NaN somewhere. -inf is tried where x has values
-    below zero: without any, they are no part of its domain.
+    If the function is not elementwise, NaN in x only has to give NaN somewhere. -inf is tried only if x has values
+    below zero, which shows that they belong to its domain.
 
     Raises:
         GradcheckError: with the element that is wrong.

@@ -1,4 +1,4 @@
-"""The estimator where its surroundings differ: no data, a compiler, another memory layout."""
+"""Checks in other surroundings: meta tensors, the compiler, other memory layouts."""
 
 from typing import Any
 
@@ -80,7 +80,7 @@ def _same_memory(y: Tensor, tensor: Tensor) -> bool:
 
 
 def check_layouts(estimator: Estimator, inputs: Inputs) -> str:
-    """Non-contiguous x and incoming gradient change no value; channels_last stays channels_last.
+    """A non-contiguous x or incoming gradient changes no value; channels_last stays channels_last.
 
     Raises:
         GradcheckError: with the layout, slot and element that differ.

@@ -1,4 +1,4 @@
-"""A function together with the gradient that it declares: what every check looks at."""
+"""`Estimator`: a function together with the gradient that it declares, the subject of every check."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Inputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Estimator:
-    """A function and its claim.
+    """A function and the gradient that it declares.
 
     Attributes:
         function: tensors in, one tensor out.
@@ -60,7 +60,7 @@ class Estimator:
         return _differentiated(first, (*leaves, cotangent))
 
     def declared_second_order(self, inputs: Inputs, cotangent: Tensor) -> list[tuple[Tensor, ...]]:
-        """The same of the declared gradients."""
+        """`second_order` for the declared gradients."""
         leaves, cotangent = as_leaves(inputs), cotangent.detach().requires_grad_()
         return _differentiated(self._declared(leaves, cotangent, create_graph=True), (*leaves, cotangent))
 
@@ -88,13 +88,13 @@ class Estimator:
 
 
 def as_leaves(inputs: Sequence[Tensor], wanted: Sequence[bool] | None = None) -> list[Tensor]:
-    """The same memory, strides included, as leaves of a new graph; only the wanted ones ask for a gradient."""
+    """Leaves of a new graph on the same memory, strides included; only the wanted ones require a gradient."""
     wanted = [True] * len(inputs) if wanted is None else wanted
     return [tensor.detach().requires_grad_(asks) for tensor, asks in zip(inputs, wanted, strict=True)]
 
 
 def pull_back(y: Tensor, leaves: Sequence[Tensor], cotangent: Tensor, create_graph: bool = False) -> Gradients:
-    """The gradient of every leaf, None where it asks for none or gets none."""
+    """The gradient of every leaf; None if it does not require one or does not get one."""
     asking = [leaf for leaf in leaves if leaf.requires_grad]
     if not asking or not y.requires_grad:
         return (None,) * len(leaves)
@@ -103,7 +103,7 @@ def pull_back(y: Tensor, leaves: Sequence[Tensor], cotangent: Tensor, create_gra
 
 
 def filled(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Zeros in the place of None."""
+    """The gradients, with zeros in place of None."""
     pairs = zip(gradients, inputs, strict=True)
     return tuple(torch.zeros_like(tensor) if gradient is None else gradient for gradient, tensor in pairs)
 
@@ -120,7 +120,7 @@ def _differentiated(first: Gradients, by: tuple[Tensor, ...]) -> list[tuple[Tens
 
 
 def _fitted(gradient: Tensor | None, leaf: Tensor, slot: int) -> Tensor | None:
-    """A declared gradient in the shape of its input: what was broadcast is summed."""
+    """A declared gradient in the shape of its input, summed over the axes that were broadcast."""
     if gradient is None:
         return None
     if gradient.shape == leaf.shape:

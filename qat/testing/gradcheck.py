@@ -1,4 +1,4 @@
-"""The public face: declare a gradient, and have every claim about it checked."""
+"""`ste_gradcheck`, the public function: runs every check on an estimator and its declared gradient."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -32,8 +32,8 @@ CHECKS: dict[str, Check] = {
     "empty": check_empty,
     "nan_inf": check_nan_inf,
 }
-"""What can be checked, in the order in which it is. Each takes an `Estimator` and one tuple of inputs, returns what it
-looked at, and raises `GradcheckError` with the first offending element."""
+"""The checks, in the order in which they run. Each takes an `Estimator` and one tuple of inputs, returns what it
+checked, and raises `GradcheckError` with the first offending element."""
 
 
 def ste_gradcheck(
@@ -53,27 +53,27 @@ def ste_gradcheck(
 ) -> GradcheckReport:
     """Verify a straight-through estimator against the gradient that it declares.
 
-    Finite differences cannot see through a rounding, so `torch.autograd.gradcheck` cannot judge such a function. Here
-    its author declares the gradient, as a `surrogate` (for a rounding: the identity), and everything that follows from
-    the declaration is checked: `CHECKS` lists what, and each entry can be called alone.
+    Finite differences cannot see through rounding, so `torch.autograd.gradcheck` cannot judge such a function. Here
+    its author declares the gradient as a `surrogate` (for rounding: the identity), and everything that follows from
+    the declaration is checked. `CHECKS` lists the checks; each entry can be called alone.
 
     Args:
-        function: tensors in, one tensor out; whatever is no tensor is closed over. It has to take any device and dtype.
+        function: takes tensors and returns one tensor; bind all other arguments. It must accept any device and dtype.
         surrogate: a differentiable function of the same tensors whose gradient the backward claims to be; its value
-            need not be the function's, its shape must be. None where no function has that gradient. Mind that
-            `torch.clamp` passes no gradient at its bounds from torch 2.15 on: `torch.where` says what is meant.
+            need not be the function's, its shape must be. None if no function has that gradient. Note that
+            `torch.clamp` passes no gradient at its bounds from torch 2.15 on; use `torch.where` instead.
         inputs: one tuple of float64 tensors, x first, or a list of such tuples. See `grid_points`.
-        gradient: instead of a surrogate: gradient(grad_output, *inputs) -> a gradient or None for each input, made of
-            differentiable operations; for an input that was broadcast, in its shape or in that of the output.
-            In forward mode it is transposed at grad_output = 0.
-        broadcast: slots of `inputs` that broadcast against x: their first values are tried in every shape, per channel
-            up to 15/8 times as large.
+        gradient: replaces the surrogate: gradient(grad_output, *inputs) returns a gradient or None for each input,
+            computed by differentiable operations. For an input that is broadcast it may have the shape of the input
+            or of the output. Forward mode transposes it at grad_output = 0.
+        broadcast: slots of `inputs` that broadcast against x. Their first values are tried in every shape, multiplied
+            by up to 15/8 from channel to channel.
         elementwise: whether y[i] depends on x[i] and the parameters only.
         checks: names of the checks to run; None runs all.
-        skip: names of checks to leave out; the report says so.
+        skip: names of checks to leave out; the report lists them as skipped.
         backend: of `torch.compile`.
-        raise_exception: whether failures raise; otherwise they are in the report only.
-        rtol, atol: |got - expected| <= atol + rtol * |expected| is equal, in float64.
+        raise_exception: whether failures raise; otherwise only the report shows them.
+        rtol, atol: float64 values are equal if |got - expected| <= atol + rtol * |expected|.
 
     Returns:
         The report; `str(report)` is a table.
@@ -145,7 +145,7 @@ def _chosen(checks: Iterable[str] | None) -> list[str]:
 
 
 def _known(names: Iterable[str], argument: str) -> set[str]:
-    """Refuse names that are no check's."""
+    """The names as a set, if each is the name of a check."""
     if isinstance(names, str):
         raise TypeError(f"ste_gradcheck: {argument} must be a list of names, got the string {names!r}")
     found = set(names)
@@ -173,7 +173,7 @@ def _cases(inputs: Any) -> list[Inputs]:
 
 
 def _require_sound(estimator: Estimator, case: Inputs) -> None:
-    """Refuse what cannot be checked at all; whatever the function raises by itself comes out as it is."""
+    """Refuse what cannot be checked at all; errors that the function itself raises pass unchanged."""
     if estimator.surrogate is None and estimator.gradient is None:
         raise ValueError("ste_gradcheck: neither surrogate nor gradient is given: declare the gradient in one of them")
     if estimator.surrogate is not None and estimator.gradient is not None:

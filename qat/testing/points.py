@@ -1,4 +1,4 @@
-"""Where an estimator has to be looked at: inside its grid, on both bounds, beyond them, and on ties."""
+"""`grid_points`: the values at which an estimator has to be checked."""
 
 import torch
 from torch import Tensor
@@ -10,17 +10,17 @@ BESIDE_ZERO = (0.0, 0.25, 0.5, 1.0, 1.3, 1.5, 2.5)
 def grid_points(scale: float, zero_point: int, qmin: int, qmax: int) -> Tensor:
     """Values of x at which the rules for an integer grid differ from each other.
 
-    x = scale * (q - zero_point) for q on both bounds, a quarter, a half and more beyond them and inside them, far
-    outside, at zero, and on ties of both parities (0.5 is rounded down to the even 0, 1.5 up to the even 2). Where
-    float64 has such a value, x / scale is exactly q - zero_point: a tie is a tie whatever the scale.
+    x = scale * (q - zero_point) for q on both bounds, a quarter, a half and more inside and outside of them, far
+    outside, at zero, and on ties of both parities (0.5 rounds down to the even 0, 1.5 up to the even 2). If float64
+    has a suitable value, x / scale is exactly q - zero_point, so a tie is a tie for every scale.
 
     Args:
         scale: step of the grid, > 0, in the unit of x.
-        zero_point: the integer that stands for 0.0.
+        zero_point: the integer that represents 0.0.
         qmin, qmax: lowest and highest integer.
 
     Returns:
-        float64, one axis, ascending, no value twice.
+        Float64, one axis, ascending, without duplicates.
 
     Raises:
         ValueError: if scale is not positive and finite, or qmin >= qmax.

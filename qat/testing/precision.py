@@ -1,4 +1,4 @@
-"""The estimator in every floating-point type."""
+"""The check in every floating-point dtype."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,18 +12,18 @@ from qat.testing.report import GradcheckError, raising
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SINGLE = torch.finfo(torch.float32).eps
 MOVE = 8 * SINGLE
-"""Inputs are moved by this relative amount: whatever the output does then, float32 arithmetic may do too."""
+"""Inputs are moved by this relative amount; float32 arithmetic may give any of the outcomes."""
 SWEEP = 24
 
 
 def check_dtypes(estimator: Estimator, inputs: Inputs) -> str:
     """float16, bfloat16, float32, float64: dtypes are kept, and values are those of float32 arithmetic at least.
 
-    The output must be the float64 one of the same (narrow) inputs, rounded to the dtype of x, within 16 float32
-    epsilons of its largest value. Where moving an input by 8 float32 epsilons moves the output (a tie, a bound),
-    anything between the outcomes passes. Gradients have the dtype of their input and are compared where the output
-    and the gradient of x do not jump, within 4 epsilons of that dtype and 64 of float32 of the largest in the slot.
-    Values of x beyond the range of a dtype are cut to it.
+    The output must equal the float64 output for the same (narrow) inputs, rounded to the dtype of x, within 16 float32
+    epsilons of its largest value. Where moving an input by 8 float32 epsilons changes the output (at a tie or a
+    bound), anything between the outcomes passes. Gradients have the dtype of their input. They are compared where the
+    output and the gradient of x do not jump, within 4 epsilons of that dtype and 64 float32 epsilons of the slot's
+    largest gradient. Values of x beyond the range of a dtype are clamped to it.
 
     Raises:
         GradcheckError: with the dtype, slot and element that differ.
@@ -81,9 +81,9 @@ def _require_dtypes(words: str, y: Tensor, gradients: Sequence[Tensor | None], i
 
 
 def _swept(estimator: Estimator, inputs: Inputs) -> Inputs:
-    """Many values between zero and x, which lie on no bound and no tie, and as many parameters, of many bits each.
+    """Many values between zero and x, off bounds and ties, and as many parameters whose mantissas use many bits.
 
-    Divided by a scale of a few bits, x is as exact in bfloat16 as in float32; by one of many bits it is not.
+    Dividing x by a scale with a short mantissa is as exact in bfloat16 as in float32, by one with a long mantissa not.
     """
     if not estimator.elementwise:
         return inputs
@@ -96,7 +96,7 @@ def _swept(estimator: Estimator, inputs: Inputs) -> Inputs:
 
 
 def _moved(estimator: Estimator, inputs: Inputs) -> Iterator[Inputs]:
-    """The inputs as they are, then each of them moved up and down by a rounding error."""
+    """The inputs unchanged, then with each one moved up and down by a rounding error."""
     yield inputs
     for slot, tensor in enumerate(inputs):
         patterns = [torch.ones_like(tensor)]

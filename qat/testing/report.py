@@ -8,11 +8,11 @@ LONGEST_DETAIL = 300
 
 
 class GradcheckError(AssertionError):
-    """An estimator does not do what it declares; one line for each check that failed."""
+    """An estimator does not do what it declares; the text has one line for each failed check."""
 
 
 class Skipped(Exception):  # noqa: N818 - a reason, not an error
-    """A check has nothing to look at; its text says why."""
+    """A check does not apply; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class CheckResult:
     Attributes:
         name: the check, one of `qat.testing.CHECKS`.
         passed: false if it failed; a skipped check counts as passed.
-        detail: what was looked at; or why it failed, with the first offending element; or why it was skipped.
-        skipped: whether it looked at nothing.
-        error: what the estimator raised, if it did, with its traceback.
+        detail: what was checked, why it failed (with the first offending element), or why it was skipped.
+        skipped: whether it was skipped.
+        error: the exception that the estimator raised, if any, with its traceback.
     """
 
     name: str
@@ -41,10 +41,10 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class GradcheckReport:
-    """What every check found; `str()` is a table.
+    """The results of all checks; `str()` is a table.
 
     Attributes:
-        name: of the function.
+        name: the name of the function.
         results: in the order in which the checks ran.
 
     >>> print(GradcheckReport("round_ste", (CheckResult("gradient", True, "1 slot at 7 values of x"),)))
@@ -80,7 +80,7 @@ class GradcheckReport:
         return "\n".join([f"{self.name}: {plural(len(rows), 'check')}, {len(self.failures)} failed", *rows])
 
     def raise_failures(self) -> None:
-        """Raise everything that failed, one line each.
+        """Raise if a check failed, with one line for each.
 
         Raises:
             GradcheckError: if a check failed.
@@ -96,7 +96,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """An exception in one line: its type and the first line of its text, the next one too if that ends in a colon."""
+    """An exception in one line: its type and the first line of its text, and the next if that ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -105,7 +105,7 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def raising(words: str) -> Iterator[None]:
-    """Turn whatever is raised inside into a failure that names the case; a failure passes with its own text.
+    """Turn an exception raised inside into a failure that names the case; a failure passes unchanged.
 
     Raises:
         GradcheckError: if anything is raised inside.

@@ -1,4 +1,4 @@
-"""The estimator under `torch.func` and in forward mode."""
+"""Checks under `torch.func` and in forward mode."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,9 +49,9 @@ def check_func_grad(estimator: Estimator, inputs: Inputs) -> str:
 
 
 def check_vmap(estimator: Estimator, inputs: Inputs) -> str:
-    """`torch.func.vmap` of the function and of its gradient equal a loop: x batched, parameters batched, both.
+    """`torch.func.vmap` of the function and of its gradient equals a loop, with x, parameters or both batched.
 
-    Noise is drawn once for the whole batch, so that a function seeded in every call equals the loop too.
+    Noise is drawn once for the whole batch, so that a function that seeds each call equals the loop too.
 
     Raises:
         GradcheckError: with the first batched slots, slot and element that differ.
@@ -99,7 +99,7 @@ def _vmap(
 
 
 def check_jvp(estimator: Estimator, inputs: Inputs) -> str:
-    """`torch.func.jvp` and dual tensors, for all slots and each alone, and `jacfwd` and `jacrev`, as declared.
+    """`torch.func.jvp`, dual tensors, `jacfwd` and `jacrev` agree with the declared gradient.
 
     Raises:
         GradcheckError: with the first slots and element that differ.
@@ -139,7 +139,7 @@ def _dual_jvp(function: Callable[..., Any], inputs: Inputs, tangents: Sequence[T
 
 
 def _check_jacobians(estimator: Estimator, inputs: Inputs) -> str:
-    """Column by column and row by row: jacfwd from declared tangents, jacrev from declared gradients."""
+    """jacfwd has the declared tangents as columns, jacrev the declared gradients as rows."""
     inputs = _small(estimator, inputs)
     y = estimator.output(inputs)
     if max(tensor.numel() for tensor in (y, *inputs)) > LARGEST_JACOBIAN:
@@ -165,7 +165,7 @@ def _check_jacobians(estimator: Estimator, inputs: Inputs) -> str:
 
 
 def _small(estimator: Estimator, inputs: Inputs) -> Inputs:
-    """A few values of x where the others do not depend on its shape."""
+    """A few values of x, if no other input depends on its shape."""
     x, parameters = inputs[0], inputs[1:]
     if not estimator.elementwise or x.numel() <= SMALL or any(p.numel() > 1 for p in parameters):
         return inputs

@@ -1,4 +1,4 @@
-"""The same inputs in other shapes: more axes for x, parameters per channel, batches of both."""
+"""Inputs in other shapes: more axes for x, parameters per channel, batches of both."""
 
 from collections.abc import Iterator
 
@@ -11,9 +11,9 @@ LEADING = (2, 3, 2, 2)
 
 
 def with_axes(estimator: Estimator, x: Tensor, axes: int) -> Tensor:
-    """x repeated along leading axes until it has this many, so that parameters still broadcast as they did.
+    """x repeated along new leading axes until it has `axes` axes; parameters still broadcast as before.
 
-    A function that is not elementwise gets its x unchanged.
+    If the function is not elementwise, x is returned unchanged.
     """
     if not estimator.elementwise or x.ndim >= axes:
         return x
@@ -21,7 +21,7 @@ def with_axes(estimator: Estimator, x: Tensor, axes: int) -> Tensor:
 
 
 def parameter_shapes(x: Tensor) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every shape in which a parameter broadcasts against x: whole, and per channel along each axis."""
+    """Every shape in which a parameter broadcasts against x: per tensor, and per channel along each axis."""
     yield "()", ()
     yield "(1,)", (1,)
     for axis, channels in enumerate(x.shape):

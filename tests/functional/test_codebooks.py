@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from estimator_leaves import leaf, same, slopes
+from leaves import leaf, same, slopes
 
 from qat.functional.codebooks.binary import binary_quantize, binary_scale
 from qat.functional.codebooks.floats import FLOAT_FORMATS, cast, leading_power

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from estimator_leaves import cotangent, gradients, leaf, same
+from leaves import cotangent, gradients, leaf, same
 
 from qat.functional.codebooks.apot import normalize_weight
 from qat.functional.dorefa import dorefa_quantize_weight

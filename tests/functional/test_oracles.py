@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import reference_codebooks as reference
 import torch
-from estimator_leaves import gradients, leaf
+from leaves import gradients, leaf
 from torch import Tensor
 
 from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize

@@ -9,7 +9,7 @@ import estimator_proof as proof
 import numpy as np
 import pytest
 import torch
-from estimator_leaves import cotangent, gradients, leaf
+from leaves import cotangent, gradients, leaf
 from torch import nan
 
 from qat.functional.clamping import clamp_ste

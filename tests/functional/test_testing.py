@@ -9,8 +9,9 @@ from typing import Any
 import broken_estimators as broken
 import pytest
 import torch
-from cases_primitives import clamp_surrogate, positive_scale_gradient
+from cases_primitives import positive_scale_gradient
 from cases_uniform import lsq_surrogate
+from surrogates import clip
 from torch import Tensor
 
 import qat.testing
@@ -120,7 +121,7 @@ def test_mistakes_are_caught_where_they_belong(
 ) -> None:
     claims: dict[Any, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         broken.SavesItsSlope: (clipped, (X,)),
-        broken.SwappedBounds: (clamp_surrogate, (X, number(-4.0), number(3.5))),
+        broken.SwappedBounds: (clip, (X, number(-4.0), number(3.5))),
     }
     surrogate, inputs = claims.get(function, (lsq_surrogate, (X, number(0.5))))
     broadcast = range(1, len(inputs))

@@ -13,8 +13,9 @@ import cases_weights
 import numpy as np
 import reference_codebooks as reference
 import torch
-from cases_weights import clip, straight_through, tensor, without
+from cases_weights import without
 from estimator_case import Case
+from surrogates import clip, straight_through, tensor
 from torch import Tensor
 
 from qat.functional.codebooks.apot import apot_quantize

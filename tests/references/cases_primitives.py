@@ -6,6 +6,7 @@ import numpy as np
 import reference_primitives as ref
 import torch
 from estimator_case import Array, Case
+from surrogates import clip, straight_through, tensor
 from torch import Tensor
 
 from qat.functional.clamping import clamp_ste
@@ -27,17 +28,6 @@ CONTINUOUS = "the rule has no levels: it is continuous"
 NO_RANGE = "the published gradient reaches every x: there is no outside"
 TWO_LEVELS = "two levels, none of them 0: zero counts as positive"
 NO_OWN_ZERO = "a scale is positive: 0 is read as the smallest scale"
-
-
-def tensor(values: object, *shape: int) -> Tensor:
-    """Float64, in this shape if one is given."""
-    y = torch.tensor(values, dtype=torch.float64)
-    return y.reshape(shape) if shape else y
-
-
-def through(x: Tensor, y: Tensor) -> Tensor:
-    """The value of y with the gradient of x."""
-    return x + (y - x).detach()
 
 
 ANY = (-20.0, -3.5, -2.5, -2.0, -1.75, -1.5, -1.25, -1.0, -0.75, -0.5, -0.3, -0.0)
@@ -99,22 +89,17 @@ def rounding_cases() -> list[Case]:
     return cases + stochastic_cases(x)
 
 
-def clamp_surrogate(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Torch's own clamp has another gradient on a bound in every second version."""
-    return torch.where(x < low, low, torch.where(x > high, high, x))
-
-
 def clamp_straight_surrogate(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """x passes; a bound moves what it holds back."""
     held = torch.where(x < low, low, torch.where(x > high, high, 0.0))
-    return through(x, clamp_surrogate(x, low, high)) + held - held.detach()
+    return straight_through(clip(x, low, high), x) + held - held.detach()
 
 
 def clamp_cases() -> list[Case]:
     x, bounds = tensor((-20.0, -2.0, -1.75, -1.5000001, *ANY[4:-4], 1.9, 2.0, 2.0000001, 3.0), 4, 6), (-1.5, 2.0)
     tensors = tuple(tensor(bound) for bound in bounds)
     cases = []
-    for gradient, surrogate in (("clipped", clamp_surrogate), ("straight_through", clamp_straight_surrogate)):
+    for gradient, surrogate in (("clipped", clip), ("straight_through", clamp_straight_surrogate)):
         straight = gradient == "straight_through"
         rule = ref.clamp(straight)
         excused = {"levels": CONTINUOUS} | ({"outside": NO_RANGE} if straight else {})

@@ -8,8 +8,8 @@ import numpy as np
 import reference
 import reference_primitives as ref
 import torch
-from cases_primitives import tensor, through
 from estimator_case import Array, Case
+from surrogates import straight_through, tensor
 from torch import Tensor
 
 from qat.functional.affine import fake_quantize, lsq_plus_quantize
@@ -56,7 +56,7 @@ def lsq_cases() -> list[Case]:
 
 def lsq_plus_surrogate(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
     """The zero point acts as the integer that it is read as; rounding and clamping it passes its gradient."""
-    zero = through(zero_point, torch.clamp(torch.round(zero_point), qmin, qmax))
+    zero = straight_through(torch.clamp(torch.round(zero_point), qmin, qmax), zero_point)
     return surrogate_of_scale(x, scale, qmin - zero, qmax - zero)
 
 
@@ -64,7 +64,7 @@ def lsq_plus_gradient(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, factor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """With a factor: a gradient is multiplied once; a surrogate with a scaled parameter would do so at every order."""
-    zero = through(zero_point, torch.clamp(torch.round(zero_point), qmin, qmax))
+    zero = straight_through(torch.clamp(torch.round(zero_point), qmin, qmax), zero_point)
     v = (x / scale).detach()
     below, above = v < qmin - zero, v > qmax - zero
     slope = torch.where(below, qmin - zero, torch.where(above, qmax - zero, torch.round(v) - v))
@@ -156,7 +156,7 @@ def pact_cases() -> list[Case]:
 
 def learned_bits_surrogate(x: Tensor, reach: Tensor, bits: Tensor, signed: bool) -> Tensor:
     """The step depends on reach and on the number of bits; the reach, where the range ends, on itself only."""
-    whole = through(bits, torch.round(bits))
+    whole = straight_through(torch.round(bits), bits)
     qmax = 2 ** (whole - 1) - 1 if signed else 2**whole - 1
     scale = reach / qmax
     v = (x / scale).detach()
@@ -194,7 +194,7 @@ def power_of_two_surrogate(scale: Tensor, rounding: str) -> Tensor:
     """Round in the log domain, straight through."""
     log = torch.log2(scale)
     rounded = torch.round(log) if rounding == "nearest" else torch.ceil(log)
-    return torch.exp2(through(log, rounded))
+    return torch.exp2(straight_through(rounded, log))
 
 
 def power_of_two_cases() -> list[Case]:

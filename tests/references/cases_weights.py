@@ -12,6 +12,7 @@ import numpy as np
 import reference_codebooks as reference
 import torch
 from estimator_case import PROPERTIES, Case
+from surrogates import clip, straight_through, tensor
 from torch import Tensor
 
 from qat.functional.codebooks.apot import normalize_weight
@@ -24,23 +25,9 @@ WEIGHT += (1.5, 0.3125, -0.28125, -0.9375, 0.6875, 0.34375, -0.53125, 1.3125, -1
 """Both bounds of a gradient clipped at 1, values on either side, zeros of both signs, and the maximum twice."""
 
 
-def tensor(values: Any) -> Tensor:
-    return torch.as_tensor(values, dtype=torch.float64)
-
-
 def channels(*magnitudes: float) -> Tensor:
     """One channel of WEIGHT for each magnitude, with a spatial axis of 3: shape (channels, 8, 3)."""
     return torch.stack([tensor(WEIGHT).roll(5 * i).reshape(8, 3) * size for i, size in enumerate(magnitudes)])
-
-
-def clip(x: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
-    """A clip whose gradient is 1 on its bounds, whatever the torch version."""
-    return torch.where(x < low, low, torch.where(x > high, high, x))
-
-
-def straight_through(y: Tensor, x: Tensor) -> Tensor:
-    """y with the gradient of x."""
-    return x + (y - x).detach()
 
 
 def reduced(x: Tensor, channel_axis: reference.ChannelAxis) -> list[int]:
