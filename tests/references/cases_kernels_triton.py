@@ -95,11 +95,9 @@ def computed(case: Case, device: str = "cpu") -> dict[str, Any]:
     assert fake_quantizer.applies(x, scale, zero_point), case.name
     limit, fake_quantizer.INDEX_LIMIT = fake_quantizer.INDEX_LIMIT, case.index_limit
     low, high = case.bounds
-    dtype = torch.uint8 if low == 0 else torch.int8
     found = {
         "y": fake_quantizer.quantize(x, scale, zero_point, low, high),
         "gradients": fake_quantizer.gradients(grad, x, scale, zero_point, low, high),
-        "codes": fake_quantizer.quantize_codes(x, scale, zero_point, low, high, dtype) if high < 256 else None,
     }
     fake_quantizer.INDEX_LIMIT = limit
     return found
@@ -120,7 +118,6 @@ def edges() -> dict[str, Any]:
     found: dict[str, Any] = {"y": fake_quantizer.quantize(x, one, None, -4, 3), "grad": torch.ones(len(EDGES))}
     found["gradients"] = fake_quantizer.gradients(found["grad"], x, one, None, -4, 3)
     found["affine"] = fake_quantizer.quantize(x, one, torch.tensor(2.4), -2, 5)  # the same levels
-    found["codes"] = fake_quantizer.quantize_codes(x, one, torch.tensor(2.4), -2, 5)
     found["bad grid"] = [
         fake_quantizer.quantize(one, torch.tensor(step), None, -4, 3) for step in (0.0, -1.0, NAN, INF)
     ]
@@ -199,10 +196,9 @@ def compiled_ptx() -> dict[str, str]:
         f32, own = "*fp32", f"*{kind}"
         grid = {"x": own, "scale": f32, "zero_point": f32 if kind == "bf16" else None}
         sums = {"grad": own, "grad_x": own, "scale_sums": f32, "zero_sums": grid["zero_point"]}
-        out, codes = ("*i8", True) if name == "rows" else (own, False)
-        found[f"quantize {name} {kind}"] = ptx("quantize_tiles", {**grid, "y": out}, {**constants, "CODES": codes})
+        found[f"quantize {name} {kind}"] = ptx("quantize_tiles", {**grid, "y": own}, constants)
         found[f"gradient {name} {kind}"] = ptx("gradient_tiles", {**grid, **sums}, {**constants, "STEPS": steps})
-    large = {"ROWS": 1, "COLS": 2048, "PER_COLUMN": False, "LARGE": True, "LONG": False, "CODES": False}
+    large = {"ROWS": 1, "COLS": 2048, "PER_COLUMN": False, "LARGE": True, "LONG": False}
     found["large"] = ptx("quantize_tiles", {"x": f32, "y": f32, "scale": f32, "zero_point": f32}, large)
     return found
 

@@ -81,7 +81,7 @@ def refuse(device: torch.device, reason: Exception | str) -> None:
 
 
 def applies(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> bool:
-    """Whether `quantize`, `gradients` and `quantize_codes` take these tensors. Reads shapes only, waits for no device.
+    """Whether `quantize` and `gradients` take these tensors. Reads shapes only, waits for no device.
 
     Plain tensors on one device; x float16, bfloat16 or float32 and dense in any memory format; scale floating point,
     broadcastable to x; zero_point of the shape of scale. The caller keeps away what is no tensor with a storage:
@@ -118,36 +118,11 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qma
     Raises:
         ValueError: if the layout of x is none of the kernels'.
     """
-    y = torch.empty_like(x)
-    _run_quantize(x, y, scale, zero_point, qmin, qmax, codes=False)
+    layout, y = _require_layout(x, scale), torch.empty_like(x)
+    if x.numel():
+        tiling = tiling_of(layout, x.element_size(), sums=False)
+        _launch("quantize_tiles", (x, y, _flat(scale), _flat(zero_point)), (qmin, qmax), layout, tiling, {})
     return y
-
-
-def quantize_codes(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, dtype: torch.dtype = torch.int8
-) -> Tensor:
-    """The integers: clamp(round(x / scale) + z, qmin, qmax) with z = clamp(round(zero_point), qmin, qmax).
-
-    Args:
-        x, scale, zero_point: such that `applies`; zero_point None: 0.
-        qmin, qmax: lowest and highest integer, within dtype.
-        dtype: torch.int8 or torch.uint8.
-
-    Returns:
-        Integer tensor of the shape and memory format of x. qmin where x is NaN, which no integer can say.
-
-    Raises:
-        ValueError: if qmin or qmax does not fit into dtype, or the layout of x is none of the kernels'.
-        TypeError: for another dtype.
-    """
-    if dtype not in (torch.int8, torch.uint8):
-        raise TypeError(f"quantize_codes: dtype must be torch.int8 or torch.uint8, got {dtype}")
-    limits = torch.iinfo(dtype)
-    if qmin < limits.min or qmax > limits.max:
-        raise ValueError(f"quantize_codes: {dtype} holds {limits.min}..{limits.max}, got qmin={qmin} and qmax={qmax}")
-    codes = torch.empty_like(x, dtype=dtype)
-    _run_quantize(x, codes, scale, zero_point, qmin, qmax, codes=True)
-    return codes
 
 
 def gradients(
@@ -194,16 +169,6 @@ def gradients(
     grad_scale = sums[0].view(scale.shape) if wants_scale else None
     grad_zero = sums[-1].view(scale.shape) if wants_zero else None
     return grad_x, grad_scale, grad_zero
-
-
-def _run_quantize(
-    x: Tensor, out: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, codes: bool
-) -> None:
-    layout = _require_layout(x, scale)
-    if x.numel():
-        tiling = tiling_of(layout, x.element_size(), sums=False)
-        inputs = (x, out, _flat(scale), _flat(zero_point))
-        _launch("quantize_tiles", inputs, (qmin, qmax), layout, tiling, {"CODES": codes})
 
 
 def _launch(

@@ -59,17 +59,16 @@ def rounded(v: tensor, LARGE: constexpr) -> tensor:
 def grid_at(
     scale: tensor, zero_point: tensor, channel: tensor, there: tensor, qmin: tensor, qmax: tensor, LARGE: constexpr
 ) -> tensor:
-    """Step, lowest and highest integer before the zero point is added, and zero point, in float32."""
+    """Step, and lowest and highest integer before the zero point is added, in float32."""
     step = tl.load(scale + channel, mask=there, other=1.0).to(tl.float32)
     if zero_point is None:
-        zero = step * 0.0
         low = qmin
         high = qmax
     else:
         zero = rounded(clamped(tl.load(zero_point + channel, mask=there, other=0).to(tl.float32), qmin, qmax), LARGE)
         low = qmin - zero
         high = qmax - zero
-    return step, low, high, zero
+    return step, low, high
 
 
 @jit
@@ -86,13 +85,12 @@ def quantize_tiles(
     channels: tensor,
     across: tensor,
     PER_COLUMN: constexpr,
-    CODES: constexpr,
     LARGE: constexpr,
     LONG: constexpr,
     ROWS: constexpr,
     COLS: constexpr,
 ) -> None:
-    """Write y, one tile a program; the integers themselves if CODES. `across`: tiles side by side in the width."""
+    """Write y, one tile a program. `across`: tiles side by side in the width."""
     program = tl.program_id(0)
     if LONG:
         program = program.to(tl.int64)
@@ -106,17 +104,13 @@ def quantize_tiles(
         offset = row * width + col
         there = (row < height) & (col < width)
     if PER_COLUMN:
-        step, low, high, zero = grid_at(scale, zero_point, col, col < width, qmin, qmax, LARGE)
+        step, low, high = grid_at(scale, zero_point, col, col < width, qmin, qmax, LARGE)
     else:
         channel = row // cycle * channels + row % channels
-        step, low, high, zero = grid_at(scale, zero_point, channel, row < height, qmin, qmax, LARGE)
+        step, low, high = grid_at(scale, zero_point, channel, row < height, qmin, qmax, LARGE)
     v = tl.div_rn(tl.load(x + offset, mask=there).to(tl.float32), step)
     level = rounded(clamped(v, low, high), LARGE)  # = clamp(round(v), low, high): the bounds are integers
-    if CODES:
-        code = level + zero
-        tl.store(y + offset, tl.where(code == code, code, qmin).to(tl.int32), mask=there)
-    else:
-        tl.store(y + offset, level * step, mask=there)
+    tl.store(y + offset, level * step, mask=there)
 
 
 @jit
@@ -163,10 +157,10 @@ def gradient_tiles(
             offset = row * width + col
             there = (row < height) & (col < width)
         if PER_COLUMN:
-            step, low, high, _ = grid_at(scale, zero_point, col, col < width, qmin, qmax, LARGE)
+            step, low, high = grid_at(scale, zero_point, col, col < width, qmin, qmax, LARGE)
         else:
             channel = row // cycle * channels + row % channels
-            step, low, high, _ = grid_at(scale, zero_point, channel, row < height, qmin, qmax, LARGE)
+            step, low, high = grid_at(scale, zero_point, channel, row < height, qmin, qmax, LARGE)
         v = tl.div_rn(tl.load(x + offset, mask=there).to(tl.float32), step)
         given = tl.load(grad + offset, mask=there)
         bounded = clamped(v, low, high)
