@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qat.kernels.cpu import compiler
 from qat.kernels.operators.curves import (
-    CURVES,
+    CURVE_NUMBERS,
     curve_quantize,
     curve_quantize_backward,
     softmax_quantize,
@@ -85,7 +85,7 @@ def assert_scale_gradient(found: Tensor, exact: Array, grad: Array, slope: Array
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5, 11), (41, 3001)])
-@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("curve", CURVE_NUMBERS)
 def test_curves(curve: str, shape: tuple[int, ...]) -> None:
     x, grad, scale, zero = draw(*shape) * 3, draw(*shape, seed=1), torch.tensor(STEP), torch.tensor(ZERO)
     grid = (scale, SMALLEST, zero, LOW, HIGH, 0, 0.5, False)
@@ -102,7 +102,7 @@ def test_curves(curve: str, shape: tuple[int, ...]) -> None:
     assert_scale_gradient(grad_scale, exact, 0.5 * g, slope)
 
 
-@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("curve", CURVE_NUMBERS)
 def test_curves_far_out(curve: str) -> None:
     """No overflow on the way, NaN is told, and far below zero there is nothing."""
     x = torch.tensor([-3e38, -1e4, -100.0, -13.0, 0.0, 100.0, 1e4, 3e38])

@@ -178,7 +178,7 @@ def test_a_norm(kind: str, bounds: tuple[float, float]) -> None:
     assert f_norms.norm_quantize(spoilt, *norm, *bounds, *grid)[1].isnan().tolist() == [True, False]
 
 
-@pytest.mark.parametrize("curve", curves.CURVES)
+@pytest.mark.parametrize("curve", curves.CURVE_NUMBERS)
 @pytest.mark.parametrize("name", GRIDS)
 def test_curves(name: str, curve: str) -> None:
     grid, x, grad = GRIDS[name], draw(40, 301) * 3, draw(40, 301, seed=1)

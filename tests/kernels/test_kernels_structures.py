@@ -12,9 +12,11 @@ from qat.kernels.cpu.structures import DOUBLE, FLOAT, INT, POINTER, SIZE
 SOURCE = "\n".join(path.read_text() for path in (*compiler.HEADERS, *compiler.SOURCES))
 
 STRUCTURES: dict[str, Any] = {
-    "Grid": structures.Grid, "Learned": structures.LearnedGrid, "Rows": structures.Rows, "Operand": structures.Operand,
-    "Shape": structures.Extent, "Norm": structures.Norm, "Pool": structures.Pool,
-}  # fmt: skip
+    name: kind
+    for name, kind in vars(structures).items()
+    if isinstance(kind, type) and issubclass(kind, ctypes.Structure)
+}
+"""They have the same names in C."""
 
 NUMBERS: dict[str, Any] = {"i64": SIZE, "int": INT, "float": FLOAT, "double": DOUBLE}
 

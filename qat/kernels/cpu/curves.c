@@ -2,7 +2,7 @@
 
 #include "grids.h"
 
-enum { GELU, GELU_TANH, SILU, HARDSWISH }; /* as in curves.py */
+enum { GELU, GELU_TANH, SILU, HARDSWISH }; /* as in operators/curves.py */
 
 #define INLINED static inline __attribute__((always_inline))
 
@@ -109,16 +109,16 @@ static float backward_chosen(const float *grad, const float *x, float *grad_x, i
 }
 
 /* codes of curve(x) */
-void curve_quantize(const float *x, uint8_t *codes, i64 n, Learned q, int curve, float *numbers, int threads) {
+void curve_quantize(const float *x, uint8_t *codes, i64 n, LearnedGrid q, int curve, float *qparams, int threads) {
   const Grid g = grid_of(q);
   float bad = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK)
     bad += quantize_chosen(x + start, codes + start, n - start < CHUNK ? n - start : CHUNK, g, curve);
-  write_numbers(numbers, g, bad);
+  write_qparams(qparams, g, bad);
 }
 
-void curve_quantize_backward(const float *grad, const float *x, float *grad_x, i64 n, Learned q, int curve,
+void curve_quantize_backward(const float *grad, const float *x, float *grad_x, i64 n, LearnedGrid q, int curve,
                              float *grad_scale, int threads) {
   const Grid g = grid_of(q);
   double sum = 0;
@@ -155,13 +155,13 @@ static float softmax_row(const float *restrict x, float *restrict p, uint8_t *re
 }
 
 /* p = softmax(x * factor) of every row of n, and its codes */
-void softmax_quantize(const float *x, float *p, uint8_t *codes, i64 rows, i64 n, float factor, Learned q,
-                      float *numbers, int threads) {
+void softmax_quantize(const float *x, float *p, uint8_t *codes, i64 rows, i64 n, float factor, LearnedGrid q,
+                      float *qparams, int threads) {
   const Grid g = grid_of(q);
   float bad = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
   for (i64 r = 0; r < rows; r++) bad += softmax_row(x + r * n, p + r * n, codes + r * n, n, factor, g);
-  write_numbers(numbers, g, bad);
+  write_qparams(qparams, g, bad);
 }
 
 static float softmax_row_backward(const float *restrict grad, const float *restrict p, float *restrict grad_x, i64 n,
@@ -181,7 +181,7 @@ static float softmax_row_backward(const float *restrict grad, const float *restr
 }
 
 void softmax_quantize_backward(const float *grad, const float *p, float *grad_x, i64 rows, i64 n, float factor,
-                               Learned q, float *grad_scale, int threads) {
+                               LearnedGrid q, float *grad_scale, int threads) {
   const Grid g = grid_of(q);
   double sum = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)

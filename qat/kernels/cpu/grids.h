@@ -51,20 +51,20 @@ typedef struct {
   float low, high, shift;
   double factor;
   int relative;
-} Learned;
+} LearnedGrid;
 
 static inline float step_in_force(float scale, float smallest) { return clampf(scale, smallest, LARGEST); }
 
-static inline Grid grid_of(Learned q) {
+static inline Grid grid_of(LearnedGrid q) {
   const float zero = q.zero_point ? clampf(rintf(*q.zero_point), q.low, q.high) : 0;
   const Grid g = {step_in_force(*q.scale, *q.smallest), zero + q.shift, q.low + q.shift, q.high + q.shift};
   return g;
 }
 
 /* Step and zero for those who read the codes; the step is NaN if there was one among the values. */
-static inline void write_numbers(float *numbers, Grid g, float bad) {
-  numbers[0] = bad != bad ? NAN : g.step;
-  numbers[1] = g.zero;
+static inline void write_qparams(float *qparams, Grid g, float bad) {
+  qparams[0] = bad != bad ? NAN : g.step;
+  qparams[1] = g.zero;
 }
 
 /* The scale's gradient from that of the step. Where a scale acts as more than it is, a gradient that would lower it
@@ -74,7 +74,7 @@ static inline float learned_gradient(double total, float scale, float smallest, 
   return scale < smallest && gradient > 0 ? 0.0f : (float)gradient;
 }
 
-static inline float gradient_of(double total, Learned q) {
+static inline float gradient_of(double total, LearnedGrid q) {
   return learned_gradient(total, *q.scale, *q.smallest, q.factor, q.relative);
 }
 

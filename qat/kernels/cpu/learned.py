@@ -1,4 +1,4 @@
-"""A quantizer's learned numbers as the kernels take them: by their addresses, so that nobody reads them in Python."""
+"""A quantizer's learned numbers as the kernels take them: by address, so that Python never reads their values."""
 
 from typing import NamedTuple
 
@@ -38,17 +38,17 @@ def learned_grid(
     )
 
 
-def step_and_zero(numbers: Tensor) -> tuple[float, float]:
+def step_and_zero(qparams: Tensor) -> tuple[float, float]:
     """What a kernel wrote about the codes that it made; the step is NaN if there was one among the values."""
-    step, zero = numbers.tolist()
+    step, zero = qparams.tolist()
     return step, zero
 
 
-def dequantize(codes: Tensor, numbers: Tensor) -> Tensor:
+def dequantize(codes: Tensor, qparams: Tensor) -> Tensor:
     """(codes - zero) * step in float32, in the memory format of codes."""
     y = torch.empty_like(codes, dtype=torch.float32)
     compiled().dequantize(
         elements_at("codes", codes, codes, torch.uint8), elements_at("values", y, codes), y.numel(),
-        numbers_at("step and zero", numbers, 2), threads_for(y.numel()),
+        numbers_at("step and zero", qparams, 2), threads_for(y.numel()),
     )  # fmt: skip
     return y

@@ -40,7 +40,7 @@ static float codes_row(const float *restrict y, uint8_t *restrict codes, const f
   return bad;
 }
 
-static float codes_innermost(const float *y, uint8_t *codes, Shape s, Linear form, Grid g, Clip clip, int threads) {
+static float codes_innermost(const float *y, uint8_t *codes, Extent s, Linear form, Grid g, Clip clip, int threads) {
   float bad = 0;
   const Joined j = joined(s);
   const i64 w = j.width;
@@ -63,7 +63,7 @@ static float codes_span(const float *restrict y, uint8_t *restrict codes, i64 n,
   return bad;
 }
 
-static float codes_of_images(const float *y, uint8_t *codes, Shape s, Linear form, Grid g, Clip clip, int threads) {
+static float codes_of_images(const float *y, uint8_t *codes, Extent s, Linear form, Grid g, Clip clip, int threads) {
   float bad = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
   for (i64 k = 0; k < s.outer * s.channels; k++) {
@@ -73,13 +73,13 @@ static float codes_of_images(const float *y, uint8_t *codes, Shape s, Linear for
   return bad;
 }
 
-void norm_quantize(const float *y, uint8_t *codes, Shape s, Norm norm, Learned q, float floor, float ceiling,
-                   float *numbers, int threads) {
+void norm_quantize(const float *y, uint8_t *codes, Extent s, Norm norm, LearnedGrid q, float floor, float ceiling,
+                   float *qparams, int threads) {
   const Grid g = grid_of(q);
   const Clip clip = {floor, ceiling};
   float *alpha = malloc(2 * s.channels * sizeof(float));
   const Linear form = linear_form(norm, s.channels, alpha, alpha + s.channels);
-  write_numbers(numbers, g, (s.inner == 1 ? codes_innermost : codes_of_images)(y, codes, s, form, g, clip, threads));
+  write_qparams(qparams, g, (s.inner == 1 ? codes_innermost : codes_of_images)(y, codes, s, form, g, clip, threads));
   free(alpha);
 }
 
@@ -108,7 +108,7 @@ static void sums_row(const float *restrict grad, const float *restrict y, const 
 }
 
 /* per channel: the sums of the masked gradient and of its product with y - mean; returns the sum for the step */
-static double sums_innermost(const float *grad, const float *y, Shape s, Linear form, Grid g, Clip clip, double *sums,
+static double sums_innermost(const float *grad, const float *y, Extent s, Linear form, Grid g, Clip clip, double *sums,
                              double *products, int threads) {
   double all = 0;
   const Joined j = joined(s);
@@ -141,7 +141,7 @@ static double sums_innermost(const float *grad, const float *y, Shape s, Linear 
   return all;
 }
 
-static double sums_of_images(const float *grad, const float *y, Shape s, Linear form, Grid g, Clip clip, double *sums,
+static double sums_of_images(const float *grad, const float *y, Extent s, Linear form, Grid g, Clip clip, double *sums,
                              double *products, int threads) {
   double all = 0, *slopes = malloc(s.channels * sizeof(double));
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -176,7 +176,7 @@ static double sums_of_images(const float *grad, const float *y, Shape s, Linear 
 /* Where a gradient passes: floor < z < ceiling and lowest <= z <= highest is what `masked` finds out by dividing. */
 typedef struct {
   float floor, ceiling, lowest, highest;
-} Window;
+} Bounds;
 
 /* The largest z with z / step <= bound, an integer >= 0. A quotient up to half a unit of the last place above is
    rounded to the bound, whose mantissa is even; the product of the two is exact in double. */
@@ -186,18 +186,18 @@ static float reach(float bound, float step) {
   return z > exact ? nextafterf(z, 0) : z;
 }
 
-static Window window_of(Grid g, Clip clip) {
-  const Window w = {clip.floor, clip.ceiling, -reach(g.zero - g.low, g.step), reach(g.high - g.zero, g.step)};
-  return w;
+static Bounds bounds_of(Grid g, Clip clip) {
+  const Bounds b = {clip.floor, clip.ceiling, -reach(g.zero - g.low, g.step), reach(g.high - g.zero, g.step)};
+  return b;
 }
 
-static inline float passed(float grad, float z, Window w) {
-  return (z > w.floor) & (z < w.ceiling) & (z >= w.lowest) & (z <= w.highest) ? grad : 0;
+static inline float passed(float grad, float z, Bounds b) {
+  return (z > b.floor) & (z < b.ceiling) & (z >= b.lowest) & (z <= b.highest) ? grad : 0;
 }
 
 static void through_row(const float *restrict grad, const float *restrict y, float *restrict grad_y,
                         const float *restrict alpha, const float *restrict shift, const float *restrict mean,
-                        const float *restrict offset, const float *restrict factor, i64 n, Window passes) {
+                        const float *restrict offset, const float *restrict factor, i64 n, Bounds passes) {
 #pragma omp simd
   for (i64 c = 0; c < n; c++) {
     const float m = passed(grad[c], fmaf(y[c], alpha[c], shift[c]), passes);
@@ -205,7 +205,7 @@ static void through_row(const float *restrict grad, const float *restrict y, flo
   }
 }
 
-static void through_innermost(const float *grad, const float *y, float *grad_y, Shape s, Linear form, Window passes,
+static void through_innermost(const float *grad, const float *y, float *grad_y, Extent s, Linear form, Bounds passes,
                               const float *offset, const float *factor, int threads) {
   const Joined j = joined(s);
   const i64 w = j.width, p = j.pitch;
@@ -218,7 +218,7 @@ static void through_innermost(const float *grad, const float *y, float *grad_y, 
   free(a);
 }
 
-static void through_images(const float *grad, const float *y, float *grad_y, Shape s, Linear form, Window passes,
+static void through_images(const float *grad, const float *y, float *grad_y, Extent s, Linear form, Bounds passes,
                            const float *offset, const float *factor, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (i64 k = 0; k < s.outer * s.channels; k++) {
@@ -232,7 +232,7 @@ static void through_images(const float *grad, const float *y, float *grad_y, Sha
 
 /* The gradients of the chain: grad_y (NULL: not wanted), gamma, beta and scale. With `follows_batch` the
    statistics are the batch's, and y changes them too. */
-void norm_quantize_backward(const float *grad, const float *y, float *grad_y, Shape s, Norm norm, Learned q,
+void norm_quantize_backward(const float *grad, const float *y, float *grad_y, Extent s, Norm norm, LearnedGrid q,
                             float floor, float ceiling, int follows_batch, float *grad_gamma, float *grad_beta,
                             float *grad_scale, int threads) {
   const Grid g = grid_of(q);
@@ -254,7 +254,7 @@ void norm_quantize_backward(const float *grad, const float *y, float *grad_y, Sh
     }
   }
   if (grad_y)
-    (innermost ? through_innermost : through_images)(grad, y, grad_y, s, form, window_of(g, clip), offset, factor,
+    (innermost ? through_innermost : through_images)(grad, y, grad_y, s, form, bounds_of(g, clip), offset, factor,
                                                      threads);
   *grad_scale = gradient_of(total, q);
   free(alpha);

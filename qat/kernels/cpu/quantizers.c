@@ -15,17 +15,17 @@ static float quantize_span(const float *restrict x, uint8_t *restrict codes, i64
   return bad;
 }
 
-void quantize_codes(const float *x, uint8_t *codes, i64 n, Learned q, float *numbers, int threads) {
+void quantize_codes(const float *x, uint8_t *codes, i64 n, LearnedGrid q, float *qparams, int threads) {
   const Grid g = grid_of(q);
   float bad = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK)
     bad += quantize_span(x + start, codes + start, n - start < CHUNK ? n - start : CHUNK, g);
-  write_numbers(numbers, g, bad);
+  write_qparams(qparams, g, bad);
 }
 
-void dequantize(const uint8_t *codes, float *y, i64 n, const float *numbers, int threads) {
-  const float step = numbers[0], zero = numbers[1];
+void dequantize(const uint8_t *codes, float *y, i64 n, const float *qparams, int threads) {
+  const float step = qparams[0], zero = qparams[1];
 #pragma omp parallel for simd num_threads(threads) schedule(static)
   for (i64 i = 0; i < n; i++) y[i] = ((float)(int32_t)codes[i] - zero) * step;
 }
@@ -36,7 +36,7 @@ void fake_quantize(const float *x, float *y, i64 n, Grid g, int threads) {
 }
 
 /* dy/dstep of every element */
-void step_slopes(const float *restrict x, float *restrict slopes, i64 n, Learned q, int threads) {
+void step_slopes(const float *restrict x, float *restrict slopes, i64 n, LearnedGrid q, int threads) {
   const Grid g = grid_of(q);
 #pragma omp parallel for simd num_threads(threads) schedule(static)
   for (i64 i = 0; i < n; i++) {
@@ -79,7 +79,7 @@ void fake_quantize_backward(const float *grad, const float *x, float *grad_x, i6
   total[1] = sum_out;
 }
 
-void quantize_codes_backward(const float *grad, const float *x, float *grad_x, i64 n, Learned q, float *grad_scale,
+void quantize_codes_backward(const float *grad, const float *x, float *grad_x, i64 n, LearnedGrid q, float *grad_scale,
                              int threads) {
   double total[2];
   fake_quantize_backward(grad, x, grad_x, n, grid_of(q), total, threads);
@@ -111,7 +111,7 @@ int all_finite(const float *const *tensors, const i64 *sizes, i64 count) {
 }
 
 /* the scale's gradient from grad and the derivative by the step at every place */
-void gradient_by_slopes(const float *a, const float *b, i64 n, Learned q, float *grad_scale, int threads) {
+void gradient_by_slopes(const float *a, const float *b, i64 n, LearnedGrid q, float *grad_scale, int threads) {
   double sum = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK) {
@@ -193,24 +193,24 @@ void quantize_rows_backward(const float *grad, const float *w, Rows rows, float 
 
 typedef struct {
   const uint8_t *codes;
-  const float *numbers;
+  const float *qparams;
 } Operand;
 
 typedef struct {
   float step, zero;
-} Numbers;
+} QParams;
 
-static Numbers numbers_of(Operand a) {
-  const Numbers n = {a.numbers[0], a.numbers[1]};
+static QParams qparams_of(Operand a) {
+  const QParams n = {a.qparams[0], a.qparams[1]};
   return n;
 }
 
-static inline float sum_at(uint8_t a, uint8_t b, Numbers first, Numbers second) {
+static inline float sum_at(uint8_t a, uint8_t b, QParams first, QParams second) {
   return ((float)(int32_t)a - first.zero) * first.step + ((float)(int32_t)b - second.zero) * second.step;
 }
 
 static float add_span(const uint8_t *restrict a, const uint8_t *restrict b, uint8_t *restrict codes, i64 n,
-                      Numbers first, Numbers second, Grid g, float floor, float ceiling) {
+                      QParams first, QParams second, Grid g, float floor, float ceiling) {
   float bad = 0;
 #pragma omp simd reduction(+ : bad)
   for (i64 i = 0; i < n; i++) {
@@ -221,20 +221,20 @@ static float add_span(const uint8_t *restrict a, const uint8_t *restrict b, uint
   return bad;
 }
 
-void add_quantize(Operand a, Operand b, uint8_t *codes, i64 n, Learned q, float floor, float ceiling, float *numbers,
-                  int threads) {
+void add_quantize(Operand a, Operand b, uint8_t *codes, i64 n, LearnedGrid q, float floor, float ceiling,
+                  float *qparams, int threads) {
   const Grid g = grid_of(q);
-  const Numbers first = numbers_of(a), second = numbers_of(b);
+  const QParams first = qparams_of(a), second = qparams_of(b);
   float bad = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK)
     bad += add_span(a.codes + start, b.codes + start, codes + start, n - start < CHUNK ? n - start : CHUNK, first,
                     second, g, floor, ceiling);
-  write_numbers(numbers, g, bad);
+  write_qparams(qparams, g, bad);
 }
 
 static float add_backward_span(const float *restrict grad, const uint8_t *restrict a, const uint8_t *restrict b,
-                               float *restrict grad_sum, i64 n, Numbers first, Numbers second, Grid g, float floor,
+                               float *restrict grad_sum, i64 n, QParams first, QParams second, Grid g, float floor,
                                float ceiling) {
   float part = 0;
 #pragma omp simd reduction(+ : part)
@@ -249,10 +249,10 @@ static float add_backward_span(const float *restrict grad, const uint8_t *restri
   return part;
 }
 
-void add_quantize_backward(const float *grad, Operand a, Operand b, float *grad_sum, i64 n, Learned q, float floor,
+void add_quantize_backward(const float *grad, Operand a, Operand b, float *grad_sum, i64 n, LearnedGrid q, float floor,
                            float ceiling, float *grad_scale, int threads) {
   const Grid g = grid_of(q);
-  const Numbers first = numbers_of(a), second = numbers_of(b);
+  const QParams first = qparams_of(a), second = qparams_of(b);
   double sum = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK)

@@ -13,7 +13,7 @@
 
 typedef struct {
   i64 outer, channels, inner;
-} Shape;
+} Extent;
 
 /* Rows of `width` elements, of which the last may be shorter; `pitch` is the width in whole lines. */
 typedef struct {
@@ -22,7 +22,7 @@ typedef struct {
 
 static inline i64 at_most(i64 a, i64 b) { return a < b ? a : b; }
 
-static inline Joined joined(Shape s) {
+static inline Joined joined(Extent s) {
   i64 several = s.channels < WIDE ? WIDE / s.channels : 1;
   several -= several >= LINE ? several % LINE : several > 1 ? several % 2 : 0; /* of even channels: whole lines */
   const i64 width = s.channels * several, elements = s.outer * s.channels;
@@ -30,25 +30,25 @@ static inline Joined joined(Shape s) {
   return j;
 }
 
-static inline i64 length_of(Joined j, Shape s, i64 row) {
+static inline i64 length_of(Joined j, Extent s, i64 row) {
   return at_most(s.outer * s.channels - row * j.width, j.width);
 }
 
 /* rows whose sums are short */
-static inline i64 block_of(Joined j, Shape s) {
+static inline i64 block_of(Joined j, Extent s) {
   return SHORT * s.channels / j.width + 1;
 }
 
 /* `count` rows of floats that begin with a line each */
 static inline float *row_buffers(Joined j, int count) { return aligned_alloc(LINE * 4, count * j.pitch * 4); }
 
-static inline float *repeated(float *to, const float *values, Shape s, Joined j) {
+static inline float *repeated(float *to, const float *values, Extent s, Joined j) {
   for (i64 i = 0; i < j.width; i += s.channels) memcpy(to + i, values, s.channels * sizeof(float));
   return to;
 }
 
 /* what the channels have in a row, added up */
-static inline void gathered(double *to, const double *row, Shape s, Joined j) {
+static inline void gathered(double *to, const double *row, Extent s, Joined j) {
   for (i64 i = 0; i < j.width; i++) to[i % s.channels] += row[i];
 }
 

@@ -12,7 +12,7 @@ static void moments_row(const float *restrict y, const float *restrict center, f
   }
 }
 
-static void moments_innermost(const float *y, Shape s, double *sums, double *squares, const float *shift,
+static void moments_innermost(const float *y, Extent s, double *sums, double *squares, const float *shift,
                               int threads) {
   const Joined j = joined(s);
   const i64 w = j.width, block = block_of(j, s), blocks = (j.rows + block - 1) / block;
@@ -40,7 +40,7 @@ static void moments_innermost(const float *y, Shape s, double *sums, double *squ
   free(partial);
 }
 
-static void moments_of_images(const float *y, Shape s, double *sums, double *squares, const float *shift,
+static void moments_of_images(const float *y, Extent s, double *sums, double *squares, const float *shift,
                               int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (i64 c = 0; c < s.channels; c++) {
@@ -81,12 +81,12 @@ static int moved(i64 channels, double count, const double *sums, const double *s
 /* mean, 1 / sqrt(var + eps), the unbiased variance (NULL: not wanted), and the running mean and variance (NULL: none)
    moved by `share` towards them. The sums are of y - shift, shift being the channel's first value: one pass, and no
    cancellation to speak of; a second one where that value is an outlier. */
-void statistics(const float *y, Shape s, double eps, float *mean, float *inverse, float *unbiased_var,
+void statistics(const float *y, Extent s, double eps, float *mean, float *inverse, float *unbiased_var,
                 float *running_mean, float *running_var, double share, int threads) {
   double *sums = malloc(2 * s.channels * sizeof(double)), *squares = sums + s.channels;
   const double count = (double)s.outer * s.inner;
   for (i64 c = 0; c < s.channels; c++) mean[c] = y[c * s.inner];
-  void (*const moments)(const float *, Shape, double *, double *, const float *, int) =
+  void (*const moments)(const float *, Extent, double *, double *, const float *, int) =
       s.inner == 1 ? moments_innermost : moments_of_images;
   moments(y, s, sums, squares, mean, threads);
   if (moved(s.channels, count, sums, squares, mean)) moments(y, s, sums, squares, mean, threads);

@@ -34,7 +34,7 @@ class Rows(ctypes.Structure):
 class Operand(ctypes.Structure):
     """Codes, and the address of their step and zero."""
 
-    _fields_ = [("codes", POINTER), ("numbers", POINTER)]
+    _fields_ = [("codes", POINTER), ("qparams", POINTER)]
 
 
 class Extent(ctypes.Structure):
@@ -44,7 +44,7 @@ class Extent(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
-    """A BatchNorm: the addresses of its numbers, one a channel."""
+    """The addresses of a BatchNorm's numbers, one per channel."""
 
     _fields_ = [(name, POINTER) for name in ("gamma", "beta", "mean", "inverse")]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qat.kernels.formulas.grids import encoded, learned_gradient, learned_grid, like, slopes_on
+from qat.kernels.formulas.grids import codes_of, grid_of, learned_gradient, like, slopes_on
 
 
 def gelu(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def curve_quantize(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes of curve(x), one of `CURVES`."""
     value, _ = CURVES[curve](x.to(torch.float32))
-    return encoded(value, learned_grid(scale, smallest, zero_point, low, high, shift), x)
+    return codes_of(value, grid_of(scale, smallest, zero_point, low, high, shift), x)
 
 
 def curve_quantize_backward(
@@ -63,7 +63,7 @@ def curve_quantize_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx = grad * curve'(x) inside the grid;  dscale = factor * sum(grad * slope)."""
     value, rise = CURVES[curve](x.to(torch.float32))
-    inside, slope = slopes_on(value, learned_grid(scale, smallest, zero_point, low, high, shift))
+    inside, slope = slopes_on(value, grid_of(scale, smallest, zero_point, low, high, shift))
     full = grad.to(torch.float32)
     grad_x = like(torch.where(inside, full * rise, 0.0), x, x.dtype)
     return grad_x, learned_gradient((full * slope).sum(), scale, smallest, factor, relative)
@@ -73,13 +73,13 @@ def softmax_quantize(
     x: Tensor, multiplier: float, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int,
     shift: int, factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """softmax(x * multiplier, -1), its codes, and their numbers; x: contiguous.
+    """softmax(x * multiplier, -1), its codes, and their qparams; x: contiguous.
 
     The codes are those of the probabilities in float32; what is returned, for the backward to keep, is in x's dtype.
     """
     probabilities = torch.softmax(x.to(torch.float32) * multiplier, -1)
-    codes, numbers = encoded(probabilities, learned_grid(scale, smallest, zero_point, low, high, shift), x)
-    return like(probabilities, x, x.dtype), codes, numbers
+    codes, qparams = codes_of(probabilities, grid_of(scale, smallest, zero_point, low, high, shift), x)
+    return like(probabilities, x, x.dtype), codes, qparams
 
 
 def softmax_quantize_backward(
@@ -91,7 +91,7 @@ def softmax_quantize_backward(
         dx = multiplier * p * (passed - sum(passed * p));  dscale = factor * sum(grad * slope)
     """  # fmt: skip
     p, full = probabilities.to(torch.float32), grad.to(torch.float32)
-    inside, slope = slopes_on(p, learned_grid(scale, smallest, zero_point, low, high, shift))
+    inside, slope = slopes_on(p, grid_of(scale, smallest, zero_point, low, high, shift))
     passed = torch.where(inside, full, 0.0)
     grad_x = (passed - (passed * p).sum(-1, keepdim=True)) * p * multiplier
     grad_scale = learned_gradient((full * slope).sum(), scale, smallest, factor, relative)

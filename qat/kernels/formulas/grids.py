@@ -14,7 +14,7 @@ LARGEST = 1e12
 """What a learned scale acts as at most."""
 
 
-class Grid(NamedTuple):
+class TensorGrid(NamedTuple):
     """Of one tensor.
 
     Attributes:
@@ -34,19 +34,19 @@ def step_in_force(scale: Tensor, smallest: Tensor) -> Tensor:
     return torch.maximum(scale.to(torch.float32), smallest.to(torch.float32)).clamp(max=LARGEST)
 
 
-def learned_grid(
+def grid_of(
     scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int
-) -> Grid:  # fmt: skip
+) -> TensorGrid:  # fmt: skip
     """The grid of a quantizer's tensors, one number each, and of fields of its `Levels`."""
     step = step_in_force(scale.reshape(()), smallest.reshape(()))
     if zero_point is None:
-        return Grid(step, float(shift), low + shift, high + shift)
+        return TensorGrid(step, float(shift), low + shift, high + shift)
     zero = zero_point.reshape(()).to(torch.float32).round().clamp(low, high)
-    return Grid(step, zero + shift, low + shift, high + shift)
+    return TensorGrid(step, zero + shift, low + shift, high + shift)
 
 
-def encoded(values: Tensor, grid: Grid, pattern: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of float32 values, in the strides of `pattern`, and `numbers`: step and zero, float32.
+def codes_of(values: Tensor, grid: TensorGrid, pattern: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of float32 values, in the strides of `pattern`, and `qparams`: step and zero, float32.
 
     The step is NaN if there is a NaN among the values, whose codes are arbitrary. Codes being finite and small, their
     sum is NaN then and only then: no value has to be looked at.
@@ -56,11 +56,6 @@ def encoded(values: Tensor, grid: Grid, pattern: Tensor) -> tuple[Tensor, Tensor
     step = torch.where(total.isnan(), total, grid.step)
     zero = grid.zero if isinstance(grid.zero, Tensor) else torch.full_like(step, grid.zero)
     return like(codes, pattern, torch.uint8), torch.stack([step, zero])
-
-
-def decoded(codes: Tensor, numbers: Tensor) -> Tensor:
-    """(codes - zero) * step in float32."""
-    return (codes - numbers[1]).mul_(numbers[0])
 
 
 def integers_again(codes: Tensor, zero: Tensor) -> Tensor:
@@ -87,12 +82,12 @@ def slopes(v: Tensor, low: Any, high: Any) -> tuple[Tensor, Tensor]:
     return inside, torch.where(inside, torch.round(v) - v, bounded)
 
 
-def slopes_on(values: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def slopes_on(values: Tensor, grid: TensorGrid) -> tuple[Tensor, Tensor]:
     """`slopes` of float32 values on a grid."""
     return slopes(values / grid.step, grid.low - grid.zero, grid.high - grid.zero)
 
 
-def clipped_slopes(values: Tensor, floor: float, ceiling: float, grid: Grid) -> tuple[Tensor, Tensor]:
+def clipped_slopes(values: Tensor, floor: float, ceiling: float, grid: TensorGrid) -> tuple[Tensor, Tensor]:
     """`slopes_on` behind a clamp, where a gradient passes strictly between floor and ceiling only."""
     inside, slope = slopes_on(values.clamp(floor, ceiling), grid)
     return inside & (values > floor) & (values < ceiling), slope

@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from qat.kernels.formulas.autocasting import result_dtype, without_autocast
-from qat.kernels.formulas.grids import decoded, integers_again, like
+from qat.kernels.formulas.grids import integers_again, like
+from qat.kernels.formulas.quantizers import dequantize
 
 
-def codes_matmul(a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor) -> Tensor:
+def codes_matmul(a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor) -> Tensor:
     """((a - a_zero) @ (b - b_zero)) * (a_step * b_step), in float32 or in autocast's dtype.
 
     The integers are multiplied, which bfloat16 and TF32 hold exactly. In float16 the values are: sums of integers would
@@ -16,26 +17,26 @@ def codes_matmul(a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor) -> 
     Args:
         a: uint8, (..., L, E).
         b: uint8, (..., E, S), the same sizes before the last two.
-        a_numbers, b_numbers: step and zero of each.
+        a_qparams, b_qparams: step and zero of each.
     """
     dtype = result_dtype(a, torch.float32)
     with without_autocast(a):
         if dtype is torch.float16:
-            y = torch.bmm(_rows(decoded(a, a_numbers), dtype), _rows(decoded(b, b_numbers), dtype))
+            y = torch.bmm(_rows(dequantize(a, a_qparams), dtype), _rows(dequantize(b, b_qparams), dtype))
         else:
-            x, z = (codes - numbers[1].to(dtype) for codes, numbers in ((a, a_numbers), (b, b_numbers)))
-            y = (torch.bmm(_rows(x, dtype), _rows(z, dtype)) * (a_numbers[:1] * b_numbers[:1])).to(dtype)
+            x, z = (codes - qparams[1].to(dtype) for codes, qparams in ((a, a_qparams), (b, b_qparams)))
+            y = (torch.bmm(_rows(x, dtype), _rows(z, dtype)) * (a_qparams[:1] * b_qparams[:1])).to(dtype)
     return y.view(*a.shape[:-1], b.shape[-1])
 
 
 def codes_matmul_backward(
-    grad: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor
+    grad: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor
 ) -> tuple[Tensor, Tensor]:
     """da = grad @ b^T;  db = a^T @ grad, of the values in grad's dtype, each in the strides of its operand."""
     rows = grad.reshape(-1, *grad.shape[-2:])
     x, z = (
-        _rows(integers_again(codes, numbers[1]) * numbers[0], grad.dtype)
-        for codes, numbers in ((a, a_numbers), (b, b_numbers))
+        _rows(integers_again(codes, qparams[1]) * qparams[0], grad.dtype)
+        for codes, qparams in ((a, a_qparams), (b, b_qparams))
     )
     with without_autocast(grad):
         grad_a, grad_b = torch.bmm(rows, z.mT), torch.bmm(x.mT, rows)

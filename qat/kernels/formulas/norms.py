@@ -8,7 +8,7 @@ Channels are axis 1; of tensors with fewer than four axes the last one. Statisti
 import torch
 from torch import Tensor
 
-from qat.kernels.formulas.grids import clipped_slopes, encoded, learned_gradient, learned_grid, like
+from qat.kernels.formulas.grids import clipped_slopes, codes_of, grid_of, learned_gradient, like
 
 
 def batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,7 +30,7 @@ def norm_quantize(
     """
     alpha, offset = _linear_form(y, gamma, beta, mean, inverse)
     z = torch.addcmul(offset, y.to(torch.float32), alpha).clamp_(floor, ceiling)
-    return encoded(z, learned_grid(scale, smallest, zero_point, low, high, shift), y)
+    return codes_of(z, grid_of(scale, smallest, zero_point, low, high, shift), y)
 
 
 def norm_quantize_backward(
@@ -47,7 +47,7 @@ def norm_quantize_backward(
     """
     axes, wide, full = _others(y), y.to(torch.float32), grad.to(torch.float32)
     alpha, offset = _linear_form(y, gamma, beta, mean, inverse)
-    grid = learned_grid(scale, smallest, zero_point, low, high, shift)
+    grid = grid_of(scale, smallest, zero_point, low, high, shift)
     passes, slope = clipped_slopes(torch.addcmul(offset, wide, alpha), floor, ceiling, grid)
     total = (full * slope).sum()
     masked = torch.where(passes, full, 0.0)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from qat.kernels.formulas.autocasting import result_dtype, without_autocast
 from qat.kernels.formulas.grids import (
+    grid_of,
     integers_again,
     learned_gradient,
-    learned_grid,
     like,
     slopes,
     slopes_on,
@@ -28,7 +28,7 @@ log = logging.getLogger("qat.kernels")
 
 
 def codes_product(
-    codes: Tensor, numbers: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, bias: Tensor | None, low: int,
+    codes: Tensor, qparams: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, bias: Tensor | None, low: int,
     high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int, copies: int,
 ) -> Tensor:  # fmt: skip
     """product((codes - zero) * step, weight on its grid) + bias, in autocast's dtype or else in weight's.
@@ -41,11 +41,11 @@ def codes_product(
     rows = geometry.rows(codes.shape, weight.shape)
     fits = _is_of_matrices(geometry, weight) and fits_int_mm(rows, weight.shape[1], weight.shape[0])
     if copies and fits and has_int_mm(codes.device):
-        y = _multiply_integers(codes, numbers[1], rounded, rows)
+        y = _multiply_integers(codes, qparams[1], rounded, rows)
         # int8 knows no NaN: a weight that has one is told by its row's factor.
-        factor = steps * numbers[0] + (rounded - rounded).flatten(1).sum(1)
+        factor = steps * qparams[0] + (rounded - rounded).flatten(1).sum(1)
     else:
-        x, values, factor = _operands(codes, numbers, rounded, steps, dtype)
+        x, values, factor = _operands(codes, qparams, rounded, steps, dtype)
         with without_autocast(codes):
             y = geometry.multiply(x, values, None)
     y = y * _along_channels(factor, geometry)
@@ -55,7 +55,7 @@ def codes_product(
 
 
 def codes_product_backward(
-    grad: Tensor, codes: Tensor, numbers: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, low: int,
+    grad: Tensor, codes: Tensor, qparams: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, low: int,
     high: int, factor: float, relative: bool, stride: list[int], padding: list[int], dilation: list[int], groups: int,
     needs_x: bool, needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -69,7 +69,7 @@ def codes_product_backward(
     geometry = Geometry(stride, padding, dilation, groups)
     rounded, steps = _on_grid(weight, scales, smallest, low, high)
     values = (rounded * _along_rows(steps, weight)).to(grad.dtype)
-    x, left = _integers(codes, numbers, grad.dtype)
+    x, left = _integers(codes, qparams, grad.dtype)
     with without_autocast(grad):
         found_x, found_values = _gradients(geometry, grad, x, values, needs_x, needs_weight)
     grad_x = grad_weight = grad_scales = grad_bias = grad.new_empty(0)
@@ -98,7 +98,7 @@ def input_scale_gradient(
     The product is computed in grad's dtype, its sum with grad in float32.
     """
     geometry = Geometry(stride, padding, dilation, groups)
-    _, slope = slopes_on(x.to(torch.float32), learned_grid(scale, smallest, zero_point, low, high, shift))
+    _, slope = slopes_on(x.to(torch.float32), grid_of(scale, smallest, zero_point, low, high, shift))
     rounded, steps = _on_grid(weight, weight_scales, weight_smallest, weight_low, weight_high)
     values = (rounded * _along_rows(steps, weight)).to(grad.dtype)
     with without_autocast(grad):
@@ -170,28 +170,28 @@ def _multiply_integers(codes: Tensor, zero: Tensor, rounded: Tensor, rows: int) 
 
 
 def _operands(
-    codes: Tensor, numbers: Tensor, rounded: Tensor, steps: Tensor, dtype: torch.dtype
+    codes: Tensor, qparams: Tensor, rounded: Tensor, steps: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Both factors of a product in floating numbers, and the factor that is left, a number a row or one.
 
     A sum of integers leaves float16, which ends at 65504: three products of 255 by 127 do. There the weight's values
     are multiplied, whose sums are 1 / step times the result.
     """
-    x = codes - numbers[1].to(dtype)
+    x = codes - qparams[1].to(dtype)
     if dtype is torch.float16:
-        return x, (rounded * _along_rows(steps, rounded)).to(dtype), numbers[:1]
-    return x, rounded.to(dtype), steps * numbers[0]
+        return x, (rounded * _along_rows(steps, rounded)).to(dtype), qparams[:1]
+    return x, rounded.to(dtype), steps * qparams[0]
 
 
-def _integers(codes: Tensor, numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _integers(codes: Tensor, qparams: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A factor of the weight's gradient, and what that is to be multiplied by.
 
     codes - zero, and step; in float16 the values, and 1: a gradient that a loss scale has brought near 65504 has no
     room for another factor of 255.
     """
     if dtype is torch.float16:
-        return (integers_again(codes, numbers[1]) * numbers[0]).to(dtype), torch.ones_like(numbers[0])
-    return integers_again(codes, numbers[1].to(dtype)), numbers[0]
+        return (integers_again(codes, qparams[1]) * qparams[0]).to(dtype), torch.ones_like(qparams[0])
+    return integers_again(codes, qparams[1].to(dtype)), qparams[0]
 
 
 def _gradients(
@@ -218,8 +218,8 @@ def _along_rows(steps: Tensor, weight: Tensor) -> Tensor:
     return steps.view(-1, *[1] * (weight.dim() - 1))
 
 
-def _along_channels(numbers: Tensor, geometry: Geometry) -> Tensor:
-    return numbers.view(-1, *[1] * len(geometry.stride))
+def _along_channels(values: Tensor, geometry: Geometry) -> Tensor:
+    return values.view(-1, *[1] * len(geometry.stride))
 
 
 def _arranged(y: Tensor, codes: Tensor, weight: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor:

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from qat.kernels.formulas.grids import (
     clipped_slopes,
-    decoded,
-    encoded,
+    codes_of,
+    grid_of,
     learned_gradient,
-    learned_grid,
     like,
     slopes_on,
 )
@@ -22,7 +21,7 @@ def quantize_codes(
     factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """codes = clamp(round(x / step) + zero_point, low, high) + shift."""
-    return encoded(x.to(torch.float32), learned_grid(scale, smallest, zero_point, low, high, shift), x)
+    return codes_of(x.to(torch.float32), grid_of(scale, smallest, zero_point, low, high, shift), x)
 
 
 def quantize_codes_backward(
@@ -30,23 +29,23 @@ def quantize_codes_backward(
     shift: int, factor: float, relative: bool, needs_x: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx = grad inside;  dscale = factor * sum(grad * slope)."""
-    inside, slope = slopes_on(x.to(torch.float32), learned_grid(scale, smallest, zero_point, low, high, shift))
+    inside, slope = slopes_on(x.to(torch.float32), grid_of(scale, smallest, zero_point, low, high, shift))
     total = (grad.to(torch.float32) * slope).sum()
     grad_x = like(torch.where(inside, grad, 0), x, x.dtype) if needs_x else x.new_empty(0)
     return grad_x, learned_gradient(total, scale, smallest, factor, relative)
 
 
 def add_quantize(
-    a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor, floor: float, ceiling: float, scale: Tensor,
+    a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor, floor: float, ceiling: float, scale: Tensor,
     smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes of clamp(a + b, floor, ceiling), both codes themselves, of the same strides."""
-    z = decoded(a, a_numbers).add_(decoded(b, b_numbers)).clamp_(floor, ceiling)
-    return encoded(z, learned_grid(scale, smallest, zero_point, low, high, shift), a)
+    z = dequantize(a, a_qparams).add_(dequantize(b, b_qparams)).clamp_(floor, ceiling)
+    return codes_of(z, grid_of(scale, smallest, zero_point, low, high, shift), a)
 
 
 def add_quantize_backward(
-    grad: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor, floor: float, ceiling: float,
+    grad: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor, floor: float, ceiling: float,
     scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,
     relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -54,14 +53,14 @@ def add_quantize_backward(
 
     d(a + b) = grad inside the grid and strictly inside the clamp;  dscale = factor * sum(grad * slope)
     """
-    z = decoded(a, a_numbers).add_(decoded(b, b_numbers))
-    grid = learned_grid(scale, smallest, zero_point, low, high, shift)
+    z = dequantize(a, a_qparams).add_(dequantize(b, b_qparams))
+    grid = grid_of(scale, smallest, zero_point, low, high, shift)
     passes, slope = clipped_slopes(z, floor, ceiling, grid)
     total = (grad.to(torch.float32) * slope).sum()
     grad_sum = like(torch.where(passes, grad, 0), a, grad.dtype)
     return grad_sum, learned_gradient(total, scale, smallest, factor, relative)
 
 
-def dequantize(codes: Tensor, numbers: Tensor) -> Tensor:
-    """(codes - zero) * step in float32; not in place, which as a Function's last operation costs it its gradient."""
-    return (codes.to(torch.float32) - numbers[1]) * numbers[0]
+def dequantize(codes: Tensor, qparams: Tensor) -> Tensor:
+    """(codes - zero) * step in float32; not in place: an in-place last operation costs a Function its gradient."""
+    return (codes.to(torch.float32) - qparams[1]) * qparams[0]

@@ -9,8 +9,8 @@ from qat.kernels.cpu.quantizers import compiled, like, threads_for
 from qat.kernels.formulas import curves as formulas
 from qat.kernels.operators.operator import operator
 
-CURVES = ("gelu", "gelu_tanh", "silu", "hardswish")
-"""In the order of the kernels' own numbers."""
+CURVE_NUMBERS = {"gelu": 0, "gelu_tanh": 1, "silu": 2, "hardswish": 3}
+"""What curves.c calls the curves."""
 
 
 @operator(lambda x, *rest: (torch.empty_like(x, dtype=torch.uint8), x.new_empty(2)), formulas.curve_quantize)
@@ -18,14 +18,14 @@ def curve_quantize(
     x: Tensor, curve: str, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int,
     factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes of curve(x), one of `CURVES`; x: dense. As of `qat.kernels.operators.quantizers`."""
+    """Codes of curve(x), one of `CURVE_NUMBERS`; x: dense. As of `qat.kernels.operators.quantizers`."""
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
-    codes, numbers = torch.empty_like(x, dtype=torch.uint8), x.new_empty(2)
+    codes, qparams = torch.empty_like(x, dtype=torch.uint8), x.new_empty(2)
     compiled().curve_quantize(
-        elements_at("x", x, x), elements_at("codes", codes, x, torch.uint8), x.numel(), grid, CURVES.index(curve),
-        numbers_at("step and zero", numbers, 2), threads_for(x.numel()),
+        elements_at("x", x, x), elements_at("codes", codes, x, torch.uint8), x.numel(), grid, CURVE_NUMBERS[curve],
+        numbers_at("step and zero", qparams, 2), threads_for(x.numel()),
     )  # fmt: skip
-    return codes, numbers
+    return codes, qparams
 
 
 @operator(
@@ -41,7 +41,7 @@ def curve_quantize_backward(
     grad, grad_x, grad_scale = like(grad, x), torch.empty_like(x), torch.empty_like(scale)
     compiled().curve_quantize_backward(
         elements_at("grad", grad, x), elements_at("x", x, x), elements_at("grad_x", grad_x, x), x.numel(), grid,
-        CURVES.index(curve), numbers_at("grad_scale", grad_scale, 1), threads_for(x.numel()),
+        CURVE_NUMBERS[curve], numbers_at("grad_scale", grad_scale, 1), threads_for(x.numel()),
     )  # fmt: skip
     return grad_x, grad_scale
 
@@ -54,16 +54,16 @@ def softmax_quantize(
     x: Tensor, multiplier: float, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int,
     shift: int, factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """softmax(x * multiplier, -1), its codes, and their numbers; x: contiguous."""
+    """softmax(x * multiplier, -1), its codes, and their qparams; x: contiguous."""
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     probabilities, codes = torch.empty_like(x), torch.empty_like(x, dtype=torch.uint8)
-    numbers, columns, count = x.new_empty(2), x.shape[-1], x.numel()
+    qparams, columns, count = x.new_empty(2), x.shape[-1], x.numel()
     compiled().softmax_quantize(
         numbers_at("x", x, count), numbers_at("probabilities", probabilities, count),
         numbers_at("codes", codes, count, torch.uint8), count // columns, columns, multiplier, grid,
-        numbers_at("step and zero", numbers, 2), threads_for(count),
+        numbers_at("step and zero", qparams, 2), threads_for(count),
     )  # fmt: skip
-    return probabilities, codes, numbers
+    return probabilities, codes, qparams
 
 
 @operator(

@@ -10,18 +10,18 @@ from qat.kernels.operators.operator import operator
 
 
 @operator(
-    lambda a, b, a_numbers, b_numbers: torch.empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32),
+    lambda a, b, a_qparams, b_qparams: torch.empty(*a.shape[:-1], b.shape[-1], dtype=torch.float32),
     formulas.codes_matmul,
 )
-def codes_matmul(a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor) -> Tensor:
+def codes_matmul(a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor) -> Tensor:
     """a @ b of codes, in float32.
 
     Args:
         a: uint8, (..., L, E), arranged by `arranged`.
         b: uint8, (..., E, S), arranged, the same number of axes and the same sizes before the last two.
-        a_numbers, b_numbers: step and zero of each.
+        a_qparams, b_qparams: step and zero of each.
     """
-    y = torch.bmm(_decoded(a, a_numbers), _decoded(b, b_numbers))
+    y = torch.bmm(_matrices(a, a_qparams), _matrices(b, b_qparams))
     return y.view(*a.shape[:-1], b.shape[-1])
 
 
@@ -30,12 +30,12 @@ def codes_matmul(a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor) -> 
     formulas.codes_matmul_backward,
 )
 def codes_matmul_backward(
-    grad: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor
+    grad: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of both, in their strides."""
     rows = grad.reshape(-1, *grad.shape[-2:])
-    grad_a = torch.bmm(rows, _decoded(b, b_numbers).mT)
-    x = _decoded(a, a_numbers)
+    grad_a = torch.bmm(rows, _matrices(b, b_qparams).mT)
+    x = _matrices(a, a_qparams)
     grad_b = torch.bmm(x.mT, rows) if b.is_contiguous() else torch.bmm(rows.mT, x).mT
     return like(grad_a.view(a.shape), a), like(grad_b.reshape(b.shape), b)
 
@@ -47,8 +47,8 @@ def arranged(codes: Tensor) -> Tensor:
     return codes.contiguous()
 
 
-def _decoded(codes: Tensor, numbers: Tensor) -> Tensor:
+def _matrices(codes: Tensor, qparams: Tensor) -> Tensor:
     """Three axes."""
     turned = not codes.is_contiguous()
-    x = dequantize(codes.mT if turned else codes, numbers).flatten(0, -3)
+    x = dequantize(codes.mT if turned else codes, qparams).flatten(0, -3)
     return x.mT if turned else x

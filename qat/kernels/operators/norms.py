@@ -82,14 +82,14 @@ def norm_quantize(
     relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes of clamp((y - mean) * inverse * gamma + beta, floor, ceiling)."""
-    codes, numbers, extent = torch.empty_like(y, dtype=torch.uint8), y.new_empty(2), _extent_of(y)
+    codes, qparams, extent = torch.empty_like(y, dtype=torch.uint8), y.new_empty(2), _extent_of(y)
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     compiled().norm_quantize(
         elements_at("y", y, y), elements_at("codes", codes, y, torch.uint8), extent,
         _addresses(gamma, beta, mean, inverse, extent), grid, floor, ceiling,
-        numbers_at("step and zero", numbers, 2), threads_for(y.numel()),
+        numbers_at("step and zero", qparams, 2), threads_for(y.numel()),
     )  # fmt: skip
-    return codes, numbers
+    return codes, qparams
 
 
 @operator(

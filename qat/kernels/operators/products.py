@@ -1,6 +1,6 @@
 """Operators that multiply: a quantized tensor's codes by a weight, which is put on its own grid inside.
 
-`numbers` are step and zero of the codes; low .. relative are fields of the weight's `Levels`, stride .. groups those of
+`qparams` are step and zero of the codes; low .. relative are fields of the weight's `Levels`, stride .. groups those of
 its `Geometry`. A gradient that is not wanted comes back empty.
 """
 
@@ -18,7 +18,7 @@ from qat.kernels.operators.operator import operator
 
 
 def _product(
-    codes: Tensor, numbers: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, bias: Tensor | None, low: int,
+    codes: Tensor, qparams: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, bias: Tensor | None, low: int,
     high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int, copies: int,
 ) -> Tensor:  # fmt: skip
     geometry = Geometry(stride, padding, dilation, groups)
@@ -28,12 +28,12 @@ def _product(
 
 @operator(_product, formulas.codes_product)
 def codes_product(
-    codes: Tensor, numbers: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, bias: Tensor | None, low: int,
+    codes: Tensor, qparams: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, bias: Tensor | None, low: int,
     high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int, copies: int,
 ) -> Tensor:  # fmt: skip
     """product((codes - zero) * step, weight on its grid) + bias; in integers where they are exact and pay for a
     batch of so many copies; none: in float."""
-    geometry, (step, zero) = Geometry(stride, padding, dilation, groups), step_and_zero(numbers)
+    geometry, (step, zero) = Geometry(stride, padding, dilation, groups), step_and_zero(qparams)
     if (
         copies
         and geometry.pays_in_integers(codes.shape, weight.shape, zero, copies)
@@ -47,7 +47,7 @@ def codes_product(
         y = geometry.multiply_integers(codes, step, zero, rounded, steps, bias)
         y = y.fill_(math.nan) if step != step else y
     else:
-        y = geometry.multiply(dequantize(codes, numbers), _on_grid(weight, scales, smallest, low, high), bias)
+        y = geometry.multiply(dequantize(codes, qparams), _on_grid(weight, scales, smallest, low, high), bias)
     return arranged(y, geometry.layout(codes, weight))
 
 
@@ -58,7 +58,7 @@ def _on_grid(weight: Tensor, scales: Tensor, smallest: Tensor, low: int, high: i
 
 
 @operator(
-    lambda grad, codes, numbers, weight, scales, smallest, *rest: (
+    lambda grad, codes, qparams, weight, scales, smallest, *rest: (
         torch.empty_like(codes, dtype=grad.dtype) if rest[-3] else grad.new_empty(0),
         torch.empty_like(weight) if rest[-2] else grad.new_empty(0),
         torch.empty_like(scales) if rest[-2] else grad.new_empty(0),
@@ -67,13 +67,13 @@ def _on_grid(weight: Tensor, scales: Tensor, smallest: Tensor, low: int, high: i
     formulas.codes_product_backward,
 )  # fmt: skip
 def codes_product_backward(
-    grad: Tensor, codes: Tensor, numbers: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, low: int,
+    grad: Tensor, codes: Tensor, qparams: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, low: int,
     high: int, factor: float, relative: bool, stride: list[int], padding: list[int], dilation: list[int], groups: int,
     needs_x: bool, needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of the tensor behind the codes, of weight, scales and bias; both operands are quantized anew."""
     grad_x, grad_values, grad_bias = Geometry(stride, padding, dilation, groups).gradients(
-        grad, dequantize(codes, numbers), _on_grid(weight, scales, smallest, low, high),
+        grad, dequantize(codes, qparams), _on_grid(weight, scales, smallest, low, high),
         (needs_x, needs_weight, needs_bias),
     )  # fmt: skip
     grad_weight, grad_scales = grad.new_empty(0), grad.new_empty(0)

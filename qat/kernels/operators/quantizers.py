@@ -1,7 +1,7 @@
 """Operators that quantize: a tensor, and a sum of two quantized tensors.
 
 All take a quantizer's own tensors (scale, smallest, zero_point) and the fields of its `Levels`, and return codes with
-`numbers`, the step and zero that stand for them. A gradient that is not wanted comes back empty.
+`qparams`, the step and zero that stand for them. A gradient that is not wanted comes back empty.
 """
 
 import torch
@@ -19,9 +19,9 @@ def _codes_like(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=torch.uint8), torch.empty(2, dtype=torch.float32)
 
 
-def _operand(codes: Tensor, numbers: Tensor, pattern: Tensor) -> Operand:
+def _operand(codes: Tensor, qparams: Tensor, pattern: Tensor) -> Operand:
     return Operand(
-        elements_at("an operand's codes", codes, pattern, torch.uint8), numbers_at("step and zero", numbers, 2)
+        elements_at("an operand's codes", codes, pattern, torch.uint8), numbers_at("step and zero", qparams, 2)
     )
 
 
@@ -31,13 +31,13 @@ def quantize_codes(
     factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """codes = clamp(round(x / step) + zero_point, low, high) + shift."""
-    codes, numbers = _codes_like(x)
+    codes, qparams = _codes_like(x)
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     compiled().quantize_codes(
         elements_at("x", x, x), elements_at("codes", codes, x, torch.uint8), x.numel(), grid,
-        numbers_at("step and zero", numbers, 2), threads_for(x.numel()),
+        numbers_at("step and zero", qparams, 2), threads_for(x.numel()),
     )  # fmt: skip
-    return codes, numbers
+    return codes, qparams
 
 
 @operator(
@@ -63,24 +63,24 @@ def quantize_codes_backward(
 
 @operator(_codes_like, formulas.add_quantize)
 def add_quantize(
-    a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor, floor: float, ceiling: float, scale: Tensor,
+    a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor, floor: float, ceiling: float, scale: Tensor,
     smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes of clamp(a + b, floor, ceiling), both codes themselves, of the same strides."""
-    codes, numbers = _codes_like(a)
+    codes, qparams = _codes_like(a)
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     compiled().add_quantize(
-        _operand(a, a_numbers, a), _operand(b, b_numbers, a), elements_at("codes", codes, a, torch.uint8), a.numel(),
-        grid, floor, ceiling, numbers_at("step and zero", numbers, 2), threads_for(a.numel()),
+        _operand(a, a_qparams, a), _operand(b, b_qparams, a), elements_at("codes", codes, a, torch.uint8), a.numel(),
+        grid, floor, ceiling, numbers_at("step and zero", qparams, 2), threads_for(a.numel()),
     )  # fmt: skip
-    return codes, numbers
+    return codes, qparams
 
 
-@operator(lambda grad, a, b, a_numbers, b_numbers, floor, ceiling, scale, *rest: (
+@operator(lambda grad, a, b, a_qparams, b_qparams, floor, ceiling, scale, *rest: (
     torch.empty_like(a, dtype=grad.dtype), torch.empty_like(scale)
 ), formulas.add_quantize_backward)  # fmt: skip
 def add_quantize_backward(
-    grad: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor, floor: float, ceiling: float,
+    grad: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor, floor: float, ceiling: float,
     scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,
     relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -89,7 +89,7 @@ def add_quantize_backward(
     grad_sum, grad_scale = torch.empty_like(grad), torch.empty_like(scale)
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     compiled().add_quantize_backward(
-        elements_at("grad", grad, a), _operand(a, a_numbers, a), _operand(b, b_numbers, a),
+        elements_at("grad", grad, a), _operand(a, a_qparams, a), _operand(b, b_qparams, a),
         elements_at("grad_sum", grad_sum, a), a.numel(), grid, floor, ceiling,
         numbers_at("grad_scale", grad_scale, 1), threads_for(a.numel()),
     )  # fmt: skip
