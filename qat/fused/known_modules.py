@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from qat.layers import QuantConv1d, QuantConv2d, QuantConv3d, QuantFunction, QuantLayer, QuantLinear
 from qat.preparation.hooks import METHODS, is_watched
-from qat.quantizer.rules.lsq import LSQQuantizer
+from qat.quantizer import LSQQuantizer, Quantizer
 
 LAYERS = (QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear, QuantFunction)
 
@@ -50,21 +50,31 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
     return kind
 
 
+def known_kind(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class of `READ` that a class is, or of a quantizer the one that it derives from."""
+    if kind in READ or not issubclass(kind, Quantizer):
+        return kind if kind in READ else None
+    return next((base for base in kind.__mro__ if base in READ), None)
+
+
 def is_changed(kind: type[nn.Module]) -> bool:
-    """Whether a known class does something else than when qat was imported: somebody patched it."""
-    return _methods(kind) != _ORIGINALS[kind]
+    """Whether a class computes something else than its known kind did when qat was imported.
+
+    Somebody patched it, or it overrides what the known kind computes.
+    """
+    known = known_kind(kind)
+    return known is None or _methods(kind) != _ORIGINALS[known]
 
 
 def may_stand_in(module: nn.Module | None) -> bool:
     """Whether a kernel may compute what a call of this module would."""
     if module is None:
         return False
-    kind = kind_of(module)
-    known = kind in READ and not is_changed(kind) and not is_watched(module)
+    known = not is_changed(kind_of(module)) and not is_watched(module)
     return known and (not isinstance(module, QuantLayer) or may_stand_in(module.weight_quantizer))
 
 
-_READERS: dict[type[nn.Module], Callable[[Any], Any]] = {
+_READERS: dict[type[nn.Module] | None, Callable[[Any], Any]] = {
     kind: attrgetter(*names) if names else (lambda module: None) for kind, names in READ.items()
 }
 
@@ -82,8 +92,9 @@ def numbers_of(
     found = []
     for name in sorted(names):
         module = model.get_submodule(name)
-        if type(module) in READ:
-            wanted = NUMBERS.intersection(READ[type(module)])
+        known = known_kind(type(module))
+        if known is not None:
+            wanted = NUMBERS.intersection(READ[known])
             found.append((name, type(module), tuple((key, getattr(module, key)) for key in sorted(wanted))))
     return tuple(found)
 
@@ -104,9 +115,10 @@ class Notes:
         self._facts = [
             (module, type(module), read, read(module), is_watched(module))
             for module in modules.values()
-            for read in [_READERS.get(kind_of(module), _nothing)]
+            for read in [_READERS.get(known_kind(kind_of(module)), _nothing)]
         ]
-        self._kinds = [(kind, is_changed(kind)) for kind in {kind_of(each) for each in modules.values()} & READ.keys()]
+        kinds = {kind_of(each) for each in modules.values()}
+        self._kinds = [(kind, is_changed(kind)) for kind in kinds if known_kind(kind) is not None]
         words = [(kind.__qualname__, _in_words(found), watched) for _, kind, _, found, watched in self._facts]
         patched = sorted(kind.__qualname__ for kind, changed in self._kinds if changed)
         self.text = repr((list(zip(modules, words, strict=True)), patched))

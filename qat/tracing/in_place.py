@@ -12,8 +12,8 @@ import torch
 from torch import fx, nn
 
 from qat.layers import QuantLayer
-from qat.quantizer.rules.lsq import LSQQuantizer
-from qat.tracing.nodes import WRITTEN_LATER, submodule_of
+from qat.quantizer.estimator import estimator_of
+from qat.tracing.nodes import CHANGED, submodule_of
 
 AUGMENTED = {f"i{name}" for name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
@@ -175,7 +175,7 @@ def has_own_memory(node: fx.Node, model: nn.Module) -> bool:
     module = submodule_of(model, node)
     if module is not None:
         known = type(module).__module__ in OWN_MEMORY_MODULES and not isinstance(module, nn.Identity)
-        return known or isinstance(module, QuantLayer) or type(module) is LSQQuantizer
+        return known or isinstance(module, QuantLayer) or estimator_of(module) == "lsq"
     name = getattr(node.target, "__name__", node.target)
     known = node.op == "call_method" or _is_of_torch(node.target)
     return known and name in OWN_MEMORY

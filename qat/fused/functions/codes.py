@@ -18,7 +18,7 @@ from qat.kernels.dispatch import by_formula, is_taken
 from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.operators.quantizers import quantize_codes, quantize_codes_backward
 from qat.quantizer import Quantizer
-from qat.quantizer.rules.lsq import LSQQuantizer
+from qat.quantizer.estimator import estimator_of
 
 SHIFT = 128
 """Added to the codes and zero points of signed grids, so that all codes are uint8."""
@@ -78,7 +78,7 @@ class Codes(NamedTuple):
 def has_codes(quantizer: Any) -> bool:
     """Whether a quantizer's output can be held as codes: the rule `lsq`, one scale, at most 8 bits."""
     return (
-        type(quantizer) is LSQQuantizer
+        estimator_of(quantizer) == "lsq"
         and quantizer.spec.granularity == "tensor"
         and quantizer.spec.ewgs == "none"
         and quantizer.spec.bits <= 8

@@ -23,7 +23,7 @@ from qat.layers.conv import QuantConvolution
 from qat.layers.function import CONVOLUTIONS, QuantFunction
 from qat.layers.linear import QuantLinear
 from qat.quantizer import Quantizer
-from qat.quantizer.rules.lsq import LSQQuantizer
+from qat.quantizer.estimator import estimator_of
 
 LINEAR = Geometry([], [], [], 1)
 
@@ -136,7 +136,7 @@ def takes_codes(layer: object) -> bool:
     quantizer, spec = layer.weight_quantizer, layer.weight_quantizer.spec
     ready = layer.training and layer.input_quantizer is None and not getattr(layer, "calibrating", False)
     return (
-        ready and type(quantizer) is LSQQuantizer and in_force(quantizer) and spec.symmetric and spec.signed
+        ready and estimator_of(quantizer) == "lsq" and in_force(quantizer) and spec.symmetric and spec.signed
         and spec.bits <= 8 and spec.ewgs == "none" and spec.granularity != "group" and _geometry(layer) is not None
     )  # fmt: skip
 

@@ -1,5 +1,7 @@
 """The LSQ family as modules: a learned scale, and in LSQ+ a learned zero point too."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,9 @@ from qat.quantizer.registry import register_quantizer
 @register_quantizer("lsq")
 class LSQQuantizer(Quantizer):
     """Learned step size (arXiv:1902.08153); on an affine grid the zero point is an integer fixed by calibration."""
+
+    estimator: ClassVar[str] = "lsq"
+    """What kernels may compute in its place; see `qat.quantizer.estimator`."""
 
     def quantize(self, x: Tensor) -> Tensor:
         """`lsq_quantize`, or its affine form with a zero point that does not learn."""
