@@ -170,7 +170,7 @@ class Stages:
             qat.calibrate(model, self.data.calibration(self.config.quantization.calibration_batches))
         except ValueError as error:  # NaN or infinity in the activations of the float model
             raise UserError(str(error)) from error
-        write_text(self.folder.path / LAYERS, qat.summary(model) + "\n")
+        write_text(self.folder.path / LAYERS, f"{qat.summary(model)}\n\n{qat.explain(model)}\n")
         found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
         self.results["calibrated"] = {"top1": found.top1}
         self.log.say(f"calibrated: val top1 {found.top1:.2f} %")
@@ -180,7 +180,7 @@ class Stages:
     def qat(self, model: nn.Module) -> None:
         """Fine-tune with quantization; the table of layers then shows what was learned, such as bit-widths."""
         self._train("qat", model, self.config.qat)
-        write_text(self.folder.path / LAYERS, qat.summary(model) + "\n")
+        write_text(self.folder.path / LAYERS, f"{qat.summary(model)}\n\n{qat.explain(model)}\n")
 
     def export(self, model: nn.Module) -> bool:
         """Write model.onnx, run it over the whole validation split, and compare every layer's integers."""
@@ -202,7 +202,9 @@ class Stages:
         proof = prove(path, model, self.data.val)
         self.results["onnx"] = proof.results
         self.log.say("\n".join(proof.sentences()))
-        write_text(self.folder.path / LAYERS, f"{qat.summary(model)}\n\n{proof.saturation_table()}\n")
+        write_text(
+            self.folder.path / LAYERS, f"{qat.summary(model)}\n\n{qat.explain(model)}\n\n{proof.saturation_table()}\n"
+        )
         problems = proof.problems()
         if problems:
             print(f"{path}: {' and '.join(problems)}; do not deploy it", file=sys.stderr)

@@ -10,7 +10,7 @@
 """
 
 from qat import functional, testing
-from qat.analysis import summary
+from qat.analysis import explain, summary
 from qat.calibration import calibrate
 from qat.ewgs import update_ewgs
 from qat.export import export_onnx, verify_onnx
@@ -59,6 +59,7 @@ __all__ = [
     "QuantSpec",
     "Quantizer",
     "calibrate",
+    "explain",
     "export_onnx",
     "feature_extractor",
     "float_state_dict",

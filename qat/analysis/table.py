@@ -1,6 +1,6 @@
 """`summary`: a prepared model as a table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx, nn
 
@@ -42,11 +42,11 @@ def summary(model: nn.Module) -> str:
     for name, _ in layers_of(model):
         if not isinstance(model.get_submodule(name), QuantTwin):
             reasons.setdefault(name, "it was put there after the model was prepared")
-    rows = [_row(name, module, remarks) for name, module in _in_order(model)]
-    float_types = noted(model, LAYERS)
-    rows += [_float_row(name, model, reason, float_types) for name, reason in reasons.items()]
-    in_float = sum(name in float_types or _module(model, name) is not None for name in reasons)
-    return "\n".join([*_align([HEADER, *rows]), "", _counts(model, in_float), *_verdicts(model)])
+    rows = [_row(name, module, remarks) for name, module in layers_in_order(model)]
+    kinds = noted(model, LAYERS)
+    rows += [_float_row(name, model, reason, kinds) for name, reason in reasons.items()]
+    in_float = sum(name in kinds or _module(model, name) is not None for name in reasons)
+    return "\n".join([*align([HEADER, *rows]), "", _counts(model, in_float), *_verdicts(model)])
 
 
 def _verdicts(model: nn.Module) -> Iterator[str]:
@@ -57,8 +57,8 @@ def _verdicts(model: nn.Module) -> Iterator[str]:
             yield f"{prefix.rstrip('.') or 'the model'} {verdict}"
 
 
-def _in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Layers and activation quantizers, each once, in the order in which they run; without a graph, as registered."""
+def layers_in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Layers and activation quantizers, each once, as they run; as they are registered without a graph."""
     wanted = {
         name: module
         for name, module in model.named_modules()
@@ -134,3 +134,9 @@ def _counts(model: nn.Module, in_float: int) -> str:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a text table, its columns as wide as their longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,27 +1,39 @@
 """`FusedGraph`: a prepared model that trains on codes where kernels apply, and where that was proven to be the same."""
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx, nn
 
+from qat.fused.explaining import rows_of
+from qat.fused.plan import CodesPlan
 from qat.fused.rewriting import FusedForward, fused_forward
 from qat.fused.self_check.judging import is_wanted, judge
 from qat.kernels import formulas_wanted, plain_here, plain_wanted
 from qat.kernels.cpu import compiler, onednn
 from qat.kernels.dispatch import is_taken
 from qat.kernels.formulas.products import try_int_mm
+from qat.preparation.explanation import PLAINLY, Explanation
 from qat.preparation.prepared_graph import Forward, PreparedGraph
 from qat.preparation.report import VERDICTS
 from qat.preparation.verdict import Verdict
-from qat.torch_internals import all_modules_are_hooked, pytree
+from qat.quantizer import Quantizer
 from qat.tracing.patches import tracing_alone
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 log = logging.getLogger("qat")
+
+EVALUATED = "is in evaluation, where its graph runs operation by operation"
+NO_MEMORY = "it has no memory to compute in (device meta)"
+ON_CUDA = "on CUDA the kernels are those that torch.compile makes"
+NO_LIBRARY = "there is no C library (the log says why)"
+
+SAID = (ON_CUDA, NO_LIBRARY)
+"""Reasons that the log has already, or that need no line."""
 
 MOST_FAILURES = 3
 """How often in a row a model is not checked, for a step of it does not run, before that is tried no more."""
@@ -103,6 +115,47 @@ class FusedGraph(PreparedGraph):
         now = [] if fused is None or fused.verdict is None else [fused.verdict]
         return next(iter(now + earlier), None)
 
+    def _explain(
+        self, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None, shapes: Mapping[str, torch.Size]
+    ) -> Explanation:
+        """See `PreparedGraph._explain`. A model in evaluation is put into training to look, and back."""
+        flags = [(module, module.training) for module in self.modules()]
+        evaluated = None if self.training else EVALUATED
+        try:
+            if not self.training:
+                self.train()
+            given = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+            compiling = next(self.parameters()).is_cuda
+            whole = NO_MEMORY if self._is_meta_only() else self._watched() or self._refusal(given, compiling)
+            fused = self._derive()
+            verdict, distrusted = fused.verdict, () if fused.verdict is None else fused.verdict.distrusted
+            if whole is None and distrusted is None:
+                whole = str(verdict and verdict.reason)
+            plan = CodesPlan(self, distrusted or ())
+            if whole is None and not plan.readers:
+                quantizers = [
+                    each for each in self.modules() if isinstance(each, Quantizer) and each.role == "activation"
+                ]
+                known = not quantizers or any(each.is_calibrated for each in quantizers)
+                whole = "no layer of it takes codes" if known else "it is not calibrated"
+            rows = rows_of(plan, whole, shapes)
+        finally:
+            for module, flag in flags:
+                module.training = flag
+        if whole is not None:
+            how = f"trains {PLAINLY}: {whole}"
+        elif verdict is None and is_wanted():
+            how = (
+                "trains on codes as soon as a self-check (calibrate, self_check, a step) has shown that to be the same"
+            )
+        elif verdict is None:
+            how = "trains on codes, without a self-check (QAT_SELF_CHECK=off)"
+        else:
+            how = str(verdict)
+        if compiling and whole is None:
+            how += f"; uncompiled it trains {PLAINLY}: {ON_CUDA}"
+        return Explanation(how if evaluated is None else f"{evaluated}; in training it {how}", rows)
+
     def _look_around(self) -> None:
         """Find out what there is where the model lies; nothing can be tried out while torch.compile looks on."""
         kind: Any = type(self)
@@ -132,7 +185,7 @@ class FusedGraph(PreparedGraph):
     def _training_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward | None:
         """The derived graph, if these inputs are for the kernels."""
         compiling = torch.compiler.is_compiling()
-        if not self.training or (plain_wanted() if compiling else plain_here()):
+        if not self.training or self._watched() is not None:
             return None
         leaves = (*args, *kwargs.values())
         if any(isinstance(x, (list, tuple, dict)) for x in leaves):
@@ -142,7 +195,7 @@ class FusedGraph(PreparedGraph):
             return None  # somebody looks at the model with tensors that hold no numbers
         refused = self._refusal(given, compiling)
         if refused is not None:
-            if refused and not compiling:
+            if refused not in SAID and not compiling:
                 self._say(refused)
             return None
         if not compiling and not self._looked_at:
@@ -156,9 +209,16 @@ class FusedGraph(PreparedGraph):
             fused = self._derive()
         return fused.run
 
+    def _watched(self) -> str | None:
+        """Why only plain operations will do, whatever the inputs are; None if kernels may run."""
+        if plain_wanted():
+            return "plain_formulas is on"
+        watched = not torch.compiler.is_compiling() and plain_here()
+        return "something other than autograd looks at every operation" if watched else None
+
     def _refusal(self, given: list[torch.Tensor], compiling: bool) -> str | None:
-        """Why kernels do not apply here, None if they do: on CUDA those that torch.compile makes of formulas, else
-        those in C. Empty where somebody said so already."""
+        """Why kernels do not apply to these inputs, None if they do: on CUDA those that torch.compile makes of
+        formulas, else those in C."""
         floating = next((x for x in given if x.is_floating_point()), None)
         x = floating if floating is not None else next(iter(given), None)
         x = next(self.parameters()) if x is None else x
@@ -167,12 +227,12 @@ class FusedGraph(PreparedGraph):
         if floating is not None and not is_taken(floating):
             return f"its input is {floating.dtype} on {floating.device.type}"
         if x.is_cuda:
-            return None if compiling else ""
+            return None if compiling else ON_CUDA
         if formulas_wanted():
             return None
         if torch.is_autocast_enabled("cpu"):
             return "autocast is on, and the kernels on the CPU compute in float32"
-        return None if (compiler.is_loaded() if compiling else compiler.library() is not None) else ""
+        return None if (compiler.is_loaded() if compiling else compiler.library() is not None) else NO_LIBRARY
 
     def _say(self, reason: str) -> None:
         """Tell the log why this model trains as its graph stands, once for each reason."""

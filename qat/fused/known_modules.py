@@ -66,12 +66,22 @@ def is_changed(kind: type[nn.Module]) -> bool:
     return known is None or _methods(kind) != _ORIGINALS[known]
 
 
+def module_refusal(module: nn.Module) -> str | None:
+    """Why no kernel may compute what a call of this module would; None if one may."""
+    kind = kind_of(module)
+    if known_kind(kind) is None:
+        return f"kernels do not compute what {kind.__name__} does"
+    if is_changed(kind):
+        return f"a method of {kind.__name__} that kernels stand in for was replaced"
+    if is_watched(module):
+        return "a hook waits for its call, or its forward was replaced"
+    reason = module_refusal(module.weight_quantizer) if isinstance(module, QuantLayer) else None
+    return reason if reason is None else f"its weight_quantizer: {reason}"
+
+
 def may_stand_in(module: nn.Module | None) -> bool:
     """Whether a kernel may compute what a call of this module would."""
-    if module is None:
-        return False
-    known = not is_changed(kind_of(module)) and not is_watched(module)
-    return known and (not isinstance(module, QuantLayer) or may_stand_in(module.weight_quantizer))
+    return module is not None and module_refusal(module) is None
 
 
 _READERS: dict[type[nn.Module] | None, Callable[[Any], Any]] = {

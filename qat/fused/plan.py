@@ -1,7 +1,7 @@
 """What of a prepared graph runs on codes in training: decided here, done in `qat.fused.rewriting`."""
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch import fx
 
 from qat.fused.activations import Activation, activation_of
-from qat.fused.functions.codes import has_codes, in_force
-from qat.fused.functions.products import takes_codes
-from qat.fused.known_modules import may_stand_in
+from qat.fused.functions.codes import codes_refusal, mode_refusal
+from qat.fused.functions.products import layer_refusal
+from qat.fused.known_modules import may_stand_in, module_refusal
 from qat.fused.movement import DROPOUTS, RESHAPING_MODULES, reshapes, window
 from qat.layers import QuantLayer
 from qat.preparation.hooks import may_write
 from qat.preparation.operations import JOINING, operation_of, passes_grid
 from qat.preparation.placement import grid_of
+from qat.quantizer import Quantizer
 from qat.tracing.constants import fixed_nodes
 from qat.tracing.in_place import Memory
 from qat.tracing.nodes import submodule_of
@@ -53,6 +54,7 @@ class CodesPlan:
         distrusted: names of modules that kernels do not stand in for, whatever they are.
 
     Attributes:
+        refused: why a quantizer, a layer or a product of activations does not run on codes.
         quantizers: nodes whose output can be held as codes.
         readers: layers that take codes.
         matmuls: products of two quantized tensors.
@@ -66,12 +68,20 @@ class CodesPlan:
         self.model, self.distrusted = model, distrusted
         self.nodes: list[fx.Node] = list(model.graph.nodes)
         self.memory = Memory(model, model.graph)
-        fixed = fixed_nodes(model.graph)
-        self.quantizers = {node for node in self.nodes if node not in fixed and self._makes_codes(node)}
-        self.readers = {node for node in self.nodes if self._reads_codes(node)}
-        self.matmuls = {node for node in self.nodes if self._multiplies_codes(node)}
+        self.fixed = fixed_nodes(model.graph)
+        self.refused: dict[fx.Node, str] = {}
+        called = {node: submodule_of(model, node) for node in self.nodes}
+        quantizers = [node for node in self.nodes if isinstance(called[node], Quantizer)]
+        self.quantizers = self._accepted(quantizers, self._quantizer_refusal)
+        layers = [node for node in self.nodes if isinstance(called[node], QuantLayer)]
+        self.readers = self._accepted(layers, self._layer_refusal)
+        self.matmuls = self._accepted(
+            (node for node in self.nodes if node.op != "call_module" and node.target in MATMULS), self._matmul_refusal
+        )
         chains = {node: self._chain(node) for node in self.nodes if node in self.quantizers}
-        self.chains = {node: chain for node, chain in chains.items() if self._is_worth_it(node, chain, chains)}
+        worthless = [node for node, chain in chains.items() if not self._is_worth_it(node, chain, chains)]
+        self.refused |= dict.fromkeys(worthless, "nothing that computes on codes reads it")
+        self.chains = {node: chain for node, chain in chains.items() if node not in self.refused}
         self.carried = self._carried_as_codes()
         taken = self.chains.values()
         self.absorbed = {node for chain in taken if chain.activation is not None for node in chain.activation.nodes}
@@ -81,13 +91,20 @@ class CodesPlan:
     def grid(self, node: Any) -> fx.Node | None:
         """The fusible quantizer on whose grid a tensor lies."""
         source = grid_of(node, self.model) if isinstance(node, fx.Node) else None
+        return source if self._grid_refusal(node, source) is None else None
+
+    def _grid_refusal(self, node: Any, source: fx.Node | None) -> str | None:
+        """Why a tensor cannot be read as the codes of a quantizer; None if it can."""
+        if source is None:
+            return "its operand comes from no quantizer"
         if source not in self.quantizers:
-            return None
-        leaves = any(
-            step.target in FUNCTIONAL_DROPOUTS or (step.op == "call_module" and not self.stands_in(step))
-            for step in self.way(node)
-        )
-        return None if leaves else source
+            return f"its operand comes from {source.target}: {self.refused[source]}"
+        for step in self.way(node):
+            if step.target in FUNCTIONAL_DROPOUTS:
+                return f"F.dropout stands between it and {source.target}"
+            if step.op == "call_module" and not self.stands_in(step):
+                return f"{step.target} stands between it and {source.target}: {self._call_refusal(step)}"
+        return None
 
     def way(self, node: fx.Node) -> list[fx.Node]:
         """The operations that carry a grid through, from a tensor back to its quantizer."""
@@ -99,37 +116,58 @@ class CodesPlan:
 
     def stands_in(self, node: fx.Node) -> bool:
         """Whether kernels may compute what a call of this node's module would."""
-        return may_stand_in(submodule_of(self.model, node)) and str(node.target) not in self.distrusted
+        return submodule_of(self.model, node) is not None and self._call_refusal(node) is None
 
-    def _makes_codes(self, node: fx.Node) -> bool:
-        """Whether a node is a quantizer whose output may be codes: nobody writes into it, which they would not show."""
-        module: Any = submodule_of(self.model, node)
-        if not (has_codes(module) and in_force(module) and self.stands_in(node)):
-            return False
+    def _call_refusal(self, node: fx.Node) -> str | None:
+        """Why kernels may not compute what a call of this node's module would; None if they may."""
+        module = submodule_of(self.model, node)
+        assert module is not None
+        return "its self-check found a difference" if str(node.target) in self.distrusted else module_refusal(module)
+
+    def _accepted(self, nodes: Iterable[fx.Node], refusal: Callable[[fx.Node], str | None]) -> set[fx.Node]:
+        """Nodes without a reason against them; the reasons of the others are noted."""
+        reasons = {node: refusal(node) for node in nodes}
+        self.refused |= {node: reason for node, reason in reasons.items() if reason is not None}
+        return {node for node, reason in reasons.items() if reason is None}
+
+    def _quantizer_refusal(self, node: fx.Node) -> str | None:
+        """Why a quantizer's output may not be codes; None if it may. Codes would not show what writes into it."""
+        quantizer: Any = submodule_of(self.model, node)
+        if node in self.fixed:
+            return "it quantizes what is the same in every step"
+        reason = codes_refusal(quantizer) or mode_refusal(quantizer) or self._call_refusal(node)
+        if reason is not None:
+            return reason
+        if self.memory.writers(node):
+            return "something writes into its output"
         readers = self.memory.readers(node)
-        return not self.memory.writers(node) and not any(may_write(submodule_of(self.model, each)) for each in readers)
+        writing = [each for each in readers if may_write(submodule_of(self.model, each))]
+        return f"{writing[0].target}, which reads it, may write into its output" if writing else None
 
-    def _reads_codes(self, node: fx.Node) -> bool:
-        """Whether a node is a layer that can take its input as codes."""
-        layer = submodule_of(self.model, node)
-        return (
-            isinstance(layer, QuantLayer)
-            and takes_codes(layer)
-            and self.stands_in(node)
-            and bool(node.args)
-            and self.grid(node.args[0]) is not None
-            and {"input_quantizer"} <= set(node.kwargs) <= {"input_quantizer", "norm"}
-        )
+    def _layer_refusal(self, node: fx.Node) -> str | None:
+        """Why a layer does not read codes; None if it does."""
+        layer: Any = submodule_of(self.model, node)
+        reason = layer_refusal(layer) or self._call_refusal(node)
+        if reason is not None:
+            return reason
+        if not node.args or not {"input_quantizer"} <= set(node.kwargs) <= {"input_quantizer", "norm"}:
+            return "its input has no quantizer in the graph"
+        return self._operands_refusal(node.args[:1])
 
-    def _multiplies_codes(self, node: fx.Node) -> bool:
-        """Whether a node multiplies two quantized tensors."""
-        return (
-            node.op != "call_module"
-            and node.target in MATMULS
-            and len(node.args) == 2
-            and not node.kwargs
-            and all(self.grid(operand) is not None for operand in node.args)
-        )
+    def _matmul_refusal(self, node: fx.Node) -> str | None:
+        """Why a product of activations does not read codes; None if it does."""
+        if len(node.args) != 2 or node.kwargs:
+            return "it is not called with its two operands alone"
+        return self._operands_refusal(node.args)
+
+    def _operands_refusal(self, operands: Iterable[Any]) -> str | None:
+        """Why one of some tensors cannot be read as codes; None if all can."""
+        for operand in operands:
+            source = grid_of(operand, self.model) if isinstance(operand, fx.Node) else None
+            reason = self._grid_refusal(operand, source)
+            if reason is not None:
+                return reason
+        return None
 
     def _chain(self, quantizer: fx.Node) -> Taken:
         """Walk back from a quantizer over what nobody else reads."""

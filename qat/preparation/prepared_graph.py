@@ -3,14 +3,15 @@
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx
 
 from qat.preparation.attributes import keep_attributes, keep_class, plain_attributes
-from qat.preparation.replacements import ModuleSnapshot, follow_replacements, module_names
+from qat.preparation.explanation import PLAINLY, Explanation
+from qat.preparation.replacements import Places, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
 from qat.preparation.verdict import Verdict
 from qat.torch_internals import unsaved_buffers_of
@@ -68,6 +69,17 @@ class PreparedGraph(fx.GraphModule):
     def _verdict(self) -> Verdict | None:
         """The verdict of `_prove` for the model as it is now, or the latest."""
         return None
+
+    def _explain(
+        self, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None, shapes: Mapping[str, torch.Size]
+    ) -> Explanation:
+        """How it trains; see `qat.explain`.
+
+        Args:
+            inputs: of forward, args and kwargs; None: any.
+            shapes: what layers of it are given for these inputs, by name.
+        """
+        return Explanation(f"trains {PLAINLY}: this copy of qat has no qat.fused")
 
     def _forget(self) -> None:
         """Forget everything that was derived from the model's earlier state."""

@@ -75,19 +75,35 @@ class Codes(NamedTuple):
         return self.codes.dim()
 
 
-def has_codes(quantizer: Any) -> bool:
-    """Whether a quantizer's output can be held as codes: the rule `lsq`, one scale, at most 8 bits."""
-    return (
-        estimator_of(quantizer) == "lsq"
-        and quantizer.spec.granularity == "tensor"
-        and quantizer.spec.ewgs == "none"
-        and quantizer.spec.bits <= 8
-    )
+NOT_TAKEN = "its scale or zero point is no contiguous float32 tensor of the device that kernels run on"
+"""Why `learned_by` finds nothing."""
 
 
-def in_force(quantizer: Quantizer) -> bool:
-    """Whether it quantizes as in training: calibrated, and not observing."""
-    return quantizer.training and quantizer.observer is None and quantizer.is_calibrated
+def codes_refusal(quantizer: Quantizer) -> str | None:
+    """Why a quantizer's output cannot be held as codes; None if it can: the rule `lsq`, one scale, at most 8 bits."""
+    spec = quantizer.spec
+    if spec.granularity != "tensor":
+        return f"it has a scale per {spec.granularity}, and codes have one"
+    return rule_refusal(quantizer)
+
+
+def rule_refusal(quantizer: Quantizer) -> str | None:
+    """Why kernels do not compute a quantizer's rule; None if they do."""
+    spec = quantizer.spec
+    if estimator_of(quantizer) != "lsq":
+        return f"kernels compute the rule 'lsq', and {type(quantizer).__name__} computes something else"
+    if spec.ewgs != "none":
+        return f"ewgs={spec.ewgs!r} corrects its gradient, which kernels do not"
+    return f"it has {spec.bits} bits, and a code has 8" if spec.bits > 8 else None
+
+
+def mode_refusal(quantizer: Quantizer) -> str | None:
+    """Why a quantizer does not quantize as in training; None if it does."""
+    if not quantizer.training:
+        return "it is in evaluation"
+    if quantizer.observer is not None:
+        return "it observes a range"
+    return None if quantizer.is_calibrated else "it is not calibrated"
 
 
 def learned_by(quantizer: Quantizer, x: Tensor, scales: int | None = 1) -> Learned | None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.fused.functions.codes import Codes, Learned, decode, in_force, learned_by, owned
+from qat.fused.functions.codes import Codes, Learned, decode, learned_by, mode_refusal, owned, rule_refusal
 from qat.fused.functions.first_derivative import first_derivative
 from qat.kernels import integers_allowed
 from qat.kernels.cpu.learned import Levels
@@ -23,7 +23,6 @@ from qat.layers.conv import QuantConvolution
 from qat.layers.function import CONVOLUTIONS, QuantFunction
 from qat.layers.linear import QuantLinear
 from qat.quantizer import Quantizer
-from qat.quantizer.estimator import estimator_of
 
 LINEAR = Geometry([], [], [], 1)
 
@@ -124,21 +123,59 @@ def multiply(
     return y
 
 
-def takes_codes(layer: object) -> bool:
-    """Whether a layer can compute on codes, by its kind and its grid."""
-    if isinstance(layer, QuantFunction):
-        fits = layer.function is F.linear or layer.function in CONVOLUTIONS
-    else:
-        fits = isinstance(layer, (QuantConvolution, QuantLinear))
-    if not fits:
-        return False
-    assert isinstance(layer, QuantLayer)
-    quantizer, spec = layer.weight_quantizer, layer.weight_quantizer.spec
-    ready = layer.training and layer.input_quantizer is None and not getattr(layer, "calibrating", False)
-    return (
-        ready and estimator_of(quantizer) == "lsq" and in_force(quantizer) and spec.symmetric and spec.signed
-        and spec.bits <= 8 and spec.ewgs == "none" and spec.granularity != "group" and _geometry(layer) is not None
-    )  # fmt: skip
+def layer_refusal(layer: QuantLayer) -> str | None:
+    """Why a layer cannot compute on codes, by its kind and its grid; None if it can."""
+    of_function = isinstance(layer, QuantFunction) and (layer.function is F.linear or layer.function in CONVOLUTIONS)
+    if not (of_function or isinstance(layer, (QuantConvolution, QuantLinear))):
+        return "kernels multiply in convolutions and linear layers only"
+    if not layer.training:
+        return "it is in evaluation"
+    if layer.input_quantizer is not None:
+        return "it quantizes its input itself"
+    if getattr(layer, "calibrating", False):
+        return "it is being calibrated"
+    reason = _grid_refusal(layer.weight_quantizer)
+    if reason is not None:
+        return f"its weight_quantizer: {reason}"
+    return "its padding is no number of zeros" if _geometry(layer) is None else None
+
+
+def _grid_refusal(quantizer: Quantizer) -> str | None:
+    spec = quantizer.spec
+    if not (spec.symmetric and spec.signed):
+        return f"its grid is {spec}, and kernels multiply by signed symmetric weights"
+    if spec.granularity == "group":
+        return "it has a scale per group of inputs, and kernels take one per row or one in all"
+    return rule_refusal(quantizer) or mode_refusal(quantizer)
+
+
+def weight_refusal(weight: Tensor) -> str | None:
+    """Why kernels do not take a weight; None if they do."""
+    if not is_taken(weight):
+        return f"its weight is {weight.dtype} on {weight.device.type}, or of a subclass of torch.Tensor"
+    if not weight.numel():
+        return "its weight is empty"
+    dense = weight.is_contiguous() or (weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last))
+    return None if dense else "its weight is not contiguous"
+
+
+def integers_refusal(layer: QuantLayer, x: torch.Size | None, weight: torch.Size, zero: float) -> str | None:
+    """Why a layer on codes multiplies in float; None if it multiplies integers (where it pays, if x is None).
+
+    Args:
+        layer: one that `layer_refusal` accepts.
+        x: the shape of its input; None: any.
+        weight: the shape of its weight.
+        zero: the code that stands for 0.
+    """
+    geometry = _geometry(layer)
+    assert geometry is not None
+    if not integers_allowed():
+        return "float_products is on"
+    reason = geometry.integers_refusal(x, weight, zero)
+    if reason is not None:
+        return reason
+    return None if geometry.is_exact(weight) else "this processor multiplies such integers inexactly (it has no VNNI)"
 
 
 def _parameters(layer: Any, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None]:
@@ -170,8 +207,7 @@ def _geometry(layer: Any) -> Geometry | None:
 
 def _learned(weight: Tensor, quantizer: Quantizer) -> Learned | None:
     """What kernels need of a weight's quantizer; None if they do not take the two."""
-    dense = weight.is_contiguous() or (weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last))
-    if not (dense and weight.numel() and is_taken(weight)):
+    if weight_refusal(weight) is not None:
         return None
     learned = learned_by(quantizer, weight, None)
     return learned if learned is not None and rows_of(weight, learned.scale) else None

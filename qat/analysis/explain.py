@@ -1,0 +1,101 @@
+"""`explain`: how every layer of a prepared model trains, and why not faster."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qat.analysis.table import align, layers_in_order
+from qat.evaluating import evaluating
+from qat.layers import QuantLayer
+from qat.preparation.explanation import PLAINLY, Trains
+from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.proof import first_calls
+from qat.tracing.examples import bind_inputs, call_with
+
+HEADER = ("name", "kind", "trains", "why")
+
+OUTSIDE = "it stands outside of every traced graph"
+
+
+def explain(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None) -> str:
+    """How every quantized layer, activation quantizer and product of activations of a prepared model trains, and why.
+
+    Training on codes is the fast way: layers pass integers to each other, and multiply integers where that is exact
+    and pays, else floating numbers on the same grids. Whatever cannot do that trains operation by operation, and the
+    last column has the reason of the code that decided it.
+
+    Args:
+        model: from `prepare`; it is left as it was.
+        example_inputs: as of `prepare`: a batch, for which it is said where integers pay. Without it, they may pay
+            for another batch than the one in mind.
+
+    Returns:
+        A sentence for the model, or one for each of its traced parts, and a table of their layers.
+
+    >>> from qat import prepare
+    >>> print(explain(prepare(nn.Sequential(nn.Linear(8, 2)))))
+    the model trains operation by operation: it is not calibrated
+    <BLANKLINE>
+    name             kind          trains                  why
+    input_quantizer  LSQQuantizer  operation by operation  it is not calibrated
+    0                QuantLinear   operation by operation  its operand comes from input_quantizer: it is not calibrated
+    """
+    calls, shapes = _seen(model, example_inputs)
+    said: list[str] = []
+    unsaid: set[str] = set()
+    rows: dict[str, Trains] = {}
+    parts = {name: module for name, module in model.named_modules() if isinstance(module, PreparedGraph)}
+    for name, part in parts.items():
+        start = f"{name}." if name else ""
+        inner = {path.removeprefix(start): shape for path, shape in shapes.items() if path.startswith(start)}
+        found = part._explain(calls.get(part), inner)
+        said.append(f"{name or 'the model'} {found.how}")
+        rows |= {f"{start}{path}": row for path, row in (found.rows or {}).items()}
+        unsaid |= {name} if found.rows is None else set()
+    rest = [(name, module) for name, module in layers_in_order(model) if name not in rows]
+    rows |= {name: Trains(type(module).__name__, PLAINLY, _elsewhere(name, parts, unsaid)) for name, module in rest}
+    if not parts:
+        said.append(f"the model trains {PLAINLY}: it has no traced graph")
+    table = [HEADER, *((name, *row) for name, row in rows.items())]
+    return "\n".join([*said, "", *align(table)])
+
+
+def _elsewhere(name: str, parts: Mapping[str, PreparedGraph], unsaid: set[str]) -> str:
+    """Why no row of a part is that of a layer; unsaid: parts that have no rows."""
+    part = max((path for path in parts if not path or name.startswith(f"{path}.")), key=len, default=None)
+    if part is None:
+        return OUTSIDE
+    if part in unsaid:
+        return ""  # the sentence above the table says why
+    called = {str(node.target) for node in parts[part].graph.nodes if node.op == "call_module"}
+    start = f"{part}." if part else ""
+    for path in called:
+        if name.startswith(f"{start}{path}."):
+            return f"it runs inside of {start}{path}, which is one step of the graph"
+    return "no graph calls it"
+
+
+def _seen(model: nn.Module, example_inputs: Any) -> tuple[dict[PreparedGraph, Any], dict[str, torch.Size]]:
+    """What a run with example inputs gives to the traced parts, and the shapes that it gives to layers."""
+    shapes: dict[str, torch.Size] = {}
+    if example_inputs is None:
+        return {}, shapes
+
+    def note(name: str, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor):
+            shapes.setdefault(name, args[0].shape)
+
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: note(name, args))
+        for name, module in model.named_modules()
+        if isinstance(module, QuantLayer)
+    ]
+    try:
+        with evaluating(model), torch.no_grad(), first_calls(model) as calls:
+            call_with(model, bind_inputs(model, example_inputs))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls, shapes
