@@ -53,7 +53,11 @@ typedef struct {
   int relative;
 } LearnedGrid;
 
-static inline float step_in_force(float scale, float smallest) { return clampf(scale, smallest, LARGEST); }
+/* As `positive_scale` reads it: a NaN acts as smallest. */
+static inline float step_in_force(float scale, float smallest) {
+  const float step = scale >= smallest ? scale : smallest;
+  return step > LARGEST ? LARGEST : step;
+}
 
 static inline Grid grid_of(LearnedGrid q) {
   const float zero = q.zero_point ? clampf(rintf(*q.zero_point), q.low, q.high) : 0;

@@ -30,8 +30,9 @@ class TensorGrid(NamedTuple):
 
 
 def step_in_force(scale: Tensor, smallest: Tensor) -> Tensor:
-    """clamp(scale, smallest, 1e12) in float32; NaN stays NaN."""
-    return torch.maximum(scale.to(torch.float32), smallest.to(torch.float32)).clamp(max=LARGEST)
+    """min(max(scale, smallest), 1e12) in float32; NaN acts as smallest, as `positive_scale` reads it."""
+    wide, least = scale.to(torch.float32), smallest.to(torch.float32)
+    return torch.where(wide >= least, wide, least).clamp(max=LARGEST)
 
 
 def grid_of(
