@@ -9,22 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from qat.fused.activation_table import DEFAULTS, FusedActivation, row_of
 from qat.fused.known_modules import may_stand_in
 from qat.tracing.nodes import submodule_of
 
-CLIPS: dict[Any, tuple[float, float]] = {
-    **dict.fromkeys((F.relu, torch.relu, F.relu_, "relu", "relu_"), (0.0, math.inf)),
-    F.relu6: (0.0, 6.0),
-}
-"""Functions and methods of one argument that clip."""
-
 NO_CLIP = (-math.inf, math.inf)
-
-CURVES: dict[Any, str] = {
-    nn.SiLU: "silu", F.silu: "silu", nn.Hardswish: "hardswish", F.hardswish: "hardswish", nn.GELU: "gelu",
-    F.gelu: "gelu",
-}  # fmt: skip
-"""Modules and functions to the kernels' names."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +50,13 @@ def activation_of(node: fx.Node, model: fx.GraphModule) -> Activation | None:
     source, module = node.args[0], submodule_of(model, node)
     if module is not None and not may_stand_in(module):
         return None
-    bounds = _bounds(node, module)
-    if bounds is not None:
-        return Activation((node,), source, bounds)
-    curve = _curve(node, module)
-    if curve is not None:
-        return Activation((node,), source, curve=curve)
+    row = _row(node, module)
+    if row is not None and row.curve is not None:
+        return Activation((node,), source, curve=row.curve)
+    if row is not None and row.bounds is not None:
+        own = () if module is None else tuple(float(getattr(module, name)) for name in row.module_bounds)
+        floor, ceiling = own or row.bounds
+        return Activation((node,), source, (floor, ceiling))
     axis = _softmax_axis(node, module)
     if axis is None:
         return None
@@ -77,30 +67,18 @@ def activation_of(node: fx.Node, model: fx.GraphModule) -> Activation | None:
     return Activation((node, source), scores, axis=axis, multiplier=multiplier)
 
 
-def _bounds(node: fx.Node, module: Any) -> tuple[float, float] | None:
-    """Floor and ceiling of a ReLU, None for anything else."""
-    if type(module) is nn.ReLU:
-        return 0.0, math.inf
-    if type(module) in (nn.ReLU6, nn.Hardtanh):
-        return float(module.min_val), float(module.max_val)
-    if node.op in ("call_function", "call_method") and len(node.args) == 1 and set(node.kwargs) <= {"inplace"}:
-        return CLIPS.get(node.target)
-    return None
-
-
-def _curve(node: fx.Node, module: Any) -> str | None:
-    """Name of a curve."""
-    name = CURVES.get(node.target if module is None else type(module))
-    plain = len(node.args) == 1 and set(node.kwargs) <= {"inplace", "approximate"}
-    if name != "gelu" or not plain:
-        return name if plain else None
-    approximate = node.kwargs.get("approximate", "none") if module is None else module.approximate
-    return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(approximate))
+def _row(node: fx.Node, module: Any) -> FusedActivation | None:
+    """The row of a clip or a curve that is called with its tensor alone, but for options."""
+    if len(node.args) != 1 or not set(node.kwargs) <= {"inplace", *DEFAULTS}:
+        return None
+    if module is not None:  # whatever its name, which is the node's target
+        return row_of(type(module), {name: getattr(module, name, value) for name, value in DEFAULTS.items()})
+    return row_of(node.target, node.kwargs) if node.op in ("call_function", "call_method") else None
 
 
 def _softmax_axis(node: fx.Node, module: Any) -> int | None:
     """The axis of a softmax in the type of its input."""
-    if module is not None:  # whatever its name, which is the node's target
+    if module is not None:
         return module.dim if type(module) is nn.Softmax and isinstance(module.dim, int) else None
     if node.target not in (F.softmax, torch.softmax, "softmax") or node.kwargs.get("dtype") is not None:
         return None

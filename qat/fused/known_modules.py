@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from qat.fused import activation_table
 from qat.layers import QuantConv1d, QuantConv2d, QuantConv3d, QuantFunction, QuantLayer, QuantLinear
 from qat.preparation.hooks import METHODS, is_watched
 from qat.quantizer import LSQQuantizer, Quantizer
@@ -23,9 +24,7 @@ READ: dict[type[nn.Module], tuple[str, ...]] = {
     LSQQuantizer: ("training", "observer", "is_calibrated", "spec", "role"),
     **dict.fromkeys(LAYERS, ("training", "input_quantizer")),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), ("training", "track_running_stats")),
-    **dict.fromkeys((nn.ReLU, nn.SiLU, nn.Hardswish), ("inplace",)),
-    **dict.fromkeys((nn.ReLU6, nn.Hardtanh), ("inplace", "min_val", "max_val")),
-    nn.GELU: ("approximate",),
+    **activation_table.READ,
     nn.Softmax: ("dim",),
     nn.MaxPool2d: ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"),
     **dict.fromkeys((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout), ("inplace",)),

@@ -3,14 +3,12 @@
 What the function makes of its input is never written, but for softmax, whose probabilities its own gradient needs.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qat.fused.activation_table import CURVES
 from qat.fused.functions.codes import Codes, decode, holds_nan, learned_by, outputs
 from qat.fused.functions.first_derivative import first_derivative
 from qat.kernels.cpu.addresses import is_dense
@@ -23,14 +21,6 @@ from qat.kernels.operators.curves import (
     softmax_quantize_backward,
 )
 from qat.quantizer import Quantizer
-
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-    "hardswish": F.hardswish,
-}
-"""What torch calls the curves of the kernels."""
 
 
 class QuantizeCurveFunction(torch.autograd.Function):
@@ -93,7 +83,7 @@ def quantize_curve(
     Args:
         x: a layer's output.
         quantizer: whose codes are wanted.
-        curve: one of `FUNCTIONS`.
+        curve: one of `CURVES`.
         activation: the layer that computes it; None for a function.
     """
     x = decode(x)
@@ -102,7 +92,7 @@ def quantize_curve(
         codes = Codes(*QuantizeCurveFunction.apply(x, *learned, curve))
         if not holds_nan(codes):
             return codes
-    y: Tensor = quantizer(FUNCTIONS[curve](x) if activation is None else activation(x))
+    y: Tensor = quantizer(CURVES[curve](x) if activation is None else activation(x))
     return y
 
 

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qat.fused.activation_table import CURVES
 from qat.fused.activations import NO_CLIP
 from qat.fused.functions.codes import decode, encode
-from qat.fused.functions.curves import FUNCTIONS, quantize_curve, quantize_softmax
+from qat.fused.functions.curves import quantize_curve, quantize_softmax
 from qat.fused.functions.matmuls import matmul
 from qat.fused.functions.movement import drop, reshape, reshape_by, shape_of
 from qat.fused.functions.norm_activation import Clip, quantize_chain, quantize_sum
@@ -73,7 +74,7 @@ def before_sum(
 
 def before_curve(x: Tensor, quantizer: Quantizer, curve: str, activation: nn.Module | None = None) -> Before:
     """The activation."""
-    y = FUNCTIONS[curve](x) if activation is None else activation(x.clone())
+    y = CURVES[curve](x) if activation is None else activation(x.clone())
     return Before(y, y)
 
 

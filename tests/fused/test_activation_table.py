@@ -1,0 +1,93 @@
+"""The table of fused activations: every row is what torch computes, and every curve is one of the kernels."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases_fused import assert_same, prepared
+from torch import Tensor, fx, nn
+
+from qat.fused.activation_table import ACTIVATIONS, CURVES, FusedActivation
+from qat.fused.activations import Activation, activation_of
+from qat.kernels.cpu import compiler
+from qat.kernels.formulas import curves as formulas
+from qat.kernels.operators import curves as operators
+
+
+def found(module: nn.Module) -> Activation | None:
+    """What stands in a graph of this module behind an addition."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(x + 1)  # type: ignore[no-any-return]
+
+    graph = fx.symbolic_trace(Model())
+    return activation_of(list(graph.graph.nodes)[-2], graph)
+
+
+class Calls(nn.Module):
+    """A function or a method as a module, which torch.fx looks into."""
+
+    def __init__(self, row: FusedActivation, function: object) -> None:
+        super().__init__()
+        self.function, self.options = function, dict(row.options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.function, str):
+            return getattr(x, self.function)()  # type: ignore[no-any-return]
+        return self.function(x, **self.options)  # type: ignore[operator, no-any-return]
+
+
+CALLS = [(row, function) for row in ACTIVATIONS for function in row.functions]
+
+
+@pytest.mark.parametrize(("row", "function"), CALLS, ids=[str(getattr(f, "__name__", f)) for _, f in CALLS])
+def test_every_function_is_found_with_its_bounds_or_its_curve(row: FusedActivation, function: object) -> None:
+    activation = found(Calls(row, function))
+    assert activation is not None
+    assert (activation.curve, activation.bounds) == (row.curve, row.bounds or (-torch.inf, torch.inf))
+    x = torch.linspace(-9, 9, 101)
+    expected = Calls(row, function)(x.clone())
+    ours = x.clamp(*row.bounds) if row.bounds is not None else CURVES[str(row.curve)](x)
+    torch.testing.assert_close(ours, expected)
+
+
+MODULES = [(row, kind(**row.options)) for row in ACTIVATIONS for kind in row.modules]
+
+
+@pytest.mark.parametrize(("row", "module"), MODULES, ids=[type(module).__name__ for _, module in MODULES])
+def test_every_module_is_found(row: FusedActivation, module: nn.Module) -> None:
+    activation = found(module)
+    assert activation is not None
+    assert (activation.curve, activation.bounds) == (row.curve, row.bounds or (-torch.inf, torch.inf))
+    assert all(hasattr(module, name) for name in row.read)
+
+
+def test_bounds_and_options_of_a_module_count() -> None:
+    clipped, curved, other = found(nn.Hardtanh(-2, 3)), found(nn.GELU("tanh")), found(nn.Tanh())
+    assert clipped is not None and clipped.bounds == (-2.0, 3.0)
+    assert curved is not None and curved.curve == "gelu_tanh"
+    assert other is None
+
+
+def test_a_function_with_other_arguments_is_none_of_them() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.hardtanh(x + 1, -2.0, 2.0)
+
+    assert found(Model()) is None
+
+
+def test_the_kernels_have_every_curve() -> None:
+    assert set(CURVES) == set(operators.CURVES) == set(formulas.CURVES)
+
+
+@pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
+@pytest.mark.parametrize("module", [module for _, module in MODULES], ids=lambda module: repr(module))
+def test_it_trains_as_the_plain_operations_do(module: nn.Module) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 16)
+    assert_same(prepared(nn.Sequential(nn.Linear(16, 16), module, nn.Linear(16, 4)), x), x)
