@@ -1,1 +1,1 @@
-"""Training on codes: what makes a training step of a prepared model fast, and the proof that it is the same step."""
+"""Training on codes: makes a training step of a prepared model fast, and checks that it is the same step."""

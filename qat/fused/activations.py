@@ -1,4 +1,4 @@
-"""Which activation stands before a quantizer, in the terms of the kernels that compute both in one pass."""
+"""Finds the activation before a quantizer, if kernels compute both in one pass."""
 
 import math
 import operator
@@ -18,15 +18,15 @@ NO_CLIP = (-math.inf, math.inf)
 
 @dataclass(frozen=True)
 class Activation:
-    """What one or two nodes compute.
+    """An activation in a graph.
 
     Attributes:
-        nodes: they, the last one first: the activation itself, and the multiplication before a softmax.
-        source: the node that they start from.
+        nodes: its nodes, the last one first: the activation itself, and the multiplication before a softmax.
+        source: the node whose value the activation is computed from.
         bounds: floor and ceiling of a clip.
-        curve: name of a curve, or None.
-        axis: of a softmax, or None.
-        multiplier: of a softmax's scores.
+        curve: the kernels' name of a curve, or None.
+        axis: the axis of a softmax, or None.
+        multiplier: the factor on a softmax's scores.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -38,13 +38,13 @@ class Activation:
 
     @property
     def module(self) -> str | None:
-        """Name of the layer that computes it; None for a function."""
+        """The name of the layer that computes it; None for a function."""
         node = self.nodes[0]
         return str(node.target) if node.op == "call_module" else None
 
 
 def activation_of(node: fx.Node, model: fx.GraphModule) -> Activation | None:
-    """What a node computes that only one other reads; None if the kernels have nothing of the kind."""
+    """The activation that a node computes; None if kernels do not compute it, or if several nodes read it."""
     if len(node.users) != 1 or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source, module = node.args[0], submodule_of(model, node)
@@ -77,7 +77,7 @@ def _row(node: fx.Node, module: Any) -> FusedActivation | None:
 
 
 def _softmax_axis(node: fx.Node, module: Any) -> int | None:
-    """The axis of a softmax in the type of its input."""
+    """The axis of a softmax that computes in the dtype of its input; None for anything else."""
     if module is not None:
         return module.dim if type(module) is nn.Softmax and isinstance(module.dim, int) else None
     if node.target not in (F.softmax, torch.softmax, "softmax") or node.kwargs.get("dtype") is not None:
@@ -89,7 +89,7 @@ def _softmax_axis(node: fx.Node, module: Any) -> int | None:
 
 
 def _multiplier(node: fx.Node) -> float | None:
-    """The number that a node multiplies a tensor with, which nobody else reads."""
+    """The number by which a node multiplies a tensor, if only one node reads the product."""
     multiplies = node.target in (operator.mul, torch.mul, "mul") and node.op != "call_module"
     if not multiplies or len(node.args) != 2 or node.kwargs or len(node.users) != 1:
         return None

@@ -1,4 +1,4 @@
-"""`FusedGraph`: a prepared model that trains on codes where kernels apply, and where that was proven to be the same."""
+"""`FusedGraph`: a prepared model that trains on codes where kernels apply and a self-check found the same result."""
 
 import logging
 from collections.abc import Mapping
@@ -36,11 +36,11 @@ SAID = (ON_CUDA, NO_LIBRARY)
 """Reasons that the log has already, or that need no line."""
 
 MOST_FAILURES = 3
-"""How often in a row a model is not checked, for a step of it does not run, before that is tried no more."""
+"""After so many self-checks in a row for which no step could run, the model is not checked again."""
 
 
 class FusedGraph(PreparedGraph):
-    """A prepared model that trains by a graph derived from its own; see `qat.fused.rewriting`."""
+    """A prepared model that trains with a graph derived from its own; see `qat.fused.rewriting`."""
 
     _fused: ClassVar[FusedForward | None] = None
     _looked_at: ClassVar[frozenset[torch.device]] = frozenset()
@@ -48,13 +48,13 @@ class FusedGraph(PreparedGraph):
     _failures: ClassVar[int] = 0
 
     def _forget(self) -> None:
-        """What was derived from the graph too."""
+        """Forget the derived graph too."""
         super()._forget()
         kind: Any = type(self)
         kind._fused = None
 
     def _derive(self) -> FusedForward:
-        """What training runs where kernels apply, made anew if the graph or anything in the model changed."""
+        """The fused forward, derived again if the graph or a module changed."""
         kind: Any = type(self)
         found: FusedForward | None = kind._fused
         if found is None or not found.notes.hold():
@@ -63,21 +63,21 @@ class FusedGraph(PreparedGraph):
 
     @property
     def _verdicts(self) -> dict[str, Verdict]:
-        """What self-checks found, by what they looked at; a copy of the model takes them along."""
+        """Results of self-checks, by the key of the graph; a copy of the model keeps them."""
         found: dict[str, Verdict] = vars(self).setdefault(VERDICTS, {})
         return found
 
     def _self_check(self, *args: Any, **kwargs: Any) -> Verdict | None:
-        """Hold a fused training step to the plain one; from now on the model trains as that allows.
+        """Compare a fused training step with the plain one; the model trains accordingly from now on.
 
         Args:
-            args, kwargs: of forward; a slice of the batch is looked at.
+            args, kwargs: of forward; a slice of the batch is used.
 
         Returns:
-            What was found; None where nothing runs on codes, or nothing can be found out.
+            The result; None if nothing runs on codes, or if no step can run.
         """
         kind: Any = type(self)
-        with tracing_alone():  # who waits finds the verdict there
+        with tracing_alone():  # a thread that waited finds the verdict
             fused = self._derive()
             if fused.graph is None or fused.verdict is not None:
                 return fused.verdict
@@ -94,7 +94,7 @@ class FusedGraph(PreparedGraph):
             return self._derive().verdict
 
     def _prove(self, *args: Any, **kwargs: Any) -> Verdict | None:
-        """`_self_check` ahead of training, in whatever mode the model is; None where no kernels apply."""
+        """`_self_check` before training, whether the model is in training or evaluation; None if no kernels apply."""
         flags = [(module, module.training) for module in self.modules()]
         try:
             self.train()
@@ -110,7 +110,7 @@ class FusedGraph(PreparedGraph):
                 module.training = flag
 
     def _verdict(self) -> Verdict | None:
-        """That of the model's state now, or else the last one."""
+        """The verdict on the model as it is now, else the last one."""
         fused, earlier = type(self)._fused, list(self._verdicts.values())[-1:]
         now = [] if fused is None or fused.verdict is None else [fused.verdict]
         return next(iter(now + earlier), None)
@@ -157,7 +157,7 @@ class FusedGraph(PreparedGraph):
         return Explanation(how if evaluated is None else f"{evaluated}; in training it {how}", rows)
 
     def _look_around(self) -> None:
-        """Find out what there is where the model lies; nothing can be tried out while torch.compile looks on."""
+        """Find out which kernels work on the model's devices; under torch.compile nothing can be tried."""
         kind: Any = type(self)
         devices = frozenset(parameter.device for parameter in self.parameters())
         kind._looked_at = devices
@@ -169,21 +169,21 @@ class FusedGraph(PreparedGraph):
                 try_int_mm(device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Self":
-        """As of any module; a model that was moved looks around where it is now."""
+        """Move as any module does, and look around if the device changed."""
         moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self._looked_at and self._looked_at != {parameter.device for parameter in self.parameters()}:
             self._look_around()
         return moved
 
     def train(self, mode: bool = True) -> "Self":
-        """As of any module; torch.compile, which may come next, can only run what is derived already."""
+        """Derive the fused graph when training begins: torch.compile can only run a graph that exists already."""
         model = super().train(mode)
         if mode and not self._is_meta_only():
             self._derive()
         return model
 
     def _training_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward | None:
-        """The derived graph, if these inputs are for the kernels."""
+        """The fused graph, if kernels take these inputs."""
         compiling = torch.compiler.is_compiling()
         if not self.training or self._watched() is not None:
             return None
@@ -192,7 +192,7 @@ class FusedGraph(PreparedGraph):
             leaves = tuple(pytree.tree_leaves((args, kwargs)))
         given: list[Any] = [x for x in leaves if isinstance(x, (torch.Tensor, fx.Proxy))]
         if not all(type(x) in (torch.Tensor, nn.Parameter) or compiling for x in given):
-            return None  # somebody looks at the model with tensors that hold no numbers
+            return None  # tensors that hold no values, such as those of a tracer
         refused = self._refusal(given, compiling)
         if refused is not None:
             if refused not in SAID and not compiling:
@@ -217,8 +217,10 @@ class FusedGraph(PreparedGraph):
         return "something other than autograd looks at every operation" if watched else None
 
     def _refusal(self, given: list[torch.Tensor], compiling: bool) -> str | None:
-        """Why kernels do not apply to these inputs, None if they do: on CUDA those that torch.compile makes of
-        formulas, else those in C."""
+        """Why kernels do not apply to these inputs; None if they do.
+
+        On CUDA the kernels are those that torch.compile makes of formulas, on the CPU those in C.
+        """
         floating = next((x for x in given if x.is_floating_point()), None)
         x = floating if floating is not None else next(iter(given), None)
         x = next(self.parameters()) if x is None else x
@@ -235,7 +237,7 @@ class FusedGraph(PreparedGraph):
         return None if (compiler.is_loaded() if compiling else compiler.library() is not None) else NO_LIBRARY
 
     def _say(self, reason: str) -> None:
-        """Tell the log why this model trains as its graph stands, once for each reason."""
+        """Log why this model trains operation by operation, once for each reason."""
         kind: Any = type(self)
         if reason not in kind._said:
             kind._said |= {reason}

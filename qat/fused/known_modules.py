@@ -1,8 +1,8 @@
-"""Which modules kernels may stand in for, and what was read off them when a graph on codes was derived.
+"""Decides which modules kernels may replace, and notes what a graph on codes was derived from.
 
-A kernel computes what a module would, without calling it. That is right only for classes whose forward is known, while
-nobody waits for the call (hooks), nobody changed what a call does (a patched `forward`, a subclass), and as long as the
-numbers that went into the derived graph are still the module's.
+A kernel computes what a module would, without calling it. That is correct only for classes whose forward is known, if
+no hook waits for the call, if nothing changed what the call computes (a patched `forward`, a subclass), and as long as
+the module still has the attributes that the graph was derived from.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,8 @@ READ: dict[type[nn.Module], tuple[str, ...]] = {
     **dict.fromkeys((nn.MaxPool1d, nn.MaxPool3d), ("return_indices",)),
     **dict.fromkeys((nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), ("return_indices",)),
 }
-"""The classes that kernels may stand in for, and their attributes that a derived graph takes as they are; what else
-they have is read in every step."""
+"""The classes that kernels may replace, and the attributes that a graph is derived from; their other attributes are
+read in every step."""
 
 
 def _methods(kind: type[nn.Module]) -> tuple[Any, ...]:
@@ -44,29 +44,29 @@ _ORIGINALS = {kind: _methods(kind) for kind in READ}
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
-    """Its class, without parametrisations."""
+    """The class of a module, without parametrisations."""
     kind: type[nn.Module] = parametrize.type_before_parametrizations(module)
     return kind
 
 
 def known_kind(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The class of `READ` that a class is, or of a quantizer the one that it derives from."""
+    """The class in `READ`: the class itself, or the base class of a quantizer; None if there is none."""
     if kind in READ or not issubclass(kind, Quantizer):
         return kind if kind in READ else None
     return next((base for base in kind.__mro__ if base in READ), None)
 
 
 def is_changed(kind: type[nn.Module]) -> bool:
-    """Whether a class computes something else than its known kind did when qat was imported.
+    """Whether a class computes something other than its known kind did when qat was imported.
 
-    Somebody patched it, or it overrides what the known kind computes.
+    It was patched, or it overrides a method that decides what a call computes.
     """
     known = known_kind(kind)
     return known is None or _methods(kind) != _ORIGINALS[known]
 
 
 def module_refusal(module: nn.Module) -> str | None:
-    """Why no kernel may compute what a call of this module would; None if one may."""
+    """Why no kernel may replace a call of this module; None if one may."""
     kind = kind_of(module)
     if known_kind(kind) is None:
         return f"kernels do not compute what {kind.__name__} does"
@@ -79,7 +79,7 @@ def module_refusal(module: nn.Module) -> str | None:
 
 
 def may_stand_in(module: nn.Module | None) -> bool:
-    """Whether a kernel may compute what a call of this module would."""
+    """Whether a kernel may replace a call of this module."""
     return module is not None and module_refusal(module) is None
 
 
@@ -97,7 +97,7 @@ NUMBERS = frozenset(name for names in READ.values() for name in names) - {
 def numbers_of(
     model: nn.Module, names: set[str]
 ) -> tuple[tuple[str, type[nn.Module], tuple[tuple[str, Any], ...]], ...]:
-    """Names, classes and `NUMBERS` of the modules that kernels may stand in for: what compiled code has to compare."""
+    """Names, classes and `NUMBERS` of the modules that kernels may replace: what compiled code has to compare."""
     found = []
     for name in sorted(names):
         module = model.get_submodule(name)
@@ -109,14 +109,14 @@ def numbers_of(
 
 
 class Notes:
-    """What a derived graph takes for granted of the modules that it calls or stands in for.
+    """The state of modules that a fused graph was derived from.
 
     Args:
         model: a prepared model.
-        names: of these modules in it.
+        names: of the modules that the graph calls or replaces.
 
     Attributes:
-        text: the same in words, by which a copy of the model is known to be alike.
+        text: the state as text; a copy of the model has the same.
     """
 
     def __init__(self, model: nn.Module, names: set[str]) -> None:
@@ -133,7 +133,7 @@ class Notes:
         self.text = repr((list(zip(modules, words, strict=True)), patched))
 
     def hold(self) -> bool:
-        """Whether all of it is still so: classes, numbers, who watches them."""
+        """Whether nothing changed: classes, attributes, hooks."""
         for module, kind, read, found, watched in self._facts:
             if type(module) is not kind or read(module) != found or is_watched(module) is not watched:
                 return False
@@ -141,10 +141,10 @@ class Notes:
 
 
 def _nothing(module: nn.Module) -> None:
-    """Of a module that is called as ever, nothing is taken for granted."""
+    """The reader for modules that the graph calls: it depends on none of their attributes."""
 
 
 def _in_words(found: Any) -> str:
-    """What was read, without the addresses of modules and tensors."""
+    """Attributes as text, without the addresses of modules and tensors."""
     values = found if isinstance(found, tuple) else (found,)
     return repr([type(value).__name__ if isinstance(value, (nn.Module, torch.Tensor)) else value for value in values])

@@ -1,4 +1,4 @@
-"""What of a prepared graph runs on codes in training: decided here, done in `qat.fused.rewriting`."""
+"""Decides what of a prepared graph trains on codes; `qat.fused.rewriting` does it."""
 
 import operator
 from collections.abc import Callable, Collection, Iterable
@@ -31,13 +31,13 @@ MATMULS = (operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm")
 
 @dataclass(frozen=True)
 class Taken:
-    """What a quantizer takes over from the nodes before it.
+    """What a kernel computes together with a quantizer, of the nodes before it.
 
     Attributes:
-        source: the node whose value it starts from.
-        activation: between the two, or None.
-        layer: the product whose BatchNorm is taken over; then it is the source.
-        operands: of a sum, or None.
+        source: the node whose value the kernel reads.
+        activation: the activation between source and quantizer, or None.
+        layer: the layer whose BatchNorm the kernel computes, which is then the source; or None.
+        operands: the operands of a sum, which is then the source; or None.
     """
 
     source: fx.Node
@@ -47,21 +47,21 @@ class Taken:
 
 
 class CodesPlan:
-    """What is fused, of which graph.
+    """The nodes of a graph that train on codes, and the reasons of those that do not.
 
     Args:
         model: a prepared model in training.
-        distrusted: names of modules that kernels do not stand in for, whatever they are.
+        distrusted: names of modules that kernels may not replace, because a self-check found a difference.
 
     Attributes:
         refused: why a quantizer, a layer or a product of activations does not run on codes.
         quantizers: nodes whose output can be held as codes.
         readers: layers that take codes.
         matmuls: products of two quantized tensors.
-        chains: of a quantizer that is computed with what stands before it, what that is.
-        carried: operations on codes that compute nothing, such as reshapings.
-        absorbed: nodes that a chain computes.
-        followed: layers whose BatchNorm a chain computes.
+        chains: quantizers that are computed with the nodes before them, and these nodes.
+        carried: operations that move codes, such as reshapings.
+        absorbed: nodes that are computed as part of a chain.
+        followed: layers whose BatchNorm is computed as part of a chain.
     """
 
     def __init__(self, model: fx.GraphModule, distrusted: Collection[str] = ()) -> None:
@@ -89,7 +89,7 @@ class CodesPlan:
         self.followed = {chain.layer for chain in self.chains.values() if self._norm_may_follow(chain)}
 
     def grid(self, node: Any) -> fx.Node | None:
-        """The fusible quantizer on whose grid a tensor lies."""
+        """The quantizer in `quantizers` on whose grid a tensor lies; None if there is none."""
         source = grid_of(node, self.model) if isinstance(node, fx.Node) else None
         return source if self._grid_refusal(node, source) is None else None
 
@@ -107,7 +107,7 @@ class CodesPlan:
         return None
 
     def way(self, node: fx.Node) -> list[fx.Node]:
-        """The operations that carry a grid through, from a tensor back to its quantizer."""
+        """The operations that keep the grid, from a tensor back to its quantizer."""
         way = []
         while passes_grid(node, self.model):
             way.append(node)
@@ -115,11 +115,11 @@ class CodesPlan:
         return way
 
     def stands_in(self, node: fx.Node) -> bool:
-        """Whether kernels may compute what a call of this node's module would."""
+        """Whether kernels may replace the call of this node's module."""
         return submodule_of(self.model, node) is not None and self._call_refusal(node) is None
 
     def _call_refusal(self, node: fx.Node) -> str | None:
-        """Why kernels may not compute what a call of this node's module would; None if they may."""
+        """Why kernels may not replace the call of this node's module; None if they may."""
         module = submodule_of(self.model, node)
         assert module is not None
         return "its self-check found a difference" if str(node.target) in self.distrusted else module_refusal(module)
@@ -131,7 +131,7 @@ class CodesPlan:
         return {node for node, reason in reasons.items() if reason is None}
 
     def _quantizer_refusal(self, node: fx.Node) -> str | None:
-        """Why a quantizer's output may not be codes; None if it may. Codes would not show what writes into it."""
+        """Why a quantizer's output may not be codes; None if it may. Codes would not change with an in-place write."""
         quantizer: Any = submodule_of(self.model, node)
         if node in self.fixed:
             return "it quantizes what is the same in every step"
@@ -170,7 +170,7 @@ class CodesPlan:
         return None
 
     def _chain(self, quantizer: fx.Node) -> Taken:
-        """Walk back from a quantizer over what nobody else reads."""
+        """Walk back from a quantizer over nodes that no other node reads."""
         source = quantizer.args[0]
         assert isinstance(source, fx.Node)
         activation = self._activation(source)
@@ -189,16 +189,16 @@ class CodesPlan:
         return Taken(source, activation)
 
     def _activation(self, node: fx.Node) -> Activation | None:
-        """What a quantizer may compute together with itself, later than the node does: nobody notices that."""
+        """The activation that may be computed with the quantizer behind it, that is, later than the graph does it."""
         found = activation_of(node, self.model)
         if found is None or found.module in self.distrusted or not self.memory.can_wait(found.source, found.nodes):
             return None
-        # The source is kept for the backward; who is given it as an answer may write there before.
+        # The source is kept for the backward; a caller who gets it as an output may write to it before that.
         returned = any(reader.op == "output" for reader in self.memory.readers(found.source))
         return None if returned else found
 
     def _carried_as_codes(self) -> set[fx.Node]:
-        """Max pools, reshapings and dropouts behind which somebody reads codes."""
+        """Max pools, reshapings and dropouts whose result is read as codes."""
         return {
             step
             for node in self._read(self.chains)
@@ -214,7 +214,7 @@ class CodesPlan:
         return may_stand_in(self.model.get_submodule(str(norm.target))) and str(norm.target) not in self.distrusted
 
     def _takes_codes(self, node: fx.Node) -> bool:
-        """Whether an operation that carries a grid through can do so with codes."""
+        """Whether an operation that keeps the grid can be applied to codes."""
         module = submodule_of(self.model, node)
         if module is not None and not self.stands_in(node):
             return False
@@ -223,13 +223,13 @@ class CodesPlan:
         return reshapes(node) is not None or window(node, None) is not None
 
     def _is_worth_it(self, quantizer: fx.Node, chain: Taken, chains: dict[fx.Node, Taken]) -> bool:
-        """Whether a quantizer takes a norm or a sum over, or is read as codes; else it is one pass as it is."""
+        """Whether a quantizer is fused with a norm or a sum, or is read as codes; else it is one pass anyway."""
         if chain.operands is not None or self._norm_may_follow(chain):
             return True
         return any(self.grid(node) is quantizer for node in self._read(chains))
 
     def _read(self, chains: dict[fx.Node, Taken]) -> list[fx.Node]:
-        """Nodes that somebody reads as codes."""
+        """Nodes that are read as codes."""
         read = [reader.args[0] for reader in self.readers]
         read += [operand for product in self.matmuls for operand in product.args]
         read += [operand for chain in chains.values() for operand in chain.operands or ()]

@@ -1,7 +1,7 @@
-"""The graph that training runs where kernels apply: quantizers with what stands before them, layers on codes.
+"""Derives the graph that trains on codes from a prepared graph.
 
-It computes what the prepared graph computes, with the same modules and parameters. The prepared graph remains the
-model; this one is derived from it at the first training step, and again after every change.
+It computes the same function with the same modules and parameters. The prepared graph remains the model; the fused one
+is derived at the first training step, and again after every change.
 """
 
 import hashlib
@@ -34,12 +34,12 @@ class FusedForward:
     """A model's forward on codes.
 
     Attributes:
-        graph: what it computes; None where nothing can be fused, or where that was found to be another function.
-        run: a function of the model and its inputs.
-        notes: what it takes for granted of the model's modules.
-        numbers: of that, what torch.compile can watch.
-        key: what it was derived from, in a word.
-        verdict: what a self-check of it found; None if there was none.
+        graph: the fused graph; None if nothing can be fused, or if a self-check found another function.
+        run: the graph as a function of the model and its inputs.
+        notes: the state of the modules that it was derived from.
+        numbers: the part of this state that torch.compile can watch.
+        key: a hash of what it was derived from.
+        verdict: the result of its self-check; None if there was none.
     """
 
     graph: fx.Graph | None
@@ -50,7 +50,7 @@ class FusedForward:
     verdict: Verdict | None
 
     def fits(self, model: nn.Module) -> bool:
-        """Whether it was derived from what the model is now; torch.compile asks, and watches all of it from then on."""
+        """Whether the model is still what it was derived from; torch.compile traces this, and guards on all of it."""
         for name, kind, numbers in self.numbers:
             module = model.get_submodule(name)
             if type(module) is not kind:
@@ -65,8 +65,8 @@ def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict] | None 
     """The model's forward on codes.
 
     Args:
-        model: a prepared model, in the modes (training, evaluation) that its parts have now.
-        verdicts: what self-checks have found.
+        model: a prepared model; its parts are in training or evaluation as they will run.
+        verdicts: results of self-checks, by key.
     """
     names = module_names(model)
     notes = Notes(model, names)
@@ -87,7 +87,7 @@ def fused_graph(model: fx.GraphModule, distrusted: Collection[str] = ()) -> fx.G
 
     Args:
         model: a prepared model.
-        distrusted: names of modules that kernels do not stand in for.
+        distrusted: names of modules that kernels may not replace.
     """
     plan = CodesPlan(model, distrusted)
     return _Rewriting(plan).rewritten() if plan.readers else None
@@ -103,7 +103,7 @@ def compiled(graph: fx.Graph) -> Callable[..., Any]:
 
 
 class _Rewriting:
-    """The graph copied node by node, with what the plan says in the place of what it stands for."""
+    """Copies the graph node by node, and replaces nodes as the plan says."""
 
     def __init__(self, plan: CodesPlan) -> None:
         self.plan, self.model = plan, plan.model
@@ -116,7 +116,7 @@ class _Rewriting:
         """The new graph."""
         begun = False
         for node in self.plan.nodes:
-            if not begun and node.op != "placeholder":  # placeholders may come later too, behind an input's quantizer
+            if not begun and node.op != "placeholder":  # placeholders may come after an input's quantizer
                 self._repair()
                 begun = True
             if node in self.plan.absorbed:
@@ -137,14 +137,14 @@ class _Rewriting:
         return self.graph
 
     def _repair(self) -> None:
-        """First of all the scales are put in order."""
+        """Repair the scales before anything else reads them."""
         names = [str(node.target) for node in self.plan.chains]
         names += [f"{node.target}.weight_quantizer" for node in self.plan.readers]
         by_identity = {id(self.model.get_submodule(name)): name for name in sorted(names)}
         self.graph.call_function(repair, tuple(map(self._module, by_identity.values())))
 
     def _module(self, name: str) -> fx.Node:
-        """A part of the model; looked up once, since that is what takes a graph's own time."""
+        """A part of the model, looked up once: lookups are most of a graph's own time."""
         if name not in self.modules:
             self.modules[name] = self.graph.get_attr(name)
         return self.modules[name]
@@ -162,7 +162,7 @@ class _Rewriting:
         return self.codes[node]
 
     def _encoded(self, node: fx.Node, value: fx.Node) -> fx.Node:
-        """The node's value in the new graph as codes, unless a dropout took it off its grid."""
+        """The node's value in the new graph as codes, unless an active dropout changed it."""
         quantizer = self.plan.grid(node)
         assert quantizer is not None
         grid = self._module(str(quantizer.target))
@@ -187,13 +187,13 @@ class _Rewriting:
         return self.graph.call_function(reshape, (coded, reshapes(node), *given[0]), given[1])
 
     def _shape(self, node: fx.Node) -> fx.Node:
-        """Something of the node's shape."""
+        """A tensor of the node's shape."""
         if node in self.floats:
             return self.floats[node]
         return self.graph.call_function(shape_of, (self.codes[node],))
 
     def _product(self, node: fx.Node) -> fx.Node:
-        """A layer on codes; its BatchNorm follows, unless a chain takes it over."""
+        """A layer on codes, and its BatchNorm unless that is computed as part of a chain."""
         x, *operands = node.args
         assert isinstance(x, fx.Node)
         layer, input_quantizer = self._module(str(node.target)), self.floats[node.kwargs["input_quantizer"]]  # type: ignore[index]
@@ -205,7 +205,7 @@ class _Rewriting:
         return y
 
     def _quantized(self, node: fx.Node) -> fx.Node:
-        """A quantizer with what it takes over."""
+        """A quantizer together with the nodes of its chain."""
         chain, activation = self.plan.chains[node], self.plan.chains[node].activation
         quantizer, module = self._module(str(node.target)), None
         if activation is not None and activation.module is not None:

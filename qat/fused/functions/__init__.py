@@ -1,1 +1,1 @@
-"""The Functions of training on codes, and the functions that a fused graph calls."""
+"""The autograd Functions on codes, and the functions that a fused graph calls."""
