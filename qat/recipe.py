@@ -1,4 +1,4 @@
-"""The choice of grids for a whole model: `QuantRecipe`."""
+"""`QuantRecipe`: the grids of a whole model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 Position = Literal["first", "last"]
 
 TYPE_PREFIX = "type:"
-"""What an override's key begins with if it names classes of layers."""
+"""Prefix of an override's key that names classes of layers."""
 
 
 @dataclass(frozen=True)
 class LayerRecipe:
-    """What a recipe says about one layer: the grid of its weight, the grid of its input, or that it stays float."""
+    """The recipe of one layer: the grid of its weight, the grid of its input, and which pattern skips it, if any."""
 
     weight: QuantSpec
     activation: QuantSpec
@@ -28,25 +28,25 @@ class LayerRecipe:
 
 @dataclass(frozen=True)
 class QuantRecipe:
-    """Which grid every tensor of a model gets.
+    """The grid of every tensor of a model.
 
     Args:
         weight: grid of weights; None takes the target's.
         activation: grid of activations; None takes the target's.
-        overrides: which layers, mapped to what differs there: {"weight": {...}, "activation": {...}, "skip": True}.
-            A key is a pattern of layer names (shell style: `conv1`, `layer1.*`, `*.downsample.0`), or `type:` and a
-            pattern of class names of float layers (`type:Linear`, `type:Conv?d`), or such a class (`nn.Linear`).
-            "activation" is the grid of the layer's input. Later keys win, whatever their kind. A key that fits no
-            layer is an error when the model is prepared. Another rule starts from its own options, another
-            granularity than "group" has no group_size.
-        target: the runtime that the grids are made for: "onnxruntime", "onnxruntime_x86", "tensorrt", "openvino",
-            "qnnpack", "integer_only" or the name of a target of your own; see docs/targets.md.
+        overrides: layers mapped to their differences: {"weight": {...}, "activation": {...}, "skip": True}. A key is a
+            pattern of layer names (shell style: `conv1`, `layer1.*`, `*.downsample.0`), or `type:` and a pattern of
+            class names of float layers (`type:Linear`, `type:Conv?d`), or a class (`nn.Linear`). "activation" is the
+            grid of the layer's input. Later keys win, whatever their kind. A key that matches no layer is an error
+            when the model is prepared. A different rule starts with its own default options; a granularity other than
+            "group" drops the group_size.
+        target: the runtime for which the grids are made: "onnxruntime", "onnxruntime_x86", "tensorrt", "openvino",
+            "qnnpack", "integer_only" or one from `register_target`; see docs/targets.md.
         first_bits: bits of weight and input of the first quantized layer in the order of execution, 1 to 16; None
-            leaves it like the others. Overrides win over it.
+            treats it like the others. Overrides win over it.
         last_bits: the same for the last one.
 
     Raises:
-        TypeError: for a weight or activation that is no QuantSpec, or a key that is neither text nor a class.
+        TypeError: for a weight or activation that is not a QuantSpec, or a key that is neither text nor a class.
         ValueError: for an unknown target or override key, or a grid that the target does not run.
 
     >>> first_and_last = {"activation": {"bits": 8}, "weight": {"bits": 8}}
@@ -66,10 +66,8 @@ class QuantRecipe:
     last_bits: int | None = None
 
     def __post_init__(self) -> None:
-        try:
-            profile_of(self.target)
-        except ValueError as error:
-            raise ValueError(f"QuantRecipe: {error}") from None
+        if self.target not in tuple(PROFILES):  # a tuple: the user's value may be unhashable
+            raise ValueError(f"QuantRecipe: target must be one of {', '.join(PROFILES)}, got {self.target!r}")
         for tensor in ("weight", "activation"):
             if getattr(self, tensor) is None:
                 object.__setattr__(self, tensor, getattr(self.profile, tensor))
@@ -90,18 +88,18 @@ class QuantRecipe:
 
     @property
     def profile(self) -> TargetProfile:
-        """What the target computes in integers, and on which grids."""
+        """The target's profile: what it computes in integers, and on which grids."""
         return profile_of(self.target)
 
     def for_layer(
         self, name: str, kind: "type[nn.Module] | None" = None, position: Position | None = None
     ) -> LayerRecipe:
-        """The grids of a layer: the recipe's own, then first_bits or last_bits, then every override that fits.
+        """The grids of a layer: the recipe's own, then first_bits or last_bits, then every override that matches.
 
         Args:
-            name: of the layer in its model.
-            kind: class of the float layer, without its parametrisations; None: overrides by type do not count.
-            position: "first" or "last" if the layer is that in the order of execution.
+            name: name of the layer in its model.
+            kind: class of the float layer, without its parametrizations; None ignores overrides by type.
+            position: "first" or "last" if the layer is first or last in the order of execution.
 
         >>> from torch import nn
         >>> recipe = QuantRecipe(last_bits=6, overrides={nn.Linear: {"weight": {"init": "mse"}}})
@@ -123,12 +121,12 @@ class QuantRecipe:
 
     @staticmethod
     def matches(pattern: str, name: str, kind: "type[nn.Module] | str | None" = None) -> bool:
-        """Whether a key of `overrides` fits a layer; one that names a module fits all layers in it.
+        """Whether a key of `overrides` matches a layer; a key that names a module matches all layers in it.
 
         Args:
             pattern: the key.
-            name: of the layer in its model.
-            kind: class of the float layer, or its name; None fits no `type:` key.
+            name: name of the layer in its model.
+            kind: class of the float layer, or its name; None matches no `type:` key.
 
         >>> QuantRecipe.matches("layer1", "layer1.0.conv1"), QuantRecipe.matches("type:Linear", "fc")
         (True, False)
@@ -153,7 +151,7 @@ class QuantRecipe:
         )
 
     def _check_target(self, layer: LayerRecipe, where: str) -> None:
-        """Refuse what the target does not run, and what this library cannot fold."""
+        """Refuse grids that the target does not run, or that this library cannot fold."""
         refusal = self.profile.refusal("activation", layer.activation)
         if refusal is None and not layer.weight.symmetric:
             rule = " and rule='lsq'" if layer.weight.rule == "lsq_plus" else ""
@@ -164,14 +162,14 @@ class QuantRecipe:
 
 
 def _with_bits(layer: LayerRecipe, bits: int | None) -> LayerRecipe:
-    """The layer with weight and input of this width; None changes nothing."""
+    """The layer's recipe with this number of bits for weight and input; None changes nothing."""
     if bits is None:
         return layer
     return replace(layer, weight=replace(layer.weight, bits=bits), activation=replace(layer.activation, bits=bits))
 
 
 def _changed(spec: QuantSpec, change: Mapping[str, Any]) -> QuantSpec:
-    """The spec with some fields changed; options of another rule, and a group size without groups, do not stay."""
+    """The spec with some fields changed; it drops options of another rule and a group size without groups."""
     dropped: dict[str, Any] = {}
     if change.get("rule", spec.rule) != spec.rule:
         dropped["options"] = {}
@@ -183,7 +181,7 @@ def _changed(spec: QuantSpec, change: Mapping[str, Any]) -> QuantSpec:
 
 
 def _with_text_keys(overrides: Mapping[Any, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The overrides with classes as keys written out: nn.Linear becomes "type:Linear"."""
+    """The overrides with text keys: nn.Linear becomes "type:Linear"."""
     if not isinstance(overrides, Mapping):
         raise TypeError(f"QuantRecipe: overrides must be a mapping, got {overrides!r}")
     found: dict[str, Mapping[str, Any]] = {}
@@ -216,12 +214,12 @@ def _check_override(pattern: str, change: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class ScopedRecipe:
-    """A recipe as one graph sees it, whose layers have other names in the whole model, and an order.
+    """A recipe for one graph: it translates layer names to those in the whole model, and knows the order of execution.
 
     Args:
         recipe: the recipe.
         prefix: path of the graph in the model; "" for the model itself.
-        first: the first quantized layer of the graph, as it runs; "" if that is not known.
+        first: the first quantized layer of the graph in the order of execution; "" if it is not known.
         last: the last one.
     """
 
@@ -237,12 +235,12 @@ class ScopedRecipe:
 
     @property
     def profile(self) -> TargetProfile:
-        """What the runtime computes in integers."""
+        """See `QuantRecipe.profile`."""
         return self.recipe.profile
 
     @property
     def first_bits(self) -> int | None:
-        """Bits of the first quantized layer, if they differ."""
+        """See `QuantRecipe.first_bits`."""
         return self.recipe.first_bits
 
     def for_layer(
@@ -250,12 +248,12 @@ class ScopedRecipe:
     ) -> LayerRecipe:
         """The grids of a layer of the graph."""
         if name and name in (self.first, self.last):
-            alone = self.first == self.last  # then first_bits speak, if there are any
+            alone = self.first == self.last  # then first_bits wins, if it is set
             position = "first" if name == self.first and not (alone and self.first_bits is None) else "last"
         return self.recipe.for_layer(f"{self.prefix}.{name}" if self.prefix else name, kind, position)
 
     def full_name(self, name: str) -> str:
-        """What something in the graph is called in the whole model, for errors."""
+        """The name in the whole model of something in the graph, for errors."""
         return self.recipe.full_name(f"{self.prefix}.{name}" if self.prefix else name)
 
 

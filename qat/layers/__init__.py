@@ -1,4 +1,4 @@
-"""The quantized twins of torch's layers."""
+"""Quantized twins of torch's layers, and `register_twin` for your own."""
 
 from qat.layers.attention import QuantMultiheadAttention
 from qat.layers.base import QuantLayer

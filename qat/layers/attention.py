@@ -21,12 +21,12 @@ from qat.spec import QuantSpec
 
 
 def operand_spec(spec: QuantSpec) -> QuantSpec:
-    """The grid of q, k and v beside inputs of this grid: the same if it has a zero point, else signed.
+    """The grid of q, k and v for inputs on this grid: the same if it has a zero point, else a signed one.
 
-    The rule stays, unless it has no such grid (pact, dorefa): then it is "lsq".
+    The rule stays, unless it has no such grid (pact, dorefa): then it becomes "lsq".
 
     Raises:
-        ValueError: for one bit, which no signed grid but that of "binary" has.
+        ValueError: for one bit, of which only "binary" has a signed grid.
 
     >>> str(operand_spec(QuantSpec(bits=4, signed=False, symmetric=False)))
     'uint4 affine per tensor'
@@ -38,10 +38,10 @@ def operand_spec(spec: QuantSpec) -> QuantSpec:
 
 
 def probability_spec(spec: QuantSpec) -> QuantSpec:
-    """The grid of probabilities beside inputs of this grid: unsigned from 0, so that masked ones stay exactly 0.
+    """The grid of probabilities for inputs on this grid: unsigned from 0, so that masked ones stay exactly 0.
 
-    The rule stays: one with signed grids only (binary, the floats) gets such a one, whose 0 is exact too, and one
-    without any grid from 0 (lsq_plus) becomes "lsq".
+    The rule stays. A rule with only signed grids (binary, the floats) gets a signed one, whose 0 is exact too. A rule
+    without a symmetric grid (lsq_plus) becomes "lsq".
 
     >>> str(probability_spec(QuantSpec(bits=4)))
     'uint4 symmetric per tensor'
@@ -52,7 +52,7 @@ def probability_spec(spec: QuantSpec) -> QuantSpec:
 
 
 def _first_possible(tensor: str, *specs: QuantSpec) -> QuantSpec:
-    """The first spec that its rule can have."""
+    """The first spec that its rule supports."""
     for spec in specs:
         try:
             create_quantizer(spec, "activation", (), "meta")
@@ -68,13 +68,13 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
 
     With Q for a quantizer of learned scale, per head: q, k, v = Q(W) Q(x) + bias of query, key, value;
     p = Q(softmax(Q(q) Q(k)^T / sqrt(head_dim) + mask));  output = Q(W_out) Q(concat(p Q(v))) + b_out.
-    Keys and values are quantized with bias_k, bias_v and the zeros of add_zero_attn among them. In evaluation the
-    projections are computed on integers, their biases rounded to int32. The weights stay under torch's names; beside
-    them stand `query_projection`, `key_projection`, `value_projection` (`QuantFunction`s on in_proj_weight's thirds or
-    on q/k/v_proj_weight), `out_proj` (a `QuantLinear`) and the four quantizers of `attend`.
+    Keys and values are quantized together with bias_k, bias_v and the zeros of add_zero_attn. Evaluation computes the
+    projections on integers, with biases rounded to int32. The weights keep torch's names. Added modules are
+    `query_projection`, `key_projection`, `value_projection` (`QuantFunction`s on in_proj_weight's thirds or on
+    q/k/v_proj_weight), `out_proj` (a `QuantLinear`) and the four quantizers of `attend`.
 
     Args:
-        embed_dim ... dtype: as of `torch.nn.MultiheadAttention`, in the same order.
+        embed_dim ... dtype: as in `torch.nn.MultiheadAttention`, in the same order.
         weight_spec: grid of the weights; default: 8 bits, symmetric, per output channel.
         activation_spec: grid of the inputs and of out_proj's input; q, k, v and the probabilities get those of
             `operand_spec` and `probability_spec`. "default": 8 bits unsigned with a zero point; None: weights only.
@@ -111,7 +111,7 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        # torch's transformer layers read this before they leave out self_attn.forward for one fused float operation.
+        # torch's transformer layers read this before they replace self_attn.forward by one fused float operation.
         self._qkv_same_embed_dim = False
         out_proj: nn.Linear = self.out_proj
         self.out_proj = QuantLinear(**QuantLinear.constructor_arguments(out_proj), device="meta", activation_spec=None)
@@ -138,7 +138,7 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
             self.register_module(name, quantizer)
 
     def inner_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Name of every inner `QuantFunction` to the weight and bias that forward calls it with."""
+        """See `CompositeTwin.inner_weights`."""
         weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         if self.in_proj_weight is not None:
             weights = self.in_proj_weight.chunk(3)
@@ -185,16 +185,16 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
 
         Args:
             query, key, value: (L, N, embed_dim), (S, N, kdim), (S, N, vdim); N first with batch_first, or without N.
-            key_padding_mask: (N, S), without N (S,); True, or -inf, for keys to leave out.
-            need_weights: whether to return the probabilities. As in torch, a row that is masked entirely gives NaN
-                with them and zeros without.
+            key_padding_mask: (N, S), without N (S,); True or -inf for keys to leave out.
+            need_weights: whether to return the probabilities. As in torch, a fully masked row then gives NaN, and
+                zeros without them.
             attn_mask: (L, S) or (N * num_heads, L, S), bool (True: leave out) or float (added to the scores).
             average_attn_weights: whether the probabilities are the mean over the heads.
-            is_causal: a hint that attn_mask is the causal mask; the mask is what counts.
+            is_causal: a hint that attn_mask is the causal mask; the mask decides.
 
         Returns:
-            The output, laid out as query is, and the probabilities as quantized: (N, L, S), or (N, num_heads, L, S)
-            not averaged, without N for one sequence; None without need_weights.
+            The output in the layout of query, and the quantized probabilities: (N, L, S), or (N, num_heads, L, S) if
+            they are not averaged, without N for one sequence; None without need_weights.
 
         Raises:
             TypeError: for a mask of integers.

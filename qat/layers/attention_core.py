@@ -1,4 +1,4 @@
-"""The arithmetic of attention, with the places where projections and quantizers belong."""
+"""The arithmetic of attention; projections and quantizers are passed in as functions."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Quantize = Callable[[str, Tensor], Tensor]
-"""(name of the quantizer, tensor) to the tensor on its grid; a function that returns the tensor leaves it in float."""
+"""(name of the quantizer, tensor) to the tensor on its grid; returning the tensor itself leaves it in float."""
 
 PROJECTIONS = ("query_projection", "key_projection", "value_projection")
 OPERANDS = ("query_quantizer", "key_quantizer", "value_quantizer")
@@ -28,27 +28,27 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """softmax(query key^T * scale + mask) value, both products of quantized operands.
 
-    Scaling, mask and softmax are float; masked probabilities are exactly 0, before and after quantization. Dropout
-    acts behind the quantizer, whose range is then the same in training and evaluation. torch.fx can trace it.
+    Scaling, mask and softmax are float. Masked probabilities are exactly 0, before and after quantization. Dropout
+    acts after the quantizer, so that its range is the same in training and evaluation. torch.fx can trace it.
 
     Args:
         query, key, value: (..., L, E), (..., S, E) and (..., S, V).
-        mask: added to the scores, broadcastable to (..., L, S); -inf for "not this one".
+        mask: added to the scores, broadcastable to (..., L, S); -inf to leave a key out.
         quantize: called with "query_quantizer", "key_quantizer", "value_quantizer" and "probability_quantizer".
         scale: default 1/sqrt(E), which needs E as a number.
-        dropout: share of probabilities set to 0 in training.
+        dropout: fraction of the probabilities that is set to 0 in training.
         training: whether dropout acts.
-        safe: what a row that is masked entirely becomes: zeros as of `F.scaled_dot_product_attention`, or NaN.
+        safe: whether a fully masked row becomes zeros, as in `F.scaled_dot_product_attention`, or NaN.
 
     Returns:
-        The output (..., L, V) and the probabilities (..., L, S) that it was computed with.
+        The output (..., L, V) and the probabilities (..., L, S) from which it was computed.
     """
     query, key, value = (quantize(name, x) for name, x in zip(OPERANDS, (query, key, value), strict=True))
     scores = torch.matmul(query, key.transpose(-2, -1)) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is None:
         probabilities = torch.softmax(scores, -1)
     elif safe:
-        # Zeros go in and come out, since a NaN on the way would reach the gradient in spite of the second `where`.
+        # The first `where` avoids NaN, which would reach the gradient in spite of the second.
         empty = (mask == -math.inf).all(-1, keepdim=True)
         probabilities = torch.softmax(torch.where(empty, 0.0, scores + mask), -1)
         probabilities = torch.where(empty, 0.0, probabilities)
@@ -69,21 +69,20 @@ def multihead_attention(
     quantize: Quantize,
     safe: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """What `nn.MultiheadAttention` computes, batch first, with the products and quantizers handed in.
+    """`nn.MultiheadAttention`, batch first, with projections and quantizers passed in.
 
     torch.fx can trace it (for sizes that are proxies too), torch.export and torch.compile run it.
 
     Args:
-        module: whose sizes, dropout, bias_k, bias_v and add_zero_attn count; its projections are `project`'s matter.
+        module: gives sizes, dropout, bias_k, bias_v and add_zero_attn; `project` computes its projections.
         query, key, value: (N, L, embed_dim), (N, S, kdim), (N, S, vdim).
         mask: from `additive_mask`, or None.
         project: called with "query_projection", "key_projection", "value_projection" and "out_proj".
-        quantize: as of `attend`.
-        safe: as of `attend`.
+        quantize, safe: as in `attend`.
 
     Returns:
-        The output (N, L, embed_dim), and the probabilities (N, num_heads, L, S), S + 1 for each of bias_k and
-        add_zero_attn.
+        The output (N, L, embed_dim), and the probabilities (N, num_heads, L, S), where bias_k and add_zero_attn add 1
+        to S each.
     """
     samples, heads = query.shape[0], module.num_heads
     queries, keys, values = (project(name, x) for name, x in zip(PROJECTIONS, (query, key, value), strict=True))
@@ -108,13 +107,13 @@ def multihead_attention(
 def additive_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, num_heads: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Both masks of `nn.MultiheadAttention` as one that is added to the scores; None without a mask.
+    """Both masks of `nn.MultiheadAttention` as one mask that is added to the scores; None without a mask.
 
     Args:
-        attn_mask: (L, S) or (N * num_heads, L, S); bool with True for "not this one", or float, to be added.
+        attn_mask: (L, S) or (N * num_heads, L, S); bool with True to leave a key out, or float to be added.
         key_padding_mask: (N, S), bool or float likewise.
-        num_heads: of the module.
-        dtype: of the scores.
+        num_heads: number of heads.
+        dtype: dtype of the scores.
 
     Returns:
         Shape (N or 1, num_heads or 1, L or 1, S).

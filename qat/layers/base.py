@@ -1,4 +1,4 @@
-"""What every quantized layer shares: its quantizers, and the two ways of computing."""
+"""`QuantLayer`, the base of quantized layers with one weight: fake-quantized in training, integers in evaluation."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -14,16 +14,16 @@ from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
 
 
 class QuantLayer(QuantTwin):
-    """Mixin of the quantized twins; the other base is torch's own layer.
+    """Mixin for the quantized twins with one weight; the other base is the float layer.
 
-    Training computes with fake-quantized operands in float. Evaluation computes as the deployed integers do, once the
-    input's grid is known: integer codes of input and weight, int32 bias, BatchNorm folded into the scale. So the
-    accuracy that evaluation measures is that of the exported model. Rules without an integer grid, and scales per group
-    of inputs, are evaluated as they are trained.
+    Training computes with fake-quantized operands in float. Evaluation computes as the deployed integers do, if the
+    input's quantizer is known: integer codes of input and weight, int32 bias, BatchNorm folded into the scale. So
+    evaluation measures the accuracy of the exported model. Rules without an integer grid, and scales per group of
+    inputs, are evaluated as they are trained.
     """
 
     quantizer_arguments: ClassVar[tuple[str, ...]] = ("input_quantizer",)
-    """Names of forward's keyword arguments that take the quantizer of each input tensor, in the order of the inputs."""
+    """Forward's keyword arguments for the quantizer of each input tensor, in the order of the inputs."""
 
     weight: Tensor
     bias: Any
@@ -31,7 +31,7 @@ class QuantLayer(QuantTwin):
     input_quantizer: Quantizer | None
 
     def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
-        """Create the quantizers; called by constructors once the weight exists."""
+        """Create the quantizers; constructors call it once the weight exists."""
         spec = weight_spec or default_weight_spec()
         shape = scale_shape(spec, tuple(self.channels_first(self.weight).shape))
         self.weight_quantizer = create_quantizer(spec, "weight", shape, self.weight.device)
@@ -42,16 +42,16 @@ class QuantLayer(QuantTwin):
             self.calibrate_weight()
 
     def calibrate_weight(self) -> None:
-        """Set the weight's range from the weight as it is now."""
+        """Set the range of the weight quantizer from the present weight."""
         self.fit_weight(self.weight)
 
     def fit_weight(self, weight: Tensor) -> None:
-        """Set the weight's range from this weight, given in torch's layout."""
+        """Set the range of the weight quantizer from this weight, in torch's layout."""
         rows = self.channels_first(weight.detach())
         self.weight_quantizer.fit(as_rows(rows, self.weight_quantizer.spec), rows.numel())
 
     def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer's linear operation with these operands."""
+        """The layer's operation: linear in x and in the weight, with the bias added last."""
         raise TypeError(f"{type(self).__name__}: a quantized layer must implement operate(x, weight, bias)")
 
     def channels_first(self, weight: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class QuantLayer(QuantTwin):
         return weight
 
     def per_channel(self, values: Tensor, weight: Tensor) -> Tensor:
-        """View (channels,) so that it broadcasts over the output that this weight makes."""
+        """View (channels,) so that it broadcasts over this weight's output."""
         return values.reshape(-1, *[1] * (weight.dim() - 2))
 
     def forward(
@@ -73,13 +73,13 @@ class QuantLayer(QuantTwin):
         norm: nn.Module | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Apply the layer, and the BatchNorm behind it.
+        """Apply the layer, and the BatchNorm after it.
 
         Args:
             x: the input, in the shapes of torch's layer.
-            input_quantizer: the quantizer on whose grid x lies already; a layer that has one of its own needs none.
+            input_quantizer: the quantizer on whose grid x already lies; not needed if the layer has its own.
             norm: the BatchNorm that follows; in evaluation it is folded into the integers.
-            bias: one to use instead of the layer's own.
+            bias: replaces the layer's own bias.
         """
         return self.compute(x, self.weight, self.bias if bias is None else bias, input_quantizer, norm)
 
@@ -94,12 +94,12 @@ class QuantLayer(QuantTwin):
     ) -> Tensor:
         """The layer with this weight and bias: fake-quantized in training, on integers in evaluation.
 
-        `options` are keyword arguments that the layer's `operate` takes besides.
+        `options` are further keyword arguments of the layer's `operate`.
         """
         if self.input_quantizer is not None:
             input_quantizer = self.input_quantizer
             x = input_quantizer(x)
-        # A norm that estimates its statistics anew cannot be folded yet.
+        # A norm in training mode uses the batch's statistics and cannot be folded.
         floats = self.training or (norm is not None and norm.training)
         if floats or input_quantizer is None or not self._runs_on_integers(input_quantizer):
             y = self.operate(x, self.quantized(weight), bias, **options)
@@ -117,13 +117,13 @@ class QuantLayer(QuantTwin):
         weight: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> IntegerWeight:
-        """The integers that stand for this layer on an input of this grid: what evaluation uses and export writes.
+        """The layer's integers for an input on this grid; evaluation computes with them and export writes them.
 
         Args:
             input_quantizer: the input's quantizer.
             norm: the BatchNorm to fold in.
-            weight: None for the layer's own weight and bias; else bias may be None for none.
-            bias: with `weight`, the bias that belongs to it.
+            weight: a weight to use instead of the layer's own weight and bias.
+            bias: the bias that belongs to `weight`; None for none.
         """
         if weight is None:
             weight, bias = self.weight, self.bias if bias is None else bias
@@ -141,8 +141,8 @@ class QuantLayer(QuantTwin):
     ) -> Tensor:
         """y = (operate(x_codes - zero_point, codes) + bias_codes) * accumulator_scale.
 
-        The codes are integers in float32: sums up to 2^24 are exact whatever the order, beyond that they are right to
-        2^-24 of their size, far less than the level that they are rounded to next.
+        The codes are integers in float32. Sums up to 2^24 are exact in any order. Larger sums have a relative error of
+        2^-24, far less than the level to which they are rounded next.
         """
         with exact_arithmetic(x.device):
             wide = torch.promote_types(x.dtype, torch.float32)
@@ -153,18 +153,18 @@ class QuantLayer(QuantTwin):
 
 
 def with_strides_of(x: Tensor, y: Tensor) -> Tensor:
-    """y with x's strides on axes of length 1: torch chooses the memory format of a convolution's result by them."""
+    """y with x's strides on axes of length 1; torch chooses the memory format of a convolution's result by them."""
     strides = [mine if size == 1 else other for size, mine, other in zip(x.shape, x.stride(), y.stride(), strict=True)]
     return y if list(y.stride()) == strides else y.as_strided(y.shape, strides)
 
 
 def exact_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
-    """A context without autocast, for sums of integers; the meta device knows no autocast."""
+    """A context without autocast, for sums of integers; the meta device has no autocast."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def default_input_spec(activation_spec: QuantSpec | str | None) -> QuantSpec | None:
-    """Resolve a layer's `activation_spec`: "default" is 8 bits unsigned with a zero point, None is no quantizer.
+    """Resolve a layer's `activation_spec`: "default" means 8 bits unsigned with a zero point, None no quantizer.
 
     Raises:
         TypeError: for anything else.

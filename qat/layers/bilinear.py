@@ -19,12 +19,12 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
     """`torch.nn.Bilinear` with quantized weight and inputs.
 
     y[o] = sum over i, j of quantize(x1)[i] * quantize(weight)[o, i, j] * quantize(x2)[j] + bias[o], all three
-    quantizers with a learned scale. In evaluation the same is computed on integers, the bias rounded to int32 at
+    quantizers with a learned scale. Evaluation computes the same on integers, with the bias rounded to int32 at
     scale_x1 * scale_x2 * scale_weight. One product of three 8-bit integers takes up to 23 bits, so an integer kernel
-    needs more than 32 bits to add 256 or more of them; here the sum is exact up to 2^53.
+    needs more than 32 bits to add 256 or more of them. Here the sum is exact up to 2^53.
 
     Args:
-        in1_features ... dtype: as of `torch.nn.Bilinear`, in the same order.
+        in1_features ... dtype: as in `torch.nn.Bilinear`, in the same order.
         weight_spec: grid of the weight; default: 8 bits, symmetric, per output.
         activation_spec: grid of both inputs, each with its own range; "default": 8 bits unsigned with a zero point;
             None: the inputs are quantized elsewhere. Before the first use call
@@ -81,8 +81,8 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
 
         Args:
             x1, x2: the inputs, in the shapes of torch's layer.
-            input_quantizer: the quantizer on whose grid x1 lies already; a layer that has its own needs none.
-            other_quantizer: that of x2.
+            input_quantizer: the quantizer on whose grid x1 already lies; not needed if the layer has its own.
+            other_quantizer: the same for x2.
         """
         if self.input_quantizer is not None:
             input_quantizer, x1 = self.input_quantizer, self.input_quantizer(x1)
@@ -111,7 +111,7 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
         return F.bilinear(x, other, weight, bias)
 
     def per_channel(self, values: Tensor, weight: Tensor) -> Tensor:
-        """Outputs lie on the last axis."""
+        """The values themselves: outputs are on the last axis."""
         return values
 
     def integers(
@@ -122,12 +122,12 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
         bias: Tensor | None = None,
         other_quantizer: Quantizer | None = None,
     ) -> IntegerWeight:
-        """The integers that stand for this layer on inputs of these grids; see `QuantLayer.integers`.
+        """The layer's integers for inputs on these grids; see `QuantLayer.integers`.
 
         Args:
             input_quantizer: the first input's quantizer.
-            norm, weight, bias: as of `QuantLayer.integers`.
-            other_quantizer: the second input's quantizer; it has to be given.
+            norm, weight, bias: as in `QuantLayer.integers`.
+            other_quantizer: the second input's quantizer; required.
 
         Raises:
             ValueError: without other_quantizer.
@@ -152,7 +152,7 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
     ) -> Tensor:
         """y = (operate(x1_codes, codes, x2_codes) + bias_codes) * accumulator_scale, the codes without zero points.
 
-        In float64: products of three 8-bit integers leave float32's 24 bits after two of them.
+        In float64: a sum of two products of three 8-bit integers can already exceed float32's 24 bits.
         """
         with torch.autocast(x1.device.type, enabled=False):
             first = round_ste(x1.double() / input_quantizer.grid()[0])

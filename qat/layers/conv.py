@@ -11,11 +11,11 @@ from qat.spec import QuantSpec
 
 
 class QuantConvolution(QuantLayer):
-    """What the three convolutions share; the other base is torch's layer, whose constructor this one calls.
+    """Base of the three convolutions; the other base is torch's layer, whose constructor this one calls.
 
-    y = conv(quantize(x), quantize(weight)) + bias, both quantizers with a learned scale. In evaluation the same is
-    computed as the deployed integers do it, the bias rounded to int32 at scale_x * scale_weight. Padding adds the
-    value 0.0, or copies of x, and both lie on the grid of x.
+    y = conv(quantize(x), quantize(weight)) + bias, both quantizers with a learned scale. Evaluation
+    computes the same as the deployed integers do, with the bias rounded to int32 at scale_x * scale_weight. Padding
+    adds the value 0.0 or copies of x, which lie on the grid of x.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class QuantConv1d(QuantConvolution, nn.Conv1d):
     """`torch.nn.Conv1d` with quantized weight and input; see `QuantConvolution`.
 
     Args:
-        in_channels ... dtype: as of `torch.nn.Conv1d`, in the same order.
+        in_channels ... dtype: as in `torch.nn.Conv1d`, in the same order.
         weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
         activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
             quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
@@ -91,7 +91,7 @@ class QuantConv2d(QuantConvolution, nn.Conv2d):
     """`torch.nn.Conv2d` with quantized weight and input; see `QuantConvolution`.
 
     Args:
-        in_channels ... dtype: as of `torch.nn.Conv2d`, in the same order.
+        in_channels ... dtype: as in `torch.nn.Conv2d`, in the same order.
         weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
         activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
             quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
@@ -111,7 +111,7 @@ class QuantConv3d(QuantConvolution, nn.Conv3d):
     """`torch.nn.Conv3d` with quantized weight and input; see `QuantConvolution`.
 
     Args:
-        in_channels ... dtype: as of `torch.nn.Conv3d`, in the same order.
+        in_channels ... dtype: as in `torch.nn.Conv3d`, in the same order.
         weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
         activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
             quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.

@@ -18,11 +18,11 @@ FUNCTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_
 
 
 def channels_first(weight: Tensor, groups: int = 1) -> Tensor:
-    """A transposed convolution's weight with its output channels on axis 0, as that of a plain convolution.
+    """A transposed convolution's weight with its output channels on axis 0, as in a plain convolution.
 
     Args:
-        weight: (in, out / groups, k...), torch's layout: the groups lie one after the other along the inputs.
-        groups: of the convolution; divides in.
+        weight: (in, out / groups, k...), torch's layout, with the groups one after the other along the inputs.
+        groups: number of groups; divides in.
 
     Shapes: result (out, in / groups, k...).
 
@@ -37,7 +37,7 @@ def torch_layout(rows: Tensor, groups: int = 1) -> Tensor:
 
     Args:
         rows: (out, in / groups, k...).
-        groups: of the convolution; divides out.
+        groups: number of groups; divides out.
 
     Shapes: result (in, out / groups, k...).
 
@@ -54,10 +54,10 @@ def _swapped(weight: Tensor, groups: int) -> Tensor:
 
 
 class QuantTransposedConvolution(QuantLayer):
-    """What the three transposed convolutions share; the other base is torch's layer, whose constructor this one calls.
+    """Base of the three transposed convolutions; the other base is torch's layer, whose constructor this one calls.
 
-    y = conv_transpose(quantize(x), quantize(weight)) + bias, both quantizers with a learned scale. In evaluation the
-    same is computed as the deployed integers do it, the bias rounded to int32 at scale_x * scale_weight. "channel"
+    y = conv_transpose(quantize(x), quantize(weight)) + bias, both quantizers with a learned scale. Evaluation
+    computes the same as the deployed integers do, with the bias rounded to int32 at scale_x * scale_weight. "channel"
     means output channel here too, although torch keeps the input channels on the weight's axis 0.
     """
 
@@ -114,14 +114,14 @@ class QuantTransposedConvolution(QuantLayer):
         bias: Tensor | None = None,
         output_size: Sequence[int] | None = None,
     ) -> Tensor:
-        """Apply the layer, and the BatchNorm behind it.
+        """Apply the layer, and the BatchNorm after it.
 
         Args:
-            x, input_quantizer, norm, bias: as of `QuantLayer.forward`.
-            output_size: the spatial shape to make, where the stride allows several; overrides output_padding.
+            x, input_quantizer, norm, bias: as in `QuantLayer.forward`.
+            output_size: the spatial shape of the output if the stride allows several; overrides output_padding.
 
         Raises:
-            TypeError: if input_quantizer is no quantizer: torch's layer takes output_size in its place.
+            TypeError: if input_quantizer is not a Quantizer: torch's layer has output_size in its place.
         """
         if input_quantizer is not None and not isinstance(input_quantizer, Quantizer):
             raise TypeError(
@@ -156,7 +156,7 @@ class QuantConvTranspose1d(QuantTransposedConvolution, nn.ConvTranspose1d):  # t
     """`torch.nn.ConvTranspose1d` with quantized weight and input; see `QuantTransposedConvolution`.
 
     Args:
-        in_channels ... dtype: as of `torch.nn.ConvTranspose1d`, in the same order.
+        in_channels ... dtype: as in `torch.nn.ConvTranspose1d`, in the same order.
         weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
         activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
             quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
@@ -176,7 +176,7 @@ class QuantConvTranspose2d(QuantTransposedConvolution, nn.ConvTranspose2d):  # t
     """`torch.nn.ConvTranspose2d` with quantized weight and input; see `QuantTransposedConvolution`.
 
     Args:
-        in_channels ... dtype: as of `torch.nn.ConvTranspose2d`, in the same order.
+        in_channels ... dtype: as in `torch.nn.ConvTranspose2d`, in the same order.
         weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
         activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
             quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
@@ -194,7 +194,7 @@ class QuantConvTranspose3d(QuantTransposedConvolution, nn.ConvTranspose3d):  # t
     """`torch.nn.ConvTranspose3d` with quantized weight and input; see `QuantTransposedConvolution`.
 
     Args:
-        in_channels ... dtype: as of `torch.nn.ConvTranspose3d`, in the same order.
+        in_channels ... dtype: as in `torch.nn.ConvTranspose3d`, in the same order.
         weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
         activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
             quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.

@@ -19,7 +19,7 @@ from qat.torch_internals import has_forward_hooks
 
 @dataclass(frozen=True)
 class IntegerTable:
-    """What a deployed table stores: weight = (codes - zero_point) * scale.
+    """The integers of a deployed table: weight = (codes - zero_point) * scale.
 
     Attributes:
         codes: (num_embeddings, embedding_dim), integers (as floats).
@@ -33,12 +33,12 @@ class IntegerTable:
 
 
 class QuantTable(QuantLayer):
-    """What both lookups share: the quantized table, and how its rows are read.
+    """Base of both look-ups: the quantized table, and how its rows are read.
 
-    Indices have no grid, and one row is read as it is stored, so training and evaluation compute the same: the values
-    that an integer table with its scales stands for. With the rule "lsq", one scale for the table or for each row and
-    no EWGS, only the rows that are looked up are quantized: values and gradients are those of the whole table at the
-    cost of the batch. Other rules, and a weight_quantizer that a forward hook watches, see the whole table.
+    Indices have no grid, and a row is read as it is stored. So training and evaluation compute the same, the
+    dequantized values of an integer table. With the rule "lsq", one scale for the table or for each row and no EWGS,
+    only the rows that are looked up are quantized: values and gradients are those of the whole table at the cost of
+    the batch. Other rules, and a weight_quantizer with forward hooks, see the whole table.
     """
 
     quantizer_arguments = ()
@@ -54,7 +54,7 @@ class QuantTable(QuantLayer):
         """Create the table's quantizer.
 
         Raises:
-            ValueError: with an activation_spec, or a sparse gradient that the rule cannot have.
+            ValueError: with an activation_spec, or with sparse gradients that the rule does not support.
         """
         name = self.float_type.__name__
         if activation_spec is not None:
@@ -70,12 +70,12 @@ class QuantTable(QuantLayer):
             )
 
     def calibrate_weight(self) -> None:
-        """Set the range from the rows as lookups see them, within max_norm."""
+        """Set the range from the rows as look-ups see them, within max_norm."""
         self.fit_weight(self.bounded_table())
 
     @torch.no_grad()
     def integers(self) -> IntegerTable:  # type: ignore[override]
-        """The integers that stand for this table: what export writes.
+        """The table's integers; export writes them.
 
         Raises:
             ValueError: if the rule has no integers.
@@ -97,7 +97,7 @@ class QuantTable(QuantLayer):
         return torch.embedding_renorm_(weight.clone(), everything, self.max_norm, self.norm_type)
 
     def look_up(self, indices: Tensor) -> Tensor:
-        """The quantized rows at these indices; a max_norm shortens the float rows in place first, as torch's does.
+        """The quantized rows at these indices. A max_norm first shortens the float rows in place, as in torch.
 
         Shapes: indices any, result (*indices.shape, embedding_dim).
         """
@@ -108,14 +108,14 @@ class QuantTable(QuantLayer):
         if self._is_read_by_row():
             return self._quantized_rows(indices, weight)
         if self.max_norm is not None:
-            # Autograd may keep the table, and the next lookup of the same step may shorten rows in it.
+            # Autograd may keep the table, and the next look-up of the same step may shorten rows in it.
             weight = weight.clone()
         return F.embedding(indices, self.quantized(weight), self.padding_idx, None, 2.0, self.scale_grad_by_freq)
 
     def _quantized_rows(self, indices: Tensor, weight: Tensor) -> Tensor:
-        """What `look_up` returns, without a look at other rows.
+        """The result of `look_up`, computed from these rows alone.
 
-        The scales go through the same lookup as the rows, so padding and frequencies act on their gradients too.
+        The scales go through the same look-up as the rows, so padding and frequencies act on their gradients too.
         """
         quantizer = self.weight_quantizer
         if quantizer.training:
@@ -130,13 +130,13 @@ class QuantTable(QuantLayer):
         return lsq_plus_quantize(x, step, F.embedding(indices, zero_point), *quantizer.bounds(), factor)
 
     def _is_row_by_row(self) -> bool:
-        """Whether a quantized row depends on nothing but the row and its scale, and its gradient on nothing else."""
+        """Whether a quantized row and its gradient depend only on the row and its scale."""
         quantizer = self.weight_quantizer
         plain = quantizer.spec.granularity != "group" and quantizer.spec.ewgs == "none"
         return type(quantizer) is LSQQuantizer and plain
 
     def _is_read_by_row(self) -> bool:
-        """Whether the rows will do: nothing watches the quantizer's own call, and it has nothing to say."""
+        """Whether only the rows are quantized: the quantizer has no hooks, observer or warning that need its call."""
         quantizer = self.weight_quantizer
         watched = has_forward_hooks(quantizer) and not self.sparse
         return self._is_row_by_row() and quantizer.is_calibrated and quantizer.observer is None and not watched
@@ -147,10 +147,10 @@ class QuantEmbedding(QuantTable, nn.Embedding):
     """`torch.nn.Embedding` with a quantized table; see `QuantTable`.
 
     Args:
-        num_embeddings ... dtype: as of `torch.nn.Embedding`, in the same order.
+        num_embeddings ... dtype: as in `torch.nn.Embedding`, in the same order.
         weight_spec: grid of the table; default: 8 bits, symmetric, per row.
-        activation_spec: None; the result lies on a grid of its own for each row, so what needs the vectors on one
-            grid quantizes them again.
+        activation_spec: None; each row of the result lies on its own grid, so a consumer that needs one grid
+            quantizes the vectors again.
 
     Shapes: input (*) of int32 or int64, output (*, embedding_dim).
 
@@ -205,7 +205,7 @@ class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
     """`torch.nn.EmbeddingBag` with a quantized table; see `QuantTable`. Sums, means and maxima are taken in float.
 
     Args:
-        num_embeddings ... dtype: as of `torch.nn.EmbeddingBag`, in the same order.
+        num_embeddings ... dtype: as in `torch.nn.EmbeddingBag`, in the same order.
         weight_spec: grid of the table; default: 8 bits, symmetric, per row.
         activation_spec: None; indices have no grid.
 
@@ -259,10 +259,10 @@ class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
     def forward(  # type: ignore[override]
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """The bags' sums, means or maxima of quantized rows; arguments as of torch's layer.
+        """The bags' sums, means or maxima of quantized rows; arguments as in torch's layer.
 
-        The rows are looked up one by one and then taken together by their position. So every rule gets torch's
-        frequencies and sparse gradients; torch 2.11's own embedding_bag scales by wrong frequencies.
+        The rows are looked up one by one and then combined by position. So every rule gets torch's frequencies and
+        sparse gradients; torch 2.11's own embedding_bag scales by wrong frequencies.
         """
         ends = self.include_last_offset
         if input.is_nested:

@@ -1,6 +1,6 @@
-"""A layer as the integers that are deployed: weight codes, their scale, and an int32 bias.
+"""The integers of a deployed layer: weight codes, their scale, and an int32 bias.
 
-A BatchNorm behind the layer folds into the *scale*, not into the weight: W * gamma / sigma has the same integers with
+A BatchNorm after the layer folds into the *scale*, not into the weight: W * gamma / sigma has the same integers with
 another scale, so folding changes no rounding and needs no simulation in training.
 """
 
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from qat.functional import round_ste
 
 LARGEST_BIAS_CODE, SMALLEST_BOUND = float(2**30), float(2**24)
-"""What a bias may reach: int32 minus one bit, and less where the products could need more than the other half."""
+"""Bounds of the bias: half of int32, and less if the sum of products could need more than the other half."""
 
 DEAD_BIAS_CODE = float(2**20)
-"""Where the weight contributes nothing, the scale is free: the bias becomes +-this integer, exactly enough."""
+"""If the weight contributes nothing, the scale can be chosen freely: the bias becomes plus or minus this integer."""
 
 
 @dataclass(frozen=True)
 class IntegerWeight:
-    """What an integer kernel computes with: y = (sum(x_codes * codes) + bias_codes) * accumulator_scale.
+    """The operands of an integer kernel: y = (sum(x_codes * codes) + bias_codes) * accumulator_scale.
 
     Attributes:
         codes: integers (as floats) of the weight, in the weight's shape.
-        scale: (channels,), > 0, step of the codes after the BatchNorm was folded in.
+        scale: (channels,), > 0, step of the codes with the BatchNorm folded in.
         bias_codes: (channels,), integers (as floats) on the grid of accumulator_scale.
         accumulator_scale: (channels,), input scale times scale: the value of one unit of the accumulator.
     """
@@ -43,15 +43,15 @@ def fold_weight(
 
     With gain = norm.weight / sqrt(norm.running_var + eps) (1 without a norm), per output channel:
     codes * sign(gain), scale * |gain|, and bias_codes = round(((bias - running_mean) * gain + norm.bias) /
-    (input_scale * scale * |gain|)). Where gain is 0 or a channel's codes are all 0, the codes are 0 and the scale is
-    chosen so that the bias alone is exact. Where the bias would leave int32, scale grows and codes shrink.
+    (input_scale * scale * |gain|)). If gain is 0 or a channel's codes are all 0, the codes are 0 and the scale is
+    chosen so that the bias alone is exact. If the bias would leave int32, the scale grows and the codes shrink.
 
     Args:
         codes: integers of the weight as floats, output channels first.
         scale: their step, shape () or one per output channel (any number of trailing axes of length 1).
         bias: (channels,) or None.
         input_scale: step of the input's grid, shape ().
-        norm: the BatchNorm behind the layer, or None.
+        norm: the BatchNorm after the layer, or None.
 
     Returns:
         The integers; differentiable in all arguments, straight through the roundings.
@@ -61,7 +61,7 @@ def fold_weight(
     step = scale.reshape(-1).expand(channels)
     shift = torch.zeros_like(step) if bias is None else bias.float()
     if norm is not None:
-        statistics: Any = norm  # a BatchNorm, or one that is frozen in buffers and has no `affine`
+        statistics: Any = norm  # a BatchNorm, or a frozen one whose buffers replace parameters and `affine`
         gain = torch.rsqrt(statistics.running_var.float() + statistics.eps)
         offset = torch.zeros_like(gain)
         if getattr(statistics, "affine", True):
@@ -73,7 +73,7 @@ def fold_weight(
     free = shift.abs().clamp(min=torch.finfo(torch.float32).tiny * DEAD_BIAS_CODE) / (input_scale * DEAD_BIAS_CODE)
     step = torch.where(dead, free, step)
     codes = torch.where(dead.reshape(column), 0, codes)
-    # Growth beyond int32 happens only where the weight hardly contributes; then the codes lose bits, not the bias.
+    # The scale grows only if the weight hardly contributes; then the codes lose bits, and not the bias.
     products = 255 * codes.detach().abs().reshape(channels, -1).sum(1)  # at most
     bound = (2**31 - products).clamp(SMALLEST_BOUND, LARGEST_BIAS_CODE)
     growth = (shift.abs() / (input_scale * step) / bound).clamp(min=1)

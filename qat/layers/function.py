@@ -1,4 +1,4 @@
-"""QuantFunction: a function that reads a weight as a plain tensor, quantized where it reads it."""
+"""QuantFunction: a function that takes its weight as an argument, with quantized weight and input."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,22 +19,23 @@ FLOAT_TYPES: dict[Callable[..., Tensor], type[nn.Module]] = {
     F.conv2d: nn.Conv2d,
     F.conv3d: nn.Conv3d,
 }
-"""The functions that can be quantized, and the layers that compute the same."""
+"""The functions that can be quantized, and the float layers that compute the same."""
 
 
 class QuantFunction(QuantLayer):
-    """`F.linear(x, weight, bias)` or `F.conv2d(...)` on integer grids, where no layer owns the weight alone.
+    """`F.linear(x, weight, bias)` or `F.conv2d(...)` on integer grids, for a weight that no single layer owns.
 
-    Models read weights lazily (`F.linear(x, self.qkv.weight)`), in slices (`in_proj_weight[:embed_dim]`), or compute
-    them. The weight stays where it is; this module holds its quantizer and computes as the other quantized layers do.
+    Models read weights of other modules (`F.linear(x, self.qkv.weight)`), slices (`in_proj_weight[:embed_dim]`), or
+    computed weights. The weight stays where it is. This module holds its quantizer and computes as the other quantized
+    layers do.
 
     Args:
         function: F.linear, F.conv1d, F.conv2d or F.conv3d.
-        weight_shape: of the weight that it will be called with.
-        options: keyword arguments of the function besides input, weight and bias.
+        weight_shape: shape of the weight with which it will be called.
+        options: keyword arguments of the function other than input, weight and bias.
         weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
         activation_spec: grid of the input; None: the input is quantized elsewhere.
-        device: where the quantizers live.
+        device: device of the quantizers.
 
     Raises:
         ValueError: for another function.
@@ -73,7 +74,7 @@ class QuantFunction(QuantLayer):
         return FLOAT_TYPES[self.function]
 
     def calibrate_weight(self) -> None:
-        """Nothing to look at here: the weight is seen when `calibrating` is set and the function runs."""
+        """Does nothing: there is no weight here. It is observed in forward while `calibrating` is set."""
 
     def forward(  # type: ignore[override]
         self,
@@ -83,7 +84,7 @@ class QuantFunction(QuantLayer):
         input_quantizer: Quantizer | None = None,
         norm: nn.Module | None = None,
     ) -> Tensor:
-        """The function on this input, weight and bias; `grid` and `norm` as of every quantized layer."""
+        """The function of this input, weight and bias; the other arguments as in `QuantLayer.forward`."""
         if self.calibrating:
             self.fit_weight(weight)
         return self.compute(x, weight, bias, input_quantizer, norm)

@@ -15,11 +15,11 @@ from qat.spec import QuantSpec
 class QuantLinear(QuantLayer, nn.Linear):
     """`torch.nn.Linear` with quantized weight and input.
 
-    y = quantize(x) @ quantize(weight).T + bias, both quantizers with a learned scale. In evaluation the same is
-    computed as the deployed integers do it, the bias rounded to int32 at scale_x * scale_weight.
+    y = quantize(x) @ quantize(weight).T + bias, both quantizers with a learned scale. Evaluation
+    computes the same as the deployed integers do, with the bias rounded to int32 at scale_x * scale_weight.
 
     Args:
-        in_features ... dtype: as of `torch.nn.Linear`, in the same order.
+        in_features ... dtype: as in `torch.nn.Linear`, in the same order.
         weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
         activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
             quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.

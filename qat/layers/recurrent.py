@@ -19,11 +19,11 @@ class QuantLSTM(QuantRecurrent, nn.LSTM):
     At every step, with Q for a quantizer of learned scale, and the gates in float:
     i, f, g, o = split(Q(W_ih) Q(x) + b_ih + Q(W_hh) Q(h) + b_hh);  c' = sigmoid(f) c + sigmoid(i) tanh(g);
     h' = sigmoid(o) tanh(c'), with proj_size h' = Q(W_hr) Q(sigmoid(o) tanh(c')).
-    In evaluation the products are computed on integers, their biases rounded to int32. The number of steps is part of
-    an exported graph. As with torch's own, `torch.compile` wants `torch._dynamo.config.allow_rnn = True` first.
+    Evaluation computes the products on integers, with biases rounded to int32. The number of steps is part of an
+    exported graph. As for torch's own layers, `torch.compile` needs `torch._dynamo.config.allow_rnn = True`.
 
     Args:
-        input_size ... dtype: as of `torch.nn.LSTM`, in the same order.
+        input_size ... dtype: as in `torch.nn.LSTM`, in the same order.
         weight_spec: grid of the weights; default: 8 bits, symmetric, per output channel.
         activation_spec: grid of inputs and hidden states; "default": 8 bits unsigned with a zero point; None: weights
             only. Before the first use call `qat.calibrate(layer, batches)`.
@@ -36,7 +36,7 @@ class QuantLSTM(QuantRecurrent, nn.LSTM):
     (torch.Size([5, 2, 6]), torch.Size([1, 2, 6]))
     """
 
-    parts = 2
+    state_size = 2
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class QuantGRU(QuantRecurrent, nn.GRU):
 
     At every step, with Q for a quantizer of learned scale, and the gates in float:
     r, z = sigmoid of their shares of Q(W_ih) Q(x) + b_ih + Q(W_hh) Q(h) + b_hh;
-    n = tanh(Q(W_in) Q(x) + b_in + r (Q(W_hn) Q(h) + b_hn));  h' = (1 - z) n + z h, with h as the last step left it.
-    In evaluation the products are computed on integers, their biases rounded to int32. The number of steps is part of
-    an exported graph. As with torch's own, `torch.compile` wants `torch._dynamo.config.allow_rnn = True` first.
+    n = tanh(Q(W_in) Q(x) + b_in + r (Q(W_hn) Q(h) + b_hn));  h' = (1 - z) n + z h, with h before quantization.
+    Evaluation computes the products on integers, with biases rounded to int32. The number of steps is part of an
+    exported graph. As for torch's own layers, `torch.compile` needs `torch._dynamo.config.allow_rnn = True`.
 
     Args:
-        input_size ... dtype: as of `torch.nn.GRU`, in the same order.
+        input_size ... dtype: as in `torch.nn.GRU`, in the same order.
         weight_spec: grid of the weights; default: 8 bits, symmetric, per output channel.
         activation_spec: grid of inputs and hidden states; "default": 8 bits unsigned with a zero point; None: weights
             only. Before the first use call `qat.calibrate(layer, batches)`.
@@ -118,12 +118,12 @@ class QuantGRU(QuantRecurrent, nn.GRU):
 class QuantRNN(QuantRecurrent, nn.RNN):
     """`torch.nn.RNN` with quantized weights, inputs and hidden states.
 
-    h' = nonlinearity(Q(W_ih) Q(x) + b_ih + Q(W_hh) Q(h) + b_hh), with Q for a quantizer of learned scale. In
-    evaluation the products are computed on integers, their biases rounded to int32. The number of steps is part of an
-    exported graph. As with torch's own, `torch.compile` wants `torch._dynamo.config.allow_rnn = True` first.
+    h' = nonlinearity(Q(W_ih) Q(x) + b_ih + Q(W_hh) Q(h) + b_hh), with Q for a quantizer of learned scale.
+    Evaluation computes the products on integers, with biases rounded to int32. The number of steps is part of an
+    exported graph. As for torch's own layers, `torch.compile` needs `torch._dynamo.config.allow_rnn = True`.
 
     Args:
-        input_size ... dtype: as of `torch.nn.RNN`, in the same order; nonlinearity "tanh" or "relu".
+        input_size ... dtype: as in `torch.nn.RNN`, in the same order; nonlinearity "tanh" or "relu".
         weight_spec: grid of the weights; default: 8 bits, symmetric, per output channel.
         activation_spec: grid of inputs and hidden states; "default": 8 bits unsigned with a zero point; None: weights
             only. Before the first use call `qat.calibrate(layer, batches)`.

@@ -1,4 +1,4 @@
-"""What QuantLSTM, QuantGRU and QuantRNN share: the products on integer grids, and the way through the layers."""
+"""The base of QuantLSTM, QuantGRU and QuantRNN: their products on integer grids, and the loop over the layers."""
 
 from itertools import chain
 from typing import Any, ClassVar
@@ -17,23 +17,23 @@ from qat.torch_internals import parameters_of, weight_names_of
 
 
 class QuantRecurrent(CompositeTwin, nn.RNNBase):
-    """Base of the three: the products, one for each weight matrix, and the way through layers and directions.
+    """Base of the three: one product for each weight matrix, and the loop over layers and directions.
 
-    The weights stay parameters of this layer, under torch's names. Beside `weight_ih_l0` stands `product_ih_l0`, a
-    `QuantFunction` that holds the weight's quantizer and that of the tensor that it is multiplied with: the layer's
-    input (all steps at once), the hidden state (one grid for all steps), before a projection the unprojected one.
-    Biases, gates and cell state are float, and so are outputs: the next step, or layer, quantizes what it reads.
+    The weights stay parameters of this layer, under torch's names. `weight_ih_l0` has a `product_ih_l0`, a
+    `QuantFunction` that holds the quantizers of the weight and of the tensor that it multiplies: the layer's input (all
+    steps at once), the hidden state (one grid for all steps), or the hidden state before its projection. Biases,
+    gates and cell state are float. So are outputs: the next step or layer quantizes what it reads.
     """
 
-    parts: ClassVar[int] = 1
-    """How many tensors the state has: 2 of an LSTM."""
+    state_size: ClassVar[int] = 1
+    """Number of tensors in the state: 2 for an LSTM."""
 
     def cell(self) -> Cell:
         """The arithmetic of one step."""
         raise TypeError(f"{type(self).__name__}: a recurrent layer must implement cell()")
 
     def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
-        """Create the products; called by constructors once the weights exist."""
+        """Create the products; constructors call it once the weights exist."""
         for name, (weight, _) in self.inner_weights().items():
             kind = QuantFunction if name.startswith("product_ih") else StepProduct
             product = kind(F.linear, tuple(weight.shape), None, weight_spec, activation_spec, weight.device)
@@ -42,7 +42,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
                 product.fit_weight(weight)
 
     def inner_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Name of every inner `QuantFunction` to the weight and bias that forward calls it with."""
+        """See `CompositeTwin.inner_weights`."""
         found: dict[str, tuple[Tensor, Tensor | None]] = {}
         for names in weight_names_of(self):
             for name in names:
@@ -52,7 +52,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
         return found
 
     def reset_parameters(self) -> None:
-        """Draw weights and biases anew, as torch does; the quantizers' parameters are none of them."""
+        """Draw weights and biases again, as torch does; the quantizers' parameters stay."""
         bound = self.hidden_size**-0.5
         for name in chain.from_iterable(weight_names_of(self)):
             nn.init.uniform_(getattr(self, name), -bound, bound)
@@ -82,14 +82,14 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
 
         Args:
             input: (L, N, input_size), (N, L, input_size) with batch_first, (L, input_size), or a PackedSequence.
-            hx: the first state, shape (layers * directions, N, H), without N for one sequence; of an LSTM the pair
+            hx: the initial state, shape (layers * directions, N, H), without N for one sequence; for an LSTM the pair
                 (h_0, c_0). None: zeros.
 
         Returns:
-            The outputs of the last layer, as the input is laid out, and the last state, as hx is.
+            The outputs of the last layer in the layout of the input, and the final state in the layout of hx.
 
         Raises:
-            TypeError: if an LSTM's hx is no pair.
+            TypeError: if an LSTM's hx is not a pair.
             ValueError: for the wrong shapes, or an empty sequence.
         """
         if isinstance(input, PackedSequence):
@@ -101,7 +101,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
             if input.unsorted_indices is not None:
                 state = tuple(part.index_select(1, input.unsorted_indices) for part in state)
             packed = PackedSequence(output, input.batch_sizes, input.sorted_indices, input.unsorted_indices)
-            return packed, state if self.parts == 2 else state[0]
+            return packed, state if self.state_size == 2 else state[0]
         self.check_sequence(input)
         batched = input.dim() == 3
         swaps = batched and self.batch_first
@@ -109,7 +109,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
         output, state = self.run_layers(x, self.first_state(x, hx, x.shape[1], batched), None)
         if not batched:
             output, state = output.squeeze(1), tuple(part.squeeze(1) for part in state)
-        return output.transpose(0, 1) if swaps else output, state if self.parts == 2 else state[0]
+        return output.transpose(0, 1) if swaps else output, state if self.state_size == 2 else state[0]
 
     def check_sequence(self, x: Tensor) -> None:
         """Refuse an input of the wrong shape, or without a step."""
@@ -126,12 +126,12 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
     def first_state(self, x: Tensor, hx: Any, samples: int, batched: bool) -> State:
         """The given state as (layers * directions, N, H) tensors, or zeros."""
         rows = self.num_layers * (2 if self.bidirectional else 1)
-        widths = (self.proj_size or self.hidden_size, self.hidden_size)[: self.parts]
+        widths = (self.proj_size or self.hidden_size, self.hidden_size)[: self.state_size]
         if hx is None:
             return tuple(torch.zeros(rows, samples, width, dtype=x.dtype, device=x.device) for width in widths)
-        if self.parts == 2 and not (isinstance(hx, (tuple, list)) and len(hx) == 2):
+        if self.state_size == 2 and not (isinstance(hx, (tuple, list)) and len(hx) == 2):
             raise TypeError(f"{type(self).__name__}: hx must be a pair (h_0, c_0), got {type(hx).__name__}")
-        given: State = tuple(hx) if self.parts == 2 else (hx,)
+        given: State = tuple(hx) if self.state_size == 2 else (hx,)
         for part, width, name in zip(given, widths, ("h_0", "c_0"), strict=False):
             wanted = (rows, samples, width) if batched else (rows, width)
             if tuple(part.shape) != wanted:
@@ -139,7 +139,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
         return given if batched else tuple(part.unsqueeze(1) for part in given)
 
     def run_layers(self, x: Tensor, state: State, sizes: list[int] | None) -> tuple[Tensor, State]:
-        """All layers, dropout between them: x (L, N, ...), or (sum of sizes, ...) packed, and state as of forward."""
+        """All layers with dropout between them; x is (L, N, ...), packed (sum of sizes, ...); state as in forward."""
         ends: list[State] = []
         for layer in range(self.num_layers):
             outputs = []
@@ -153,8 +153,8 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
         return x, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
 
     def run_direction(self, suffix: str, x: Tensor, state: State, sizes: list[int] | None) -> tuple[Tensor, State]:
-        """One layer in one direction: the input's product for all steps at once, the hidden state's step by step."""
-        # Samples first: quantizers take the first axis for the batch.
+        """One layer in one direction. Its input is multiplied for all steps at once, its hidden state step by step."""
+        # Samples first, since quantizers expect the batch on the first axis.
         first = x.transpose(0, 1) if sizes is None else x
         from_input = self.get_submodule(f"product_ih_{suffix}")(first, *self._operands("ih", suffix))
         hidden_product, cell = self._bound("hh", suffix), self.cell()
@@ -164,7 +164,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
             new = cell(from_input, hidden_product(state[0]), state)
             return new if projection is None else (projection(new[0]), *new[1:])
 
-        # int(): in torch.export the number of steps is then a fixed one, which it says, and not only taken for one.
+        # int() makes torch.export fix the number of steps and say so, where it would silently assume it.
         length = int(from_input.shape[1]) if sizes is None else len(sizes)
         steps = from_input.unbind(1)[:length] if sizes is None else from_input.split(sizes)
         outputs, end = run_steps(steps, state, step, suffix.endswith("reverse"), sizes is not None)

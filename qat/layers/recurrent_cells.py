@@ -1,4 +1,4 @@
-"""One time step of LSTM, GRU and RNN, the loop over the steps, and the product that every step repeats."""
+"""One time step of LSTM, GRU and RNN, the loop over the steps, and the product of each step."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,22 +8,22 @@ from torch import Tensor
 from qat.layers.function import QuantFunction
 
 State = tuple[Tensor, ...]
-"""What a cell carries from step to step: (hidden,), and (hidden, cell) of an LSTM; each (N, H)."""
+"""The state between steps: (hidden,), or (hidden, cell) for an LSTM; each (N, H)."""
 
 Cell = Callable[[Tensor, Tensor, State], State]
-"""A step: (product of the input, product of the hidden state, state before) to the state after."""
+"""A step: (product of the input, product of the hidden state, old state) to the new state."""
 
 
 class StepProduct(QuantFunction):
-    """A `QuantFunction` that is called at every time step with the same weight, which it quantizes once for all.
+    """A `QuantFunction` that quantizes its weight once and multiplies with it at every time step.
 
-    A module put in its place (an exporter's frozen integers) needs no `bind`: it is called at every step instead.
+    A module that replaces it (an exporter's frozen integers) needs no `bind`: it is called at every step.
     """
 
     def bind(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """This product with this weight and bias, as a function of the input alone.
 
-        Decides between the two ways of computing as `QuantLayer.compute` does; valid for one forward pass.
+        It chooses between integers and fake quantization as `QuantLayer.compute` does; valid for one forward pass.
         """
         if self.calibrating:
             self.fit_weight(weight)
@@ -41,7 +41,7 @@ def lstm_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
     Args:
         from_input: W_ih x + b_ih, shape (N, 4 H).
         from_hidden: W_hh h + b_hh, shape (N, 4 H).
-        state: (h, c); of h nothing is read.
+        state: (h, c); h is not read.
     """
     ingate, forget, candidate, outgate = (from_input + from_hidden).chunk(4, -1)
     cell = torch.sigmoid(forget) * state[1] + torch.sigmoid(ingate) * torch.tanh(candidate)
@@ -54,7 +54,7 @@ def gru_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
     Args:
         from_input: W_ih x + b_ih, shape (N, 3 H), the gates r, z, n in torch's order.
         from_hidden: W_hh h + b_hh, shape (N, 3 H).
-        state: (h,), as it left the last step, in float.
+        state: (h,), the float result of the last step.
     """
     reset_input, update_input, new_input = from_input.chunk(3, -1)
     reset_hidden, update_hidden, new_hidden = from_hidden.chunk(3, -1)
@@ -79,12 +79,12 @@ def run_steps(
     """Carry the state over the time steps.
 
     Args:
-        steps: the input's product at every step, (N, gates) each; of a packed sequence (N_t, gates), N_t falling.
-        state: before the first step, (N, ...) each.
+        steps: the product of the input at every step, (N, gates) each; if packed (N_t, gates), N_t decreasing.
+        state: the state before the first step, (N, ...) each.
         step: one step.
         reverse: whether to go from the last step to the first.
-        packed: whether the steps have different N_t. Sequences that have ended keep their state; in reverse, those
-            that have not begun yet keep the one given.
+        packed: whether N_t differs between steps. Sequences that have ended keep their state; in reverse, sequences
+            that have not begun keep the initial state.
 
     Returns:
         The hidden states in the order of the steps, and the state at the end.

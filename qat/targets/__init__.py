@@ -1,4 +1,4 @@
-"""The target profiles: the grids that a runtime computes on, and which operations it computes in integers."""
+"""Target profiles: the grids on which a runtime computes, and the operations that it computes in integers."""
 
 from qat.targets.profile import GridLimits, Reason, TargetProfile
 from qat.targets.registry import PROFILES, profile_of, register_target

@@ -1,4 +1,4 @@
-"""What a target profile says: the grids that a runtime computes on, and which operations it computes in integers."""
+"""`TargetProfile`: the grids on which a runtime computes, and the operations that it computes in integers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,20 +13,20 @@ Operation = Literal[
     "interpolate", "layer_norm", "leaky_relu", "log_softmax", "matmul", "max_pool", "maximum", "mean", "minimum",
     "mish", "mul", "prelu", "sigmoid", "silu", "softmax", "stack", "sub", "tanh",
 ]  # fmt: skip
-"""What is computed between layers; one name for the module, the function and the method. Operations that only move
-values (reshape, permute, slice, pad with zeros, nearest interpolation) are not listed: no target requantizes there."""
+"""Operations between layers, with one name for module, function and method. Operations that only move values (reshape,
+permute, slice, pad with zeros, nearest interpolation) are not listed: no target requantizes them."""
 
 
 @dataclass(frozen=True)
 class GridLimits:
-    """The grids of one kind of tensor that a runtime computes on.
+    """The grids of weights, or of activations, on which a runtime computes.
 
     Args:
-        most_bits: widest integers.
-        lowest: lowest integer; -127 where a kernel leaves -128 out, -64 where pairs of products have to fit 16 bits.
-        signed: which values of `QuantSpec.signed` it takes.
-        symmetric: which values of `QuantSpec.symmetric` it takes.
-        granularities: which values of `QuantSpec.granularity` it takes.
+        most_bits: the largest number of bits.
+        lowest: the lowest integer; -127 if a kernel excludes -128, -64 if pairs of products have to fit 16 bits.
+        signed: the values of `QuantSpec.signed` that it accepts.
+        symmetric: the values of `QuantSpec.symmetric` that it accepts.
+        granularities: the values of `QuantSpec.granularity` that it accepts.
     """
 
     most_bits: int
@@ -38,11 +38,11 @@ class GridLimits:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a profile chooses as it does.
+    """The reason for a choice in a profile.
 
     Args:
-        text: the end of the sentence "it is so because ...".
-        source: address of the page, or file of the package, that says so; "" where it is this library's own limit.
+        text: the end of the sentence "because ...".
+        source: address of the page, or file of the package, that says so; "" for a limit of this library.
     """
 
     text: str
@@ -54,15 +54,15 @@ class TargetProfile:
     """What a runtime computes in integers, and on which grids.
 
     Args:
-        name: the runtime.
-        weight: grid of weights where the recipe names none.
-        activation: grid of activations where the recipe names none.
+        name: name of the runtime.
+        weight: default grid of weights.
+        activation: default grid of activations.
         weight_limits: grids of weights that it runs.
         activation_limits: grids of activations that it runs.
-        shared_grids: operations whose inputs and output have to lie on one grid.
+        shared_grids: operations whose inputs and output must share one grid.
         float_operations: operations that it computes in float even between quantized tensors.
-        quantizes_outputs: whether the model's own outputs are integers too.
-        reasons: field ("activation"), or field of a limit ("activation.signed"), to the reason for its value.
+        quantizes_outputs: whether the model's outputs are integers too.
+        reasons: a field ("activation"), or a field of a limit ("activation.signed"), to the reason for its value.
 
     >>> from qat.targets import profile_of
     >>> profile_of("tensorrt").refusal("activation", QuantSpec(signed=False))
@@ -80,7 +80,7 @@ class TargetProfile:
     reasons: Mapping[str, Reason] = field(default_factory=dict, hash=False)
 
     def refusal(self, tensor: Tensor, spec: QuantSpec) -> str | None:
-        """Why the runtime does not run this grid, and what would be right, in one clause; None if it does.
+        """Why the runtime does not run this grid, and what to use instead, in one clause; None if it runs it.
 
         Args:
             tensor: "weight" or "activation".

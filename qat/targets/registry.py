@@ -1,4 +1,4 @@
-"""The one registry of targets: names of runtimes to their profiles."""
+"""The one registry of targets: name of a runtime to its profile."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -14,14 +14,13 @@ PROFILES: Mapping[str, TargetProfile] = MappingProxyType(_profiles)
 
 
 def register_target(profile: TargetProfile) -> TargetProfile:
-    """Register a profile of your own, so that recipes and `quantization.target` can name it.
+    """Make your own runtime available as `QuantRecipe(target=name)` and `quantization.target`.
 
     Args:
-        profile: what the runtime computes on; `dataclasses.replace` makes one from a shipped profile.
+        profile: the profile; `dataclasses.replace` makes one from a shipped one.
 
     Raises:
-        TypeError: if it is not a `TargetProfile`.
-        ValueError: if another profile has the name.
+        ValueError: if another profile has the same name.
 
     >>> from dataclasses import replace
     >>> chip = replace(profile_of("tensorrt"), name="my_chip", quantizes_outputs=True)

@@ -1,4 +1,4 @@
-"""The target profiles: one runtime each, with the reason for every choice and the page that says so.
+"""The shipped target profiles, with the reason for every choice and the page that says so.
 
 docs/targets.md is made from this file (`python -m benchmarks.document`).
 """
@@ -42,7 +42,7 @@ _ANY = (True, False)
 
 
 def _int8_weight_limits(lowest: int) -> GridLimits:
-    """Signed, symmetric, per tensor or channel: what all runtimes but ONNX Runtime's tolerant reader want."""
+    """Signed, symmetric, per tensor or channel: all runtimes but ONNX Runtime, which accepts more, require this."""
     return GridLimits(8, lowest, signed=(True,), symmetric=(True,), granularities=("tensor", "channel"))
 
 

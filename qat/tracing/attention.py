@@ -1,4 +1,4 @@
-"""Attention as the operations that it is made of, so that each of them gets its grid."""
+"""Attention as separate operations, so that each of them gets a grid."""
 
 import math
 from typing import Any
@@ -11,14 +11,14 @@ from qat.layers import attention_core
 from qat.tracing.nodes import dimensions
 
 LAYER_NAME = "qat_layer_name"
-"""Key of node.meta: what the layer that a function becomes is called, within its module."""
+"""Key of node.meta: the name, within its module, of the layer that replaces a function."""
 
 
 def scaled_dot_product_attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    """`F.scaled_dot_product_attention` as two matrix products and what lies between.
+    """`F.scaled_dot_product_attention` as two matrix products and the operations between them.
 
     softmax(query @ key.T * scale + mask) @ value, with dropout on the probabilities.
 
@@ -44,12 +44,12 @@ def multi_head_attention(
     module: nn.MultiheadAttention, query: Any, key: Any, value: Any, key_padding_mask: Any = None,
     need_weights: bool = True, attn_mask: Any = None, average_attn_weights: bool = True, is_causal: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """What `nn.MultiheadAttention` computes, with one projection each for query, key and value.
+    """`nn.MultiheadAttention` with one projection each for query, key and value.
 
-    Args are those of its forward; `is_causal` is only a hint there, the mask is what counts.
+    Arguments as in its forward; `is_causal` is only a hint there, and the mask decides.
     """
     known = isinstance(query, fx.Proxy) and dimensions(query.node) is not None
-    single = known and query.dim() == 2  # the graph then insists on it
+    single = known and query.dim() == 2  # a guard in the graph checks it
     if single:
         query, key, value = (x.unsqueeze(0) for x in (query, key, value))
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)

@@ -1,4 +1,4 @@
-"""What a graph computes from parameters alone: weights in slices, biases with a part set to zero."""
+"""The constants of a graph, which it computes from parameters alone: slices of weights, biases with a part zeroed."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from torch import fx, nn
 
 
 def constant_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Parameters, buffers, and what is computed from nothing else, in-place changes of such results included."""
+    """Parameters, buffers, and everything computed from them alone, in-place changes of these results included."""
     constant: set[fx.Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
         computed = node.op in ("call_function", "call_method") and bool(inputs) and constant.issuperset(inputs)
-        # A parametrised weight is the result of a module that takes nothing.
+        # A parametrized weight is the result of a module without arguments.
         parametrized = node.op == "call_module" and not inputs and ".parametrizations." in f".{node.target}"
         if node.op == "get_attr" or computed or parametrized:
             constant.add(node)
@@ -21,7 +21,7 @@ def constant_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 @torch.no_grad()
 def constant_values(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
-    """The values that `constant_nodes` have now."""
+    """The present values of the `constant_nodes`."""
     constant = constant_nodes(graph_module.graph)
     values: dict[fx.Node, Any] = {}
     for node in graph_module.graph.nodes:
@@ -41,7 +41,7 @@ def constant_values(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
 
 
 def fixed_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Every node that no input of the model reaches, layers and quantizers included: Swin's position bias."""
+    """The nodes that depend on no input of the model, layers and quantizers included: Swin's position bias."""
     fixed: set[fx.Node] = set()
     for node in graph.nodes:
         computed = node.op in ("call_function", "call_method", "call_module") and fixed.issuperset(node.all_input_nodes)
@@ -51,7 +51,7 @@ def fixed_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def attribute(module: nn.Module, path: str) -> Any:
-    """What lies at `layer1.0.weight` of a module."""
+    """The attribute of a module at a path such as `layer1.0.weight`."""
     found: Any = module
     for step in path.split("."):
         found = getattr(found, step)

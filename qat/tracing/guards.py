@@ -1,4 +1,4 @@
-"""Nodes that refuse inputs for which the float model would have taken another way than the one that was traced."""
+"""Guards: nodes that refuse inputs for which the float model would take another branch than the traced one."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from torch.fx.node import has_side_effect
 
 @has_side_effect
 def expect_same(value: Any, expected: Any, where: str) -> None:
-    """Refuse inputs for which the float model would have taken another way than the one that was traced.
+    """Refuse inputs for which the float model would take another branch than the traced one.
 
     Raises:
-        ValueError: if value is not what it was for the example inputs.
+        ValueError: if value differs from its value for the example inputs.
     """
     if isinstance(value, fx.Proxy):  # unpickling traces the code again
         value.tracer.create_proxy("call_function", expect_same, (value, expected, where), {})
@@ -25,7 +25,7 @@ def expect_same(value: Any, expected: Any, where: str) -> None:
 
 @has_side_effect
 def expect_default(value: Any, default: Any, name: str) -> None:
-    """Refuse an argument of forward that the model was not prepared for.
+    """Refuse an argument of forward for which the model was not prepared.
 
     Raises:
         ValueError: if value is not the default.

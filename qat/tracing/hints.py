@@ -1,8 +1,8 @@
-"""Proxies that know what they hold for the example inputs, so that decisions on sizes can be traced.
+"""`HintTracer`: a tracer whose proxies know their values for the example inputs, so it can trace decisions on sizes.
 
-`if H % window: x = F.pad(x, ...)` has no answer for a plain torch.fx proxy. One that carries the value that the
-example inputs gave has: the trace takes that way, and a node in the graph refuses inputs of another size later,
-instead of computing something else than the float model.
+A plain torch.fx proxy cannot decide `if H % window: x = F.pad(x, ...)`. A proxy that carries the value of the example
+inputs can: the trace takes that branch. A guard in the graph later refuses inputs of another size, for which the graph
+would not compute what the float model does.
 """
 
 import inspect
@@ -29,7 +29,7 @@ OF_SHAPES = frozenset((
     "getattr", "getitem", "len", "size", "dim", "ndimension", "numel", "nelement", "stride", "get_device",
     "element_size", "type", "is_contiguous", "is_floating_point", "is_complex", "is_tensor",
 ))  # fmt: skip
-"""Questions to tensors that any tensors of these sizes and types answer alike."""
+"""Functions and methods whose result depends only on the shape and type of a tensor, not on its values."""
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -41,7 +41,7 @@ def _context() -> tuple[bool, bool]:
 
 
 class HintTracer(fx.Tracer):
-    """fx.Tracer that runs every node on the example inputs as it goes, if it is given some.
+    """fx.Tracer that also runs every node on the example inputs, if there are any.
 
     Attributes:
         examples: argument name to value; None traces without.
@@ -58,14 +58,14 @@ class HintTracer(fx.Tracer):
         self._thread = threading.get_ident()
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
-        """The graph; what torch.fx changes in nn.Module meanwhile, other threads do not notice."""
+        """Trace while no other thread does, since torch.fx patches nn.Module."""
         with tracing_alone():
             self._thread = threading.get_ident()
             return super().trace(root, concrete_args)
 
     @property
     def is_paused(self) -> bool:
-        """Whether modules are to act as ever: one runs on the example inputs, or another thread calls its own."""
+        """Whether modules run normally: one runs on the example inputs, or another thread calls its own model."""
         return self._running or threading.get_ident() != self._thread
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -75,13 +75,13 @@ class HintTracer(fx.Tracer):
         try:
             value = self._value_of(node)
         except BaseException:
-            self.graph.erase_node(node)  # whoever catches the error goes another way
+            self.graph.erase_node(node)  # whoever catches the error takes another branch
             raise
         node.meta[FACTS] = Facts.of(value)
         return HintProxy(node, self, value)
 
     def create_arg(self, a: Any) -> Any:
-        """A proxy is its node, a number of numpy's the number."""
+        """A proxy becomes its node, and a NumPy scalar a Python number."""
         if isinstance(a, np.generic):
             a = a.item()
         return a.node if isinstance(a, fx.Proxy) else super().create_arg(a)
@@ -89,10 +89,10 @@ class HintTracer(fx.Tracer):
     def create_proxy(
         self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any, **named: Any
     ) -> Any:
-        """A node; once a tensor was changed in place, it is the result of what changed it.
+        """A node. After an in-place change, a tensor's proxy stands for the result of the change.
 
-        So the graph reads as if nothing were written: a residual that is added behind `relu(x)` with an in-place ReLU
-        is the ReLU's result, whoever computes that.
+        So the graph reads as if nothing were written in place: a residual that is added after an in-place `relu(x)` is
+        the ReLU's result.
         """
         if self._modes != _context():
             raise TraceError("a part of it runs under no_grad or autocast, which a graph does not keep")
@@ -104,10 +104,10 @@ class HintTracer(fx.Tracer):
         return proxy
 
     def guard(self, proxy: Any) -> Any:
-        """The proxy's value for the example inputs, which the graph from now on insists on.
+        """The proxy's value for the example inputs; a guard in the graph refuses any other value.
 
         Raises:
-            TraceError: if it follows from the values of a tensor, which no size decides.
+            TraceError: if it depends on the values of a tensor, and not only on sizes.
         """
         value = proxy.hint
         if self._follows_values(proxy.node):
@@ -119,7 +119,7 @@ class HintTracer(fx.Tracer):
         return value
 
     def _follows_values(self, node: fx.Node) -> bool:
-        """Whether a node's value is a tensor's, or what `item()` or `tolist()` made of one."""
+        """Whether a node is a tensor, or was computed from the values of one, as by `item()` or `tolist()`."""
         if isinstance(self._known(node), torch.Tensor):
             return True
         if _holds_tensors(self._known(node)):
@@ -131,7 +131,7 @@ class HintTracer(fx.Tracer):
         )
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Placeholders; an argument that has a default, and no example, is its default and nothing else."""
+        """Placeholders. An argument with a default and without an example is fixed at its default, with a guard."""
         function, args = super().create_args_for_root(root_fn, is_module, concrete_args)
         parameters = list(inspect.signature(root_fn).parameters.values())[int(is_module) :]
         known = self.examples or {}
@@ -151,7 +151,7 @@ class HintTracer(fx.Tracer):
         return super().to_bool(obj) if self.examples is None else bool(self.guard(obj))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Take a list, a tuple or a tensor apart into as many as there were."""
+        """Iterate over as many items as the example value has."""
         if self.examples is None:
             return super().iter(obj)
         items: Any = obj
@@ -165,16 +165,16 @@ class HintTracer(fx.Tracer):
         return list(hint) if isinstance(hint, Mapping) else super().keys(obj)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        """Parameters and buffers become nodes, except while modules are to act as ever."""
+        """Parameters and buffers become nodes, except while tracing is paused."""
         return attr_val if self.is_paused else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def answer(self, graph: fx.Graph) -> Any:
-        """What the traced graph answered to the example inputs."""
+        """The traced graph's output for the example inputs."""
         end = next(node for node in graph.nodes if node.op == "output")
         return fx.node.map_arg(end.args[0], self._known)
 
     def replay(self, graph: fx.Graph) -> Any:
-        """What the graph answers when every node runs anew."""
+        """The graph's output when every node runs again."""
         for node in graph.nodes:
             self._value_of(node)
         return self.answer(graph)
@@ -197,7 +197,7 @@ class HintTracer(fx.Tracer):
         return value
 
     def _known(self, node: fx.Node) -> Any:
-        if node not in self._values:  # a constant, a named tuple: a node that never was a proxy
+        if node not in self._values:  # a constant or a named tuple, whose node never had a proxy
             self._value_of(node)
         return self._values[node]
 

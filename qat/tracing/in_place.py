@@ -1,7 +1,7 @@
-"""What writes into tensors that are there already: in-place methods, functions and modules, and who would see it.
+"""In-place writes: which methods, functions and modules write into existing tensors, and which nodes would see it.
 
-Tracing gives a tensor that is changed in place a new name (see `HintTracer.create_proxy`), so that a graph mostly reads
-as if nothing were written. What is left are views: whoever reads memory that another name writes to.
+Tracing gives a tensor that is changed in place a new name (see `HintTracer.create_proxy`), so a graph mostly reads as
+if nothing were written. Views remain: a node may read memory that is written under another name.
 """
 
 import functools
@@ -23,7 +23,7 @@ AUGMENTED = {f"i{name}" for name in (
 OWN_MEMORY_MODULES = {f"torch.nn.modules.{name}" for name in (
     "activation", "batchnorm", "conv", "instancenorm", "linear", "normalization", "pooling", "rnn", "sparse",
 )}  # fmt: skip
-"""Where the modules of torch are defined that answer with memory of their own, but for `inplace` ones and Identity."""
+"""The Python modules of torch whose layers return new memory, except with `inplace` and except Identity."""
 
 OWN_MEMORY = {
     "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "add",
@@ -37,15 +37,15 @@ OWN_MEMORY = {
     "repeat", "repeat_interleave", "rms_norm", "roll", "rsqrt", "sigmoid", "silu", "sin", "softmax", "softplus",
     "sqrt", "square", "stack", "std", "sub", "sum", "tanh", "topk", "truediv", "var", "where", "zeros_like",
 }  # fmt: skip
-"""Functions, methods and operators that answer with memory of their own, unless they are told `inplace`."""
+"""Functions, methods and operators that return new memory, unless they are called with `inplace`."""
 
 
 def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
-    """The tensor that a node writes into; None if it leaves all that it is given as it is.
+    """The tensor that a node writes into; None if it changes none of its inputs.
 
     Args:
-        node: of a graph.
-        model: whose submodules the graph calls.
+        node: a node of a graph.
+        model: the model whose submodules the graph calls.
     """
     target = node.kwargs.get("out")
     if target is None and _writes_into_first(node, model):
@@ -54,7 +54,7 @@ def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
 
 
 def drop_unread(graph: fx.Graph, model: nn.Module) -> None:
-    """Remove from a graph, which calls the submodules of a model, what nobody reads and what writes for nobody."""
+    """Remove nodes whose result no node reads, and writes that no node sees, from a graph that calls a model."""
     memory = Memory(model, graph)
 
     def acts(node: fx.Node) -> bool:
@@ -78,13 +78,13 @@ def _writes_into_first(node: fx.Node, model: nn.Module) -> bool:
 
 
 def _is_in_place(name: str) -> bool:
-    """By torch's convention for names."""
+    """Whether a name says so, by torch's convention."""
     return name.endswith("_") and not name.endswith("__")
 
 
 @functools.cache
 def _place_of_inplace(function: Any) -> int | None:
-    """Where a function takes `inplace` among its positional arguments; None if it does not."""
+    """The position of a function's `inplace` argument; None if it has none."""
     try:
         names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # built in
@@ -93,13 +93,13 @@ def _place_of_inplace(function: Any) -> int | None:
 
 
 class Memory:
-    """Which tensors of a graph may lie in the same memory, and when somebody writes there.
+    """Which tensors of a graph may share memory, and which nodes write there.
 
-    What is not known to answer with memory of its own may answer with that of any of its inputs.
+    An operation that is not known to return new memory may return the memory of any of its inputs.
 
     Args:
-        model: whose submodules the graph calls.
-        graph: of a traced model.
+        model: the model whose submodules the graph calls.
+        graph: the graph of a traced model.
     """
 
     def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
@@ -123,24 +123,24 @@ class Memory:
                 self._home[member] = mine
 
     def writers(self, node: fx.Node) -> list[fx.Node]:
-        """Who writes into the memory of a tensor."""
+        """The nodes that write into the memory of a tensor."""
         return [member for member in self._home[node] if member in self._writers]
 
     def readers(self, node: fx.Node) -> set[fx.Node]:
-        """Who is given the memory of a tensor, by whatever name."""
+        """The nodes that read the memory of a tensor, under any name."""
         return {user for member in self._home[node] for user in member.users}
 
     def is_read_outside(self, node: fx.Node) -> bool:
-        """Whether the memory of a tensor is read by what has memory of its own, or comes from outside the graph."""
+        """Whether a node with other memory reads the memory of a tensor, or the memory comes from outside the graph."""
         names = set(self._home[node])
         return any(each.op in ("placeholder", "get_attr") or not names.issuperset(each.users) for each in names)
 
     def seen_writers(self, node: fx.Node) -> list[fx.Node]:
-        """Those of them whose writing another name of the memory shows."""
+        """The writers whose write can be seen under another name of the memory."""
         return [writer for writer in self.writers(node) if not self.is_unseen(writer)]
 
     def is_unseen(self, writer: fx.Node) -> bool:
-        """Whether nobody sees that a node writes: no other name of the memory is read later, nor from outside."""
+        """Whether no node sees a write: no other name of the memory is read later, or visible outside the graph."""
         now = self.order[writer]
         for member in self._home[writer]:
             if member.op in ("placeholder", "get_attr"):
@@ -150,9 +150,9 @@ class Memory:
         return True
 
     def can_wait(self, source: fx.Node, steps: tuple[fx.Node, ...]) -> bool:
-        """Whether steps that start from a tensor may be computed later, from what the tensor is then.
+        """Whether steps that start from a tensor may be computed later, from the tensor's later values.
 
-        So it is if nobody writes there from the first step on, but for steps that nobody sees writing.
+        They may if no node writes into it after the first step, apart from steps whose writes no node sees.
         """
         first = min(self.order[step] for step in steps) if steps else self.order[source]
         later = [writer for writer in self.writers(source) if self.order[writer] >= first]
@@ -160,7 +160,7 @@ class Memory:
 
 
 def mark_later_writes(model: fx.GraphModule) -> None:
-    """Note which tensors are written to after they were made, through a view: on no grid are they what they were."""
+    """Mark the tensors that are written later through a view: a quantized copy would miss the write."""
     memory = Memory(model, model.graph)
     for node in model.graph.nodes:
         writers = memory.seen_writers(node) if has_own_memory(node, model) else []
@@ -169,8 +169,8 @@ def mark_later_writes(model: fx.GraphModule) -> None:
 
 
 def has_own_memory(node: fx.Node, model: nn.Module) -> bool:
-    """Whether a node that does not write answers with a tensor that shares no memory with another."""
-    if node.op in ("placeholder", "get_attr", "output"):  # answers lie in one another's memory only if they did before
+    """Whether a node that writes nothing returns a tensor that shares no memory with its inputs."""
+    if node.op in ("placeholder", "get_attr", "output"):  # outputs share memory only if they did before
         return True
     module = submodule_of(model, node)
     if module is not None:

@@ -1,4 +1,4 @@
-"""Questions about the nodes of a traced graph, and names for what is added to it."""
+"""The nodes of a traced graph: facts about them, their notes, and free names for new ones."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,18 +7,18 @@ import torch
 from torch import fx, nn
 
 FACTS = "qat_facts"
-"""Key of node.meta: `Facts` of the tensor that the node held for the example inputs, or None if no tensor."""
+"""Key of node.meta: `Facts` of the node's tensor for the example inputs, or None if it is no tensor."""
 
 WRITTEN_LATER = "qat_changed"
-"""Key of node.meta: true if somebody writes into the node's tensor later without giving it a new name."""
+"""Key of node.meta: true if a later node writes into the tensor without giving it a new name."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a node's tensor.
+    """What tracing learned about a node's tensor.
 
     Attributes:
-        axes: how many it had.
+        axes: number of axes.
         quantizable: whether it held finite floating-point numbers; a mask of minus infinity has no range.
     """
 
@@ -35,11 +35,11 @@ class Facts:
 
 
 Notes = list[tuple[str, str, dict[str, Any]]]
-"""Of every node that computes something: what it is called, its scope, and its notes under our own keys of meta."""
+"""For every node that computes something: its target, its scope, and its entries of meta under our own keys."""
 
 
 def notes_of(graph: fx.Graph) -> Notes:
-    """What would be lost with the nodes themselves, in a form that pickles."""
+    """The notes on the nodes, which would be lost with them, in a form that pickles."""
     return [
         (str(node.target), scope_of(node), {key: value for key, value in node.meta.items() if key.startswith("qat_")})
         for node in graph.nodes
@@ -48,7 +48,7 @@ def notes_of(graph: fx.Graph) -> Notes:
 
 
 def restore_notes(graph: fx.Graph, notes: Notes) -> None:
-    """Give the nodes of the same graph, recorded anew, their notes back."""
+    """Put the notes back on the nodes of the same graph, recorded again."""
     computing = [node for node in graph.nodes if node.op != "get_attr"]
     for node, (target, scope, found) in zip(computing, notes, strict=True):
         assert str(node.target) == target or node.op == "call_function", (node.target, target)
@@ -68,7 +68,7 @@ def submodule_of(graph_module: nn.Module, node: fx.Node) -> nn.Module | None:
 
 def is_call(node: fx.Node, modules: tuple[type[nn.Module], ...], functions: set[Any], methods: set[str],
             graph_module: fx.GraphModule) -> bool:  # fmt: skip
-    """Whether a node applies one of these modules (exact types), functions or tensor methods."""
+    """Whether a node calls one of these modules (exact types), functions or tensor methods."""
     if node.op == "call_module":
         return type(submodule_of(graph_module, node)) in modules
     if node.op == "call_function":
@@ -77,9 +77,9 @@ def is_call(node: fx.Node, modules: tuple[type[nn.Module], ...], functions: set[
 
 
 def tensor_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that hold floating-point tensors, as far as the graph tells: not sizes and what is computed from them.
+    """The nodes that hold floating-point tensors, and not sizes or values computed from sizes.
 
-    Where the graph was traced with example inputs, that is known; else indices and masks count as tensors too.
+    Without example inputs the graph does not tell them apart: then indices and masks count as tensors too.
     """
     held: set[fx.Node] = set()
     plain_results = {"size", "dim", "numel", "item"}
@@ -101,13 +101,13 @@ def tensor_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def dimensions(node: fx.Node) -> int | None:
-    """How many axes the node's tensor had for the example inputs; None if that is not known."""
+    """The number of axes of the node's tensor for the example inputs; None if it is not known."""
     facts = node.meta.get(FACTS)
     return None if facts is None else int(facts.axes)
 
 
 def free_name(graph_module: nn.Module, wanted: str) -> str:
-    """`wanted`, or wanted_1, wanted_2 ... if the model has something of that name."""
+    """`wanted`, or wanted_1, wanted_2 ... if the name is taken in the model."""
     candidate, number = wanted, 0
     while _has(graph_module, candidate):
         number += 1

@@ -87,7 +87,7 @@ def gradients_refused(is_paused: Callable[[], bool]) -> Iterator[None]:
     torch creates for every application, since user code may hold a reference to `apply` itself.
 
     Args:
-        is_paused: returns whether to let one pass.
+        is_paused: whether to let one pass.
     """
 
     def refuse(context: Any) -> None:

@@ -13,11 +13,11 @@ GRADIENTS = frozenset((
     "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "backward", "retain_grad", "retains_grad",
     "register_hook", "register_post_accumulate_grad_hook", "is_inference", "_backward_hooks", "_version",
 ))  # fmt: skip
-"""What a tensor knows of its gradients, and takes for them: no graph does, and another call may find it otherwise."""
+"""Attributes and methods of a tensor that concern its gradients. A graph keeps none of them."""
 
 
 class HintedValue:
-    """Conversions to Python values that a plain proxy refuses; each is traced as it was for the example inputs."""
+    """Conversions to Python values that a plain proxy refuses; each adds a guard for the example value."""
 
     hint: Any
     node: fx.Node
@@ -36,7 +36,7 @@ class HintedValue:
         return float(self.tracer.guard(self))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """What numpy computes with: sizes."""
+        """For NumPy functions of sizes."""
         return np.asarray(self.tracer.guard(self), dtype)
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -52,7 +52,7 @@ class HintedValue:
 
 
 class HintProxy(HintedValue, fx.Proxy):
-    """A proxy with the value that its node had for the example inputs."""
+    """A proxy with the value of its node for the example inputs."""
 
     def __init__(self, node: fx.Node, tracer: Any, hint: Any) -> None:
         self.hint = hint
@@ -60,15 +60,15 @@ class HintProxy(HintedValue, fx.Proxy):
 
 
 class HintAttribute(HintedValue, Attribute):
-    """`x.shape` and `x.view`: a node only when it is used as a value."""
+    """`x.shape` or `x.view`; it becomes a node only when it is used as a value."""
 
     @property
     def hint(self) -> Any:
         """The attribute's value for the example inputs."""
-        return getattr(self.root.hint, self.attr)  # it exists: __getattr__ of the root asked
+        return getattr(self.root.hint, self.attr)  # it exists: the root's __getattr__ checked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A method call; the views of a mapping are taken apart at once, since a graph cannot index them."""
+        """A method call. The views of a mapping are expanded now, since a graph cannot index them."""
         if isinstance(self.root.hint, Mapping) and self.attr in ("keys", "values", "items", "get"):
             return getattr({key: self.root[key] for key in self.root.hint}, self.attr)(*args, **kwargs)
         return super().__call__(*args, **kwargs)

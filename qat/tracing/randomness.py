@@ -1,4 +1,4 @@
-"""Random numbers while a model is traced or checked: the user's go on afterwards as if nothing had been drawn."""
+"""Random numbers while a model is traced or checked: afterwards the user's generators are as they were."""
 
 import pickle
 import random
@@ -17,9 +17,10 @@ from qat.tracing.patches import tracing_alone
 
 @contextmanager
 def rewinding() -> Iterator[Callable[[], None]]:
-    """A context whose value puts torch's, Python's and numpy's random numbers back to where they were; so does its end.
+    """A context that restores the states of torch's, Python's and NumPy's generators at its end.
 
-    Generators that nobody drew from are left alone, for other threads may be about to draw from them.
+    Its value is a function that restores them earlier. A generator that was not used is left alone, since another
+    thread may be about to draw from it.
     """
     generators: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
         (torch.get_rng_state, torch.set_rng_state),
@@ -44,7 +45,7 @@ def rewinding() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A context with random numbers of its own: torch's, Python's and numpy's; for one thread at a time."""
+    """A context in which torch's, Python's and NumPy's generators start from a seed; for one thread at a time."""
     with tracing_alone(), rewinding():
         torch.default_generator.manual_seed(seed)
         if _cards():
@@ -55,17 +56,17 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _cards() -> range:
-    """Those in use: what is done to another device would outlast the context."""
+    """The CUDA devices in use: touching another would initialize it for good."""
     return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
 
 
 def python_state() -> bytes:
-    """What Python's and numpy's next random numbers follow from."""
+    """The states of Python's and NumPy's generators."""
     return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
 class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which torch draws no random numbers, in this thread: a graph would keep them as a constant.
+    """A context in which this thread may not draw random numbers with torch: a graph would keep them as a constant.
 
     Args:
         is_paused: whether to let an operation pass.
@@ -76,10 +77,10 @@ class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_paused = is_paused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, unless it draws.
+        """Run an operation.
 
         Raises:
-            TraceError: if it does.
+            TraceError: if it draws random numbers.
         """
         if torch.Tag.nondeterministic_seeded in func.tags and not self._is_paused():
             name = func.overloadpacket.__name__

@@ -1,4 +1,4 @@
-"""One trace of a model in its present mode, which answers as the model does and leaves it as it was."""
+"""Traces a model in its present mode, checks the graph against it, and leaves the model unchanged."""
 
 import keyword
 import operator
@@ -28,7 +28,7 @@ from qat.tracing.tracer import QuantTracer, first_line, is_foreign
 
 
 def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
-    """Refuse modules whose behaviour a graph would lose, and names that it cannot speak.
+    """Refuse modules whose behaviour a graph would lose, and names that a graph cannot use.
 
     Raises:
         UntraceableError: naming the module.
@@ -52,14 +52,14 @@ def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
 
 
 def graph_of(model: nn.Module, examples: Examples | None) -> tuple[fx.Graph, dict[str, str]]:
-    """The model's graph in its present mode, and the functions that could not be taken apart, name to reason.
+    """The model's graph in its present mode, and the functions that it could not trace into, name to reason.
 
     Args:
         model: in training or in evaluation.
         examples: arguments of forward by name, or None.
 
     Raises:
-        UntraceableError: if torch.fx cannot trace the model, or its graph answers the examples otherwise.
+        UntraceableError: if torch.fx cannot trace the model, or the graph's output for the examples differs.
     """
     try:
         with torch.enable_grad():
@@ -71,9 +71,9 @@ def graph_of(model: nn.Module, examples: Examples | None) -> tuple[fx.Graph, dic
         for name in [name for name in vars(model) if name.startswith(GRAPH_CONSTANT)]:
             delattr(model, name)
         raise UntraceableError(f"torch.fx cannot trace {type(model).__name__}: {first_line(error)}") from error
-    unpickle_with(QuantTracer, graph)
+    graph._tracer_cls = QuantTracer  # unpickling traces with it
     for node in graph.nodes:
-        if not is_foreign(node.target):  # torch.fx marks what a wrapped function returned, here an operation of its own
+        if not is_foreign(node.target):  # torch.fx marks the results of a wrapped function, here its own operations
             node.meta.pop("is_wrapped", None)
         if node.op == "get_attr" and FACTS not in node.meta:  # constants that forward makes
             node.meta[FACTS] = Facts.of(attribute(model, str(node.target)))
@@ -82,7 +82,7 @@ def graph_of(model: nn.Module, examples: Examples | None) -> tuple[fx.Graph, dic
 
 
 def _merge_selections(graph: fx.Graph) -> None:
-    """One node for every item that is taken from a list or a mapping, so that it is quantized once."""
+    """Use one node for each item of a list or a mapping, so that it is quantized once."""
     taken: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not operator.getitem or node.meta.get(FACTS) is None:
@@ -96,10 +96,10 @@ def _merge_selections(graph: fx.Graph) -> None:
 
 
 def _traced(model: nn.Module, tracer: QuantTracer) -> tuple[fx.Graph, bool]:
-    """The graph, and whether Python's or numpy's random numbers moved on meanwhile.
+    """The graph, and whether forward drew from Python's or NumPy's generators.
 
     Raises:
-        UntraceableError: if forward changes an attribute and no example inputs tell whether that counts.
+        UntraceableError: if forward changes an attribute and no example inputs tell whether it matters.
     """
 
     def is_paused() -> bool:
@@ -119,13 +119,13 @@ def _traced(model: nn.Module, tracer: QuantTracer) -> tuple[fx.Graph, bool]:
 
 
 def _check_answer(model: nn.Module, examples: Examples, tracer: QuantTracer, graph: fx.Graph, draws: bool) -> None:
-    """Refuse a graph that computes something else: Python code sees a proxy and says nothing, or draws, or counts.
+    """Refuse a graph that computes something else: Python code may treat a proxy wrongly, draw numbers, or count calls.
 
-    The model runs with other random numbers than those of the trace, and without gradients. The modules that the graph
-    calls look after their modes themselves; here they are in evaluation, as they were for the graph's answer.
+    The model runs with another random seed than the trace, and without gradients. The modules that the graph calls
+    handle their modes themselves; here they run in evaluation, as they did for the graph's output.
 
     Raises:
-        UntraceableError: if the graph's answer to the example inputs is not the model's.
+        UntraceableError: if the graph's output for the example inputs is not the model's.
     """
 
     def run() -> Any:
@@ -136,7 +136,7 @@ def _check_answer(model: nn.Module, examples: Examples, tracer: QuantTracer, gra
 
     with restoring_state(model) as changes:
         expected, draws_again = run()
-    if draws and draws_again:  # both, since another thread may have drawn during one
+    if draws and draws_again:  # both, since another thread may have drawn during one of them
         raise UntraceableError("forward draws from Python's or numpy's random numbers, which a graph does not keep")
     if changes:
         with restoring_state(model):
@@ -152,7 +152,7 @@ def _check_answer(model: nn.Module, examples: Examples, tracer: QuantTracer, gra
 
 @contextmanager
 def _called_in_evaluation(model: nn.Module, graph: fx.Graph) -> Iterator[None]:
-    """A context in which the modules that a graph calls run in evaluation; whoever asks for their mode sees theirs."""
+    """A context in which the modules that a graph calls run in evaluation, and otherwise show their own mode."""
     training = model.training
 
     def before(module: nn.Module, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a forward changes in a model besides its answer: it is put back, and noticed where it decides something."""
+"""Side effects of a forward on the model: they are undone, and detected where they could change a later result."""
 
 import copy
 import pickle
@@ -22,10 +22,10 @@ class Change(NamedTuple):
     """An attribute that a forward changed.
 
     Attributes:
-        name: of the module.
-        module: that has it.
-        key: what it is called.
-        is_new: whether there was none before.
+        name: name of the module.
+        module: the module.
+        key: name of the attribute.
+        is_new: whether the forward created it.
     """
 
     name: str
@@ -38,14 +38,14 @@ class Change(NamedTuple):
 
 
 class UntraceableError(ValueError):
-    """A model, or a submodule, that has no one graph; the message says why."""
+    """A model or submodule cannot be traced as one graph; the message says why."""
 
 
 @contextmanager
 def restoring_state(model: nn.Module) -> Iterator[list[Change]]:
-    """A context after which every module remembers what it did before: a forward may note things, here proxies.
+    """A context that restores attributes and buffers of all modules: a traced forward may store proxies in them.
 
-    It gives a list, to which leaving adds the attributes that changed, of those that can be compared.
+    Its value is a list, to which the end of the context adds the attributes that changed, if they can be compared.
     """
     modules = list(model.named_modules())
     notes = [(module, {key: copy.copy(value) for key, value in _plain(module).items()}) for _, module in modules]
@@ -97,7 +97,7 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 
 
 def _comparable(value: Any) -> Any:
-    """What can be compared of an attribute's value; None if nothing can."""
+    """An attribute's value in a form that can be compared; None if there is none."""
     if type(value) in PLAIN:
         return (value,)
     if isinstance(value, GENERATORS):
@@ -110,11 +110,11 @@ def _comparable(value: Any) -> Any:
 
 
 def read_before_written(changes: list[Change], run: Callable[[], Any]) -> Change | None:
-    """The first of some attributes that a run reads before it writes it, or None: they are mere notes then.
+    """The first of some attributes that a run reads before writing it; None if it only writes them, as a log.
 
     Args:
-        changes: attributes.
-        run: runs the model that holds them.
+        changes: the attributes.
+        run: runs the model that has them.
     """
     found: list[Change] = []
     kinds = [(module, type(module)) for module in {change.module: None for change in changes}]
@@ -130,7 +130,7 @@ def read_before_written(changes: list[Change], run: Callable[[], Any]) -> Change
 
 
 def _watched(kind: Any, changes: dict[str, Change], found: list[Change]) -> type[nn.Module]:
-    """A class for a module that acts as ever, and notes which of the attributes is read before it is written."""
+    """A subclass for a module that records which of the attributes is read before it is written."""
 
     class Watched(kind):  # type: ignore[misc]
         def __getattribute__(self, key: str) -> Any:

@@ -1,4 +1,4 @@
-"""torch.fx tracing of a float model, with module paths kept so that new modules get telling names."""
+"""`QuantTracer`: torch.fx tracing of a float model for preparation."""
 
 import types
 from collections.abc import Mapping
@@ -17,26 +17,26 @@ TRANSFORMERS = (
 )  # fmt: skip
 
 KEPT_WHOLE = ("StochasticDepth", "FrozenBatchNorm2d")
-"""torchvision's modules that act by train or eval mode, which tracing would bake in, or fold as a BatchNorm does."""
+"""torchvision's modules that stay whole: tracing would fix their mode, and the BatchNorm folds as a module."""
 
 FOREIGN = ("torch", "math", "builtins", "_operator", "operator", "qat")
-"""Packages whose functions are operations; any other function is looked into."""
+"""Packages whose functions are operations; the tracer traces into any other function."""
 
 
 class Several(tuple[Any, ...]):
-    """What a function returns that returns several values; torch.fx marks the node of what a wrapped one returns."""
+    """A tuple of results with a `node`, since torch.fx marks the node of what a wrapped function returns."""
 
     node = types.SimpleNamespace(meta={})
 
 
 class QuantTracer(HintTracer):
-    """fx.Tracer whose graphs may pass a submodule as an argument: a layer is handed its grid and its BatchNorm.
+    """fx.Tracer whose graphs may pass submodules as arguments: a layer takes its input's quantizer and its BatchNorm.
 
-    That makes a prepared model picklable too, because GraphModule is rebuilt by tracing its code again. Attention and
-    functions that a library marks as untraceable (`torch.fx.wrap`) are taken apart into the operations that they do.
+    So a prepared model can be pickled: GraphModule is rebuilt by tracing its code again. Attention, and functions that
+    a library marks as untraceable (`torch.fx.wrap`), are split into their operations.
 
     Attributes:
-        opaque: functions that could not be taken apart, name to reason.
+        opaque: functions that could not be split, name to reason.
     """
 
     def __init__(self, examples: Mapping[str, Any] | None = None) -> None:
@@ -50,7 +50,7 @@ class QuantTracer(HintTracer):
         return super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """torch's own modules except those that are attention, and modules that only look like several operations."""
+        """torch's own modules except attention, modules with a twin, and those that are kept whole."""
         if type(m) in (*TRANSFORMERS, nn.MultiheadAttention):
             return False
         return (
@@ -60,7 +60,7 @@ class QuantTracer(HintTracer):
         )
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace into attention; run plainly where modules are to act as ever."""
+        """Trace into attention; run the module itself while tracing is paused."""
         if self.is_paused:
             return forward(*args, **kwargs)
         if type(m) is nn.MultiheadAttention:
@@ -70,7 +70,7 @@ class QuantTracer(HintTracer):
     def create_proxy(
         self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any, **named: Any
     ) -> Any:
-        """A node; or, for attention and for functions of other packages, the nodes that they are made of."""
+        """A node; for attention and functions of other packages, the nodes of their operations."""
         if kind == "call_function" and target is F.scaled_dot_product_attention:
             return scaled_dot_product_attention(*args, **kwargs)
         if kind == "call_function" and is_foreign(target):
@@ -89,7 +89,7 @@ class QuantTracer(HintTracer):
             if isinstance(result, fx.Proxy):
                 return result
             reason = f"it returns a {type(result).__name__}"
-        except Exception as error:  # whatever foreign code does with a proxy
+        except Exception as error:  # foreign code may raise anything on a proxy
             reason = first_line(error)
         self.opaque[function.__name__] = reason
         for node in reversed([node for node in self.graph.nodes if node not in known]):
@@ -98,7 +98,7 @@ class QuantTracer(HintTracer):
 
 
 def is_foreign(target: Any) -> bool:
-    """Whether a function is no operation of torch or Python, but code of a library or of the user."""
+    """Whether a function is code of another library or of the user, and no operation of torch or Python."""
     return isinstance(target, types.FunctionType) and target.__module__.partition(".")[0] not in FOREIGN
 
 

@@ -1,7 +1,7 @@
-"""One graph for a model that acts by mode: dropouts, auxiliary outputs, branches on `self.training`.
+"""One graph for both modes of a model: dropouts, auxiliary outputs, branches on `self.training`.
 
-Tracing reads `self.training` once, so the model is traced in both modes. What both do is one path; what only one of
-them does is added to it, and `ByMode` picks the outputs at every call.
+Tracing reads `self.training` once, so the model is traced in both modes. Nodes of both traces are merged, nodes of one
+trace are added, and `ByMode` picks the outputs at every call.
 """
 
 from typing import Any, TypeVar
@@ -21,50 +21,50 @@ Graph = TypeVar("Graph", bound=fx.GraphModule)
 
 
 class ByMode(nn.Module):
-    """The first of two values in training, the second in evaluation."""
+    """Returns the first of two values in training, the second in evaluation."""
 
     def forward(self, training: Any, evaluation: Any) -> Any:
-        """Pick one."""
+        """The value for the present mode."""
         return training if self.training else evaluation
 
 
 def trace(model: nn.Module, examples: Examples | None, graph_class: type[Graph]) -> tuple[Graph, dict[str, str]]:
-    """The model as a graph module that shares the model's submodules and acts by train and eval mode as the model does.
+    """The model as a graph module that shares its submodules and follows train and eval mode as the model does.
 
     Args:
-        model: what to trace.
-        examples: argument name of forward to value; decisions on sizes are taken as for these.
-        graph_class: what the result is.
+        model: the model.
+        examples: argument name of forward to value; they decide the branches on sizes.
+        graph_class: class of the result.
 
     Returns:
-        The graph module, and the functions in it that could not be taken apart, name to reason.
+        The graph module, and the functions in it that could not be split into operations, name to reason.
 
     Raises:
-        UntraceableError: if torch.fx cannot trace the model, or if evaluation has a BatchNorm of its own.
+        UntraceableError: if torch.fx cannot trace the model, or if only evaluation applies a BatchNorm.
     """
     check_modules(model, graph_class)
     with evaluating(model):
         in_evaluation, opaque = graph_of(model, examples)
         training, _ = graph_of(model.train(), examples)
-    twins = _merge(model, training, in_evaluation)
+    counterparts = _merge(model, training, in_evaluation)
     for node in training.nodes:
         if node.op != "output" and not node.args and "input" in node.kwargs:  # layer(input=x) and such
             node.args, node.kwargs = (node.kwargs["input"],), {k: v for k, v in node.kwargs.items() if k != "input"}
     graph_module = graph_class(model, training, type(model).__name__)
     _keep_state(model, graph_module)
-    for name, module in model.named_modules():  # torch 2.11 makes them all persistent
-        if unsaved := unsaved_buffers_of(module):
-            unsaved_buffers_of(graph_module.get_submodule(name)).update(unsaved)
-    for name in [name for name in buffers_of(graph_module) if name.startswith(GRAPH_CONSTANT)]:
-        unsaved_buffers_of(graph_module).add(name)  # no state: forward made it
-    _dropouts_become_modules(graph_module, twins)
-    _outputs_by_mode(graph_module, in_evaluation, twins)
+    for name, module in model.named_modules():  # torch 2.11 makes all buffers persistent
+        if module._non_persistent_buffers_set:
+            graph_module.get_submodule(name)._non_persistent_buffers_set |= module._non_persistent_buffers_set
+    for name in [name for name in graph_module._buffers if name.startswith("_tensor_constant")]:
+        graph_module._non_persistent_buffers_set.add(name)  # not part of the state: forward created it
+    _dropouts_become_modules(graph_module, counterparts)
+    _outputs_by_mode(graph_module, in_evaluation, counterparts)
     graph_module.recompile()
     return graph_module, opaque
 
 
 def _keep_state(model: nn.Module, graph_module: fx.GraphModule) -> None:
-    """Also the parameters and buffers that no node reads, so that float checkpoints fit without a key too many."""
+    """Add the parameters and buffers that no node reads, so that float checkpoints have no unexpected key."""
     present = dict(graph_module.named_parameters(remove_duplicate=False))
     present |= dict(graph_module.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
     for name, tensor in [
@@ -88,22 +88,22 @@ def _keep_state(model: nn.Module, graph_module: fx.GraphModule) -> None:
 
 
 def _merge(model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Add to the training graph what only evaluation does.
+    """Add the nodes of evaluation alone to the training graph.
 
     Returns:
-        Evaluation's nodes to the nodes of the training graph that do the same.
+        The nodes of evaluation to the equal nodes of the training graph.
     """
     same: dict[Any, list[fx.Node]] = {}
     for node in training.nodes:
         same.setdefault(_what(node, {}, model), []).append(node)
-    twins: dict[fx.Node, fx.Node] = {}
+    counterparts: dict[fx.Node, fx.Node] = {}
     end = next(node for node in training.nodes if node.op == "output")
     for node in evaluation.nodes:
         if node.op == "output":
             continue
-        candidates = same.get(_what(node, twins, model), [])
+        candidates = same.get(_what(node, counterparts, model), [])
         if candidates:
-            twins[node] = candidates.pop(0)
+            counterparts[node] = candidates.pop(0)
             continue
         _check_side_effects(node, "evaluation", model)
         if node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), AnyBatchNorm):
@@ -112,19 +112,19 @@ def _merge(model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> dict[f
                 " one graph for both would update its statistics with both"
             )
         with training.inserting_before(end):
-            twins[node] = training.node_copy(node, lambda argument: twins[argument])
-    shared = set(twins.values())
+            counterparts[node] = training.node_copy(node, lambda argument: counterparts[argument])
+    shared = set(counterparts.values())
     for node in training.nodes:
         if node not in shared and node.op != "output":
             _check_side_effects(node, "training", model)
-    return twins
+    return counterparts
 
 
 def _check_side_effects(node: fx.Node, mode: str, model: nn.Module) -> None:
-    """Refuse what one mode alone does if it changes the model: in one graph, the other mode would do it too.
+    """Refuse a node of one mode that changes the model: in a merged graph, the other mode would run it too.
 
     Raises:
-        UntraceableError: if it does.
+        UntraceableError: if the node does.
     """
     target = node.args[0] if node.args else None
     while isinstance(target, fx.Node) and target.op in ("call_method", "call_function") and target.args:
@@ -135,20 +135,20 @@ def _check_side_effects(node: fx.Node, mode: str, model: nn.Module) -> None:
         raise UntraceableError(f"{type(model).__name__} changes its own state ({node.name}) in {mode} only")
 
 
-def _what(node: fx.Node, twins: dict[fx.Node, fx.Node], model: nn.Module) -> Any:
-    """A key that two nodes share if they do the same to the same, whatever the mode."""
+def _what(node: fx.Node, counterparts: dict[fx.Node, fx.Node], model: nn.Module) -> Any:
+    """A key that is equal for nodes that do the same to the same inputs, in any mode."""
     args, kwargs = _without_mode(node)
     target: Any = str(node.target)
-    if node.op == "get_attr" and target.startswith(GRAPH_CONSTANT):
-        # Constants are numbered through over all traces of a model: their values say what they are.
+    if node.op == "get_attr" and target.startswith("_tensor_constant"):
+        # Constants are numbered across all traces of a model, so they are compared by value.
         constant = getattr(model, target)
         target = (constant.dtype, tuple(constant.shape), repr(constant.tolist()))
-    mapped = fx.node.map_arg((args, kwargs), lambda argument: twins.get(argument, argument))
+    mapped = fx.node.map_arg((args, kwargs), lambda argument: counterparts.get(argument, argument))
     return node.op, target, repr(mapped)
 
 
 def _without_mode(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A node's arguments without a `training` that does not count: a dropout's, or beside dropouts that are all 0."""
+    """A node's arguments without a `training` flag that has no effect: of a dropout, or beside dropouts that are 0."""
     if node.target is F.dropout:
         return node.args[:1], {key: it for key, it in node.kwargs.items() if key not in ("p", "training")}
     dropouts = [value for key, value in node.kwargs.items() if "dropout" in key]
@@ -156,14 +156,14 @@ def _without_mode(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return node.args, {key: it for key, it in node.kwargs.items() if not (idle and key == "training")}
 
 
-def _dropouts_become_modules(graph_module: fx.GraphModule, twins: dict[fx.Node, fx.Node]) -> None:
-    """F.dropout(x, p, training=self.training) was traced with one mode; nn.Dropout(p) asks for it at every call."""
+def _dropouts_become_modules(graph_module: fx.GraphModule, counterparts: dict[fx.Node, fx.Node]) -> None:
+    """Replace F.dropout(x, p, training=self.training), traced in one mode, by nn.Dropout(p), which follows the mode."""
 
     def arguments(node: fx.Node) -> dict[str, Any]:
         return {**dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)), **node.kwargs}
 
     here = {node: node for node in graph_module.graph.nodes}
-    for other, node in list(twins.items()):
+    for other, node in list(counterparts.items()):
         if node.target is not F.dropout or node not in here:
             continue
         given, in_evaluation = arguments(node), arguments(other)
@@ -172,17 +172,17 @@ def _dropouts_become_modules(graph_module: fx.GraphModule, twins: dict[fx.Node, 
             graph_module.add_submodule(name, nn.Dropout(given.get("p", 0.5), given.get("inplace", False)))
             node.op, node.target, node.args, node.kwargs = "call_module", name, (given["input"],), {}
         elif not given.get("training", True):
-            # The same in both modes is what the model asks for: never here; always would be Monte-Carlo dropout.
+            # False in both modes: the model wants no dropout. True in both would be Monte-Carlo dropout.
             node.replace_all_uses_with(given["input"])
-            twins[other] = given["input"]
+            counterparts[other] = given["input"]
             graph_module.graph.erase_node(node)
     graph_module.recompile()
 
 
-def _outputs_by_mode(graph_module: fx.GraphModule, evaluation: fx.Graph, twins: dict[fx.Node, fx.Node]) -> None:
+def _outputs_by_mode(graph_module: fx.GraphModule, evaluation: fx.Graph, counterparts: dict[fx.Node, fx.Node]) -> None:
     end = next(node for node in graph_module.graph.nodes if node.op == "output")
     last = next(node for node in evaluation.nodes if node.op == "output")
-    in_evaluation = fx.node.map_arg(last.args[0], lambda node: twins[node])
+    in_evaluation = fx.node.map_arg(last.args[0], lambda node: counterparts[node])
     if repr(in_evaluation) != repr(end.args[0]):
         name = free_name(graph_module, "outputs_by_mode")
         graph_module.add_submodule(name, ByMode())
@@ -191,7 +191,7 @@ def _outputs_by_mode(graph_module: fx.GraphModule, evaluation: fx.Graph, twins: 
 
 
 def evaluation_only(graph_module: fx.GraphModule) -> None:
-    """Leave only what evaluation computes, in place: for export."""
+    """Leave only what evaluation computes, in place; export needs no more."""
     for node in list(graph_module.graph.nodes):
         if isinstance(submodule_of(graph_module, node), ByMode):
             end = next(other for other in node.users)
