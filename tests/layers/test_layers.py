@@ -99,7 +99,7 @@ def test_a_bias_beyond_int32_shrinks_the_codes_not_the_bias() -> None:
 
 
 def test_bias_and_products_fit_int32_together() -> None:
-    codes = torch.full((1, 60_000), 127.0)  # 255 times these is nine tenths of int32's largest
+    codes = torch.full((1, 60_000), 127.0)  # 255 times their sum is nine tenths of the int32 maximum
     integers = fold_weight(codes, torch.tensor([[1.0]]), torch.tensor([3e8]), torch.tensor(1.0))
     assert float(integers.bias_codes) + 255 * float(integers.codes.sum()) < 2**31
     torch.testing.assert_close(integers.bias_codes * integers.accumulator_scale, torch.tensor([3e8]))
@@ -164,7 +164,7 @@ def test_activation_spec_must_be_a_spec() -> None:
 
 
 def test_padding_is_exact_zero_on_an_affine_grid() -> None:
-    """Zero padding is the value 0.0, the zero point: outputs at the border see nothing else."""
+    """Zero padding has the value 0.0, the zero point; it adds nothing to outputs at the border."""
     layer = QuantConv2d(1, 1, 3, padding=1, bias=False, activation_spec=None).eval()
     x = torch.full((1, 1, 4, 4), -1.0)
     grid = grid_for(torch.tensor([-1.0, 2.0]))

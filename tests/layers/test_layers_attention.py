@@ -72,7 +72,7 @@ def float_layer(module: str, **changes: Any) -> nn.MultiheadAttention:
 
 
 def fine_twin(layer: nn.MultiheadAttention) -> QuantMultiheadAttention:
-    """Its twin on grids of 16 bits that reach to 6, for probabilities to 1."""
+    """Its twin on 16-bit grids with range 6, and range 1 for probabilities."""
     twin = QuantMultiheadAttention.from_float(layer, FINE_WEIGHT, FINE)
     for quantizer in activations(twin):
         reach = 6.0 if not quantizer.spec.symmetric or quantizer.spec.signed else 1.0
@@ -81,7 +81,7 @@ def fine_twin(layer: nn.MultiheadAttention) -> QuantMultiheadAttention:
 
 
 def inputs_for(layer: nn.MultiheadAttention, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of N samples, as the layer wants them laid out."""
+    """Query, key and value of N samples, in the layer's layout."""
     shapes = ((L, layer.embed_dim), (S, layer.kdim), (S, layer.vdim))
     tensors = [torch.randn(N, *shape, dtype=dtype) for shape in shapes]
     query, key, value = tensors if layer.batch_first else (x.transpose(0, 1) for x in tensors)
@@ -103,7 +103,7 @@ def test_fine_grids_give_what_torch_gives(module: str, call: str) -> None:
     inputs = inputs_for(layer)
     options = dict(CALLS[call])
     if layer.bias_k is not None or layer.add_zero_attn:
-        options.pop("is_causal", None)  # torch then masks the added keys too, which attn_mask alone does not
+        options.pop("is_causal", None)  # with it torch masks the added keys too
     for mode in (True, False):
         assert_same(twin.train(mode)(*inputs, **CALLS[call]), layer.train(mode)(*inputs, **options))
 
@@ -215,7 +215,7 @@ def test_coarse_grids_give_what_numpy_gives(module: str, bits: int, mode: str) -
 
 
 def test_operands_lie_on_their_grids() -> None:
-    """What the two matrix products multiply: q, k, v on the inputs' kind of grid, probabilities from 0."""
+    """The operands of the two matrix products: q, k, v on the same kind of grid as the inputs, probabilities from 0."""
     twin = QuantMultiheadAttention(8, 2, batch_first=True, add_zero_attn=True)
     x = torch.randn(N, L, 8)
     qat.calibrate(twin, [{"query": x, "key": x, "value": x}])
@@ -256,7 +256,7 @@ def test_masked_probabilities_are_exactly_zero(call: str) -> None:
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_rows_masked_entirely_are_what_torch_makes_of_them(need_weights: bool) -> None:
-    """NaN with the weights, zeros in front of out_proj without."""
+    """Fully masked rows: NaN with need_weights, zeros before out_proj without."""
     layer = float_layer("plain")
     twin = fine_twin(layer)
     inputs = inputs_for(layer)
@@ -309,7 +309,7 @@ def test_everything_learns(module: str) -> None:
 
 
 def test_dropout_is_torchs() -> None:
-    """The same random numbers drop the same probabilities, in training only."""
+    """The same seed drops the same probabilities, in training only."""
     layer = float_layer("plain", dropout=0.5)
     twin = fine_twin(layer)
     inputs = inputs_for(layer)
@@ -436,7 +436,7 @@ def test_inner_weights_are_what_forward_passes(module: str) -> None:
 
 
 def test_torchs_encoder_layer_takes_no_way_around_it() -> None:
-    """In evaluation without gradients torch computes a whole layer in one float operation, if it believes it may."""
+    """In evaluation without gradients torch tries to compute a whole layer in one float operation."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     layer.self_attn = QuantMultiheadAttention.from_float(layer.self_attn, activation_spec=QuantSpec(bits=2))
@@ -451,7 +451,7 @@ def test_torchs_encoder_layer_takes_no_way_around_it() -> None:
 
 
 class FloatAttention(nn.Module):
-    """The arithmetic on a float layer's own weights, with counted places for quantizers, for torch.fx."""
+    """The arithmetic on a float layer's own weights, counting the calls of quantizers, for torch.fx."""
 
     def __init__(self, layer: nn.MultiheadAttention) -> None:
         super().__init__()

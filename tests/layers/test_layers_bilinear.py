@@ -27,7 +27,7 @@ def grid_for(x: torch.Tensor, bits: int = 8) -> Quantizer:
 
 
 def example(shape: tuple[int, ...] = (6,), **options: Any) -> tuple[QuantBilinear, Any]:
-    """A layer, and keyword arguments for it: inputs on two grids of 4 bits, of very different steps."""
+    """A layer and its keyword arguments: inputs on two 4-bit grids with very different steps."""
     torch.manual_seed(0)
     layer = QuantBilinear(5, 7, 4, **options, activation_spec=None)
     first, second = torch.randn(*shape, 5), 30 * torch.rand(*shape, 7)
@@ -77,7 +77,7 @@ def test_evaluation_is_integer_arithmetic(shape: tuple[int, ...], bias: bool) ->
 
 
 def test_sums_beyond_float32_are_exact() -> None:
-    """Products of three 8-bit integers, 1024 of them: more than float32's 24 bits hold, and int32's 31."""
+    """The sum of 1024 products of three 8-bit integers exceeds float32's 24 bits and int32's 31."""
     torch.manual_seed(0)
     layer = QuantBilinear(32, 32, 2, bias=False, activation_spec=None).eval()
     unit_grid = grid_for(torch.tensor([0.0, 255.0]))

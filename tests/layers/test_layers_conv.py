@@ -76,7 +76,7 @@ def trained_norm(axes: int, channels: int) -> Any:
 
 
 def output_channel(weight_shape: tuple[int, ...], index: tuple[int, ...], groups: int, transposed: bool) -> int:
-    """The output channel that one element of torch's weight contributes to."""
+    """The output channel to which one element of torch's weight contributes."""
     if not transposed:
         return index[0]
     return index[0] // (weight_shape[0] // groups) * weight_shape[1] + index[1]
@@ -92,7 +92,7 @@ def reference_codes(weight: np.ndarray, scales: np.ndarray, groups: int, transpo
 
 
 def offsets(layer: Any, counts: list[int]) -> list[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """Every tap of the kernel, with the places of the wider tensor that it touches, `counts` along each axis."""
+    """Every tap of the kernel, with the positions of the larger tensor that it touches, `counts` along each axis."""
     taps = []
     for tap in itertools.product(*[range(size) for size in layer.kernel_size]):
         starts = [d * t for d, t in zip(layer.dilation, tap, strict=True)]
@@ -118,7 +118,7 @@ def reference_conv(layer: Any, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def reference_conv_transpose(layer: Any, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """A transposed convolution on int64: every input is added to the places that it reaches."""
+    """A transposed convolution on int64: every input is added to the positions that it reaches."""
     geometry = zip(x.shape[2:], layer.stride, layer.dilation, layer.kernel_size, layer.output_padding, strict=True)
     sizes = [(n - 1) * s + d * (k - 1) + 1 + rest for n, s, d, k, rest in geometry]
     parts = []
@@ -173,7 +173,7 @@ def test_evaluation_is_integer_arithmetic(
     unit = np.abs(gain) * scales.astype(np.float64) * scale_x
     exact = total * (np.sign(gain) * unit).reshape(column) + shift.reshape(column)
     got = layer(x, grid, norm).detach().double().numpy()
-    # The bias is rounded to a multiple of the unit, float32 holds the rest.
+    # The bias is rounded to a multiple of the unit; the rest is exact in float32.
     assert bool((np.abs(got - exact) <= (0.5001 * unit).reshape(column) + 3e-7 * np.abs(exact) + 1e-6).all())
     rounded = layer.integers(grid, norm).bias_codes.detach().double().numpy()
     alive = unit > 0
@@ -320,7 +320,7 @@ def test_meta_device(axes: int, transposed: bool) -> None:
 
 @pytest.mark.parametrize(("axes", "transposed"), [(1, False), (2, True), (3, True)])
 def test_a_scale_per_group_of_inputs(axes: int, transposed: bool) -> None:
-    """The input axis is that of channels_first, so groups of inputs never mix output channels."""
+    """Groups are along the input axis of channels_first, so they never mix output channels."""
     spec = QuantSpec(bits=4, granularity="group", group_size=2)
     layer = twin(axes, transposed)(8, 6, 3, groups=2, activation_spec=None, weight_spec=spec)
     assert layer.weight_quantizer.scale.shape == (6, 2, *[1] * (axes + 1))

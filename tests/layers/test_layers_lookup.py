@@ -44,7 +44,7 @@ INDICES = torch.tensor([[1, 2, 0, 7], [7, 7, 9, 0], [3, 1, 7, 7]])
 
 
 def whole_table(layer: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The quantized table of a copy of the layer's parameters, through a quantizer of its own, and those parameters."""
+    """The quantized table of a copy of the layer's parameters, with its own quantizer, and these parameters."""
     quantizer = create_quantizer(layer.weight_quantizer.spec, "weight", layer.weight_quantizer.shape)
     quantizer.load_state_dict(layer.weight_quantizer.state_dict())
     weight = layer.weight.detach().clone().requires_grad_()
@@ -65,7 +65,7 @@ def check_gradients(layer: nn.Module, expected: dict[str, Tensor]) -> None:
 
 
 def renormed(weight: Tensor, indices: Tensor, options: dict[str, Any]) -> np.ndarray:
-    """The float table after a lookup: every row that is looked up and too long is shortened."""
+    """The float table after a look-up: every row that is looked up and too long is shortened."""
     table = weight.detach().numpy().astype(np.float64)
     limit, power = options.get("max_norm"), options.get("norm_type", 2.0)
     for row in np.unique(indices.numpy()) if limit is not None else ():
@@ -206,7 +206,7 @@ def test_two_lookups_with_max_norm_in_one_step() -> None:
 def test_rows_that_are_not_looked_up_stay_untouched() -> None:
     layer = QuantEmbedding(11, 6, padding_idx=0)
     with torch.no_grad():
-        layer.weight[5] = float("nan")  # nothing may look at this row
+        layer.weight[5] = float("nan")  # this row must not be read
     layer(INDICES).square().sum().backward()
     seen = torch.zeros(11, dtype=torch.bool)
     seen[INDICES.reshape(-1)] = True
@@ -343,7 +343,7 @@ def test_a_table_that_saw_no_values_warns_like_any_quantizer() -> None:
 
 
 def test_the_whole_forward_compiles() -> None:
-    """No part of the choice between rows and table breaks the graph."""
+    """The choice between rows and table does not break the graph."""
     torch._dynamo.reset()
     for layer in (QuantEmbedding(11, 6, padding_idx=0), QuantEmbeddingBag(11, 6, padding_idx=0)):
         compiled = torch.compile(layer, fullgraph=True, backend="eager")

@@ -49,7 +49,7 @@ def flat(result: Any) -> list[Tensor]:
 
 
 def fine_pair(variant: str, **changes: Any) -> tuple[nn.Module, QuantRecurrent]:
-    """A float layer, and its twin on grids of 16 bits that reach from -5 to 5."""
+    """A float layer, and its twin on 16-bit grids from -5 to 5."""
     kind, arguments = VARIANTS[variant]
     torch.manual_seed(0)
     layer = kind(4, 6, **{**arguments, **changes})
@@ -60,7 +60,7 @@ def fine_pair(variant: str, **changes: Any) -> tuple[nn.Module, QuantRecurrent]:
 
 
 def state_for(layer: Any, samples: int | None) -> Any:
-    """A random first state of this layer."""
+    """A random initial state for this layer."""
     rows = layer.num_layers * (2 if layer.bidirectional else 1)
     middle = () if samples is None else (samples,)
     hidden = torch.rand(rows, *middle, layer.proj_size or layer.hidden_size) - 0.5
@@ -152,7 +152,7 @@ def step_reference(twin: Any, suffix: str, x: Array, h: Array, c: Array, integer
 
 
 def reference(twin: Any, x: Array, integers: bool) -> Array:
-    """The outputs for x of shape (L, N, inputs), from zeros."""
+    """The outputs for x of shape (L, N, inputs), from a zero state."""
     for number in range(twin.num_layers):
         directions = []
         for suffix in [f"l{number}", f"l{number}_reverse"][: 2 if twin.bidirectional else 1]:
@@ -221,7 +221,7 @@ def test_everything_learns(variant: str) -> None:
 
 @kinds
 def test_dropout_is_torchs(kind: Any) -> None:
-    """The same random numbers zero the same outputs, between layers, in training only."""
+    """The same seed drops the same outputs between layers, in training only."""
     name = kind.__name__.lower()
     layer, twin = fine_pair(name, num_layers=3, dropout=0.4)
     x = torch.randn(5, 3, 4)
@@ -381,7 +381,7 @@ def test_inner_weights_names_what_forward_multiplies(variant: str) -> None:
 
 
 def test_a_module_in_place_of_a_product_is_called_at_every_step() -> None:
-    """What an exporter does: it freezes the integers in modules that know nothing but forward."""
+    """As an exporter does: frozen integers in modules that have only forward."""
 
     class Frozen(nn.Module):
         calls = 0
@@ -419,7 +419,7 @@ def test_export_with_a_free_batch() -> None:
 
 @pytest.mark.parametrize(("kind", "training"), [(nn.LSTM, True), (nn.GRU, False), (nn.RNN, True)])
 def test_compile_takes_the_whole_graph(kind: Any, training: bool) -> None:
-    """Dynamo leaves every subclass of torch's recurrent layers out, unless it is told not to."""
+    """Dynamo skips every subclass of torch's recurrent layers unless it is told not to."""
     twin = TWINS[kind](4, 6)
     x = torch.randn(2, 2, 4)
     qat.calibrate(twin, [x])

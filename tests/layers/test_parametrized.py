@@ -1,4 +1,4 @@
-"""Parametrised layers (weight norm and such), tied weights, modules that are called twice or have two names."""
+"""Parametrized layers (weight norm and others), tied weights, modules that are called twice or have two names."""
 
 import warnings
 from collections.abc import Callable
@@ -163,7 +163,7 @@ def test_subclasses_are_quantized_as_what_they_compute() -> None:
     x = draw(4, 8)
     model = qat.prepare(net, example_inputs=x)
     assert isinstance(model.get_submodule("0"), QuantLinear)
-    # The second is looked into: the function that reads its weight is quantized.
+    # The tracer enters the second layer: the function that reads its weight is quantized.
     assert sum(isinstance(module, QuantLayer) for module in model.modules()) == 2
     assert noted(model, LEFT_IN_FLOAT) == {}
     assert activation_quantizers(model) == ["input_quantizer", "0_quantizer"]

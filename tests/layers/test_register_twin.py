@@ -1,4 +1,4 @@
-"""A user's own layer with a quantized twin of its own, as `register_twin` takes it."""
+"""`register_twin`: a user's own layer with a quantized twin of its own, from prepare to export."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from qat.preparation.report import LEFT_IN_FLOAT, noted
 
 
 class ScaledLinear(nn.Module):
-    """y = gain * (x weight^T), the gain a buffer; nothing that qat knows."""
+    """y = gain * (x weight^T) with the gain as a buffer; qat does not know it."""
 
     def __init__(self, width: int, outputs: int, gain: float) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class ScaledLinear(nn.Module):
 
 @register_twin(ScaledLinear)
 class QuantScaledLinear(QuantLayer, ScaledLinear):
-    """The quantized twin of `ScaledLinear`; it counts its products, so that a fused step cannot go past it."""
+    """The quantized twin of `ScaledLinear`; it counts its products, which shows that no fused step skips it."""
 
     products = 0
 

@@ -1,4 +1,4 @@
-"""One small model of each of torchvision's families: prepared, calibrated, trained a step, compared, measured."""
+"""One small model of each torchvision family: prepared, calibrated, trained for a step, compared, measured."""
 
 import copy
 
@@ -31,17 +31,17 @@ FINE = qat.QuantRecipe(
     weight=qat.QuantSpec(bits=16, granularity="channel", narrow_range=True),
     activation=qat.QuantSpec(bits=16, signed=False, symmetric=False),
 )
-"""Grids so fine that what is left between the outputs is no rounding: random deep networks amplify that of 8 bits."""
+"""Grids so fine that rounding does not show in the outputs: random deep networks amplify that of 8 bits."""
 
 DETECTION = ("ssd", "rcnn", "retinanet", "fcos")
-"""What their heads find is sorted and filtered by scores: a comparison of outputs says nothing."""
+"""Their outputs are sorted and filtered by scores, so that comparing them is meaningless."""
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_family_trains_and_evaluates_on_integers(name: str) -> None:
     case = build(name)
     if hasattr(case.model, "roi_heads"):
-        case.model.roi_heads.score_thresh = 0.0  # what finds nothing gives the mask's head nothing to look at
+        case.model.roi_heads.score_thresh = 0.0  # without detections the mask head would have no input
     learning = set(gradients(copy.deepcopy(case.model), case))
     model = qat.prepare(case.model, FINE, example_inputs=case.inputs)
     result = model.load_state_dict(case.model.state_dict(), strict=False)
@@ -69,7 +69,7 @@ def test_a_family_trains_and_evaluates_on_integers(name: str) -> None:
 
 
 def gradients(model: nn.Module, case: Case) -> dict[str, Tensor]:
-    """Gradients of one training step, of those parameters that have one."""
+    """The gradients of one training step, by parameter."""
     torch.manual_seed(1)
     result = model.train()(
         *copy.deepcopy(case.inputs), *(() if case.targets is None else (copy.deepcopy(case.targets),))

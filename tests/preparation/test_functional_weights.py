@@ -1,4 +1,4 @@
-"""Weights that functions read: `F.linear(x, self.qkv.weight)`, in slices, computed, by convolutions."""
+"""Functional layers: `F.linear(x, self.qkv.weight)`, slices of weights, computed weights, convolutions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from qat.preparation.report import LEFT_IN_FLOAT, noted
 
 
 def parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(shape))  # drawn by Plain
+    return nn.Parameter(torch.zeros(shape))  # Plain draws the values
 
 
 def quantized_layers(model: nn.Module) -> dict[str, type[nn.Module]]:
@@ -45,7 +45,7 @@ def whole(self: Any, x: Tensor) -> Tensor:
 
 FLAT, IMAGE = draw(6, 8), draw(2, 3, 8, 8)
 
-# Forward, parts, input, and which quantized layers there are then.
+# Forward, parts, input, and the resulting quantized layers.
 READS: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor, dict[str, type[nn.Module]]]] = {
     "whole": (whole, {"l": nn.Linear(8, 8)}, FLAT, {"l": QuantLinear}),
     "whole without bias": (
@@ -127,7 +127,7 @@ READS: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor, dic
 
 @pytest.mark.parametrize(
     ("case", "example"),
-    # Without an example nobody knows how many chunks there are.
+    # Without an example the number of chunks is unknown.
     [(case, example) for case in READS for example in (True, False) if example or case != "chunks"],
 )
 def test_a_weight_is_quantized_where_it_is_read(case: str, example: bool) -> None:
@@ -151,7 +151,7 @@ def test_the_integers_of_a_slice_are_those_of_the_slice() -> None:
     qat.calibrate(model, [FLAT])
     for layer, rows in ((model.linear, slice(0, 8)), (model.linear_1, slice(8, 16))):
         weight = net.w.detach()[rows].double()
-        scale = weight.abs().amax(1) / 127  # 8 bits, symmetric, narrow, one a row
+        scale = weight.abs().amax(1) / 127  # 8 bits, symmetric, narrow, one per row
         torch.testing.assert_close(
             layer.weight_quantizer.grid()[0].detach().flatten().double(), scale, rtol=1e-5, atol=0
         )
@@ -162,7 +162,7 @@ def test_the_integers_of_a_slice_are_those_of_the_slice() -> None:
 def test_gradients_reach_the_weight_from_every_place_that_reads_it() -> None:
     torch.manual_seed(0)
     forward, parts, x, _ = READS["read and called"]
-    # A range beyond all values clips nothing, and so keeps every gradient.
+    # A range beyond all values clips nothing and keeps every gradient.
     recipe = qat.QuantRecipe(activation=qat.QuantSpec(signed=False, symmetric=False, init="minmax"))
     model = qat.prepare(Plain(forward, **parts), recipe, example_inputs=x)
     qat.calibrate(model, [1.5 * x])

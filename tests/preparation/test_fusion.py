@@ -1,4 +1,4 @@
-"""BatchNorms in a prepared graph: which are handed to the layer before them, and that nothing changes by it."""
+"""BatchNorms in a prepared graph: which are passed to the layer before them, and that the results stay the same."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ def read_by_others(self: Any, x: Tensor) -> Tensor:
 IMAGE, ROWS, TOKENS = draw(4, 3, 6, 6), draw(6, 8), draw(3, 4, 8)
 BEFORE, OTHERS = "no quantized convolution directly before it", "the output of a is read by others too"
 
-# Forward, parts, input, the norms that are handed over in the order of the calls, and why the others are not.
+# Forward, parts, input, the norms that are passed to layers in the order of the calls, and why the others are not.
 NORMS: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor, list[str], dict[str, str]]] = {
     "conv, norm, ReLU": (bulk, convs(), IMAGE, ["n"], {}),
     "without scale and shift": (bulk, convs(n=nn.BatchNorm2d(4, affine=False)), IMAGE, ["n"], {}),

@@ -1,4 +1,4 @@
-"""Models that torch.fx cannot trace as a whole: their largest traceable parts, the rest layer by layer."""
+"""Models that torch.fx cannot trace as a whole: their largest traceable parts, then single layers."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ CONTROL_FLOW = "the way through the model depends on the values of a tensor"
 
 
 class Detector(nn.Module):
-    """As detection models: images in a list, decisions on values, a body and heads that can be traced."""
+    """Like detection models: images in a list, decisions on values, a body and heads that can be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def test_the_largest_parts_that_can_be_traced_are() -> None:
         "hooked": "it carries forward hooks, which the twin would lose",
         "unused": "forward never calls it for the example inputs",
     }
-    # Within a part tensors are quantized at their producers; a layer on its own quantizes its input.
+    # Within a part, tensors are quantized at their producers; a single layer quantizes its input.
     names = activation_quantizers(model)
     assert {"body.input_quantizer", "body.0_quantizer", "score.input_quantizer"} <= set(names)
     assert isinstance(model.get_submodule("attention.out_proj"), QuantLayer)
@@ -103,7 +103,7 @@ def test_a_model_in_parts_calibrates_trains_copies_and_loads() -> None:
 
 
 class Counts(nn.Module):
-    """Picklable: looks at a value, and uses one body under two names."""
+    """Picklable; it decides on a value, and uses one body under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def test_what_the_parts_are_given_is_recorded_from_a_run() -> None:
 
 
 class Head(nn.Module):
-    """A head that computes its loss too, as RetinaNet's."""
+    """A head that also computes its loss, like RetinaNet's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_a_model_without_a_part_to_quantize_says_why() -> None:
 
 
 class Pairs(nn.Module):
-    """What torch.fx cannot trace, around a layer of two inputs."""
+    """Untraceable code around a layer with two inputs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from qat.preparation.report import LEFT_IN_FLOAT, noted
 
 def test_one_quantizer_a_tensor_placed_at_the_end_of_its_producer() -> None:
     model = qat.prepare(Net(), example_inputs=torch.randn(1, 3, 8, 8))
-    # Each runs once; the max pool and the flatten carry the grid on; the logits stay as they are.
+    # Each runs once; the max pool and the flatten pass the grid on; the logits stay in float.
     assert calls(model) == [
         "input_quantizer", "stem", "stem_quantizer", "pool", "block.conv1", "block.relu", "block.conv1_quantizer",
         "block.conv2", "block.conv2_quantizer", "block.relu", "block.add_quantizer", "adaptive_avg_pool2d_quantizer",
@@ -61,7 +61,7 @@ def pick(self: Any, x: Tensor) -> Tensor:
 
 FLAT, IMAGE, TOKENS = draw(4, 8), draw(2, 3, 8, 8), draw(2, 5, 8)
 
-# Forward, parts, input, and the quantizers of activations that there are then.
+# Forward, parts, input, and the resulting activation quantizers.
 PLACES: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor, set[str]]] = {
     "conv, GELU": (lambda self, x: self.b(F.gelu(self.a(x))), convs(), IMAGE, {"input", "a", "gelu"}),
     "conv, ReLU": (lambda self, x: self.b(F.relu(self.a(x))), convs(), IMAGE, {"input", "a"}),
@@ -169,7 +169,7 @@ def test_indices_and_gathered_values() -> None:
 
 
 class EncoderBlock(nn.Module):
-    """A block of a vision transformer, the norm first."""
+    """A pre-norm block of a vision transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def test_products_that_have_no_integer_form_here_are_named() -> None:
     model = qat.prepare(net, example_inputs=TOKENS)
     assert_computes_as(net, model, TOKENS)
     in_float = integer_work(model, TOKENS).in_float
-    # What integer_work counts as float work has to be found in the reasons, or there is none.
+    # If integer_work counts float work, the reasons must name it.
     assert not in_float or any(
         "baddbmm" in name or "baddbmm" in why for name, why in noted(model, LEFT_IN_FLOAT).items()
     )

@@ -1,4 +1,4 @@
-"""Where a target puts its quantizers: on what it reads as integers, one grid where it wants one, none in float."""
+"""Where each target needs quantizers: on integer operands, shared grids where it wants them, none in float."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +17,7 @@ from qat.tracing.nodes import tensor_nodes
 
 EACH = pytest.mark.parametrize("target", list(PROFILES))
 
-# Operation of the profiles: what it computes of two tensors (a(x), c(x)), and whether it reads both.
+# Operation of the profiles: its computation on two tensors (a(x), c(x)), and whether it reads both.
 OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "add": (torch.add, True),
     "sub": (torch.sub, True),
@@ -72,14 +72,14 @@ def prepared(name: str, target: Any) -> fx.GraphModule:
 
 
 def quantizer_behind(model: fx.GraphModule, name: str) -> Quantizer | None:
-    """The quantizer that reads the result of a layer at once."""
+    """The quantizer that directly reads the result of a layer."""
     (node,) = [node for node in model.graph.nodes if node.op == "call_module" and node.target == name]
     found = [model.get_submodule(str(user.target)) for user in node.users if user.op == "call_module"]
     return next((module for module in found if isinstance(module, Quantizer)), None)
 
 
 def input_grid(model: fx.GraphModule, name: str) -> Quantizer:
-    """The grid that a layer is handed."""
+    """The quantizer that a layer's call passes to it."""
     (node,) = [node for node in model.graph.nodes if node.op == "call_module" and node.target == name]
     found = model.get_submodule(str(node.kwargs["input_quantizer"].target))
     assert isinstance(found, Quantizer)
@@ -126,17 +126,17 @@ def test_a_shared_range_covers_every_tensor_on_it(operation: str, target: Any) -
             tensors += [net.get_submodule(name)(x)] if quantizer_behind(model, name) is grid else []
     shared = operation in PROFILES[target].shared_grids
     assert len(tensors) == 1 + shared * (1 + OPERATIONS[operation][1])
-    # What is observed comes from weights of 8 bits, and differs from the float values by so much.
+    # The observed values come from 8-bit weights, and differ from the float values by this much.
     least, most = min(float(tensor.min()) for tensor in tensors), max(float(tensor.max()) for tensor in tensors)
     error = 0.03 * max(-least, most)
     assert lowest < least + error and most - error < highest
-    # Nor is it wider than it has to be.
+    # The range is not wider than necessary.
     reach = max(-least, most) if grid.spec.symmetric else most
     assert highest < reach + error and (grid.spec.symmetric or least - error < lowest)
 
 
 class Everything(nn.Module):
-    """A small net with all that needs a decision: residual, cat, pools, squeeze-excitation, softmax attention."""
+    """A small net with everything that needs a decision: residual, cat, pools, squeeze-excitation, attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def is_quantizer(model: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def operands(model: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Every tensor that an operation computes with, and the node that made it, looking through moves."""
+    """Every operand of an operation, and the node that computed its values."""
     tensors = tensor_nodes(model.graph)
     for node in model.graph.nodes:
         if node.op in ("placeholder", "get_attr") or is_quantizer(model, node) or name_of(node) in MOVES:
@@ -207,7 +207,7 @@ def test_integer_only_computes_with_integers_and_nothing_else() -> None:
     _, model = everything("integer_only")
     seen = 0
     for node, operand in operands(model):
-        if name_of(node) in RELUS:  # clipping is part of its producer, whose result nobody else reads
+        if name_of(node) in RELUS:  # clipping belongs to its producer, which has no other consumer
             assert list(operand.users) == [node]
             continue
         assert is_quantizer(model, operand), (node, operand)

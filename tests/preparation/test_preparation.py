@@ -1,4 +1,4 @@
-"""prepare: what it makes of a model, what stays float and why, what it refuses."""
+"""`prepare`: its result, what stays float and why, and what it refuses."""
 
 import copy
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def test_resnet18_is_quantized_throughout() -> None:
 
 
 class Scorer(nn.Module):
-    """As users write models: layers in lists and dicts, functions between them, several inputs and outputs."""
+    """A typical user model: layers in lists and dicts, functions between them, several inputs and outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class OddOnes(nn.Module):
 
 
 class Doubles(nn.Conv2d):
-    """A convolution that computes with another weight than its own."""
+    """A convolution that computes with a different weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.conv2d(x, 2 * self.weight, self.bias)
@@ -254,7 +254,7 @@ def test_a_grid_without_negatives_refuses_negative_values() -> None:
 
 
 def test_answers_that_activations_wrote_share_no_memory() -> None:
-    """Every quantizer is read, whose tensor an in-place activation changes and the model answers with."""
+    """The quantizer of a tensor that an in-place activation changes, and that the model returns, is read."""
 
     class Features(nn.Module):
         def __init__(self) -> None:

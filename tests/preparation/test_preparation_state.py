@@ -1,4 +1,4 @@
-"""What a prepared model keeps: the float model's keys, copies, pickles, dtypes, memory formats; the modules' hooks."""
+"""The state of a prepared model: the float model's keys, copies, pickles, dtypes, memory formats, hooks."""
 
 import copy
 import io
@@ -30,7 +30,7 @@ class Attends(nn.Module):
 
 
 class ByMode(nn.Module):
-    """An auxiliary head, a layer that nobody calls, buffers that are and are not saved."""
+    """An auxiliary head, a layer that is never called, persistent and non-persistent buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Tied(nn.Module):
 
 
 class Pads(nn.Module):
-    """Its way depends on a size, so its graph has a guard."""
+    """It branches on a size, so its graph has a guard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_a_float_checkpoint_fits_without_a_key_too_many(case: str, example: bool
     make, x = NETS[case]
     net = make()
     if case == "guarded" and not example:
-        net = nn.Sequential(net)  # falls to its layers, which have the same names
+        net = nn.Sequential(net)  # it cannot be traced then; its layers keep their names
     model = qat.prepare(net, example_inputs=x if example else None)
     state = {name: value + 1 for name, value in net.state_dict().items()}
     result = model.load_state_dict(state, strict=False)
@@ -159,7 +159,7 @@ def test_a_model_moves_to_another_dtype(case: str, dtype: torch.dtype) -> None:
     model.to(dtype)
     found = model(x.to(dtype) if x.is_floating_point() else x)
     assert found.dtype is dtype
-    # Wider floats change nothing but ties; half ones cost what they have in digits.
+    # Wider floats change only ties; half precision costs its missing digits.
     error = float((found.detach().double() - expected.double()).square().mean().sqrt())
     assert error < (0.01 if dtype is torch.float64 else 0.05) * float(expected.square().mean().sqrt())
     gradients = trained_gradients(model, x.to(dtype) if x.is_floating_point() else x)

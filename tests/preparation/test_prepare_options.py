@@ -33,7 +33,7 @@ class Plain(nn.Module):
 
 
 class Doubled(nn.Linear):
-    """A subclass with arithmetic of its own around the layer's."""
+    """A subclass with its own arithmetic around the layer's."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -126,7 +126,9 @@ def test_first_and_last_bits(case: str) -> None:
     for name, bits in ((name, bits) for names, bits in ((first, 5), (last, 3)) for name in names):
         layer = model.get_submodule(name)
         own = getattr(layer, "input_quantizer", None)
-        shared = "attend.query" in name or "called first and last" in case  # others read that tensor with 8 bits
+        shared = (
+            "attend.query" in name or "called first and last" in case
+        )  # other consumers read that tensor with 8 bits
         assert shared or (input_bits(model, name) if own is None else own.spec.bits) == bits
 
 
@@ -264,7 +266,7 @@ def test_a_dry_run_refuses_what_prepare_refuses() -> None:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """Name to the cells of its row; the header and the counts left out."""
+    """Name to the cells of its row, without the header and the counts."""
     table = text.split("\n\n")[0].splitlines()[1:]
     cells = [re.split(r"\s{2,}", line.strip()) for line in table]
     assert len({row[0] for row in cells}) == len(cells), "a name twice"
@@ -284,7 +286,7 @@ def counts(text: str) -> dict[str, int]:
 
 
 class AllKinds(nn.Module):
-    """Layers of every kind, quantized and not, and parameters that functions read."""
+    """Layers of every kind, quantized or not, and parameters that functions read."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Recipes: the target's defaults, overrides by name and type, first and last layer, the sentence for every mistake."""
+"""Recipes: the target's defaults, overrides by name and type, first and last layer, and every error message."""
 
 from dataclasses import FrozenInstanceError, replace
 
@@ -203,7 +203,7 @@ def test_overrides_by_type_and_by_name_win_in_the_order_in_which_they_are_given(
         assert recipe.for_layer("mlp.0", nn.Linear).weight.bits == 4
         assert recipe.for_layer("head", nn.Conv2d).weight.bits == 6
         assert recipe.for_layer("mlp.0", nn.Conv2d).weight.bits == 8
-        assert recipe.for_layer("mlp.0").weight.bits == 8  # without a kind only names count
+        assert recipe.for_layer("mlp.0").weight.bits == 8  # without a class only names match
 
 
 def test_a_class_as_a_key_is_written_out_and_keeps_its_place():

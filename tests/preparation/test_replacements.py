@@ -1,4 +1,4 @@
-"""What happens around a prepared model after preparation: hooks, features, replaced parts, modes, checkpointing."""
+"""Changes to a prepared model: replaced modules, hooks, features, modes, checkpointing."""
 
 import copy
 import logging
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compile
 
 
 class Net(nn.Module):
-    """Every kind of part that somebody may want to replace."""
+    """Every kind of module that a user may want to replace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def prepared(x: Tensor, net: Callable[[], nn.Module] = Net) -> Any:
     model = qat.prepare(net(), example_inputs=x)
     qat.calibrate(model, [x])
     model.train()
-    model(x)  # derived from what it is now
+    model(x)  # derives the fused graph from the present model
     return model
 
 
@@ -93,7 +93,7 @@ def test_a_change_after_preparation_is_followed_in_training_and_evaluation(name:
         assert before["y"].shape != fast["y"].shape or not torch.allclose(before["y"], fast["y"], atol=1e-4)
     in_training = copy.deepcopy(model)(x)
     gap = (model.eval()(x) - in_training).abs().max()
-    assert gap < 0.6 * in_training.abs().max()  # evaluation has other statistics, and the same parts
+    assert gap < 0.6 * in_training.abs().max()  # evaluation has other statistics, and the same modules
 
 
 def test_a_part_that_comes_back_is_quantized_again() -> None:
@@ -128,7 +128,7 @@ def test_hooks_see_the_same_in_training_and_evaluation() -> None:
     model.eval()(x)
     plain, fast, evaluated = seen
     assert torch.allclose(plain, fast, atol=1e-4)
-    assert abs(float(fast.std()) - 1) < 0.1  # behind the BatchNorm
+    assert abs(float(fast.std()) - 1) < 0.1  # after the BatchNorm
     assert evaluated.shape == fast.shape
 
 
@@ -267,7 +267,7 @@ def test_compiled_code_watches_what_it_was_derived_from() -> None:
 
 
 class Residual(nn.Module):
-    """A tensor that two layers' ways read; f is the first layer's output."""
+    """A tensor with two consumers; f is the first layer's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ def test_a_value_that_is_no_number_stays_with_its_sample(activation: str) -> Non
     plain, fast = (results(model, x, formula) for formula in (True, False))
     assert fast["y"].isnan().any(1).tolist() == [False, True, *[False] * (len(x) - 2)]
     assert all(torch.allclose(fast[name], plain[name], atol=1e-4, equal_nan=True) for name in plain)
-    model.norm.train()  # whose statistics are no numbers then: those of a channel, of all samples
+    model.norm.train()  # it then uses the batch's statistics
     before = model.norm.num_batches_tracked.clone()
     assert torch.equal(model(x).isnan(), results(model, x, True)["y"].isnan())
     assert int(model.norm.num_batches_tracked - before) == 1

@@ -19,7 +19,7 @@ WORDS, LENGTH, WIDTH = 12, 6, 16
 
 
 class TextClassifier(nn.Module):
-    """Embedding, position, encoder, mean over the words, linear; padding is word 0 where it is told to look."""
+    """Embedding, position, encoder, mean over the words, linear; word 0 is padding if the mask is passed."""
 
     def __init__(self, norm_first: bool, padded: bool, dropout: float = 0.0, layers: int = 2) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class TextClassifier(nn.Module):
 
 
 def sentences(count: int = 4, seed: int = 0) -> Tensor:
-    """Words 1 ..; the last third of every other sentence is padding."""
+    """Words from 1 on; the last third of every other sentence is padding."""
     words = torch.randint(1, WORDS, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
     words[::2, -2:] = 0
     return words
@@ -64,11 +64,11 @@ def test_the_prepared_encoder_computes_as_torchs(norm_first: bool, padded: bool)
 
 
 def test_without_an_example_its_layers_are_quantized_one_by_one() -> None:
-    """torch's encoder asks its input for its sizes; and in evaluation it has a fast path past its own layers."""
+    """torch's encoder decides on the sizes of its input, and in evaluation its fast path skips its own layers."""
     net = classifier(norm_first=False, padded=False).eval()
     model = qat.prepare(net)
     assert_computes_as(net, model, sentences())
-    qat.calibrate(model, [sentences()])  # refuses quantizers that saw nothing
+    qat.calibrate(model, [sentences()])  # it refuses quantizers that saw nothing
     with torch.no_grad():
         found, wanted = model(sentences()), net(sentences())
     assert 1e-5 < float((found - wanted).square().mean().sqrt()) < 0.05 * float(wanted.square().mean().sqrt())
@@ -77,7 +77,7 @@ def test_without_an_example_its_layers_are_quantized_one_by_one() -> None:
 
 @pytest.mark.parametrize("way", ["nested", "causal"])
 def test_the_ways_that_torchs_encoder_takes_by_itself_are_traced_too(way: str) -> None:
-    """Its fast path packs padded sentences (and gives zeros for the padding); and it looks whether a mask is causal."""
+    """The encoder's fast path packs padded sentences, with zeros for the padding, and it checks if a mask is causal."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2)
@@ -105,7 +105,7 @@ def test_all_products_run_on_integers() -> None:
 
 
 def test_padding_words_have_no_influence() -> None:
-    """What stands at a masked place is only a key of others, so the other places' results do not see it."""
+    """A masked word is only a key for the others, so their results do not depend on it."""
     net = classifier(True, True).eval()
     words = sentences()
     model = qat.prepare(net, example_inputs=words)
@@ -114,13 +114,13 @@ def test_padding_words_have_no_influence() -> None:
     with torch.no_grad():
         model.embed.weight[0] += 0.25 * model.embed.weight.abs().max(1).values.mean()
         net.embed.weight[0] += 0.25 * net.embed.weight.abs().max(1).values.mean()
-    # Through the mean over all words the padding's own results count in both models; sentences without it stay.
+    # The mean includes the results of the padding in both models; sentences without padding do not change.
     assert torch.equal(model(words)[1::2], before[1::2])
 
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["norm last", "norm first"])
 def test_it_learns_a_small_task_and_keeps_it_in_evaluation(norm_first: bool) -> None:
-    """Which of the words 1, 2, 3 stands in the sentence; the float model is not trained before."""
+    """Classify which of the words 1, 2, 3 is in the sentence; the float model is untrained."""
     torch.manual_seed(0)
     labels = torch.arange(48) % 3
     words = torch.randint(4, WORDS, (48, LENGTH))

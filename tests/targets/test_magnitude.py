@@ -1,4 +1,4 @@
-"""max_magnitude: every rule keeps to it or refuses it; as a target and as an override it reaches the layers."""
+"""max_magnitude: every rule respects or refuses it; a target and an override pass it to the layers."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ X86 = PROFILES["onnxruntime_x86"]
 
 
 def spec_of(rule: str) -> QuantSpec | None:
-    """A grid of this rule that max_magnitude=5 narrows; None where the rule is too narrow anyway."""
+    """A grid of this rule that max_magnitude=5 narrows; None if the rule's grid is narrower."""
     for bits in (8, 4, 2, 1):
         for signed in (True, False):
             for symmetric in (True, False):

@@ -57,7 +57,7 @@ def test_every_choice_has_a_reason_and_a_source(profile) -> None:
 
 @EACH
 def test_every_grid_is_run_or_refused_in_one_clause(profile) -> None:
-    """All grids: the answer follows the limits, and what the sentence proposes is a grid that runs."""
+    """For all grids the answer follows the limits, and the grid that the message proposes runs."""
     for tensor in TENSORS:
         limits = getattr(profile, f"{tensor}_limits")
         for spec in all_grids():
@@ -93,7 +93,7 @@ def all_grids() -> list[QuantSpec]:
 
 
 def repaired(spec: QuantSpec, refusal: str) -> QuantSpec:
-    """The spec with what a refusal proposes."""
+    """The spec with the changes that a refusal proposes."""
     if found := re.search(r"use (signed|symmetric|narrow_range)=(True|False)$", refusal):
         return replace(spec, **{found[1]: found[2] == "True"})
     if refusal.endswith("use signed=False and narrow_range=False"):
@@ -108,7 +108,7 @@ def repaired(spec: QuantSpec, refusal: str) -> QuantSpec:
 
 
 def test_the_published_facts() -> None:
-    """What the runtimes' own pages say; the addresses stand beside each in the profiles."""
+    """Facts from the runtimes' own pages; the profiles contain the addresses."""
     tensorrt, openvino = PROFILES["tensorrt"], PROFILES["openvino"]
     assert (tensorrt.activation.qmin, tensorrt.activation.qmax, tensorrt.activation.symmetric) == (-128, 127, True)
     assert tensorrt.activation_limits.signed == (True,) and tensorrt.activation_limits.symmetric == (True,)

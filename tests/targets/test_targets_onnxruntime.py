@@ -1,4 +1,4 @@
-"""What the profile of ONNX Runtime says of operations, asked of ONNX Runtime: its optimised graph between two grids."""
+"""The profile of ONNX Runtime against ONNX Runtime itself: its optimised graph of an operation between two grids."""
 
 from collections import Counter
 from pathlib import Path
@@ -16,7 +16,7 @@ EIGHT_ONES = np.ones(8, np.float32)
 NO_REGION = np.zeros(0, np.float32)
 TWICE = np.array([1, 1, 2, 2], np.float32)
 
-# operation: its ONNX operators in a chain, how many quantized inputs, attributes and constants of the first operator
+# operation: its chain of ONNX operators, number of quantized inputs, attributes and constants of the first operator
 OPERATORS = {
     "add": (["Add"], 2, {}, []),
     "avg_pool": (["AveragePool"], 1, {"kernel_shape": [2, 2]}, []),
@@ -48,7 +48,7 @@ OPERATORS = {
 
 
 def optimised(operators, inputs, attributes, constants, path: Path, scales=(0.02, 0.03, 0.05)) -> Counter[str]:
-    """The operators of ONNX Runtime's graph for Q/DQ -> operators -> Q/DQ; scales: of the inputs and of the output."""
+    """The operators of ONNX Runtime's graph for Q/DQ -> operators -> Q/DQ, with these scales of inputs and output."""
     values = {"zero": np.array(128, np.uint8), "out_scale": np.array(scales[-1], np.float32)}
     nodes, read = [], []
     for number, scale in zip(range(inputs), scales, strict=False):

@@ -92,7 +92,7 @@ def test_every_operand_of_attention_is_on_a_grid() -> None:
     model = qat.prepare(net, example_inputs=BATCH)
     layers = [name for name, module in model.named_modules() if isinstance(module, QuantLayer)]
     assert sorted(layers) == ["a.key_projection", "a.out_proj", "a.query_projection", "a.value_projection"]
-    # The input; q, k and v; the probabilities; what out_proj reads.
+    # The input; q, k and v; the probabilities; the input of out_proj.
     assert len(activation_quantizers(model)) == 6
     qat.calibrate(model, [BATCH])
     work = integer_work(model, BATCH)
@@ -110,7 +110,7 @@ def test_masked_keys_have_no_influence_on_the_quantized_model() -> None:
     changed = BATCH.clone()
     changed[1, 3:] = BATCH[1, 3:].flip(-1)
     assert torch.equal(model(changed)[1, :3], model(BATCH)[1, :3])
-    assert not torch.equal(model(changed)[1, 3:], model(BATCH)[1, 3:])  # as queries they count
+    assert not torch.equal(model(changed)[1, 3:], model(BATCH)[1, 3:])  # as queries they matter
 
 
 @pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])

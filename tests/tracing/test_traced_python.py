@@ -1,4 +1,4 @@
-"""What forward does besides computing with tensors: functions with their own gradients, chance, counters, questions."""
+"""Python in forward beyond tensor operations: autograd Functions, random numbers, counters, type checks."""
 
 import builtins
 import random
@@ -167,7 +167,7 @@ class Counting(nn.Module):
         self.fc, self.steps, self.step, self.width = nn.Linear(8, 4), start, step, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.width = x.shape[1]  # a mere note
+        self.width = x.shape[1]  # only a log
         if self.step is not None:
             self.steps = self.step(self.steps)
         return self.fc(x)

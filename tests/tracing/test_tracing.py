@@ -184,7 +184,7 @@ def test_optional_arguments_with_an_example_are_arguments() -> None:
 
 
 class ByName(nn.Module):
-    """Takes a mapping, gives a mapping, and goes over the items of its input."""
+    """Takes and returns a mapping, and iterates over the items of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def test_wrapped_functions_are_taken_apart() -> None:
     net = Plain(forward, a=linear(4), b=linear(4)).eval()
     model = qat.prepare(net, example_inputs=x)
     assert_computes_as(net, model, x)
-    # One grid through the split: the function's inside is part of the graph.
+    # One grid passes the split: the function's operations are part of the graph.
     assert len(activation_quantizers(model)) == 1 and noted(model, LEFT_IN_FLOAT) == {}
 
 
@@ -272,7 +272,7 @@ def test_constants_follow_the_model_and_are_no_state() -> None:
 
 
 class Remembers(nn.Module):
-    """Keeps what it saw, as models do that share attention maps or count their calls."""
+    """Stores its inputs, as models do that share attention maps or count their calls."""
 
     def __init__(self) -> None:
         super().__init__()

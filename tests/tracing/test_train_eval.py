@@ -1,4 +1,4 @@
-"""Models that act by train and eval mode: auxiliary heads, dropouts, branches and constants by mode, norms."""
+"""Models that depend on train and eval mode: auxiliary heads, dropouts, branches, constants, norms."""
 
 from collections import namedtuple
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Outputs = namedtuple("Outputs", "main aux")
 
 
 class WithAuxiliaryHead(nn.Module):
-    """As GoogLeNet: a second classifier that only training runs."""
+    """Like GoogLeNet: a second classifier that only training runs."""
 
     def __init__(self, give: Callable[[bool, Tensor, Tensor | None], Any]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_an_auxiliary_head_learns() -> None:
     (main.square().sum() + aux.square().sum()).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
-    # Both heads read the stem: its gradient is the sum of what each sends back.
+    # Both heads read the stem: its gradient is the sum of theirs.
     assert bool(model.get_submodule("aux.0").weight.grad.any()) and bool(model.fc.weight.grad.any())
 
 
@@ -155,7 +155,7 @@ def test_dropouts_draw_anew_in_training_and_rest_in_evaluation() -> None:
 
 
 class FrozenNorm(nn.Module):
-    """Keeps its BatchNorm in evaluation whatever the mode, as detection models do."""
+    """Keeps its BatchNorm in evaluation in both modes, as detection models do."""
 
     def __init__(self) -> None:
         super().__init__()
