@@ -35,8 +35,8 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
     def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
         """Create the products; constructors call it once the weights exist."""
         for name, (weight, _) in self.inner_weights().items():
-            kind = QuantFunction if name.startswith("product_ih") else StepProduct
-            product = kind(F.linear, tuple(weight.shape), None, weight_spec, activation_spec, weight.device)
+            make = QuantFunction if name.startswith("product_ih") else StepProduct
+            product = make(F.linear, tuple(weight.shape), None, weight_spec, activation_spec, weight.device)
             setattr(self, name, product)
             if not weight.is_meta:
                 product.fit_weight(weight)

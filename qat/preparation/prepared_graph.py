@@ -53,8 +53,8 @@ class PreparedGraph(fx.GraphModule):
             run = self._training_forward(args, kwargs)
             return plain(self, *args, **kwargs) if run is None else run(self, *args, **kwargs)
 
-        kind: Any = type(self)
-        kind.forward = forward
+        cls: Any = type(self)
+        cls.forward = forward
         self._forget()
         return code
 
@@ -83,8 +83,8 @@ class PreparedGraph(fx.GraphModule):
 
     def _forget(self) -> None:
         """Forget everything that was derived from the model's earlier state."""
-        kind: Any = type(self)
-        kind._snapshot = None
+        cls: Any = type(self)
+        cls._snapshot = None
 
     def _follow_changes(self) -> bool:
         """Notice modules that were replaced, and adapt their calls.
@@ -92,19 +92,19 @@ class PreparedGraph(fx.GraphModule):
         Returns:
             Whether the graph changed.
         """
-        kind: Any = type(self)
-        if kind._snapshot is not None and kind._snapshot.holds():
+        cls: Any = type(self)
+        if cls._snapshot is not None and cls._snapshot.holds():
             return False
         known = set()
-        if kind._snapshot is not None:
-            kind._snapshot.warn_of_attributes()
-            known = kind._snapshot.silent
+        if cls._snapshot is not None:
+            cls._snapshot.warn_of_attributes()
+            known = cls._snapshot.silent
         changed = follow_replacements(self)
         if changed:
             self.recompile()
         self._forget()
-        kind._snapshot = ModuleSnapshot(self, module_names(self))
-        kind._snapshot.warn_of_hooks(known)
+        cls._snapshot = ModuleSnapshot(self, module_names(self))
+        cls._snapshot.warn_of_hooks(known)
         return changed
 
     def train(self, mode: bool = True) -> "Self":
@@ -153,19 +153,19 @@ def class_of(model: PreparedGraph) -> type[PreparedGraph]:
 
 
 def unpickled(
-    kind: type[PreparedGraph], function: Callable[..., Any], arguments: tuple[Any, ...], passing: dict[str, set[str]],
+    cls: type[PreparedGraph], function: Callable[..., Any], arguments: tuple[Any, ...], passing: dict[str, set[str]],
     notes: Notes,
 ) -> PreparedGraph:  # fmt: skip
     """The model that `PreparedGraph.__reduce__` pickled.
 
     Args:
-        kind: its class.
+        cls: its class.
         function, arguments: torch.fx's own way to restore it; the graph is recorded again from its code.
         passing: names of the non-persistent buffers of each module.
         notes: notes on the graph's nodes.
     """
     model: Any = function(*arguments)
-    own = type(OF_ONE_MODEL, (kind,), {})
+    own = type(OF_ONE_MODEL, (cls,), {})
     own.__name__ = type(model).__name__  # the name that it prints
     model.__class__ = own
     restore_notes(model.graph, notes)

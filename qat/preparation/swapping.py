@@ -52,11 +52,11 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe
 
 def refusal(name: str, layer: nn.Module, recipe: AnyRecipe) -> str | None:
     """Why a layer stays in float; None if it has a twin."""
-    kind = float_type_of(layer)
-    skipped_by = recipe.for_layer(name, kind).skipped_by
+    float_type = float_type_of(layer)
+    skipped_by = recipe.for_layer(name, float_type).skipped_by
     if skipped_by is not None:
         return f"skipped by the recipe's pattern {skipped_by!r}"
-    if kind is None:
+    if float_type is None:
         return f"{type_name(layer)} has no quantized twin"
     if has_forward_hooks(layer):
         return "it carries forward hooks, which the twin would lose"

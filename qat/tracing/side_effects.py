@@ -91,9 +91,9 @@ def _check_replaced(model: nn.Module) -> None:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    kinds = (list, dict, tuple, int, float, str, type(None))
-    plain = {key: value for key, value in _own(module).items() if isinstance(value, kinds)}
-    return {**plain, BUFFERS: buffers_of(module)}
+    types = (list, dict, tuple, int, float, str, type(None))
+    plain = {key: value for key, value in _own(module).items() if isinstance(value, types)}
+    return {**plain, "_buffers": module._buffers}
 
 
 def _comparable(value: Any) -> Any:
@@ -117,22 +117,22 @@ def read_before_written(changes: list[Change], run: Callable[[], Any]) -> Change
         run: runs the model that has them.
     """
     found: list[Change] = []
-    kinds = [(module, type(module)) for module in {change.module: None for change in changes}]
+    classes = [(module, type(module)) for module in {change.module: None for change in changes}]
     try:
-        for module, kind in kinds:
+        for module, cls in classes:
             of_module = {change.key: change for change in changes if change.module is module}
-            object.__setattr__(module, "__class__", _watched(kind, of_module, found))
+            object.__setattr__(module, "__class__", _watched(cls, of_module, found))
         run()
     finally:
-        for module, kind in kinds:
-            object.__setattr__(module, "__class__", kind)
+        for module, cls in classes:
+            object.__setattr__(module, "__class__", cls)
     return found[0] if found else None
 
 
-def _watched(kind: Any, changes: dict[str, Change], found: list[Change]) -> type[nn.Module]:
+def _watched(cls: Any, changes: dict[str, Change], found: list[Change]) -> type[nn.Module]:
     """A subclass for a module that records which of the attributes is read before it is written."""
 
-    class Watched(kind):  # type: ignore[misc]
+    class Watched(cls):  # type: ignore[misc]
         def __getattribute__(self, key: str) -> Any:
             if key in changes:
                 found.append(changes[key])
@@ -142,5 +142,5 @@ def _watched(kind: Any, changes: dict[str, Change], found: list[Change]) -> type
             changes.pop(key, None)
             super().__setattr__(key, value)
 
-    Watched.__name__, Watched.__qualname__ = kind.__name__, kind.__qualname__
+    Watched.__name__, Watched.__qualname__ = cls.__name__, cls.__qualname__
     return Watched
