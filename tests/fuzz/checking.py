@@ -18,7 +18,7 @@ from tests.fuzz.generation import generate
 from tests.fuzz.program import Program
 from tests.fuzz.runtime import against_runtime
 from tests.fuzz.steps import FAST, Context, Stepper, even_dropouts, plain
-from tests.references.prepared_case import without_quantizers
+from tests.prepared_case import without_quantizers
 
 ATTEMPTS, NEEDED, NOISY_RUNS = 6, 3, 5
 """Draws of data at most, how many have to differ for a verdict, and runs under noise for each that does."""
