@@ -66,8 +66,10 @@ class QuantRecipe:
     last_bits: int | None = None
 
     def __post_init__(self) -> None:
-        if self.target not in tuple(PROFILES):  # a tuple: the user's value may be unhashable
-            raise ValueError(f"QuantRecipe: target must be one of {', '.join(PROFILES)}, got {self.target!r}")
+        try:
+            profile_of(self.target)
+        except ValueError as error:
+            raise ValueError(f"QuantRecipe: {error}") from None
         for tensor in ("weight", "activation"):
             if getattr(self, tensor) is None:
                 object.__setattr__(self, tensor, getattr(self.profile, tensor))

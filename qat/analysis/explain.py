@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.analysis.table import align, layers_in_order
+from qat.analysis.table import layers_in_order
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
 from qat.preparation.explanation import PLAINLY, Trains
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.proof import first_calls
-from qat.tracing.examples import bind_inputs, call_with
+from qat.text import table as text_table
+from qat.tracing.inputs import bind_inputs, call_with
 
 HEADER = ("name", "kind", "trains", "why")
 
@@ -59,7 +60,7 @@ def explain(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping
     if not parts:
         said.append(f"the model trains {PLAINLY}: it has no traced graph")
     table = [HEADER, *((name, *row) for name, row in rows.items())]
-    return "\n".join([*said, "", *align(table)])
+    return "\n".join([*said, "", *text_table(table)])
 
 
 def _elsewhere(name: str, parts: Mapping[str, PreparedGraph], unsaid: set[str]) -> str:

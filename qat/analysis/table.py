@@ -1,6 +1,6 @@
 """`summary`: a prepared model as a table."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
 
@@ -46,7 +46,7 @@ def summary(model: nn.Module) -> str:
     kinds = noted(model, LAYERS)
     rows += [_float_row(name, model, reason, kinds) for name, reason in reasons.items()]
     in_float = sum(name in kinds or _module(model, name) is not None for name in reasons)
-    return "\n".join([*align([HEADER, *rows]), "", _counts(model, in_float), *_verdicts(model)])
+    return "\n".join([*table([HEADER, *rows]), "", _counts(model, in_float), *_verdicts(model)])
 
 
 def _verdicts(model: nn.Module) -> Iterator[str]:
@@ -71,7 +71,7 @@ def layers_in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 called = f"{prefix}{node.target}"
                 if called in wanted:
                     order[called] = None
-                elif isinstance(model.get_submodule(called), COMPOSITE_TWINS):  # its call runs the products in it
+                elif isinstance(model.get_submodule(called), CompositeTwin):  # its call runs the products in it
                     order |= dict.fromkeys(name for name in wanted if name.startswith(f"{called}."))
     return [(name, wanted[name]) for name in (*order, *(name for name in wanted if name not in order))]
 
@@ -134,9 +134,3 @@ def _counts(model: nn.Module, in_float: int) -> str:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a text table, its columns as wide as their longest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

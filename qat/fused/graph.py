@@ -20,6 +20,7 @@ from qat.preparation.prepared_graph import Forward, PreparedGraph
 from qat.preparation.report import VERDICTS
 from qat.preparation.verdict import Verdict
 from qat.quantizer import Quantizer
+from qat.torch_internals import all_modules_are_hooked, pytree
 from qat.tracing.patches import tracing_alone
 
 if TYPE_CHECKING:

@@ -25,10 +25,11 @@ def share_parameters(source: nn.Module, target: nn.Module) -> None:
         transferred: Any = target.parametrizations
         for key, parameter in originals.named_parameters(recurse=False):
             setattr(transferred[name], key, parameter)
-    for mine, theirs in ((parameters_of(target), parameters_of(source)), (buffers_of(target), buffers_of(source))):
+    owned: Any = ((parameters_of(target), parameters_of(source)), (buffers_of(target), buffers_of(source)))
+    for mine, theirs in owned:
         for name in mine:
             if name in theirs:
-                mine[name] = theirs[name]  # type: ignore[assignment]
+                mine[name] = theirs[name]
 
 
 class QuantTwin(nn.Module):

@@ -11,7 +11,7 @@ from torch import fx
 
 from qat.preparation.attributes import keep_attributes, keep_class, plain_attributes
 from qat.preparation.explanation import PLAINLY, Explanation
-from qat.preparation.replacements import Places, follow_replacements, module_names
+from qat.preparation.replacements import ModuleSnapshot, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
 from qat.preparation.verdict import Verdict
 from qat.torch_internals import unsaved_buffers_of

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from qat.layers import QuantLayer
 from qat.quantizer.estimator import estimator_of
-from qat.tracing.nodes import CHANGED, submodule_of
+from qat.tracing.nodes import WRITTEN_LATER, submodule_of
 
 AUGMENTED = {f"i{name}" for name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",

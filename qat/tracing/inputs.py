@@ -49,6 +49,12 @@ def moved_to(device: torch.device, values: Any) -> Any:
     return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, values)
 
 
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """The model's output for these inputs, moved to its device."""
+    args, kwargs = as_arguments(moved_to(model_device(model), inputs))
+    return model(*args, **kwargs)
+
+
 def copied(values: Any) -> Any:
     """The same values with copies of the tensors, since a model may write into its inputs."""
     return pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, values)
@@ -78,12 +84,6 @@ def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name in bound.arguments:
             raise TypeError(f"its arguments have no names, only *{parameter.name}")
     return dict(bound.arguments)
-
-
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    """The model's answer to inputs in one of these forms."""
-    args, kwargs = as_arguments(inputs)
-    return model(*args, **kwargs)
 
 
 def call_with(model: nn.Module, examples: Examples) -> Any:

@@ -67,7 +67,7 @@ def torch_takes_proxies() -> Iterator[None]:
     Only `isinstance` takes a proxy for a tensor; a proxy's class stays its own. C++ code that took a proxy for a tensor
     would read memory that does not belong to one.
     """
-    load_dynamo()  # tracing imports it anyway, and its import has to see the `isinstance` that is Python's own
+    load_dynamo()  # tracing imports it anyway, and it must see Python's own `isinstance`
     with without_fast_path():
         replacements: dict[tuple[Any, str], Any] = {
             **{(torch, name): _with_tuple(getattr(torch, name)) for name in SIZED},

@@ -71,7 +71,7 @@ def graph_of(model: nn.Module, examples: Examples | None) -> tuple[fx.Graph, dic
         for name in [name for name in vars(model) if name.startswith(GRAPH_CONSTANT)]:
             delattr(model, name)
         raise UntraceableError(f"torch.fx cannot trace {type(model).__name__}: {first_line(error)}") from error
-    graph._tracer_cls = QuantTracer  # unpickling traces with it
+    unpickle_with(QuantTracer, graph)
     for node in graph.nodes:
         if not is_foreign(node.target):  # torch.fx marks the results of a wrapped function, here its own operations
             node.meta.pop("is_wrapped", None)

@@ -93,7 +93,7 @@ def _check_replaced(model: nn.Module) -> None:
 def _plain(module: nn.Module) -> dict[str, Any]:
     types = (list, dict, tuple, int, float, str, type(None))
     plain = {key: value for key, value in _own(module).items() if isinstance(value, types)}
-    return {**plain, "_buffers": module._buffers}
+    return {**plain, BUFFERS: buffers_of(module)}
 
 
 def _comparable(value: Any) -> Any:

@@ -53,10 +53,10 @@ def trace(model: nn.Module, examples: Examples | None, graph_class: type[Graph])
     graph_module = graph_class(model, training, type(model).__name__)
     _keep_state(model, graph_module)
     for name, module in model.named_modules():  # torch 2.11 makes all buffers persistent
-        if module._non_persistent_buffers_set:
-            graph_module.get_submodule(name)._non_persistent_buffers_set |= module._non_persistent_buffers_set
-    for name in [name for name in graph_module._buffers if name.startswith("_tensor_constant")]:
-        graph_module._non_persistent_buffers_set.add(name)  # not part of the state: forward created it
+        if unsaved := unsaved_buffers_of(module):
+            unsaved_buffers_of(graph_module.get_submodule(name)).update(unsaved)
+    for name in [name for name in buffers_of(graph_module) if name.startswith(GRAPH_CONSTANT)]:
+        unsaved_buffers_of(graph_module).add(name)  # not part of the state: forward created it
     _dropouts_become_modules(graph_module, counterparts)
     _outputs_by_mode(graph_module, in_evaluation, counterparts)
     graph_module.recompile()
@@ -139,7 +139,7 @@ def _what(node: fx.Node, counterparts: dict[fx.Node, fx.Node], model: nn.Module)
     """A key that is equal for nodes that do the same to the same inputs, in any mode."""
     args, kwargs = _without_mode(node)
     target: Any = str(node.target)
-    if node.op == "get_attr" and target.startswith("_tensor_constant"):
+    if node.op == "get_attr" and target.startswith(GRAPH_CONSTANT):
         # Constants are numbered across all traces of a model, so they are compared by value.
         constant = getattr(model, target)
         target = (constant.dtype, tuple(constant.shape), repr(constant.tolist()))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from tests.prepared_case import without_quantizers
 from torch import nn
 
 import qat
@@ -18,7 +19,6 @@ from tests.fuzz.generation import generate
 from tests.fuzz.program import Program
 from tests.fuzz.runtime import against_runtime
 from tests.fuzz.steps import FAST, Context, Stepper, even_dropouts, plain
-from tests.prepared_case import without_quantizers
 
 ATTEMPTS, NEEDED, NOISY_RUNS = 6, 3, 5
 """Draws of data at most, how many have to differ for a verdict, and runs under noise for each that does."""
