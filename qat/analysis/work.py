@@ -162,7 +162,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _storage(tensor: Tensor) -> int:
     """An identifier of a tensor's memory, which views share; unlike an address it also tells meta tensors apart."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(storage_id(tensor))
 
 
 @contextmanager
