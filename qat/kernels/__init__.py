@@ -1,4 +1,4 @@
-"""Fast kernels of the hot estimators, chosen by device; the plain formulas in qat.functional are their reference."""
+"""Fast kernels for the costliest estimators, chosen by device; the formulas in qat.functional are their reference."""
 
 from qat.kernels.dispatch import (
     Kernels,

@@ -1,7 +1,7 @@
 """Who computes what: compiled kernels on the CPU, Triton's or torch.compile's on CUDA, or the plain formula.
 
-The switches at the top hold in the thread that enters their context, and in torch's own threads where these work for
-it: autograd computes the gradients of a GPU's tensors there. Other threads neither see them nor can leave them wrong.
+The switches hold in the thread that enters their context, and in torch's own threads while they work for it: autograd
+computes the gradients of a GPU's tensors there. Other threads neither see them nor can leave them wrong.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from qat.kernels.cpu import quantizers
 from qat.torch_internals import is_stashed, operations_are_watched, stash_for_threads, stashed
 
 CARRIED = "qat.kernels.dispatch"
-"""What torch carries to its threads under this name: the switches that are on."""
+"""The name under which torch carries the switches that are on to its threads."""
 
 
 class _Switches(threading.local):
-    """torch.compile watches a plain attribute of each thread, and torch 2.11's cannot read a ContextVar."""
+    """Thread-local attributes, because torch.compile guards on them; torch 2.11's cannot read a ContextVar."""
 
     def __init__(self) -> None:
         self.plain = False
@@ -34,7 +34,7 @@ class _Switches(threading.local):
 _switches = _Switches()
 
 _contexts = 0
-"""How many contexts of switches are open, in all threads: while there is none, nothing has to be asked."""
+"""How many contexts of switches are open in all threads; with none open, torch need not be asked."""
 
 _counting = threading.Lock()
 
@@ -67,17 +67,17 @@ def _carry() -> None:
 
 @functools.cache
 def _state(names: tuple[str, ...]) -> frozenset[str]:
-    """One of eight sets, which live as long as the program."""
+    """One of at most eight sets, kept alive by the cache as long as the program runs."""
     return frozenset(names)
 
 
 _hold = ctypes.pythonapi.Py_IncRef
-"""torch 2.11 gives up a reference to what it carries that it never took; it gets one to give up."""
+"""torch 2.11 releases a reference to the stashed object that it never took, so each stash adds one."""
 _hold.argtypes, _hold.restype = [ctypes.py_object], None
 
 
 def _is_carried(name: str) -> bool:
-    """Whether it is on for whom this thread works; code that is being compiled runs in no thread of torch's."""
+    """Whether the thread that this one works for has the switch on; Dynamo never traces in such a worker thread."""
     if torch.compiler.is_dynamo_compiling() or not _contexts or not is_stashed(CARRIED):
         return False
     return name in stashed(CARRIED)
@@ -101,16 +101,16 @@ def plain_formulas() -> Iterator[None]:
 
 @contextmanager
 def float_products() -> Iterator[None]:
-    """A context in which training multiplies in float, on the same grids, also where integers would be faster."""
+    """A context in which training multiplies in float on the same grids, even where integers would be faster."""
     with _on("in_float"):
         yield
 
 
 @contextmanager
 def kernels_by_formula() -> Iterator[None]:
-    """A context in which the CPU computes as compiled models on CUDA do, to see that without a GPU.
+    """A context in which the CPU computes as compiled models do on CUDA, so that this can be tested without a GPU.
 
-    Forward and backward belong inside, and `train()` of the model before them.
+    Call `train()` of the model inside, then forward and backward.
     """
     with _on("by_formula"):
         yield
@@ -127,32 +127,32 @@ def plain_wanted() -> bool:
 
 
 def formulas_wanted() -> bool:
-    """Whether the CPU is to do as CUDA does."""
+    """Whether the CPU is to compute as CUDA does."""
     return _switches.by_formula or _is_carried("by_formula")
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of the tensors that formulas take."""
+"""The dtypes that formulas take."""
 
 
 def by_formula(x: Tensor) -> bool:
-    """Whether kernels are formulas for this tensor: on CUDA, where torch.compile makes kernels of them."""
+    """Whether formulas replace kernels for this tensor: on CUDA, where torch.compile makes kernels of them."""
     return x.is_cuda or formulas_wanted()
 
 
 def is_taken(x: Tensor) -> bool:
-    """Whether operators take a tensor: float32 on the CPU, by formula what mixed precision is made of, no subclass."""
+    """Whether operators take a tensor: float32 on the CPU, `DTYPES` by formula; never a subclass of Tensor."""
     if by_formula(x):
         return x.dtype in DTYPES and type(x) in (Tensor, torch.nn.Parameter)
     return quantizers.is_plain(x)
 
 
 class Kernels(Protocol):
-    """The fake-quantizer of one kind of device: what `qat.functional` calls instead of its formula."""
+    """The fake-quantizer for one kind of device, which `qat.functional` calls instead of its formula."""
 
     @staticmethod
     def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
-        """x on its grid."""
+        """Round x to its grid."""
 
     @staticmethod
     def gradients(
@@ -163,15 +163,15 @@ class Kernels(Protocol):
 
 
 def plain_here() -> bool:
-    """Whether only plain operations will do: asked for, or something other than autograd looks at every operation."""
+    """Whether plain operations have to run: they are asked for, or something besides autograd watches operations."""
     return torch.compiler.is_compiling() or plain_wanted() or operations_are_watched()
 
 
 def choose(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> type[Kernels] | None:
-    """The kernels for a tensor and its grid; None where the plain formula has to do.
+    """The kernels for a tensor and its grid, or None if the plain formula has to run.
 
     Args:
-        x: what is to be quantized.
+        x: the tensor to quantize.
         scale: () or broadcastable to x.
         zero_point: as scale, or None for a symmetric grid.
     """
@@ -185,7 +185,7 @@ def choose(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> type[K
 
 @functools.cache
 def _triton() -> Any:
-    """The fake-quantizer on CUDA, loaded where a tensor lies there; None in a copy of qat without that folder."""
+    """The fake-quantizer on CUDA, loaded for the first tensor there; None in a copy of qat without that folder."""
     with contextlib.suppress(ModuleNotFoundError):
         from qat.kernels.triton import fake_quantizer
 

@@ -1,4 +1,4 @@
-"""A product's geometry: what a convolution or a linear layer is besides its operands, and when integers pay for it."""
+"""The geometry of a product (a convolution or a linear layer without its operands), and when integers pay for it."""
 
 import math
 from typing import Any, NamedTuple
@@ -10,27 +10,28 @@ from torch import Tensor
 from qat.kernels.cpu import onednn
 
 FEWEST_ROWS, FEWEST_ROWS_QUICKLY_PACKED = 512, 160
-"""With fewer rows, packing an int8 weight takes longer than multiplying by it saves. oneDNN packs three times as fast
-where it need not sum the weight up for a zero point."""
+"""With fewer rows, packing an int8 weight costs more than the integer product saves. oneDNN packs three times as fast
+if it need not sum up the weight for a zero point."""
 
 FEWEST_INPUTS = 16
-"""Products of one output value."""
+"""The fewest inputs of one output value for which integers pay."""
 
 MOST_INPUTS = 1 << 16
-"""Products of codes by a weight, 255 * 128 at most, whose sum fits int32."""
+"""The most products of a code and a weight (255 * 128 at most) whose sum fits int32."""
 
 FEWEST_INPUTS_OF_GROUPS, SMALLEST_IN_GROUPS = 32, 1 << 17
-"""Of a convolution in groups, and the elements of its input."""
+"""For grouped convolutions: inputs of one output value, and elements of the input tensor."""
 
 SMALLEST_DEPTHWISE, SMALLEST_DEPTHWISE_QUICKLY_PACKED = 3 << 19, 1 << 20
-"""Elements of the input of a depthwise convolution. What integers save there is decoding it: few products follow."""
+"""Elements of the input of a depthwise convolution. It has few products; integers save dequantizing its input."""
 
 ROWS_AS_MATRICES = (48, 2048)
-"""From here to there the gradients of a 1x1 convolution are faster as matrix products: by a tenth to a half."""
+"""The numbers of rows between which the gradients of a 1x1 convolution are a tenth to a half faster as matrix
+products."""
 
 
 class Geometry(NamedTuple):
-    """A convolution's, or a linear layer's, which has no stride."""
+    """The geometry of a convolution, or of a linear layer, whose lists are empty."""
 
     stride: list[int]
     padding: list[int]
@@ -38,7 +39,7 @@ class Geometry(NamedTuple):
     groups: int
 
     def rows(self, x: torch.Size, weight: torch.Size) -> int:
-        """How many rows the product has as one of matrices."""
+        """How many rows the product has as a product of matrices."""
         if not self.stride:
             return math.prod(x[:-1])
         rows = x[0]
@@ -49,24 +50,13 @@ class Geometry(NamedTuple):
         return rows
 
     def pays_in_integers(self, x: torch.Size, weight: torch.Size, zero: float, copies: int = 1) -> bool:
-        """A rule, not a measurement, so that a resumed run computes as the first did; x counts `copies` times."""
-        return self.integers_refusal(x, weight, zero, copies) is None
+        """Whether integers are faster, for a batch of `copies` times x.
 
-    def integers_refusal(self, x: torch.Size | None, weight: torch.Size, zero: float, copies: int = 1) -> str | None:
-        """Why integers do not pay, None if they do; without the shape x: why they never do."""
-        kind, inputs = self.kind(weight), math.prod(weight[1:])
-        if kind is None:
-            return "it is depthwise with several outputs for an input"
-        if self.stride and len(self.stride) != 2:
-            return f"integers multiply in linear layers and Conv2d, and it has {len(self.stride)} axes"
-        if inputs > MOST_INPUTS:
-            return f"it sums {inputs} products, and int32 holds {MOST_INPUTS}"
-        fewest = {"depthwise": 0, "grouped": FEWEST_INPUTS_OF_GROUPS, "dense": FEWEST_INPUTS}[kind]
-        if inputs < fewest:
-            return f"it sums {inputs} products, and integers pay from {fewest} on"
-        if x is None:
-            return None
-        size, smallest = math.prod(x) * copies, SMALLEST_IN_GROUPS if kind == "grouped" else 0
+        This is a rule, not a measurement, so that a resumed run computes as the first one did.
+        """
+        kind, inputs, size = self.kind(weight), math.prod(weight[1:]), math.prod(x) * copies
+        if kind is None or inputs > MOST_INPUTS or (self.stride and len(self.stride) != 2):
+            return False
         if kind == "depthwise":
             smallest = SMALLEST_DEPTHWISE_QUICKLY_PACKED if zero == 0 else SMALLEST_DEPTHWISE
         if size < smallest:
@@ -79,7 +69,7 @@ class Geometry(NamedTuple):
         return None if rows >= least else f"it has {rows} rows, and integers pay from {least} on"
 
     def kind(self, weight: torch.Size) -> str | None:
-        """One of `products.KINDS`; None for depthwise with several outputs for an input, which no self-test covers."""
+        """One of `onednn.KINDS`; None for depthwise with several outputs per input, which no self-test covers."""
         if self.groups == 1:
             return "dense"
         if weight[1] > 1:
@@ -87,12 +77,12 @@ class Geometry(NamedTuple):
         return "depthwise" if weight[0] == self.groups else None
 
     def is_exact(self, weight: torch.Size) -> bool:
-        """Whether this machine's integer products of this kind are right."""
+        """Whether this machine computes integer products of this kind exactly."""
         kind = self.kind(weight)
         return kind is not None and onednn.are_exact("dense") and onednn.are_exact(kind)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """In float."""
+        """The product in float."""
         if not self.stride:
             return F.linear(x, weight, bias)
         return torch.convolution(
@@ -102,7 +92,7 @@ class Geometry(NamedTuple):
     def multiply_integers(
         self, codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """In integers."""
+        """The product of codes and an int8 weight, with int32 sums."""
         if not self.stride:
             return onednn.linear(codes, step, zero, weight, steps, bias)
         return onednn.convolution(
@@ -112,7 +102,7 @@ class Geometry(NamedTuple):
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of x, weight and bias."""
+        """The gradients of x, weight and bias, None where not needed."""
         if not self.stride:
             return _gradients_of_rows(grad, x, weight, needs)
         if self._is_product_of_rows(grad, x, weight):
@@ -128,7 +118,7 @@ class Geometry(NamedTuple):
         return found[0], found[1], found[2]
 
     def _is_product_of_rows(self, grad: Tensor, x: Tensor, weight: Tensor) -> bool:
-        """Whether it is a 1x1 convolution of few pixels, channels innermost."""
+        """Whether this is a 1x1 convolution of few pixels, with channels innermost."""
         fewest, most = ROWS_AS_MATRICES
         return (
             self.stride == [1, 1] and self.padding == [0, 0] and self.groups == 1 and weight.shape[2:] == (1, 1)
@@ -137,11 +127,11 @@ class Geometry(NamedTuple):
         )  # fmt: skip
 
     def layout(self, x: Tensor, weight: Tensor) -> torch.memory_format:
-        """The memory format of the product: one in which every view of torch's own result is one of ours.
+        """The memory format of the product: every view that works on torch's own result works on this one.
 
-        Of images it is torch's rule: channels are innermost where those of an operand are. The weight is the one behind
-        its quantizer, which leaves no choice of strides. Of volumes, where torch has several rules, it is the plain
-        one.
+        For images it follows torch's rule: channels are innermost if those of an operand are. The weight is the one
+        behind its quantizer, which leaves no choice of strides. For volumes, where torch has several rules, the format
+        is contiguous.
         """
         if len(self.stride) != 2 or x.dim() != 4:
             return torch.contiguous_format
@@ -150,7 +140,7 @@ class Geometry(NamedTuple):
 
 
 def _has_channels_innermost(x: Tensor) -> bool:
-    """As torch decides it (`suggest_memory_format`): by all strides, those of axes of length 1 too."""
+    """Decides as torch does (`suggest_memory_format`): by all strides, also those of axes of length 1."""
     if not x.stride(1) or not x.numel():
         return False
     least = 0
@@ -162,9 +152,10 @@ def _has_channels_innermost(x: Tensor) -> bool:
 
 
 def arranged(y: Tensor, layout: torch.memory_format) -> Tensor:
-    """y in a memory format, with the strides that torch gives it where an axis of length 1 leaves a choice.
+    """y in a memory format, with the strides that torch would choose for axes of length 1.
 
-    oneDNN answers with others, and torch's own kernels take channels of one image for contiguous by them.
+    oneDNN returns other strides there, and by those torch's kernels mistake the channels of a single image for
+    contiguous.
     """
     y = y.contiguous(memory_format=layout)
     inner = layout is torch.channels_last

@@ -1,1 +1,1 @@
-"""The kernels of the CPU: C code with its compiler and its one door for addresses, and oneDNN's integer products."""
+"""CPU kernels: C code, its compiler and the one file that gives it addresses; and oneDNN's integer products."""

@@ -1,7 +1,7 @@
-"""The one door to the C code: an address is given away only of a tensor that is what the kernel will take it for.
+"""The one place that gives addresses to the C code, and only of tensors that are what the kernel expects.
 
-A kernel reads and writes as many numbers, of the type and in the order that its arguments promise, whatever lies there.
-No other file asks a tensor for its `data_ptr`; a test reads them all.
+A kernel trusts its arguments: it reads and writes the number, type and order of elements that they promise, whatever
+lies there. No other file asks a tensor for its `data_ptr`; a test reads them all.
 """
 
 import torch
@@ -12,7 +12,7 @@ NEAREST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether the elements lie next to each other, in whatever order of the axes."""
+    """Whether the elements lie next to each other, in any order of the axes."""
     if x.is_contiguous():
         return True
     nearest = NEAREST.get(x.dim())
@@ -22,13 +22,13 @@ def is_dense(x: Tensor) -> bool:
 
 
 def numbers_at(what: str, x: Tensor, count: int, dtype: torch.dtype = torch.float32) -> int:
-    """The address of `count` numbers that lie one after the other.
+    """The address of `count` consecutive numbers.
 
     Args:
         what: the tensor's name, for the message.
         x: on the CPU, contiguous.
-        count: of its elements, at least 1.
-        dtype: of its elements.
+        count: the number of its elements, at least 1.
+        dtype: the type of its elements.
 
     Raises:
         ValueError: if the tensor is anything else.
@@ -42,13 +42,13 @@ def numbers_at(what: str, x: Tensor, count: int, dtype: torch.dtype = torch.floa
 
 
 def elements_at(what: str, x: Tensor, pattern: Tensor, dtype: torch.dtype = torch.float32) -> int:
-    """The address of a tensor's elements, which lie next to each other in the order of another's.
+    """The address of a tensor's elements, which lie next to each other in the same order as those of `pattern`.
 
     Args:
         what: the tensor's name, for the message.
         x: on the CPU, with elements.
-        pattern: of x's shape and strides, dense in any memory format; x itself where there is no other.
-        dtype: of x's elements.
+        pattern: a tensor with x's shape and strides, dense in any memory format; x itself if there is no other.
+        dtype: the type of x's elements.
 
     Raises:
         ValueError: if the tensor is anything else.
@@ -63,7 +63,7 @@ def elements_at(what: str, x: Tensor, pattern: Tensor, dtype: torch.dtype = torc
 
 
 def rows_at(what: str, x: Tensor, rows: int) -> int:
-    """The address of a float32 tensor that is `rows` pieces of the same size, one after the other along its first axis.
+    """The address of a float32 tensor whose first axis is `rows` equal pieces, one after the other in memory.
 
     Raises:
         ValueError: if the tensor is anything else.

@@ -1,7 +1,7 @@
-"""Where compiled code is kept: in a folder that nobody else can write to, under a name that tells its content.
+"""Where compiled code is kept: in a folder that nobody else can write to, under a name with a hash of its content.
 
-What lies there is loaded as code. So every folder on the way to it has to be this user's or root's and closed to
-others, and a file that was cut off or damaged is told by its name before it is loaded: the loader would not survive it.
+A file there is loaded as code. So every folder on the path has to belong to this user or root and be closed to others,
+and the hash reveals a truncated or damaged file before it is loaded: loading one would crash the process.
 """
 
 import atexit
@@ -20,9 +20,9 @@ log = logging.getLogger("qat.kernels")
 
 
 def cache_folder() -> Path | None:
-    """`qat/kernels` in the user's cache ($XDG_CACHE_HOME or ~/.cache), made if it is not there.
+    """`qat/kernels` in the user's cache ($XDG_CACHE_HOME or ~/.cache), created if missing.
 
-    None where there is no such place: no home folder, or others could put something into it. The log says which.
+    None if there is no safe place: no home folder, or others could write to it. The log gives the reason.
     """
     try:
         folder = (_base() / "qat" / "kernels").resolve()
@@ -33,21 +33,21 @@ def cache_folder() -> Path | None:
         if opened is None:
             return folder
         reason = f"others can write to {opened}"
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home, links that go round
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home, circular links
         reason = str(error)
     log.info("no private folder to keep the C kernels in (%s): they are compiled for this process only", reason)
     return None
 
 
 def process_folder() -> Path:
-    """A private folder that ends with this process."""
+    """A private folder that is deleted when this process ends."""
     private = Path(tempfile.mkdtemp(prefix="qat-kernels-"))
     atexit.register(shutil.rmtree, private, ignore_errors=True)
     return private
 
 
 def stored(folder: Path, key: str) -> Path | None:
-    """The library that was stored under a key, if it is whole; those that are not are removed."""
+    """The library that was stored under a key, if it is intact; damaged ones are removed."""
     for path in sorted(folder.glob(f"{key}-*.so")):
         state = path.lstat()
         if stat.S_ISREG(state.st_mode) and not _is_open(state) and path.stem == f"{key}-{_digest(path)}":
@@ -58,7 +58,7 @@ def stored(folder: Path, key: str) -> Path | None:
 
 
 def store(library: Path, folder: Path, key: str) -> Path:
-    """Move a library there, in one piece: other processes may be storing theirs, or looking for it."""
+    """Move a library there atomically: other processes may be storing theirs, or looking for it."""
     library.chmod(0o700)
     path = folder / f"{key}-{_digest(library)}.so"
     os.replace(library, path)
@@ -67,7 +67,7 @@ def store(library: Path, folder: Path, key: str) -> Path:
 
 def _base() -> Path:
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if chosen.is_absolute():  # others are to be ignored, says XDG
+    if chosen.is_absolute():  # the XDG specification says to ignore relative paths
         return chosen
     home = Path.home()
     if not home.is_absolute():
@@ -80,7 +80,7 @@ def _digest(path: Path) -> str:
 
 
 def _lets_others_in(part: Path, folder: Path) -> bool:
-    """Whether someone else could replace a part of the path; in a sticky folder (/tmp) only one's own can be."""
+    """Whether someone else could replace a part of the path; in a sticky folder (/tmp) users replace only their own."""
     state = part.lstat()
     return _is_open(state) and not (part != folder and _is_ours(state) and state.st_mode & stat.S_ISVTX)
 
@@ -97,7 +97,7 @@ def _is_ours(state: os.stat_result) -> bool:
 
 
 def _is_owners_group(state: os.stat_result) -> bool:
-    """Whether the group is the owner's alone, as many systems give one to each user."""
+    """Whether the owner is the group's only member: many systems give each user such a group."""
     import grp
     import pwd
 

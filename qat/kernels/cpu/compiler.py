@@ -1,4 +1,4 @@
-"""The C kernels as a shared library: compiled once, on their first use, into the user's cache."""
+"""The C kernels as a shared library, compiled into the user's cache on their first use."""
 
 import contextlib
 import ctypes
@@ -41,16 +41,16 @@ _loaded = False
 
 
 def is_loaded() -> bool:
-    """Whether the library is there already: what torch.compile may ask, which can neither build nor load it."""
+    """Whether the library is loaded. Code under torch.compile may ask this; it can neither build nor load it."""
     return _loaded
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library, or None where it cannot be built; the reason goes to the log, once.
+    """The library, or None if it cannot be built; the log gives the reason, once.
 
-    The compiler is $CC, or the first of cc, gcc and clang. QAT_KERNELS=off says that none is to be used, and
-    QAT_KERNELS_CFLAGS holds flags to be added: `-fsanitize=address`.
+    The compiler is $CC, or the first of cc, gcc and clang. QAT_KERNELS=off forbids the kernels, and QAT_KERNELS_CFLAGS
+    adds flags, such as `-fsanitize=address`.
     """
     if os.environ.get("QAT_KERNELS", "").lower() == "off":
         log.info("QAT_KERNELS=off: quantizers run as plain torch operations")
@@ -75,7 +75,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _built(compiler: str) -> Path:
-    """Where the library lies, built if it is not there yet."""
+    """The path of the library, which is built if the cache lacks it."""
     more = tuple(os.environ.get("QAT_KERNELS_CFLAGS", "").split())
     key = hashlib.sha256()
     for source in (*HEADERS, *SOURCES):
@@ -101,7 +101,7 @@ def _built(compiler: str) -> Path:
 
 
 def _ran(command: list[str], **environment: str) -> tuple[int, str, str]:
-    """Exit status, output and errors of a compiler; whatever ends the wait ends all its processes."""
+    """Exit status, output and errors of a compiler; if the wait is interrupted, all its processes are killed."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
         start_new_session=True, env={**os.environ, **environment},
@@ -121,7 +121,7 @@ def _version(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What -march=native depends on; a home folder may be shared by different machines."""
+    """What -march=native depends on: different machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

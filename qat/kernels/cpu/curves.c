@@ -6,7 +6,7 @@ enum { GELU, GELU_TANH, SILU, HARDSWISH }; /* as in operators/curves.py */
 
 #define INLINED static inline __attribute__((always_inline))
 
-/* e^x to two units in the last place, 0 where that is no normal number; x is at most 88 */
+/* e^x to two units in the last place, 0 where that would be denormal; x is at most 88. */
 INLINED float exp_of(float x) {
   const float bounded = x < -87.0f ? -87.0f : x, n = rintf(bounded * 1.44269504f);
   const float r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f; /* ln 2 in two parts */
@@ -17,14 +17,14 @@ INLINED float exp_of(float x) {
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = y * r * r + r + 1.0f;
-  const uint32_t bits = (uint32_t)((int32_t)n + 127) << 23; /* of NaN some bits: y is NaN */
+  const uint32_t bits = (uint32_t)((int32_t)n + 127) << 23; /* arbitrary for NaN, but y is NaN then */
   float power;
   memcpy(&power, &bits, sizeof power);
   return x < -87.0f ? 0.0f : y * power; /* NaN stays NaN */
 }
 
-/* The normal distribution function and density. erfc(z) = exp(-z^2) t P(t) with t = 1 / (1 + 0.38 z) is off by 2e-8 of
-   itself at most; P was fitted to that. */
+/* The normal distribution function and density. erfc(z) = exp(-z^2) t P(t) with t = 1 / (1 + 0.38 z), where P is
+   fitted to a relative error of at most 2e-8. */
 INLINED float normal(float x, float *density) {
   const float z = fabsf(x) * 0.70710678f, t = 1.0f / (1.0f + 0.38f * z), e = exp_of(-0.5f * (x * x));
   float p = 0.05887429f;
@@ -41,7 +41,7 @@ INLINED float normal(float x, float *density) {
   return x < 0 ? tail : 1.0f - tail;
 }
 
-/* The function's value, and its slope. */
+/* The function's value; its derivative goes to slope. */
 INLINED float curve_at(float x, int curve, float *slope) {
   if (curve == GELU) {
     float density;
@@ -55,7 +55,7 @@ INLINED float curve_at(float x, int curve, float *slope) {
     return x * clampf(x + 3.0f, 0.0f, 6.0f) / 6.0f;
   }
   /* x * sigmoid(u): silu with u = x, and gelu's approximation by tanh, since (1 + tanh(v)) / 2 = sigmoid(2 v) */
-  const float near = clampf(x, -20.0f, 20.0f), square = near * near; /* the cube of x may be none */
+  const float near = clampf(x, -20.0f, 20.0f), square = near * near; /* x^3 could overflow */
   const float u = curve == SILU ? x : 1.59576912f * (near + 0.044715f * (near * square));
   const float rise = curve == SILU ? 1.0f : 1.59576912f * (1.0f + 0.134145f * square);
   const float share = u < -80.0f ? 0.0f : 1.0f / (1.0f + exp_of(clampf(-u, -80.0f, 80.0f)));
@@ -89,7 +89,7 @@ INLINED float backward_span(const float *restrict grad, const float *restrict x,
   return part;
 }
 
-/* One loop a curve, so that the choice is not made for every element. */
+/* One loop per curve, so that the choice is not made for every element. */
 static float quantize_chosen(const float *x, uint8_t *codes, i64 n, Grid g, int curve) {
   switch (curve) {
     case GELU: return quantize_span(x, codes, n, g, GELU);
@@ -108,7 +108,7 @@ static float backward_chosen(const float *grad, const float *x, float *grad_x, i
   }
 }
 
-/* codes of curve(x) */
+/* Codes of curve(x). */
 void curve_quantize(const float *x, uint8_t *codes, i64 n, LearnedGrid q, int curve, float *qparams, int threads) {
   const Grid g = grid_of(q);
   float bad = 0;
@@ -154,7 +154,7 @@ static float softmax_row(const float *restrict x, float *restrict p, uint8_t *re
   return bad;
 }
 
-/* p = softmax(x * factor) of every row of n, and its codes */
+/* p = softmax(x * factor) of every row of n elements, and its codes. */
 void softmax_quantize(const float *x, float *p, uint8_t *codes, i64 rows, i64 n, float factor, LearnedGrid q,
                       float *qparams, int threads) {
   const Grid g = grid_of(q);

@@ -11,13 +11,13 @@ from qat.kernels.cpu.structures import LearnedGrid
 
 
 class Levels(NamedTuple):
-    """What a quantizer is besides its tensors.
+    """The numbers of a quantizer that are not tensors.
 
     Attributes:
         low, high: lowest and highest code.
-        shift: what codes and zero point are moved by, so that they fit uint8.
-        factor: of the scale's gradient.
-        relative: whether that is multiplied by the square of the step, too.
+        shift: added to codes and zero point, so that they fit uint8.
+        factor: multiplies the scale's gradient.
+        relative: whether the square of the step multiplies it too.
     """
 
     low: int
@@ -31,7 +31,7 @@ def learned_grid(
     scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,
     relative: bool,
 ) -> LearnedGrid:  # fmt: skip
-    """A quantizer's tensors, float32 and one number each, and the fields of its `Levels`."""
+    """The C kernels' view of a quantizer: its tensors, one float32 number each, and the fields of its `Levels`."""
     zero = None if zero_point is None else numbers_at("zero_point", zero_point, 1)
     return LearnedGrid(
         numbers_at("scale", scale, 1), numbers_at("smallest", smallest, 1), zero, low, high, shift, factor, relative
@@ -39,7 +39,7 @@ def learned_grid(
 
 
 def step_and_zero(qparams: Tensor) -> tuple[float, float]:
-    """What a kernel wrote about the codes that it made; the step is NaN if there was one among the values."""
+    """The step and zero that a kernel wrote next to its codes; the step is NaN if one of the values was."""
     step, zero = qparams.tolist()
     return step, zero
 

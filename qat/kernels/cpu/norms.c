@@ -1,9 +1,9 @@
-/* BatchNorm, clamp and quantizer in one pass; their backward in two. Without a norm gamma and inverse are 1, beta and
-   mean 0. */
+/* BatchNorm, clamp and quantizer in one pass; their backward in two. Without a norm, gamma and inverse are 1, and beta
+   and mean are 0. */
 
 #include "rows.h"
 
-/* One number a channel: z = (y - mean) * inverse * gamma + beta, with inverse = 1 / sqrt(var + eps). */
+/* One number per channel: z = (y - mean) * inverse * gamma + beta, with inverse = 1 / sqrt(var + eps). */
 typedef struct {
   const float *gamma, *beta, *mean, *inverse;
 } Norm;
@@ -85,7 +85,7 @@ void norm_quantize(const float *y, uint8_t *codes, Extent s, Norm norm, LearnedG
 
 /* ---- backward, first pass: sums ---- */
 
-/* the gradient behind clamp and quantizer, at z */
+/* The gradient that clamp and quantizer pass at z. */
 static inline float masked(float grad, float z, Grid g, Clip clip, float *slope) {
   int inside;
   *slope = slope_of(clampf(z, clip.floor, clip.ceiling), g, &inside);
@@ -107,7 +107,7 @@ static void sums_row(const float *restrict grad, const float *restrict y, const 
   }
 }
 
-/* per channel: the sums of the masked gradient and of its product with y - mean; returns the sum for the step */
+/* Sums, per channel, of the masked gradient and of its product with y - mean; returns the sum for the step. */
 static double sums_innermost(const float *grad, const float *y, Extent s, Linear form, Grid g, Clip clip, double *sums,
                              double *products, int threads) {
   double all = 0;
@@ -173,13 +173,13 @@ static double sums_of_images(const float *grad, const float *y, Extent s, Linear
 
 /* ---- backward, second pass: grad_y = alpha * (masked - offset - (y - mean) * factor) ---- */
 
-/* Where a gradient passes: floor < z < ceiling and lowest <= z <= highest is what `masked` finds out by dividing. */
+/* Where a gradient passes: floor < z < ceiling and lowest <= z <= highest, which `masked` decides by a division. */
 typedef struct {
   float floor, ceiling, lowest, highest;
 } Bounds;
 
-/* The largest z with z / step <= bound, an integer >= 0. A quotient up to half a unit of the last place above is
-   rounded to the bound, whose mantissa is even; the product of the two is exact in double. */
+/* The largest z with z / step <= bound, an integer >= 0. A quotient that exceeds the bound by up to half a unit in the
+   last place is rounded to it, because its mantissa is even. The product below is exact in double. */
 static float reach(float bound, float step) {
   const double half = bound > 0 ? ldexp(1, ilogbf(bound) - 24) : 0x1p-150, exact = step * (bound + half);
   const float z = (float)exact;
@@ -230,8 +230,8 @@ static void through_images(const float *grad, const float *y, float *grad_y, Ext
   }
 }
 
-/* The gradients of the chain: grad_y (NULL: not wanted), gamma, beta and scale. With `follows_batch` the
-   statistics are the batch's, and y changes them too. */
+/* The gradients of y (grad_y NULL: not needed), gamma, beta and scale. With `follows_batch` the statistics are the
+   batch's, and depend on y too. */
 void norm_quantize_backward(const float *grad, const float *y, float *grad_y, Extent s, Norm norm, LearnedGrid q,
                             float floor, float ceiling, int follows_batch, float *grad_gamma, float *grad_beta,
                             float *grad_scale, int threads) {

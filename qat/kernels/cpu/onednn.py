@@ -1,8 +1,8 @@
-"""Convolutions and matrix products of uint8 by int8 codes, exact in int32, through oneDNN: on processors with VNNI.
+"""Convolutions and matrix products of uint8 by int8 codes through oneDNN, exact in int32 on processors with VNNI.
 
-Elsewhere these operators of torch return wrong values without a word (sums that saturate at 16 bits), so they are
-tried on extreme integers first and never used where one sum is off. `qat.kernels.cpu.processor` can ask for the other
-kind of processor: then they are emulated, or left alone.
+Elsewhere these torch operators silently return wrong values (sums saturate at 16 bits). So they are tried on extreme
+integers first, and never used if one sum is off. `qat.kernels.cpu.processor` can ask for the other kind of processor:
+the products are then emulated, or not used.
 """
 
 import functools
@@ -27,11 +27,11 @@ def convolution(
 
     Args:
         codes: uint8, (N, C, H, W).
-        step, zero: of codes.
+        step, zero: those of the codes.
         weight: int8, (O, C / groups, kh, kw).
-        steps: (O,), of weight.
+        steps: (O,), those of the weight.
         bias: (O,) or None.
-        stride, padding, dilation, groups: of the convolution.
+        stride, padding, dilation, groups: as for torch's convolution.
     """
     multiply = _emulated_convolution if is_emulated() else _convolution
     return multiply(codes, step, zero, weight, steps, bias, stride, padding, dilation, groups)
@@ -41,11 +41,11 @@ def _convolution(
     codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None, stride: list[int],
     padding: list[int], dilation: list[int], groups: int,
 ) -> Tensor:  # fmt: skip
-    """By oneDNN."""
+    """The convolution by oneDNN."""
     ops = torch.ops.onednn
     point = int(zero)
     zeros = torch.zeros(steps.numel(), dtype=torch.int32)
-    # Packing does not look at the scale, but would read every number of it one by one.
+    # Packing does not use the scales, but would read them one by one: it gets a single one.
     packed = ops.qconv_prepack(
         weight, torch.ones(1, dtype=torch.float32), step, point, stride, padding, dilation, groups, None
     )
@@ -75,9 +75,9 @@ def linear(codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tenso
 
     Args:
         codes: uint8, (..., inputs).
-        step, zero: of codes.
+        step, zero: those of the codes.
         weight: int8, (outputs, inputs).
-        steps: (outputs,), of weight.
+        steps: (outputs,), those of the weight.
         bias: (outputs,) or None.
     """
     # As a 1x1 convolution over an image of one column: its weight packs four times as fast as a matrix.
@@ -87,7 +87,7 @@ def linear(codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tenso
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b.T of two float32 matrices, by oneDNN where torch has it: a fifth to a third faster than torch's own."""
+    """a @ b.T of two float32 matrices, by oneDNN if torch has it, which is a fifth to a third faster."""
     if not _has_float_product():
         return a @ b.T
     return onednn_matmul(a, b)
@@ -103,12 +103,12 @@ def _has_float_product() -> bool:
 
 
 KINDS = {"dense": 1, "grouped": 6, "depthwise": 96}
-"""Convolutions that oneDNN computes in different ways, each with the groups of an example of 96 channels."""
+"""The kinds of convolutions that oneDNN computes differently, each with the groups of a test on 96 channels."""
 
 
 @functools.cache
 def are_exact(kind: str) -> bool:
-    """Whether integer products are right to the last unit here, at the extremes too, and not to be left alone.
+    """Whether integer products may be used: they are exact here, extremes included, and QAT_PROCESSOR allows them.
 
     Args:
         kind: one of `KINDS`; matrix products belong to the dense ones.
@@ -133,13 +133,13 @@ def are_exact(kind: str) -> bool:
 
 @functools.cache
 def _say(line: str) -> None:
-    """Once in a process."""
+    """Log a line once per process."""
     log.info(line)
 
 
 @functools.cache
 def is_exact_natively() -> bool:
-    """Whether oneDNN's integer products of every kind are right on this processor, whatever is asked for."""
+    """Whether oneDNN's integer products of every kind are exact on this processor, whatever QAT_PROCESSOR says."""
     try:
         return all(_convolves_exactly(_convolution, groups) for groups in KINDS.values())
     except (RuntimeError, AttributeError, NotImplementedError):  # a torch without oneDNN, another processor
@@ -147,13 +147,16 @@ def is_exact_natively() -> bool:
 
 
 def is_emulated() -> bool:
-    """Whether VNNI is asked for and this machine has none."""
+    """Whether QAT_PROCESSOR asks for VNNI and this machine lacks it."""
     return processor.asked_for() == "vnni" and not is_exact_natively()
 
 
 def _example(groups: int) -> tuple[Tensor, Tensor]:
-    """Codes and weight, with pairs whose sum leaves 16 bits."""
-    source: Any = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}  # whatever the default is
+    """Codes and weight, with pairs of products whose sum exceeds 16 bits."""
+    source: Any = {
+        "generator": torch.Generator("cpu").manual_seed(0),
+        "device": "cpu",
+    }  # whatever the default device is
     codes = torch.randint(0, 256, (2, 96, 9, 9), dtype=torch.uint8, **source)
     weight = torch.randint(-127, 128, (96, 96 // groups, 3, 3), dtype=torch.int8, **source)
     codes[0], weight[:4], weight[4:8] = 255, 127, -127
@@ -162,7 +165,7 @@ def _example(groups: int) -> tuple[Tensor, Tensor]:
 
 def _convolves_exactly(convolve: Callable[..., Tensor], groups: int) -> bool:
     codes, weight = _example(groups)
-    steps = torch.exp2((torch.arange(96) % 5 - 2).to(torch.float32))  # powers of two change no digit
+    steps = torch.exp2((torch.arange(96) % 5 - 2).to(torch.float32))  # scaling by powers of two is exact
     expected = torch.nn.functional.conv2d(codes.double() - 3, weight.double(), padding=1, groups=groups)
     got = convolve(codes, 0.5, 3.0, weight, steps, None, [1, 1], [1, 1], [1, 1], groups)
     return bool(torch.equal(got.double(), expected * steps.double().view(-1, 1, 1) * 0.5))

@@ -1,4 +1,4 @@
-/* Max pooling of codes: a grid keeps the order of its values, and of its ties. */
+/* Max pooling of codes, which are ordered as their values are. */
 
 #include "grids.h"
 
@@ -8,7 +8,7 @@ typedef struct {
   i64 kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
 } Pool;
 
-/* Where one element begins, and how far the next channel is: channels are innermost, or whole images are. */
+/* The offset of an element; `nearest` says that channels are innermost. */
 static i64 at(i64 n, i64 c, i64 y, i64 x, i64 channels, i64 height, i64 width, int nearest) {
   return nearest ? ((n * height + y) * width + x) * channels + c : ((n * channels + c) * height + y) * width + x;
 }
@@ -30,7 +30,7 @@ static void larger(const uint8_t *restrict in, uint8_t *restrict out, uint8_t *r
   }
 }
 
-/* The largest code of every window, and which element of the window it was: the first of several. */
+/* The largest code of every window, and its place in the window: the first of several equal ones. */
 void max_pool(const uint8_t *codes, uint8_t *out, uint8_t *where, Pool p, int nearest, int threads) {
   const i64 planes = nearest ? 1 : p.channels, block = nearest ? p.channels : 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -57,7 +57,7 @@ static void add_where(const float *restrict grad, const uint8_t *restrict where,
   for (i64 c = 0; c < n; c++) to[c] += where[c] == k ? grad[c] : 0;
 }
 
-/* Every input gathers from the windows that it lies in, so that no two threads write to one place. */
+/* Every input gathers from the windows that contain it, so that no two threads write to one element. */
 void max_pool_backward(const float *grad, const uint8_t *where, float *grad_in, Pool p, int nearest, int threads) {
   const i64 planes = nearest ? 1 : p.channels, block = nearest ? p.channels : 1;
 #pragma omp parallel for num_threads(threads) schedule(static)

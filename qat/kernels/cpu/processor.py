@@ -1,7 +1,7 @@
-"""The kind of processor that this machine is to be taken for, so that tests see the other kind too.
+"""The kind of processor that this machine should pass for, so that tests cover the other kind too.
 
-Processors with VNNI multiply uint8 by int8 exactly. x86 without it adds pairs of products in 16 bits, where the kernels
-of oneDNN and those that ONNX Runtime takes by default saturate; nothing of this library relies on either there.
+Processors with VNNI multiply uint8 by int8 exactly. x86 without it adds pairs of products in 16 bits, which saturates
+in oneDNN's kernels and in ONNX Runtime's default ones; this library uses neither there.
 """
 
 import os
@@ -13,10 +13,10 @@ Processor = Literal["vnni", "no-vnni"]
 
 
 def asked_for() -> Processor | None:
-    """What the environment's QAT_PROCESSOR says; None: this machine is what it is.
+    """The value of QAT_PROCESSOR in the environment; None means that the machine is taken as it is.
 
-    `vnni` where there is none: integer products are emulated, slowly and with the same numbers. `no-vnni` where there
-    is: they are left alone, and ONNX Runtime's default session counts as inexact.
+    `vnni` on a machine without it: integer products are emulated, slowly and with the same results. `no-vnni` on a
+    machine with it: integer products are not used, and ONNX Runtime's default session counts as inexact.
 
     Raises:
         ValueError: for another value.

@@ -1,4 +1,4 @@
-/* Quantizers of tensors and of weights, and of a sum of two quantized tensors. */
+/* Quantizers for tensors, for weights, and for the sum of two quantized tensors. */
 
 #include "grids.h"
 
@@ -35,7 +35,7 @@ void fake_quantize(const float *x, float *y, i64 n, Grid g, int threads) {
   for (i64 i = 0; i < n; i++) y[i] = (code_of(x[i], g) - g.zero) * g.step;
 }
 
-/* dy/dstep of every element */
+/* dy/dstep of every element. */
 void step_slopes(const float *restrict x, float *restrict slopes, i64 n, LearnedGrid q, int threads) {
   const Grid g = grid_of(q);
 #pragma omp parallel for simd num_threads(threads) schedule(static)
@@ -45,7 +45,7 @@ void step_slopes(const float *restrict x, float *restrict slopes, i64 n, Learned
   }
 }
 
-/* grad_x (NULL: not wanted), and the sums for step in total[0] and, for a zero point, in total[1] */
+/* grad_x (NULL: not needed); the sum for the step in total[0], and that for a zero point in total[1]. */
 void fake_quantize_backward(const float *grad, const float *x, float *grad_x, i64 n, Grid g, double *total,
                             int threads) {
   double sum = 0, sum_out = 0;
@@ -86,7 +86,7 @@ void quantize_codes_backward(const float *grad, const float *x, float *grad_x, i
   *grad_scale = gradient_of(total[0], q);
 }
 
-/* the sum of (y - x)^2, y being x on the grid */
+/* The sum of (y - x)^2, where y is x on the grid. */
 double squared_error(const float *x, i64 n, Grid g, int threads) {
   double sum = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
@@ -110,7 +110,7 @@ int all_finite(const float *const *tensors, const i64 *sizes, i64 count) {
   return bad == bad;
 }
 
-/* the scale's gradient from grad and the derivative by the step at every place */
+/* The scale's gradient, from the gradient (a) and the derivative by the step (b) of every element. */
 void gradient_by_slopes(const float *a, const float *b, i64 n, LearnedGrid q, float *grad_scale, int threads) {
   double sum = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
@@ -126,7 +126,7 @@ void gradient_by_slopes(const float *a, const float *b, i64 n, LearnedGrid q, fl
 
 /* ---- per channel: weights with the channel on the first axis, `inner` elements each, symmetric ---- */
 
-/* The grids of a weight's rows; smallest NULL: the scales act as they are. */
+/* The grids of a weight's rows; with smallest NULL, the scales are used as they are. */
 typedef struct {
   const float *scales, *smallest;
   float low, high;
@@ -138,8 +138,8 @@ static inline float step_of(Rows rows, i64 c) {
   return rows.smallest ? step_in_force(rows.scales[c], rows.smallest[c]) : rows.scales[c];
 }
 
-/* codes, values on the grid, and steps in force (NULL each: not wanted); codes know no NaN, so a row with one has it as
-   its step */
+/* Codes, values on the grid, and bounded scales (each NULL if not needed). Codes have no NaN, so a row that contains
+   one gets it as its step. */
 void quantize_rows(const float *w, Rows rows, int8_t *codes, float *y, float *steps, i64 channels, i64 inner,
                    int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -165,7 +165,7 @@ void quantize_rows(const float *w, Rows rows, int8_t *codes, float *y, float *st
   }
 }
 
-/* grad_w may be grad itself or NULL */
+/* grad_w may be grad itself, or NULL. */
 void quantize_rows_backward(const float *grad, const float *w, Rows rows, float *grad_w, float *grad_scales,
                             i64 channels, i64 inner, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)

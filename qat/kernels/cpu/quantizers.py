@@ -1,4 +1,4 @@
-"""The C kernels as functions of tensors: float32 on the CPU, dense in any memory format."""
+"""The C kernels as functions of float32 tensors on the CPU that are dense in any memory format."""
 
 import ctypes
 import math
@@ -12,26 +12,26 @@ from qat.kernels.cpu.compiler import library
 from qat.kernels.cpu.structures import Grid, Rows
 
 FEW = 1 << 15
-"""Tensors up to this size are not worth a second thread."""
+"""Elements up to which a second thread does not pay."""
 
 
 def threads_for(elements: int) -> int:
-    """As many as torch uses, for tensors that are worth it."""
+    """The number of threads for a tensor of this size: as many as torch uses, or one."""
     return 1 if elements <= FEW else torch.get_num_threads()
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor is float32 in this machine's memory, and no subclass that means something else."""
+    """Whether a tensor is float32 on the CPU, and of no subclass that means something else."""
     return x.dtype is torch.float32 and x.is_cpu and type(x) in (Tensor, torch.nn.Parameter)
 
 
 def like(x: Tensor, other: Tensor) -> Tensor:
-    """x with its elements in the order of other's; itself if they are."""
+    """x with its elements in the memory order of other; x itself if it has that order."""
     return x if x.stride() == other.stride() else torch.empty_like(other, dtype=x.dtype).copy_(x)
 
 
 def rows_of(x: Tensor, scale: Tensor) -> int:
-    """How many rows of x have a scale of their own, lying one after the other; 0 if the scales are not such."""
+    """How many consecutive rows of x have a scale of their own; 0 if the scales are laid out in another way."""
     if scale.numel() == 1:
         return 1
     axis = x.dim() - scale.dim()
@@ -63,7 +63,7 @@ def integer_zero(zero_point: float, qmin: int, qmax: int) -> float:
 
 
 def compiled() -> Any:
-    """The library; call it only where `applies` was true."""
+    """The loaded library; call this only after `applies` was true."""
     found = library()
     assert found is not None
     return found
@@ -74,8 +74,11 @@ class CPUKernels:
 
     @staticmethod
     def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
-        """x on the grid, in its own memory format; axes of length 1 get the strides that torch's operations give them,
-        by which a convolution decides in what format it answers."""
+        """x on the grid, in its own memory format.
+
+        Axes of length 1 get the strides that torch's operations give them: a convolution chooses the format of its
+        result by them.
+        """
         layout = torch.contiguous_format if x.is_contiguous() else torch.preserve_format
         y = torch.empty_like(x, memory_format=layout)
         if scale.numel() > 1:
@@ -118,7 +121,7 @@ def squared_error(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax:
 
 
 def _written(what: str, x: Tensor | None, pattern: Tensor, dtype: torch.dtype = torch.float32) -> int | None:
-    """Where to write a result in the order of another tensor; None if it is not wanted."""
+    """The address to write a result to, in the order of another tensor; None if it is not needed."""
     return None if x is None else elements_at(what, x, pattern, dtype)
 
 
@@ -134,16 +137,16 @@ def quantize_rows(
     w: Tensor, scales: Tensor, qmin: int, qmax: int, smallest: Tensor | None = None, codes: Tensor | None = None,
     values: Tensor | None = None, steps: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Put a weight on its symmetric grids, one a row of axis 0: as int8 codes, as values, or both.
+    """Round a weight to symmetric grids, one per row of axis 0: to int8 codes, to values, or both.
 
     Args:
         w: (channels, ...), dense, the channels outermost in memory.
         scales: channels numbers, contiguous.
         qmin, qmax: lowest and highest integer.
-        smallest: what the scales act as at least; None: they are > 0 and act as they are.
-        codes: int8, strides as w's, to write to.
-        values: float32, strides as w's, to write to.
-        steps: channels numbers, contiguous, to write to: what the scales act as.
+        smallest: lower bounds of the scales; None: the scales are > 0 and used as they are.
+        codes: int8, with w's strides; written to.
+        values: float32, with w's strides; written to.
+        steps: channels numbers, contiguous; the bounded scales are written there.
     """
     rows = scales.numel()
     compiled().quantize_rows(
@@ -157,7 +160,7 @@ def quantize_rows_backward(
     grad: Tensor, w: Tensor, scales: Tensor, qmin: int, qmax: int, grad_w: Tensor | None,
     smallest: Tensor | None = None, factor: float = 1.0, relative: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the scales, in their shape; that of w is written to grad_w, which may be grad itself."""
+    """The gradient of the scales, in their shape. The gradient of w is written to grad_w, which may be grad itself."""
     grad_scales, rows = torch.empty_like(scales), scales.numel()
     compiled().quantize_rows_backward(
         elements_at("grad", grad, w), rows_at("weight", w, rows), _rows(scales, smallest, qmin, qmax, factor, relative),

@@ -65,10 +65,10 @@ static void moments_of_images(const float *y, Extent s, double *sums, double *sq
   }
 }
 
-#define FAR 64 /* squares of deviations from the mean */
+#define FAR 64 /* squared distance from the mean, in variances */
 
-/* Moves the shift of every channel that lies far from its mean there, and says whether there was one: the variance is
-   the small difference of two large sums then. */
+/* Moves every shift that is far from its channel's mean to the mean, and returns whether there was one: the variance
+   would be a small difference of two large sums. */
 static int moved(i64 channels, double count, const double *sums, const double *squares, float *shift) {
   int any = 0;
   for (i64 c = 0; c < channels; c++) {
@@ -78,9 +78,9 @@ static int moved(i64 channels, double count, const double *sums, const double *s
   return any;
 }
 
-/* mean, 1 / sqrt(var + eps), the unbiased variance (NULL: not wanted), and the running mean and variance (NULL: none)
-   moved by `share` towards them. The sums are of y - shift, shift being the channel's first value: one pass, and no
-   cancellation to speak of; a second one where that value is an outlier. */
+/* Mean, 1 / sqrt(var + eps), the unbiased variance (NULL: not needed), and the running mean and variance (NULL: none)
+   moved towards them by `share`. The sums are those of y - shift, where shift is the channel's first value: one pass,
+   with little cancellation. A second pass follows if that value is an outlier. */
 void statistics(const float *y, Extent s, double eps, float *mean, float *inverse, float *unbiased_var,
                 float *running_mean, float *running_var, double share, int threads) {
   double *sums = malloc(2 * s.channels * sizeof(double)), *squares = sums + s.channels;

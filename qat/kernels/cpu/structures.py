@@ -1,4 +1,4 @@
-"""What the C kernels take: their structures, and the types of every function's arguments."""
+"""The structures of the C kernels, and the types of every function's arguments."""
 
 import ctypes
 from typing import Any
@@ -13,8 +13,7 @@ class Grid(ctypes.Structure):
 
 
 class LearnedGrid(ctypes.Structure):
-    """A grid whose step is learned: addresses of its numbers, bounds and zero point to be shifted, the factor of the
-    scale's gradient, and whether that is multiplied by the square of the step, too."""
+    """A grid whose step is learned: the addresses of its tensors, then the fields of `Levels`."""
 
     _fields_ = [
         ("scale", POINTER), ("smallest", POINTER), ("zero_point", POINTER), ("low", FLOAT), ("high", FLOAT),
@@ -23,7 +22,7 @@ class LearnedGrid(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """The symmetric learned grids of a weight's rows; smallest NULL: the scales act as they are."""
+    """The symmetric learned grids of a weight's rows; with NULL for smallest, the scales are used as they are."""
 
     _fields_ = [
         ("scales", POINTER), ("smallest", POINTER), ("low", FLOAT), ("high", FLOAT), ("factor", DOUBLE),
@@ -87,13 +86,13 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "softmax_quantize": (POINTER, POINTER, POINTER, SIZE, SIZE, FLOAT, LearnedGrid, POINTER, INT),
     "softmax_quantize_backward": (POINTER, POINTER, POINTER, SIZE, SIZE, FLOAT, LearnedGrid, POINTER, INT),
 }  # fmt: skip
-"""By name. The kernels return nothing but where `RESULTS` says so; None as an address is NULL."""
+"""Argument types by function. A function returns nothing unless `RESULTS` says so; None as an address is NULL."""
 
 RESULTS: dict[str, Any] = {"squared_error": DOUBLE, "all_finite": INT}
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Tell ctypes, which would else take every number for an int, and any number of them."""
+    """Declare the functions to ctypes, which otherwise takes any number of arguments, each number as an int."""
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, RESULTS.get(name)

@@ -1,5 +1,5 @@
-"""The operators of qat.kernels in plain torch operations, for every device that the C kernels do not run on.
+"""The operators of qat.kernels in plain torch operations, for devices without the C kernels.
 
-Each function has the name, the arguments and the results of its operator. None of them asks a tensor for a value, so
-that none waits for the device: torch.compile takes them into a graph, and CUDA records them into one.
+Each function has the name, arguments and results of its operator. None reads a tensor's value, so none waits for the
+device: torch.compile can trace them, and CUDA can record them into a graph.
 """

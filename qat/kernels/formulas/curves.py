@@ -1,7 +1,7 @@
-"""Formulas that quantize what an activation function or softmax makes of a tensor; see `qat.kernels.operators.curves`.
+"""Formulas that apply an activation function or softmax and quantize the result; see `qat.kernels.operators.curves`.
 
-The functions are torch's own, accurate to a few units in the last place as those of the C kernels are: a value next to
-a tie may fall on the other level.
+The functions are torch's own. Like those of the C kernels they are accurate to a few units in the last place, so a
+value next to a tie may round to the other level.
 """
 
 import math
@@ -14,7 +14,7 @@ from qat.kernels.formulas.grids import codes_of, grid_of, learned_gradient, like
 
 
 def gelu(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x * Phi(x), and Phi(x) + x * phi(x); by erfc, which keeps its digits far below zero."""
+    """x * Phi(x), and Phi(x) + x * phi(x); computed with erfc, which keeps its precision far below zero."""
     share = torch.special.erfc(x * -math.sqrt(0.5)) * 0.5
     return x * share, share + x * (torch.exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi)))
 
@@ -22,7 +22,7 @@ def gelu(x: Tensor) -> tuple[Tensor, Tensor]:
 def gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
     """x * s and s + x * s * (1 - s) * u', with s = sigmoid(u), u = 2 sqrt(2 / pi) (x + 0.044715 x^3).
 
-    (1 + tanh(v)) / 2 = sigmoid(2 v). Beyond +-20 s is 0 or 1, and the cube of x may be infinite.
+    (1 + tanh(v)) / 2 = sigmoid(2 v). Beyond +-20 s is 0 or 1, and x^3 could overflow.
     """
     near, twice = x.clamp(-20.0, 20.0), 2 * math.sqrt(2 / math.pi)
     square = near * near
@@ -45,14 +45,14 @@ def hardswish(x: Tensor) -> tuple[Tensor, Tensor]:
 CURVES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "hardswish": hardswish,
 }  # fmt: skip
-"""Of float32: the function's value, and its slope."""
+"""By name: a function of a float32 tensor that returns the activation's value and its slope."""
 
 
 def curve_quantize(
     x: Tensor, curve: str, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int,
     factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes of curve(x), one of `CURVES`."""
+    """Codes of curve(x); curve is one of `CURVES`."""
     value, _ = CURVES[curve](x.to(torch.float32))
     return codes_of(value, grid_of(scale, smallest, zero_point, low, high, shift), x)
 
@@ -73,9 +73,9 @@ def softmax_quantize(
     x: Tensor, multiplier: float, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int,
     shift: int, factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """softmax(x * multiplier, -1), its codes, and their qparams; x: contiguous.
+    """softmax(x * multiplier, -1), its codes, and their qparams; x is contiguous.
 
-    The codes are those of the probabilities in float32; what is returned, for the backward to keep, is in x's dtype.
+    The codes are made from probabilities in float32; those returned, for the backward, are in x's dtype.
     """
     probabilities = torch.softmax(x.to(torch.float32) * multiplier, -1)
     codes, qparams = codes_of(probabilities, grid_of(scale, smallest, zero_point, low, high, shift), x)
@@ -86,7 +86,7 @@ def softmax_quantize_backward(
     grad: Tensor, probabilities: Tensor, multiplier: float, scale: Tensor, smallest: Tensor,
     zero_point: Tensor | None, low: int, high: int, shift: int, factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of x and scale: with passed = grad inside the grid, 0 elsewhere, and probabilities p
+    """The gradients of x and scale, where passed is grad inside the grid and 0 elsewhere, and p the probabilities:
 
         dx = multiplier * p * (passed - sum(passed * p));  dscale = factor * sum(grad * slope)
     """  # fmt: skip

@@ -1,8 +1,8 @@
-"""A learned grid in torch operations, as `grids.h` has it in C: codes of values, slopes, the gradient of the scale.
+"""A learned grid in torch operations, as in `grids.h`: codes of values, slopes, the gradient of the scale.
 
-    code = clamp(round(x / step) + zero, low, high), all of them shifted so that codes fit uint8
+    code = clamp(round(x / step) + zero, low, high), with zero, low and high shifted so that codes fit uint8
 
-Step and zero stay tensors, so that nobody waits for their values.
+Step and zero stay tensors, so that nothing waits for their values.
 """
 
 from typing import Any, NamedTuple
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 LARGEST = 1e12
-"""What a learned scale acts as at most."""
+"""The upper bound of a learned scale."""
 
 
 class TensorGrid(NamedTuple):
-    """Of one tensor.
+    """An integer grid whose numbers are tensors.
 
     Attributes:
         step: float32, no axes.
-        zero: as step; a number on a symmetric grid.
+        zero: like step; a plain number for a symmetric grid.
         low, high: lowest and highest code.
     """
 
@@ -38,7 +38,7 @@ def step_in_force(scale: Tensor, smallest: Tensor) -> Tensor:
 def grid_of(
     scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int
 ) -> TensorGrid:  # fmt: skip
-    """The grid of a quantizer's tensors, one number each, and of fields of its `Levels`."""
+    """The grid of a quantizer, from its tensors (one number each) and fields of its `Levels`."""
     step = step_in_force(scale.reshape(()), smallest.reshape(()))
     if zero_point is None:
         return TensorGrid(step, float(shift), low + shift, high + shift)
@@ -47,10 +47,10 @@ def grid_of(
 
 
 def codes_of(values: Tensor, grid: TensorGrid, pattern: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of float32 values, in the strides of `pattern`, and `qparams`: step and zero, float32.
+    """Codes of float32 values, in the strides of `pattern`, and their `qparams`: step and zero in float32.
 
-    The step is NaN if there is a NaN among the values, whose codes are arbitrary. Codes being finite and small, their
-    sum is NaN then and only then: no value has to be looked at.
+    The step is NaN if one of the values is NaN; the code of that value is arbitrary. Codes are small, so their sum is
+    NaN in this case only, and no value has to be read.
     """
     codes = (values / grid.step).round_().add_(grid.zero).clamp_(grid.low, grid.high)
     total = codes.sum()
@@ -62,14 +62,14 @@ def codes_of(values: Tensor, grid: TensorGrid, pattern: Tensor) -> tuple[Tensor,
 def integers_again(codes: Tensor, zero: Tensor) -> Tensor:
     """codes - zero, for a backward.
 
-    As a sum, so that torch.compile finds no part of the forward in it: it would keep the forward's floating numbers
-    for the backward, two or four bytes each, and not the codes.
+    Written as a sum, so that torch.compile does not recognise a part of the forward in it: it would then keep the
+    forward's floating-point values for the backward, two or four bytes each, instead of the codes.
     """
     return codes + -zero
 
 
 def slopes(v: Tensor, low: Any, high: Any) -> tuple[Tensor, Tensor]:
-    """Whether the gradient passes at v = x / step, and the slope with respect to the step.
+    """Whether the gradient passes at v = x / step, and the derivative by the step.
 
         inside:  low <= v <= high
         slope:   round(v) - v inside, the bound outside
@@ -89,31 +89,31 @@ def slopes_on(values: Tensor, grid: TensorGrid) -> tuple[Tensor, Tensor]:
 
 
 def clipped_slopes(values: Tensor, floor: float, ceiling: float, grid: TensorGrid) -> tuple[Tensor, Tensor]:
-    """`slopes_on` behind a clamp, where a gradient passes strictly between floor and ceiling only."""
+    """`slopes_on` behind a clamp, which passes a gradient only strictly between floor and ceiling."""
     inside, slope = slopes_on(values.clamp(floor, ceiling), grid)
     return inside & (values > floor) & (values < ceiling), slope
 
 
 def learned_gradient(total: Tensor, scale: Tensor, smallest: Tensor, factor: float, relative: bool) -> Tensor:
-    """The gradient of scales, in their shape and dtype: total * factor, times step^2 if it is relative.
+    """The gradient of scales, in their shape and dtype: total * factor, times step^2 if `relative`.
 
-    Where a scale acts as more than it is, a gradient that would lower it further is dropped.
+    A scale below its lower bound gets no gradient that would lower it further.
 
     Args:
-        total: float32, the gradient of every step.
-        scale, smallest: as many numbers.
+        total: float32, the gradients of the steps.
+        scale, smallest: as many numbers as total.
         factor, relative: of the quantizer's `Levels`.
     """
     gradient = total.reshape(scale.shape) * factor
     least = smallest.reshape(scale.shape)
     if relative:
         step = step_in_force(scale, least)
-        gradient = gradient * step * step  # one after the other: the square of a small step may be no normal number
+        gradient = gradient * step * step  # one factor at a time: the square of a small step may underflow
     return torch.where((scale < least) & (gradient > 0), 0.0, gradient).to(scale.dtype)
 
 
 def like(x: Tensor, pattern: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in another dtype, its elements in the order of pattern's; itself if it is so already."""
+    """x in another dtype and in the memory order of pattern; x itself if nothing changes."""
     if x.dtype is dtype and x.stride() == pattern.stride():
         return x
     return torch.empty_like(pattern, dtype=dtype).copy_(x)

@@ -1,4 +1,4 @@
-"""Formulas of the product of two quantized tensors, batch by batch; operators of `qat.kernels.operators.matmuls`."""
+"""Formulas for the product of two quantized tensors, batch by batch; see `qat.kernels.operators.matmuls`."""
 
 import torch
 from torch import Tensor
@@ -11,12 +11,12 @@ from qat.kernels.formulas.quantizers import dequantize
 def codes_matmul(a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor) -> Tensor:
     """((a - a_zero) @ (b - b_zero)) * (a_step * b_step), in float32 or in autocast's dtype.
 
-    The integers are multiplied, which bfloat16 and TF32 hold exactly. In float16 the values are: sums of integers would
-    be infinite from 65504 on, the values' sums are no larger than those of a model in float16 anyway.
+    The integers are multiplied, which bfloat16 and TF32 hold exactly. In float16 the values are multiplied instead:
+    sums of integers overflow beyond 65504, and the values' sums are no larger than in any model in float16.
 
     Args:
         a: uint8, (..., L, E).
-        b: uint8, (..., E, S), the same sizes before the last two.
+        b: uint8, (..., E, S), with a's sizes before the last two axes.
         a_qparams, b_qparams: step and zero of each.
     """
     dtype = result_dtype(a, torch.float32)
@@ -32,7 +32,7 @@ def codes_matmul(a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor) -> 
 def codes_matmul_backward(
     grad: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """da = grad @ b^T;  db = a^T @ grad, of the values in grad's dtype, each in the strides of its operand."""
+    """da = grad @ b^T;  db = a^T @ grad, with values in grad's dtype; each in the strides of its operand."""
     rows = grad.reshape(-1, *grad.shape[-2:])
     x, z = (
         _rows(integers_again(codes, qparams[1]) * qparams[0], grad.dtype)
@@ -44,5 +44,5 @@ def codes_matmul_backward(
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Three axes."""
+    """x in another dtype, as a batch of matrices: three axes."""
     return x.to(dtype).flatten(0, -3)

@@ -1,8 +1,8 @@
-"""Formulas of a BatchNorm, a clamp and the quantizer behind them; operators of `qat.kernels.operators.norms`.
+"""Formulas for a BatchNorm, a clamp and the quantizer behind them; see `qat.kernels.operators.norms`.
 
     z = y * alpha + offset, with alpha = gamma * inverse and offset = beta - mean * alpha
 
-Channels are axis 1; of tensors with fewer than four axes the last one. Statistics are float32 whatever y is.
+Channels are axis 1, or the last axis of tensors with fewer than four. Statistics are float32 for every dtype of y.
 """
 
 import torch
@@ -12,7 +12,7 @@ from qat.kernels.formulas.grids import clipped_slopes, codes_of, grid_of, learne
 
 
 def batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every channel the mean, 1 / sqrt(variance + eps), and the unbiased variance; 0 of a single value."""
+    """The mean of every channel, 1 / sqrt(variance + eps), and the unbiased variance (0 for a single value)."""
     axes = _others(y)
     variance, mean = torch.var_mean(y.to(torch.float32), axes, correction=0)
     count = y.numel() // mean.numel()
@@ -26,7 +26,7 @@ def norm_quantize(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes of clamp((y - mean) * inverse * gamma + beta, floor, ceiling).
 
-    C rounds y * alpha + offset once, torch on the CPU twice: a value next to a tie may fall on the other level.
+    C rounds y * alpha + offset once, torch on the CPU twice: a value next to a tie may round to the other level.
     """
     alpha, offset = _linear_form(y, gamma, beta, mean, inverse)
     z = torch.addcmul(offset, y.to(torch.float32), alpha).clamp_(floor, ceiling)
@@ -40,9 +40,9 @@ def norm_quantize_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of y, gamma, beta and scale.
 
-    With masked = grad inside grid and clamp, 0 elsewhere:
+    masked is grad inside grid and clamp, and 0 elsewhere:
         dbeta = sum(masked);  dgamma = inverse * sum(masked * (y - mean));  dscale = factor * sum(grad * slope)
-        dy = alpha * masked, and with statistics of the batch
+        dy = alpha * masked;  if the statistics are the batch's:
         dy = alpha * (masked - mean(masked) - (y - mean) * mean(masked * (y - mean)) * inverse^2)
     """
     axes, wide, full = _others(y), y.to(torch.float32), grad.to(torch.float32)
@@ -68,17 +68,17 @@ def norm_quantize_backward(
 
 
 def _others(y: Tensor) -> list[int]:
-    """The axes without the channels'."""
+    """All axes but that of the channels."""
     return [0, *range(2, y.dim())] if y.dim() > 3 else list(range(y.dim() - 1))
 
 
-def _along(numbers: Tensor, y: Tensor) -> Tensor:
-    """One number a channel, in float32, shaped to go with y."""
-    wide = numbers.to(torch.float32)
+def _along(values: Tensor, y: Tensor) -> Tensor:
+    """One value per channel, in float32, shaped to broadcast with y."""
+    wide = values.to(torch.float32)
     return wide.reshape(-1, *[1] * (y.dim() - 2)) if y.dim() > 3 else wide
 
 
 def _linear_form(y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """alpha and offset, shaped to go with y."""
+    """alpha and offset, shaped to broadcast with y."""
     alpha = inverse.to(torch.float32) * gamma.to(torch.float32)
     return _along(alpha, y), _along(beta.to(torch.float32) - mean.to(torch.float32) * alpha, y)

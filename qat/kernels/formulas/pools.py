@@ -1,7 +1,7 @@
-"""Formulas of max pooling of codes, (N, C, H, W); operators of `qat.kernels.operators.pools`.
+"""Formulas for max pooling of codes, (N, C, H, W); see `qat.kernels.operators.pools`.
 
-Both go over the elements of the window, each a strided slice of the whole tensor: no indices of eight bytes, and no
-two windows ever write to one place at once, so that the gradient's sums have one order on every device.
+Both loop over the places in a window; each place is a strided slice of the whole tensor. So they need no indices of
+eight bytes, and no two windows write to one element at once: the gradient's sums have one order on every device.
 """
 
 import torch
@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 OUTSIDE = -1
-"""What pads an image of codes: less than every code."""
+"""The padding of an image of codes: less than every code."""
 
 
 def max_pool_codes(
     codes: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
 ) -> tuple[Tensor, Tensor]:
-    """The largest code of every window and its number in the window, the first of several.
+    """The largest code of every window and its place in the window, the first of several equal ones.
 
-    A window that lies in the padding with all its elements, as a dilated one can, gets some code and no gradient.
+    A window that lies in the padding entirely, as a dilated one can, gets some code and no gradient.
     """
     sizes = [
         pooled_size(*numbers, ceil_mode)
@@ -40,7 +40,7 @@ def max_pool_codes_backward(
     grad: Tensor, where: Tensor, height: int, width: int, kernel: list[int], stride: list[int], padding: list[int],
     dilation: list[int],
 ) -> Tensor:  # fmt: skip
-    """The gradient of what was pooled, images of height x width: of every window to its largest element."""
+    """The gradient of the pooled images (height x width): every window gives its own to its largest element."""
     sizes = list(where.shape[2:])
     left, right, above, below = _pads([height, width], sizes, kernel, stride, padding, dilation)
     layout, full = _layout(where), grad.to(torch.float32)
@@ -53,7 +53,7 @@ def max_pool_codes_backward(
 
 
 def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
-    """Length of an axis behind a pool, as torch has it: with ceil_mode no window begins in the padding behind."""
+    """Length of an axis after pooling, as in torch: with ceil_mode no window begins in the padding at the end."""
     reach = size + 2 * padding - dilation * (kernel - 1) - 1
     windows = (reach + (stride - 1 if ceil_mode else 0)) // stride + 1
     return windows - 1 if ceil_mode and (windows - 1) * stride >= size + padding else windows
@@ -63,7 +63,7 @@ def _pads(
     images: list[int], sizes: list[int], kernel: list[int], stride: list[int], padding: list[int],
     dilation: list[int],
 ) -> list[int]:  # fmt: skip
-    """What has to be added left, right, above and below, so that every window lies inside."""
+    """The padding left, right, above and below that makes every window lie inside."""
     behind = [
         max((windows - 1) * step + (length - 1) * spread + 1 - size - pad, 0)
         for size, windows, length, step, pad, spread in zip(
@@ -76,7 +76,7 @@ def _pads(
 def _slice(
     padded: Tensor, k: int, sizes: list[int], kernel: list[int], stride: list[int], dilation: list[int]
 ) -> Tensor:
-    """Element k of all windows, a view."""
+    """A view of element k of all windows."""
     y, x = k // kernel[1] * dilation[0], k % kernel[1] * dilation[1]
     rows = slice(y, y + (sizes[0] - 1) * stride[0] + 1, stride[0])
     return padded[:, :, rows, x : x + (sizes[1] - 1) * stride[1] + 1 : stride[1]]

@@ -1,9 +1,9 @@
-"""Formulas of a product of codes and a weight, which is put on its grid; operators of `qat.kernels.operators.products`.
+"""Formulas for the product of codes and a weight, which they quantize first; see `qat.kernels.operators.products`.
 
     y = product(codes - zero, integers) * (step * steps) + bias, integers = clamp(round(weight / steps), low, high)
 
-The operands of a product are these integers, not the values: integers up to 256 are exact in bfloat16 and in TF32, in
-which the values of a grid would be rounded. float16 is the exception, see `_operands`.
+The operands of a product are these integers, not the values: integers up to 256 are exact in bfloat16 and in TF32,
+which would round the values of a grid. float16 is the exception, see `_operands`.
 """
 
 import logging
@@ -33,8 +33,8 @@ def codes_product(
 ) -> Tensor:  # fmt: skip
     """product((codes - zero) * step, weight on its grid) + bias, in autocast's dtype or else in weight's.
 
-    Exact in int32 where integers are allowed and it is a product of matrices that `fits_int_mm`, else in floating
-    numbers. In the memory format of `Geometry.layout`.
+    The sums are exact in int32 if integers are allowed and this is a product of matrices that `fits_int_mm`, else in
+    floating point. The result has the memory format of `Geometry.layout`.
     """
     geometry, dtype = Geometry(stride, padding, dilation, groups), result_dtype(codes, weight.dtype)
     rounded, steps = _on_grid(weight, scales, smallest, low, high)
@@ -42,7 +42,7 @@ def codes_product(
     fits = _is_of_matrices(geometry, weight) and fits_int_mm(rows, weight.shape[1], weight.shape[0])
     if copies and fits and has_int_mm(codes.device):
         y = _multiply_integers(codes, qparams[1], rounded, rows)
-        # int8 knows no NaN: a weight that has one is told by its row's factor.
+        # int8 has no NaN: the factor of a row brings back a NaN in its weights.
         factor = steps * qparams[0] + (rounded - rounded).flatten(1).sum(1)
     else:
         x, values, factor = _operands(codes, qparams, rounded, steps, dtype)
@@ -61,8 +61,8 @@ def codes_product_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of the tensor behind the codes, of weight, scales and bias.
 
-    dx = that of the product with the weight's values, in grad's dtype
-    dvalues = that of the product with the integers of the codes, times step in float32;  then LSQ's, per row:
+    dx: the gradient of the product with the weight's values, in grad's dtype
+    dvalues: the gradient of the product with the integers of the codes, times step in float32;  then LSQ's, per row:
         dweight = dvalues inside the grid;  dscales = factor * sum(dvalues * slope), in their own dtypes
     dbias = sum(grad) in float32, in weight's dtype
     """
@@ -93,7 +93,7 @@ def input_scale_gradient(
     shift: int, factor: float, relative: bool, weight: Tensor, weight_scales: Tensor, weight_smallest: Tensor,
     weight_low: int, weight_high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int,
 ) -> Tensor:  # fmt: skip
-    """sum(grad * product(dx/dscale, weight)): the gradient of the scale that x, an input of the model, is put on.
+    """sum(grad * product(dx/dscale, weight)): the gradient of the scale of x, an input of the model.
 
     The product is computed in grad's dtype, its sum with grad in float32.
     """
@@ -108,32 +108,32 @@ def input_scale_gradient(
 
 
 def fits_int_mm(rows: int, inputs: int, outputs: int) -> bool:
-    """Whether `int8_matmul` takes (rows, inputs) @ (inputs, outputs) on CUDA, whose libraries demand these sizes.
+    """Whether `int8_matmul` takes (rows, inputs) @ (inputs, outputs) on CUDA, whose libraries require these sizes.
 
-    The first matrix has to lie row by row, the second column by column: as a layer's input and its weight do. One rule
-    for all devices, so that they compute alike.
+    The first matrix has to be in row order, the second in column order, as a layer's input and weight are. The rule is
+    the same for all devices, so that they compute alike.
     """
     return rows > 16 and 0 < inputs <= MOST_INPUTS and inputs % 8 == 0 and outputs > 0 and outputs % 8 == 0
 
 
 TRIED = ((48, 256, 64), (17, 8, 16), (77, 4104, 40))
-"""Rows, inputs and outputs of what `try_int_mm` multiplies: in whole tiles, the smallest, and with no tile whole."""
+"""Rows, inputs and outputs that `try_int_mm` multiplies: whole tiles, the smallest sizes, and partial tiles."""
 
 _int_mm_found: dict[str, bool] = {}
-"""What `try_int_mm` found out, by kind of device."""
+"""The results of `try_int_mm`, by kind of device."""
 
 
 def has_int_mm(device: torch.device) -> bool:
-    """Whether `int8_matmul` is right to the last unit on a device, as far as was tried."""
+    """Whether `try_int_mm` found `int8_matmul` exact on this kind of device; False if it was not tried."""
     return _int_mm_found.get(device.type, False)
 
 
 def try_int_mm(device: torch.device) -> bool:
-    """Try `int8_matmul` on a device, at the extremes too; once, and before anything is compiled or captured."""
+    """Try `int8_matmul` on a device, extremes included: once, and before anything is compiled or captured."""
     if device.type not in _int_mm_found:
         try:
             found, reason = all(_is_exact(device, *sizes) for sizes in TRIED), "wrong"
-        except Exception as error:  # an older device, another build of torch; whatever it is, floating numbers work
+        except Exception as error:  # an older device or another build of torch; floating point works in any case
             found, reason = False, f"{type(error).__name__}: {error}".splitlines()[0]
         _int_mm_found[device.type] = found
         if not _int_mm_found[device.type]:
@@ -151,15 +151,15 @@ def _is_exact(device: torch.device, rows: int, inputs: int, outputs: int) -> boo
 
 
 def _is_of_matrices(geometry: Geometry, weight: Tensor) -> bool:
-    """A linear layer, or a convolution that is one at every place."""
+    """Whether this is a linear layer, or a 1x1 convolution that acts as one at every pixel."""
     stride, padding, _, groups = geometry
     return groups == 1 and all(n == 1 for n in (*stride, *weight.shape[2:])) and all(n == 0 for n in padding)
 
 
 def _multiply_integers(codes: Tensor, zero: Tensor, rounded: Tensor, rows: int) -> Tensor:
-    """product(codes - zero, integers) in int32, the channels where the result has them.
+    """product(codes - zero, integers) in int32, with the channels on the axis where the result has them.
 
-    (codes - zero) @ w = (codes - 128) @ w + (128 - zero) * sum(w), since the operands have to be int8.
+    (codes - zero) @ w = (codes - 128) @ w + (128 - zero) * sum(w), because both operands have to be int8.
     """
     inner = codes.movedim(1, -1) if rounded.dim() > 2 else codes
     matrix = inner.reshape(rows, -1).bitwise_xor(128).view(torch.int8)  # codes - 128, bit by bit
@@ -172,10 +172,10 @@ def _multiply_integers(codes: Tensor, zero: Tensor, rounded: Tensor, rows: int) 
 def _operands(
     codes: Tensor, qparams: Tensor, rounded: Tensor, steps: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Both factors of a product in floating numbers, and the factor that is left, a number a row or one.
+    """Both operands of a product in floating point, and the factor for the result: one number, or one per row.
 
-    A sum of integers leaves float16, which ends at 65504: three products of 255 by 127 do. There the weight's values
-    are multiplied, whose sums are 1 / step times the result.
+    Sums of integers overflow float16, which ends at 65504: three products of 255 by 127 do. There the weight's values
+    are the operand, and the sums are 1 / step times the result.
     """
     x = codes - qparams[1].to(dtype)
     if dtype is torch.float16:
@@ -184,10 +184,10 @@ def _operands(
 
 
 def _integers(codes: Tensor, qparams: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A factor of the weight's gradient, and what that is to be multiplied by.
+    """The operand for the weight's gradient, and the factor for the result.
 
-    codes - zero, and step; in float16 the values, and 1: a gradient that a loss scale has brought near 65504 has no
-    room for another factor of 255.
+    These are codes - zero, and step. In float16 they are the values, and 1: a loss scale brings gradients near 65504,
+    which leaves no room for a factor of 255.
     """
     if dtype is torch.float16:
         return (integers_again(codes, qparams[1]) * qparams[0]).to(dtype), torch.ones_like(qparams[0])
@@ -197,7 +197,7 @@ def _integers(codes: Tensor, qparams: Tensor, dtype: torch.dtype) -> tuple[Tenso
 def _gradients(
     geometry: Geometry, grad: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of x and weight; None where it is not wanted."""
+    """The gradients of x and weight, None where not needed."""
     if geometry.stride:
         found = torch.ops.aten.convolution_backward(
             grad, x, weight, None, geometry.stride, geometry.padding, geometry.dilation, False,
@@ -209,7 +209,7 @@ def _gradients(
 
 
 def _on_grid(weight: Tensor, scales: Tensor, smallest: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-    """Weight's integers in float32, and what the scales act as, one a row or one."""
+    """The weight's integers in float32, and the bounded scales: one, or one per row."""
     steps = step_in_force(scales, smallest.reshape(scales.shape)).reshape(-1)
     return (weight.to(torch.float32) / _along_rows(steps, weight)).round_().clamp_(low, high), steps
 
@@ -225,8 +225,8 @@ def _along_channels(values: Tensor, geometry: Geometry) -> Tensor:
 def _arranged(y: Tensor, codes: Tensor, weight: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor:
     """y in the dtype and memory format that `codes_product` promises.
 
-    The last operation of a Function's forward must neither write nor do nothing: torch 2.11 compiles such a Function,
-    but without its gradient.
+    A Function's forward must not end with an in-place operation or one that returns its input: torch 2.11 compiles such
+    a Function without its gradient.
     """
     layout = geometry.layout(codes, weight)
     if y.dtype is not dtype:

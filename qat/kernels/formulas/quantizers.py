@@ -1,6 +1,6 @@
-"""Formulas that quantize: a tensor, and a sum of two quantized tensors; see `qat.kernels.operators.quantizers`.
+"""Formulas that quantize a tensor, or the sum of two quantized tensors; see `qat.kernels.operators.quantizers`.
 
-Values and gradients may be float32, bfloat16 or float16; everything is computed in float32.
+Values and gradients may be float32, bfloat16 or float16; all arithmetic is in float32.
 """
 
 import torch
@@ -39,7 +39,7 @@ def add_quantize(
     a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor, floor: float, ceiling: float, scale: Tensor,
     smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes of clamp(a + b, floor, ceiling), both codes themselves, of the same strides."""
+    """Codes of clamp(a + b, floor, ceiling), where a and b are codes with the same strides."""
     z = dequantize(a, a_qparams).add_(dequantize(b, b_qparams)).clamp_(floor, ceiling)
     return codes_of(z, grid_of(scale, smallest, zero_point, low, high, shift), a)
 
@@ -49,7 +49,7 @@ def add_quantize_backward(
     scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,
     relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradient of the sum, which is that of both operands, and of scale.
+    """The gradient of the sum, which is the gradient of both operands, and that of scale.
 
     d(a + b) = grad inside the grid and strictly inside the clamp;  dscale = factor * sum(grad * slope)
     """

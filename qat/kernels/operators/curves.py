@@ -1,4 +1,4 @@
-"""Operators that quantize what an activation function or softmax makes of a tensor, in one pass."""
+"""Operators that apply an activation function or softmax and quantize the result, in one pass."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def curve_quantize(
     x: Tensor, curve: str, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int,
     factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes of curve(x), one of `CURVE_NUMBERS`; x: dense. As of `qat.kernels.operators.quantizers`."""
+    """Codes of curve(x), for a dense x; curve is one of `CURVE_NUMBERS`, the rest as in `operators.quantizers`."""
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     codes, qparams = torch.empty_like(x, dtype=torch.uint8), x.new_empty(2)
     compiled().curve_quantize(
@@ -54,7 +54,7 @@ def softmax_quantize(
     x: Tensor, multiplier: float, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int,
     shift: int, factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """softmax(x * multiplier, -1), its codes, and their qparams; x: contiguous."""
+    """softmax(x * multiplier, -1), its codes, and their qparams; x is contiguous."""
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     probabilities, codes = torch.empty_like(x), torch.empty_like(x, dtype=torch.uint8)
     qparams, columns, count = x.new_empty(2), x.shape[-1], x.numel()

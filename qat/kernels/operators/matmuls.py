@@ -1,4 +1,4 @@
-"""Operators that multiply two quantized tensors with each other, batch by batch: the products of attention."""
+"""Operators that multiply two quantized tensors, batch by batch: the products of attention."""
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from qat.kernels.operators.operator import operator
     formulas.codes_matmul,
 )
 def codes_matmul(a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor) -> Tensor:
-    """a @ b of codes, in float32.
+    """a @ b of two tensors of codes, in float32.
 
     Args:
         a: uint8, (..., L, E), arranged by `arranged`.
-        b: uint8, (..., E, S), arranged, the same number of axes and the same sizes before the last two.
+        b: uint8, (..., E, S), arranged, with a's sizes before the last two axes.
         a_qparams, b_qparams: step and zero of each.
     """
     y = torch.bmm(_matrices(a, a_qparams), _matrices(b, b_qparams))
@@ -32,7 +32,7 @@ def codes_matmul(a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor) -> 
 def codes_matmul_backward(
     grad: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of both, in their strides."""
+    """The gradients of both operands, in their strides."""
     rows = grad.reshape(-1, *grad.shape[-2:])
     grad_a = torch.bmm(rows, _matrices(b, b_qparams).mT)
     x = _matrices(a, a_qparams)
@@ -41,14 +41,14 @@ def codes_matmul_backward(
 
 
 def arranged(codes: Tensor) -> Tensor:
-    """The same as dense matrices one after the other, each in the order of rows or columns that it is in."""
+    """The same codes as dense matrices one after the other; each stays in row or column order."""
     if codes.stride(-2) == 1 < codes.stride(-1):
         return codes.mT.contiguous().mT
     return codes.contiguous()
 
 
 def _matrices(codes: Tensor, qparams: Tensor) -> Tensor:
-    """Three axes."""
+    """The values of codes as matrices: three axes, in float32."""
     turned = not codes.is_contiguous()
     x = dequantize(codes.mT if turned else codes, qparams).flatten(0, -3)
     return x.mT if turned else x

@@ -1,4 +1,4 @@
-"""Operators that take a BatchNorm, a clamp and the quantizer behind them in one pass; arguments as in `quantizers`."""
+"""Operators that apply a BatchNorm, a clamp and a quantizer in one pass; arguments as in `quantizers`."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ from qat.kernels.operators.operator import operator
 
 
 def sizes_of(y: Tensor) -> tuple[int, int, int] | None:
-    """The fields of `Extent`: where the channels lie in memory (axis 1; of 2-D and 3-D tensors the last one).
+    """The fields of `Extent`: where the channels (axis 1, or the last of 2-D and 3-D tensors) lie in memory.
 
-    None if neither way fits.
+    None if they are neither outermost nor innermost.
     """
     if y.dim() < 4:
         return (y.numel() // y.shape[-1], y.shape[-1], 1) if y.is_contiguous() else None
@@ -28,7 +28,7 @@ def sizes_of(y: Tensor) -> tuple[int, int, int] | None:
 
 
 def _extent_of(y: Tensor) -> Extent:
-    """Of a tensor that fits."""
+    """The extent of a tensor that has one."""
     sizes = sizes_of(y)
     assert sizes is not None
     return Extent(*sizes)
@@ -48,7 +48,7 @@ def statistics(y: Tensor, eps: float, running: tuple[Tensor, Tensor], share: flo
     Args:
         y: the tensor.
         eps: of the norm.
-        running: mean and variance that are moved towards the batch's (the unbiased one) by `share`, in place.
+        running: mean and variance, moved in place towards the batch's mean and unbiased variance by `share`.
         share: the momentum.
     """
     mean, inverse, _ = _statistics(y, eps, running, share)
@@ -71,7 +71,7 @@ def _statistics(y: Tensor, eps: float, running: Sequence[Tensor], share: float) 
     lambda y, eps: tuple(y.new_empty(y.shape[1 if y.dim() > 3 else -1]) for _ in range(3)), formulas.batch_statistics
 )
 def batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every channel the mean, 1 / sqrt(variance + eps), and the unbiased variance."""
+    """The mean of every channel, 1 / sqrt(variance + eps), and the unbiased variance."""
     return _statistics(y, eps, (), 0.0)
 
 

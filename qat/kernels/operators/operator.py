@@ -1,4 +1,4 @@
-"""Kernels as operators of torch, which torch.compile takes into its graphs whole; on CUDA, formulas that it fuses."""
+"""Kernels as torch operators, each one node for torch.compile; on CUDA, formulas that it fuses."""
 
 import functools
 import itertools
@@ -17,13 +17,13 @@ def operator(
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Decorator that makes a function of tensors and numbers the operator torch.ops.qat.<name>.
 
-    Called as ever it runs at once; where torch.compile looks on it becomes one node, which nothing looks into. It has
-    no derivative: it is what a Function's forward and backward call. (`torch.library.custom_op` makes room for one, and
-    takes twice as long to get to the function.)
+    An eager call runs the function directly; torch.compile makes the call one opaque node. The operator has no
+    derivative: a Function's forward and backward call it. (`torch.library.custom_op` allows for a derivative, and takes
+    twice as long to reach the function.)
 
     Args:
         shapes: takes the same arguments and returns empty tensors of the shapes, types and strides of the result.
-        formula: takes the same arguments and returns the same, made of torch's operations; what `by_formula` asks for.
+        formula: takes and returns the same, in torch's operations; it runs where `by_formula` says so.
     """
 
     def decorated(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -38,7 +38,7 @@ def operator(
 
         @functools.wraps(function)
         def call(*args: Any) -> Result:
-            if by_formula(args[0]) or args[0].dtype in DTYPES[1:]:  # halves, in a backward outside of the context
+            if by_formula(args[0]) or args[0].dtype in DTYPES[1:]:  # half precision, in a backward outside the context
                 found: Result = formula(*args)
                 return found
             if torch.compiler.is_compiling():
@@ -46,16 +46,16 @@ def operator(
                 return result
             return function(*args)
 
-        call.library = library  # type: ignore[attr-defined]  # the operator lives as long as this
+        call.library = library  # type: ignore[attr-defined]  # keeps the operator alive
         return call
 
     return decorated
 
 
 def _free_name(name: str) -> str:
-    """The name, with a number where a module that was loaded anew (in a notebook, say) brings the operator again.
+    """The name, with a number if it is taken: a reloaded module (in a notebook, say) defines its operators again.
 
-    Functions that others still hold keep the operator that they have.
+    Functions of the old module keep their operator.
     """
     numbered = (f"{name}_{number}" for number in itertools.count(2))
     return next(each for each in itertools.chain([name], numbered) if not hasattr(torch.ops.qat, each))

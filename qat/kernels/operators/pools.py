@@ -1,4 +1,4 @@
-"""Max pooling of codes: (N, C, H, W), channels innermost or images."""
+"""Max pooling of codes (N, C, H, W), contiguous or channels_last."""
 
 import math
 
@@ -12,7 +12,7 @@ from qat.kernels.formulas import pools as formulas
 from qat.kernels.operators.operator import operator
 
 LARGEST_WINDOW = 256
-"""Elements of a window: which of them was the largest is kept in one byte."""
+"""Most elements of a window, because the place of the largest one is stored in one byte."""
 
 
 def _layout(codes: Tensor) -> torch.memory_format:
@@ -34,7 +34,7 @@ def _pooled(
 def max_pool_codes(
     codes: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
 ) -> tuple[Tensor, Tensor]:
-    """The largest code of every window and its number in the window; arguments as of torch's max_pool2d."""
+    """The largest code of every window and its place in the window; arguments as for torch's max_pool2d."""
     out, where = _pooled(codes, kernel, stride, padding, dilation, ceil_mode)
     pool = _pool(codes.shape, out.shape, kernel, stride, padding, dilation)
     nearest = int(not codes.is_contiguous())
@@ -49,7 +49,7 @@ def _pool(
     inputs: torch.Size, outputs: torch.Size, kernel: list[int], stride: list[int], padding: list[int],
     dilation: list[int],
 ) -> Pool:  # fmt: skip
-    """The kernels divide by strides, and keep a place in a window in one byte."""
+    """The sizes for the kernels, checked: they divide by strides and store a place in a window in one byte."""
     numbers = (*inputs, *outputs[2:], *kernel, *stride, *padding, *dilation)
     if len(numbers) != len(Pool._fields_) or min(*kernel, *stride) < 1 or math.prod(kernel) > LARGEST_WINDOW:
         raise ValueError(
@@ -68,7 +68,7 @@ def max_pool_codes_backward(
     grad: Tensor, where: Tensor, height: int, width: int, kernel: list[int], stride: list[int], padding: list[int],
     dilation: list[int],
 ) -> Tensor:  # fmt: skip
-    """The gradient of what was pooled, images of height x width."""
+    """The gradient of the pooled images, whose size is height x width."""
     grad, grad_in = like(grad, where), _unpooled(grad, where, height, width)
     pool = _pool(grad_in.shape, where.shape, kernel, stride, padding, dilation)
     nearest = int(not where.is_contiguous())

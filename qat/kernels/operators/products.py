@@ -1,7 +1,7 @@
-"""Operators that multiply: a quantized tensor's codes by a weight, which is put on its own grid inside.
+"""Operators that multiply the codes of a quantized tensor by a weight, which they quantize first.
 
-`qparams` are step and zero of the codes; low .. relative are fields of the weight's `Levels`, stride .. groups those of
-its `Geometry`. A gradient that is not wanted comes back empty.
+`qparams` holds step and zero of the codes. low .. relative are fields of the weight's `Levels`, stride .. groups are
+those of its `Geometry`. A gradient that is not needed comes back empty.
 """
 
 import math
@@ -31,8 +31,10 @@ def codes_product(
     codes: Tensor, qparams: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, bias: Tensor | None, low: int,
     high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int, copies: int,
 ) -> Tensor:  # fmt: skip
-    """product((codes - zero) * step, weight on its grid) + bias; in integers where they are exact and pay for a
-    batch of so many copies; none: in float."""
+    """product((codes - zero) * step, weight on its grid) + bias.
+
+    In integers if they are exact here and pay for a batch of `copies` times these codes; copies = 0 means in float.
+    """
     geometry, (step, zero) = Geometry(stride, padding, dilation, groups), step_and_zero(qparams)
     if (
         copies
@@ -40,7 +42,7 @@ def codes_product(
         and geometry.is_exact(weight.shape)
     ):
         rounded, steps = torch.empty_like(weight, dtype=torch.int8), scales.new_empty(weight.shape[0])
-        # A step for each row also where all have one: it tells of a NaN in the row, which int8 does not know.
+        # Each row needs a step of its own, also if all rows share a scale: NaN there marks a NaN in the row.
         if scales.numel() < len(steps):
             scales, smallest = (own.reshape(-1).expand(len(steps)).contiguous() for own in (scales, smallest))
         quantize_rows(weight, scales, low, high, smallest, codes=rounded, steps=steps)
@@ -71,7 +73,7 @@ def codes_product_backward(
     high: int, factor: float, relative: bool, stride: list[int], padding: list[int], dilation: list[int], groups: int,
     needs_x: bool, needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of the tensor behind the codes, of weight, scales and bias; both operands are quantized anew."""
+    """The gradients of the tensor behind the codes, of weight, scales and bias; the weight is quantized again."""
     grad_x, grad_values, grad_bias = Geometry(stride, padding, dilation, groups).gradients(
         grad, dequantize(codes, qparams), _on_grid(weight, scales, smallest, low, high),
         (needs_x, needs_weight, needs_bias),
@@ -96,7 +98,7 @@ def input_scale_gradient(
     shift: int, factor: float, relative: bool, weight: Tensor, weight_scales: Tensor, weight_smallest: Tensor,
     weight_low: int, weight_high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int,
 ) -> Tensor:  # fmt: skip
-    """sum(grad * product(dx/dscale, weight)): the gradient of the scale that x, an input of the model, is put on."""
+    """sum(grad * product(dx/dscale, weight)): the gradient of the scale of x, an input of the model."""
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     slopes, grad_scale = torch.empty_like(x), torch.empty_like(scale)
     addresses = elements_at("x", x, x), elements_at("slopes", slopes, x)

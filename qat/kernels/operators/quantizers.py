@@ -1,7 +1,7 @@
-"""Operators that quantize: a tensor, and a sum of two quantized tensors.
+"""Operators that quantize a tensor, or the sum of two quantized tensors.
 
-All take a quantizer's own tensors (scale, smallest, zero_point) and the fields of its `Levels`, and return codes with
-`qparams`, the step and zero that stand for them. A gradient that is not wanted comes back empty.
+All take a quantizer's tensors (scale, smallest, zero_point) and the fields of its `Levels`. They return codes and
+`qparams`, a tensor of the codes' step and zero. A gradient that is not needed comes back empty.
 """
 
 import torch
@@ -66,7 +66,7 @@ def add_quantize(
     a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor, floor: float, ceiling: float, scale: Tensor,
     smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float, relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes of clamp(a + b, floor, ceiling), both codes themselves, of the same strides."""
+    """Codes of clamp(a + b, floor, ceiling), where a and b are codes with the same strides."""
     codes, qparams = _codes_like(a)
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     compiled().add_quantize(
@@ -84,7 +84,7 @@ def add_quantize_backward(
     scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,
     relative: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradient of the sum, which is that of both operands, and of scale."""
+    """The gradient of the sum, which is the gradient of both operands, and that of scale."""
     grad = like(grad, a)
     grad_sum, grad_scale = torch.empty_like(grad), torch.empty_like(scale)
     grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)

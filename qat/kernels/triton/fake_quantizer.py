@@ -1,10 +1,10 @@
 """The affine fake-quantizer on CUDA, in Triton: one pass for the values, one for all the gradients.
 
-Reference and meaning: `LSQFunction` and `LSQPlusFunction` in qat/functional. The values are the same to the bit, except
-that a zero has no sign here; the sums of the gradients are taken in another order. For x in float16, bfloat16 and
-float32; the arithmetic is float32 and its division correctly rounded (the GPU's fast one puts ties on other levels).
+The reference is `LSQFunction` and `LSQPlusFunction` in qat/functional. The values are the same to the bit, except that
+zero has no sign here; the gradients are summed in another order. x may be float16, bfloat16 or float32. The arithmetic
+is float32, with correctly rounded division (the GPU's fast division rounds ties to other levels).
 
-Triton is loaded at the first use. With TRITON_INTERPRET=1 in the environment the kernels run on CPU tensors, slowly.
+Triton is loaded on first use. With TRITON_INTERPRET=1 in the environment the kernels run on CPU tensors, slowly.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SCALE_DTYPES = (*DTYPES, torch.float64)
 ZERO_POINT_DTYPES = (*SCALE_DTYPES, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 MAGIC_LIMIT = 2**22
-"""Grids that reach further need the kernels' longer way to round."""
+"""Grids with larger bounds need the kernels' slower rounding."""
 INDEX_LIMIT = 2**31
 """Offsets from here on need 64 bits."""
 
@@ -37,14 +37,14 @@ log = logging.getLogger("qat.kernels")
 
 @functools.cache
 def kernels() -> Any | None:
-    """The module of the kernels, or None where triton is not installed."""
+    """The module of the kernels, or None if triton is not installed."""
     from qat.kernels.triton import kernels as loaded
 
     return loaded if loaded.triton is not None else None
 
 
 def may_run_on(device: torch.device) -> bool:
-    """Whether it is worth loading triton for this device."""
+    """Whether loading triton makes sense for this device."""
     return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -53,9 +53,9 @@ _refused: set[torch.device] = set()
 
 
 def runs(kind: Kind) -> bool:
-    """Whether the kernels of a kind run: on CUDA, and on the CPU under the interpreter. Found out by a trial, once.
+    """Whether the kernels of a kind run: on CUDA, or on the CPU under the interpreter. One trial decides.
 
-    A trial, because triton also wants a C compiler on the machine, a GPU that it knows and a cache folder.
+    The trial is needed because triton also requires a C compiler, a GPU that it knows and a cache folder.
     """
     return may_run_on(kind.device) and kernels() is not None and kind.device not in _refused and _is_right(kind)
 
@@ -64,7 +64,7 @@ def runs(kind: Kind) -> bool:
 def _is_right(kind: Kind) -> bool:
     try:
         wrong = difference(kind, quantize, gradients)
-    except Exception as error:  # whatever it is, the plain formula works
+    except Exception as error:  # the plain formula works in any case
         refuse(kind.device, error)
         return False
     if wrong is not None:
@@ -73,7 +73,7 @@ def _is_right(kind: Kind) -> bool:
 
 
 def refuse(device: torch.device, reason: Exception | str) -> None:
-    """Go without the kernels on this device from now on, and say so once."""
+    """Stop using the kernels on this device, and log it once."""
     if device not in _refused:
         _refused.add(device)
         words = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}".splitlines()[0]
@@ -81,11 +81,11 @@ def refuse(device: torch.device, reason: Exception | str) -> None:
 
 
 def applies(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> bool:
-    """Whether `quantize` and `gradients` take these tensors. Reads shapes only, waits for no device.
+    """Whether `quantize` and `gradients` take these tensors. It reads shapes only, and does not wait for the device.
 
     Plain tensors on one device; x float16, bfloat16 or float32 and dense in any memory format; scale floating point,
-    broadcastable to x; zero_point of the shape of scale. The caller keeps away what is no tensor with a storage:
-    tensors under torch.compile or torch.func.
+    broadcastable to x; zero_point in the shape of scale. The caller excludes tensors without a storage, as
+    under torch.compile or torch.func.
 
     >>> applies(torch.zeros(3, dtype=torch.float64), torch.tensor(0.5))
     False
@@ -109,14 +109,14 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qma
     """y = scale * (clamp(round(x / scale) + z, qmin, qmax) - z) with z = clamp(round(zero_point), qmin, qmax).
 
     Args:
-        x, scale, zero_point: such that `applies`; zero_point None: 0.
+        x, scale, zero_point: tensors for which `applies` is true; zero_point None: 0.
         qmin, qmax: lowest and highest integer.
 
     Returns:
         Tensor of the shape, dtype and memory format of x. NaN where x is NaN.
 
     Raises:
-        ValueError: if the layout of x is none of the kernels'.
+        ValueError: if the kernels do not support the layout of x.
     """
     layout, y = _require_layout(x, scale), torch.empty_like(x)
     if x.numel():
@@ -136,24 +136,24 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of `quantize` as `LSQPlusFunction` declares them, without grad_factor, from one pass over x.
 
-    The sums for scale and zero point are taken in two stages, by program and then over the programs, in a fixed order:
-    the same inputs give the same bits.
+    The gradients of scale and zero point are summed in two stages, by program and then over the programs, in a fixed
+    order: the same inputs give the same bits.
 
     Args:
-        grad: of y, in the shape of x; any strides, copied if they are not those of x.
+        grad: the gradient of y, in the shape of x; copied if its strides are not those of x.
         x, scale, zero_point, qmin, qmax: as for `quantize`.
-        needs: which of grad_x, grad_scale and grad_zero_point are wanted.
+        needs: which of grad_x, grad_scale and grad_zero_point are needed.
 
     Returns:
-        grad_x like x; grad_scale and grad_zero_point float32 in the shape of scale; None where not wanted.
+        grad_x like x; grad_scale and grad_zero_point float32 in the shape of scale; None where not needed.
 
     Raises:
-        ValueError: if the layout of x is none of the kernels'.
+        ValueError: if the kernels do not support the layout of x.
     """
     wants_x, wants_scale, wants_zero = needs[0], needs[1], needs[2] and zero_point is not None
     layout = _require_layout(x, scale)
     tiling = tiling_of(layout, x.element_size(), sums=True)
-    # (scale and zero point, outer, repeats or programs, channels, programs): axes 2 and 4 are left to sum.
+    # (scale and zero point, outer, repeats or programs, channels, programs): axes 2 and 4 are summed below.
     if layout.per_column:
         places = (1, tiling.down, layout.channels, 1)
     else:
@@ -179,14 +179,14 @@ def _launch(
     tiling: Tiling,
     constants: dict[str, Any],
 ) -> None:
-    """Run a kernel of `triton_kernels` on the device of its first tensor."""
+    """Run one of the kernels on the device of its first tensor."""
     first = tensors[0]
     assert first is not None
     numel = layout.height * layout.width
     shared = {
         "PER_COLUMN": layout.per_column,
         "LARGE": max(abs(bounds[0]), abs(bounds[1]), bounds[1] - bounds[0]) > MAGIC_LIMIT,
-        # Offsets run past the end within the last tiles.
+        # In the last tiles, offsets run past the end.
         "LONG": numel + (tiling.rows * tiling.steps + 1) * max(layout.width, tiling.cols) >= INDEX_LIMIT,
         "ROWS": tiling.rows,
         "COLS": tiling.cols,
@@ -214,17 +214,17 @@ def _require_layout(x: Tensor, scale: Tensor) -> Layout:
 
 
 def _flat(grid: Tensor | None) -> Tensor | None:
-    """Scales or zero points as the kernels index them; a copy only where they are expanded or transposed."""
+    """Scales or zero points as the kernels index them; copied only if they are expanded or transposed."""
     return None if grid is None else grid.detach().reshape(-1).contiguous()  # reshape keeps strides of 0
 
 
 def _strided_like(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient in the memory order of x: an expanded one (of y.sum()) or one in another format is copied."""
+    """The gradient in the memory order of x; copied if it is expanded (as from y.sum()) or in another format."""
     return grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
 
 
 def _or_plainly(kernel: Callable[..., Result], plain: Callable[..., Result]) -> Callable[..., Result]:
-    """The kernel, or the plain formula where it fails for sizes or bounds that no trial had."""
+    """The kernel, or the plain formula if it fails for sizes or bounds that no trial covered."""
 
     @functools.wraps(kernel)
     def call(x: Tensor, *rest: Any, **options: Any) -> Result:

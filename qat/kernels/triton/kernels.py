@@ -1,11 +1,11 @@
 # ruff: noqa: N803 - constants of a kernel are written in capitals
 """The Triton kernels of the affine fake-quantizer: one pass over the storage of x, seen as a matrix of tiles.
 
-Loaded by `qat.kernels.triton.fake_quantizer` at the first use, never by `import qat`. Where triton is missing the file
-can still be read; nothing in it can be called.
+Loaded by `qat.kernels.triton.fake_quantizer` on first use, never by `import qat`. Without triton the file can still be
+imported, but nothing in it can be called.
 
-A kernel sees x as (height, width). Its programs take tiles of ROWS x COLS; the scale is the same for a whole row, or
-(PER_COLUMN, channels innermost in memory) for a whole column. `qat.kernels.triton.layout` chooses the view.
+A kernel sees x as (height, width). Its programs process tiles of ROWS x COLS. A whole row has one scale, or, with
+PER_COLUMN (channels innermost in memory), a whole column has. `qat.kernels.triton.layout` chooses the view.
 """
 
 from collections.abc import Callable
@@ -15,35 +15,35 @@ from typing import TYPE_CHECKING, Any
 try:
     triton: Any = import_module("triton")
     tl: Any = import_module("triton.language")
-except ImportError:  # a torch without CUDA brings no triton
+except ImportError:  # a torch without CUDA comes without triton
     triton = tl = None
 
 if TYPE_CHECKING:
     constexpr = int
     tensor = Any
-elif tl is not None:  # the compiler of the kernels looks up their annotations, and accepts no others
+elif tl is not None:  # triton's compiler reads these annotations, and accepts no others
     constexpr, tensor = tl.constexpr, tl.tensor
 else:
     constexpr = tensor = Any
 
 jit: Callable[[Callable[..., Any]], Any] = triton.jit if triton is not None else lambda function: function
 interpreted: bool = triton is not None and bool(triton.knobs.runtime.interpret)
-"""Whether these kernels run in Triton's interpreter, on CPU tensors too (TRITON_INTERPRET=1 at their first use)."""
+"""Whether these kernels run in Triton's interpreter, also on CPU tensors (TRITON_INTERPRET=1 at first use)."""
 
 
 @jit
 def clamped(v: tensor, low: tensor, high: tensor) -> tensor:
-    """clamp(v, low, high) that keeps NaN, as torch's does and the GPU's plain minimum does not."""
+    """clamp(v, low, high) that keeps NaN, like torch's and unlike the GPU's plain minimum."""
     above = tl.maximum(v, low, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(above, high, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit
 def rounded(v: tensor, LARGE: constexpr) -> tensor:
-    """v rounded half to even, for a v that is clamped already; NaN stays NaN.
+    """v rounded half to even; v is clamped already, and NaN stays NaN.
 
-    Up to 2^22 in two additions: v + 1.5 * 2^23 has no fraction bits left and is rounded half to even by the addition
-    itself. The GPU's own instruction has an eighth of an addition's rate. LARGE grids take the longer way.
+    Up to 2^22, two additions do it: v + 1.5 * 2^23 has no fraction bits left, so the addition itself rounds half to
+    even. The GPU's own instruction has an eighth of an addition's rate. LARGE grids are rounded the slower way.
     """
     if LARGE:
         below = tl.floor(v)
@@ -90,12 +90,12 @@ def quantize_tiles(
     ROWS: constexpr,
     COLS: constexpr,
 ) -> None:
-    """Write y, one tile a program. `across`: tiles side by side in the width."""
+    """Write y, one tile per program. `across` is the number of tiles side by side in the width."""
     program = tl.program_id(0)
     if LONG:
         program = program.to(tl.int64)
     col = (program % across) * COLS + tl.arange(0, COLS)[None, :]
-    if ROWS == 1:  # height is 1: nothing in the offsets but col, so that they stay aligned for 16-byte accesses
+    if ROWS == 1:  # height is 1: offsets consist of col alone, so they stay aligned for 16-byte accesses
         row = tl.arange(0, 1)[:, None]
         offset = col
         there = col < width
@@ -138,8 +138,8 @@ def gradient_tiles(
 ) -> None:
     """Write grad_x, and for every row (column) of the tile its part of the sums for scale and zero point.
 
-    A program takes STEPS tiles, one below the other; None for an output means that it is not wanted. The sums lie as
-    (height, across), or PER_COLUMN as (programs below each other, width).
+    A program processes STEPS tiles, one below the other; None for an output means that it is not needed. The sums have
+    the shape (height, across), or with PER_COLUMN (programs below each other, width).
     """
     program = tl.program_id(0)
     if LONG:

@@ -1,22 +1,23 @@
-"""How the Triton kernels see a tensor: a matrix over its storage, in which a row or a column has one scale."""
+"""How the Triton kernels see a tensor: as a matrix over its storage, with one scale per row or per column."""
 
 import functools
 import math
 from typing import NamedTuple
 
 TILE_BYTES = 8192
-"""Of x in one tile: 64 bytes, four 16-byte accesses, for each of the 128 threads of a program."""
+"""Bytes of x in one tile: 64, which is four 16-byte accesses, for each of the 128 threads of a program."""
 
 WIDTHS = (4096, 1024, 256, 64, 16)
-"""Of a tile. Few, because every one is a kernel to compile."""
+"""The widths that a tile may have. There are few, because each is a kernel to compile."""
 
 
 class Layout(NamedTuple):
     """A dense tensor in the order of its memory: (outer, repeats, channels, inner).
 
-    The scales lie as (outer, channels). Per tensor all is inner. A weight with scales on axis 0 is (1, 1, C, inner) in
-    any memory format; activations per channel are (1, N, C, H*W), in channels_last (1, N*H*W, C, 1). A second axis of
-    scales that memory keeps apart from the first (groups of a channels_last convolution) takes outer.
+    The scales have the shape (outer, channels). With one scale, all elements are inner. A weight with scales on axis 0
+    is (1, 1, C, inner) in any memory format. Activations per channel are (1, N, C, H*W), in channels_last
+    (1, N*H*W, C, 1). outer is a second axis of scales, apart from the first in memory (a grouped convolution in
+    channels_last).
     """
 
     outer: int
@@ -26,7 +27,7 @@ class Layout(NamedTuple):
 
     @property
     def per_column(self) -> bool:
-        """The channels are innermost: neighbours in memory have different scales."""
+        """Whether the channels are innermost, so that neighbours in memory have different scales."""
         return self.inner == 1 and self.outer == 1 and self.channels > 1
 
     @property
@@ -36,7 +37,7 @@ class Layout(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Columns of the matrix, neighbours in memory."""
+        """Columns of the matrix, which are neighbours in memory."""
         return self.channels if self.per_column else self.inner
 
     @property
@@ -57,15 +58,15 @@ class Tiling(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def layout_of(shape: tuple[int, ...], stride: tuple[int, ...], scale_shape: tuple[int, ...]) -> Layout | None:
-    """The Layout of a tensor and its scales; None where the kernels have no way to walk it.
+    """The Layout of a tensor and its scales; None if the kernels cannot process it.
 
     Args:
-        shape, stride: of x, in elements.
+        shape, stride: those of x, in elements.
         scale_shape: broadcastable to shape.
 
     Returns:
-        None if x is not dense (gaps, or expanded), scale_shape does not broadcast to shape, or memory mixes the axes
-        that have scales with the others more often than a Layout can say.
+        None if x is not dense (gaps, or expanded), scale_shape does not broadcast to shape, or the axes with
+        scales alternate with the others in memory more often than a Layout can express.
 
     >>> layout_of((8, 3, 5, 5), (75, 25, 5, 1), (8, 1, 1, 1))
     Layout(outer=1, repeats=1, channels=8, inner=75)
@@ -78,7 +79,7 @@ def layout_of(shape: tuple[int, ...], stride: tuple[int, ...], scale_shape: tupl
     if any(count not in (1, size) for count, size in zip(scales, shape, strict=True)):
         return None
     if 0 in shape:
-        return Layout(1, 1, 1, 0)  # nothing to walk
+        return Layout(1, 1, 1, 0)  # nothing to process
     axes = sorted((axis for axis, size in enumerate(shape) if size > 1), key=lambda axis: stride[axis], reverse=True)
     expected = math.prod(shape)
     for axis in axes:  # outermost first
@@ -104,9 +105,9 @@ def tiling_of(layout: Layout, itemsize: int, sums: bool) -> Tiling:
     """The tiles for a Layout.
 
     Args:
-        layout: of x.
+        layout: that of x.
         itemsize: bytes of an element of x.
-        sums: whether a program sums over what it reads; then it takes more rows where the sums are long.
+        sums: whether a program sums over what it reads; if so, it processes more rows where the sums are long.
 
     >>> tiling_of(Layout(1, 1, 512, 4608), 4, True)
     Tiling(rows=2, cols=1024, steps=1, across=5, down=256)
@@ -126,9 +127,9 @@ def tiling_of(layout: Layout, itemsize: int, sums: bool) -> Tiling:
 
 
 def _width_of_tiles(width: int, tile: int) -> int:
-    """The widest tile that leaves at most an eighth idle at the ends of the rows, or the one that idles least.
+    """The widest tile that leaves at most an eighth idle at the ends of the rows, or else the one that idles least.
 
-    Narrower than the whole tile, since ROWS == 1 is how a kernel knows that there is one row in all.
+    It is narrower than a whole tile, because kernels take ROWS == 1 to mean that the matrix has a single row.
     """
     idle = {cols: (-width % cols) / width for cols in WIDTHS if cols < tile}
     return next((cols for cols, share in idle.items() if share <= 1 / 8), min(idle, key=lambda cols: idle[cols]))

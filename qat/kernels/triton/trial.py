@@ -1,6 +1,6 @@
-"""Triton's kernels are tried before their first use, every kind of them, against the plain formula on the same device.
+"""A trial of each kind of Triton kernel before its first use, against the plain formula on the same device.
 
-The formulas here are those of `LSQPlusFunction` in qat/functional, in float32, without gradients of their own.
+The formulas are those of `LSQPlusFunction` in qat/functional, in float32 and not differentiable themselves.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,12 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Kind(NamedTuple):
-    """What another kernel is compiled for.
+    """What a kernel is compiled for; each kind is a kernel of its own.
 
     Attributes:
-        device: of all tensors.
-        dtype, scale_dtype, zero_dtype: of the tensors; the last None without a zero point.
-        places: "one" scale, one for each of the "rows", or one for each of the "columns".
+        device: that of all tensors.
+        dtype, scale_dtype, zero_dtype: those of x, scale and zero point; the last is None without a zero point.
+        places: whether there is "one" scale, or one for each of the "rows" or "columns".
     """
 
     device: torch.device
@@ -52,10 +52,10 @@ def plain_gradients(
 
 
 def difference(kind: Kind, quantize: Callable[..., Tensor], gradients: Callable[..., Gradients]) -> str | None:
-    """What the kernels of this kind get wrong; None if they are right. An exception is theirs.
+    """What the kernels of this kind get wrong; None if they are right. Exceptions of the kernels pass through.
 
-    Ties, values beyond the bounds, infinities and a NaN, in sizes that leave the last tiles half empty. All numbers are
-    such that no sum is rounded.
+    The values include ties, values beyond the bounds, infinities and a NaN; the sizes leave the last tiles half empty.
+    All numbers are chosen so that no sum is rounded.
     """
     reach, rows, columns = 8, 37, 53
     count = torch.arange(rows * columns, device=kind.device).reshape(rows, columns)
@@ -68,7 +68,7 @@ def difference(kind: Kind, quantize: Callable[..., Tensor], gradients: Callable[
     grid = (scale, None if kind.zero_dtype is None else (places % 5).to(kind.zero_dtype), -reach, reach - 1)
     if not _same(quantize(x, *grid), plain_quantize(x, *grid)):
         return "its values are wrong"
-    x = x.nan_to_num(0.0, 100.0, -100.0)  # of a NaN all sums are NaN
+    x = x.nan_to_num(0.0, 100.0, -100.0)  # a NaN would make all sums NaN
     if not all(map(_same, gradients(grad, x, *grid), plain_gradients(grad, x, *grid))):
         return "its gradients are wrong"
     return None
