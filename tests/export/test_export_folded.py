@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
-from qat.export.onnxruntime.verification import follow
+from qat.export.onnxruntime.verification import compare_layers_and_outputs
 
 
 class Biased(nn.Module):
@@ -32,7 +32,7 @@ def test_the_result_is_stored_and_the_runtime_computes_the_same_integers(tmp_pat
     model = qat.prepare(Biased().eval(), example_inputs=x)
     qat.calibrate(model, [x])
     qat.export_onnx(model, tmp_path / "model.onnx", x)
-    differences, outputs = follow(tmp_path / "model.onnx", model, x)
+    differences, outputs = compare_layers_and_outputs(tmp_path / "model.onnx", model, x)
     assert {layer.name for layer in differences} == {
         "input_quantizer", "project_quantizer", "softmax_quantizer",
     }  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import qat
-from qat.export.onnxruntime.verification import follow
+from qat.export.onnxruntime.verification import compare_layers_and_outputs
 
 RARELY = 0.01
 """Of a quantizer's integers, that may lie on ties and fall on the neighbouring level, besides two."""
@@ -19,7 +19,7 @@ def against_runtime(model: nn.Module, x: Tensor) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         qat.export_onnx(model, path, x)
-        layers, outputs = follow(path, _graph(model), x)
+        layers, outputs = compare_layers_and_outputs(path, _graph(model), x)
     for layer in layers:
         if layer.largest > 1 or layer.differing > 2 + RARELY * layer.elements:
             return str(layer)

@@ -74,10 +74,10 @@ def compare_layers(
     Raises:
         ValueError: if the file's quantizers are not the model's.
     """
-    return follow(path, model, inputs, optimize, default_session=default_session)[0]
+    return compare_layers_and_outputs(path, model, inputs, optimize, default_session=default_session)[0]
 
 
-def follow(
+def compare_layers_and_outputs(
     path: str | os.PathLike[str],
     model: fx.GraphModule,
     inputs: Any,
