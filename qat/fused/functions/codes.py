@@ -1,6 +1,6 @@
-"""Quantized tensors as codes: what layers pass to each other in training where kernels compute on integers.
+"""Quantized tensors as codes, which layers pass to each other in training where kernels compute on integers.
 
-A quantizer's output is a float tensor four times the size of its codes, and everything that reads it can compute on the
+A quantizer's output as floats takes four times the memory of its codes, and everything that reads it can compute on the
 codes. `Codes` holds them; the gradient flows through a carrier, a tensor of the same shape that takes no memory.
 """
 
@@ -25,11 +25,11 @@ SHIFT = 128
 
 
 class Learned(NamedTuple):
-    """A quantizer's tensors and the rest of its grid, as the kernels take them.
+    """A quantizer's grid as kernels take it.
 
     Attributes:
-        scale, smallest, zero_point: its tensors; None on a symmetric grid.
-        levels: bounds, shift and the factor of the scale's gradient.
+        scale, smallest, zero_point: its tensors; zero_point is None on a symmetric grid.
+        levels: bounds, shift, and the factor on the scale's gradient.
     """
 
     scale: Tensor
@@ -39,10 +39,10 @@ class Learned(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A tensor that needs no gradient itself, quantized with a scale that learns.
+    """The float tensor behind codes, if it needs no gradient but the scale of its quantizer does.
 
-    Its readers find the scale's gradient without that of the tensor, which for an image is the dearest of all: that of
-    a convolution at full resolution.
+    Its readers compute the scale's gradient without that of the tensor, which for an image is the most expensive one:
+    that of a convolution at full resolution.
     """
 
     x: Tensor
@@ -53,11 +53,10 @@ class Codes(NamedTuple):
     """A quantized tensor: (codes - zero) * step.
 
     Attributes:
-        carrier: of the tensor's shape, which stands for it in autograd and holds no values.
+        carrier: stands for the tensor in autograd; has its shape and holds no values.
         codes: uint8.
-        numbers: step and zero, which is shifted as the codes are; step is NaN if there was a NaN among
-            the values and nobody looked (`holds_nan`).
-        source: of an input of the model, what it was made of; the carrier is then not connected to the scale.
+        numbers: step and zero, which is shifted as the codes are; step is NaN if a value was NaN (`holds_nan`).
+        source: what the codes of an input of the model were made of; the carrier is then not connected to the scale.
     """
 
     carrier: Tensor
@@ -141,13 +140,13 @@ def outputs(ctx: Any, codes: Tensor, numbers: Tensor, x: Tensor) -> tuple[Tensor
 
 
 def owned(y: Tensor) -> Tensor:
-    """What a Function's forward answers with, as autograd's own tensor: a view of something that forward made could
-    not be changed in place by who reads it."""
+    """The output of a Function's forward, not as a view of a tensor that forward made: views cannot be changed in
+    place by later operations."""
     return y if torch.compiler.is_compiling() else y.detach()
 
 
 class QuantizeFunction(torch.autograd.Function):
-    """A quantizer alone, as codes; formulas as of `LSQPlusFunction`."""
+    """A quantizer alone, as codes; the formulas are those of `LSQPlusFunction`."""
 
     @staticmethod
     def forward(
@@ -162,14 +161,14 @@ class QuantizeFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """One pass."""
+        """Gradients of x and scale, in one pass."""
         needs_x = ctx.needs_input_grad[0]
         grad_x, grad_scale = quantize_codes_backward(grad, *ctx.saved_tensors, *ctx.levels, needs_x)
         return grad_x if needs_x else None, grad_scale, None, None, None
 
 
 class DecodeFunction(torch.autograd.Function):
-    """Codes as the float tensor that they stand for.
+    """The float tensor that codes stand for.
 
     Forward:    y = (codes - zero) * step
     Backward:   dy/dcarrier = 1: the gradient of the step belongs to the quantizer that made the codes
@@ -177,7 +176,7 @@ class DecodeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, codes: Tensor, numbers: Tensor) -> Tensor:
-        """One pass; compiled code makes it part of what follows."""
+        """One pass; torch.compile fuses it with the operations behind it."""
         if torch.compiler.is_compiling() or by_formula(codes):
             return formulas.dequantize(codes, numbers)
         return dequantize(codes, numbers)
@@ -189,7 +188,7 @@ class DecodeFunction(torch.autograd.Function):
 
 
 class EncodeFunction(torch.autograd.Function):
-    """A float tensor that lies on a grid already (behind max pooling, say) as codes.
+    """The codes of a float tensor that lies on a grid already (behind max pooling, say).
 
     Forward:    codes = round(x / step) + zero
     Backward:   dcarrier/dx = 1
@@ -217,20 +216,20 @@ def quantize(x: Tensor, learned: Learned) -> Codes:
 
 
 def holds_nan(x: Codes) -> bool:
-    """Whether there was a NaN among the values: no code stands for it, so it has to stay in a float tensor.
+    """Whether a value was NaN: no code stands for it, so the tensor has to stay in floats.
 
-    Compiled code and CUDA do not wait for the answer; there all of the tensor is NaN then.
+    Compiled code and CUDA do not wait for the answer; the whole tensor is NaN there.
     """
     return not torch.compiler.is_compiling() and not x.numbers.is_cuda and math.isnan(x.numbers[0].item())
 
 
 def connected(x: Codes) -> Codes:
-    """The same with a carrier through which the scale gets its gradient, for readers who cannot find it themselves."""
+    """The same codes, with a carrier through which the scale gets its gradient: for readers that ignore the source."""
     return x if x.source is None else Codes(*QuantizeFunction.apply(x.source.x, *x.source.learned))
 
 
 def decode(x: Codes | Tensor) -> Tensor:
-    """The float tensor; a tensor is one already."""
+    """The float tensor; a tensor is returned as it is."""
     if isinstance(x, Tensor):
         return x
     y: Tensor = DecodeFunction.apply(*connected(x)[:3])
@@ -241,9 +240,9 @@ def encode(x: Codes | Tensor, quantizer: Quantizer, *dropouts: Any) -> Codes | T
     """Codes of a tensor that lies on this quantizer's grid; the tensor itself where kernels do not apply.
 
     Args:
-        x: the tensor.
-        quantizer: whose grid it is.
-        dropouts: the layers that it went through; an active one takes it off the grid.
+        x: the tensor, or its codes, which are returned as they are.
+        quantizer: the quantizer on whose grid it lies.
+        dropouts: layers between the two; an active one moves values off the grid.
     """
     if not isinstance(x, Tensor) or not (is_taken(x) and x.numel() and is_dense(x)):
         return x

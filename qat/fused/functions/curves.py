@@ -1,6 +1,6 @@
-"""Activation function and quantizer in one pass, and softmax and quantizer: the codes that the next product reads.
+"""Activation function and quantizer in one pass, and softmax and quantizer in one pass.
 
-What the function makes of its input is never written, but for softmax, whose probabilities its own gradient needs.
+The function's float output is not stored, except for softmax, whose gradient needs the probabilities.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from qat.quantizer import Quantizer
 class QuantizeCurveFunction(torch.autograd.Function):
     """codes = clamp(round(curve(x) / step) + zero, low, high).
 
-    Backward:   dx = curve'(x) * the quantizer's gradient at curve(x), which is computed anew from x
+    Backward:   dx = curve'(x) * the quantizer's gradient at curve(x), which is computed again from x
     """
 
     @staticmethod
@@ -42,7 +42,7 @@ class QuantizeCurveFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """One pass."""
+        """Gradients of x and scale, in one pass."""
         x, *learned = ctx.saved_tensors
         grad_x, grad_scale = curve_quantize_backward(grad, x, ctx.curve, *learned, *ctx.levels)
         return grad_x, grad_scale, *[None] * 4
@@ -69,7 +69,7 @@ class QuantizeSoftmaxFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """One pass over the rows."""
+        """Gradients of x and scale, in one pass over the rows."""
         probabilities, *learned = ctx.saved_tensors
         grad_x, grad_scale = softmax_quantize_backward(grad, probabilities, ctx.multiplier, *learned, *ctx.levels)
         return grad_x, grad_scale, *[None] * 4
@@ -82,7 +82,7 @@ def quantize_curve(
 
     Args:
         x: a layer's output.
-        quantizer: whose codes are wanted.
+        quantizer: makes the codes.
         curve: one of `CURVES`.
         activation: the layer that computes it; None for a function.
     """
@@ -104,9 +104,9 @@ def quantize_softmax(
 
     Args:
         x: the scores.
-        quantizer: whose codes are wanted.
-        axis: of softmax.
-        multiplier: of the scores.
+        quantizer: makes the codes.
+        axis: the axis of softmax.
+        multiplier: the factor on the scores.
         softmax: the layer that computes it; None for a function.
     """
     x = decode(x)

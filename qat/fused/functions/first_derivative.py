@@ -1,4 +1,4 @@
-"""Backward passes made of kernels: they have a first derivative, and say so when a second one is asked for."""
+"""Backward passes that call kernels raise an error if they are differentiated themselves."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 class _EndFunction(torch.autograd.Function):
-    """The identity, behind which nothing can be differentiated.
+    """The identity, with a backward that raises an error.
 
     Forward:    y = x
     Backward:   an error
@@ -21,12 +21,12 @@ class _EndFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, origin: Tensor) -> Tensor:
-        """A view, so that autograd sees another tensor."""
+        """A view, so that autograd records a new tensor."""
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Say what to do."""
+        """Raise an error that names the way out."""
         raise RuntimeError(
             "a prepared model on kernels has first derivatives only; for second ones run its forward in"
             " `with qat.kernels.plain_formulas():`"
@@ -37,8 +37,8 @@ def first_derivative(backward: Backward) -> Backward:
     """Decorator for a Function's backward that calls kernels.
 
     Raises:
-        RuntimeError: for several gradients at once, and when its result is differentiated again (not when that is
-            merely prepared by create_graph=True).
+        RuntimeError: for several gradients at once, and if its result is differentiated again; create_graph=True
+            alone raises nothing.
     """
 
     @functools.wraps(backward)

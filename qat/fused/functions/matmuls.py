@@ -1,4 +1,4 @@
-"""The product of two quantized tensors on their codes: what is kept for backward is a quarter of their floats."""
+"""The product of two quantized tensors on their codes; backward keeps the codes, a quarter of the floats."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from qat.kernels.operators.matmuls import arranged, codes_matmul, codes_matmul_b
 class MatmulFunction(torch.autograd.Function):
     """y = ((a - a_zero) * a_step) @ ((b - b_zero) * b_step), both codes.
 
-    Backward:   da = grad @ b^T;    db = a^T @ grad, both operands decoded anew
+    Backward:   da = grad @ b^T;    db = a^T @ grad, both operands decoded again
     """
 
     @staticmethod
@@ -32,7 +32,7 @@ class MatmulFunction(torch.autograd.Function):
 
 
 def matmul(a: Codes | Tensor, b: Codes | Tensor) -> Tensor:
-    """a @ b, on codes where both are such and have the same axes before the last two.
+    """a @ b, on codes if both operands are codes and have the same axes before the last two.
 
     Args:
         a: (..., L, E).

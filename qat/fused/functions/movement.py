@@ -1,4 +1,4 @@
-"""What moves quantized tensors about without changing a value: on codes, a quarter of the bytes."""
+"""Operations that move quantized tensors without changing a value; on codes they move a quarter of the bytes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,17 +9,17 @@ from qat.fused.functions.codes import Codes, connected, decode
 
 
 def reshape(x: Codes | Tensor, method: str, *args: Any, **kwargs: Any) -> Codes | Tensor:
-    """x.method(*args, **kwargs), of codes where x is such: `flatten`, `transpose` and their like."""
+    """x.method(*args, **kwargs) on a tensor or its codes: `flatten`, `transpose` and the like."""
     return _moved(x, lambda tensor: getattr(tensor, method)(*args, **kwargs))
 
 
 def reshape_by(x: Codes | Tensor, module: nn.Module) -> Codes | Tensor:
-    """module(x), of codes where x is such: `nn.Flatten` and its like."""
+    """module(x) on a tensor or its codes: `nn.Flatten` and the like."""
     return _moved(x, module)
 
 
 def drop(x: Codes | Tensor, dropout: Any) -> Codes | Tensor:
-    """dropout(x): x itself while nothing is dropped, else the float tensor, which lies on no grid any more."""
+    """dropout(x): x itself while nothing is dropped, else a float tensor, which is no longer on a grid."""
     if not (dropout.training and dropout.p > 0):
         return x
     y: Tensor = dropout(decode(x))
@@ -27,7 +27,7 @@ def drop(x: Codes | Tensor, dropout: Any) -> Codes | Tensor:
 
 
 def shape_of(x: Codes | Tensor) -> Tensor:
-    """A float tensor of x's shape and device, to be asked for these only."""
+    """A float tensor of x's shape and device, whose values mean nothing."""
     return x if isinstance(x, Tensor) else x.carrier
 
 

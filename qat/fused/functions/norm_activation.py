@@ -1,7 +1,7 @@
-"""BatchNorm, ReLU and quantizer in one pass, and sum, ReLU and quantizer: the codes that the next layer reads.
+"""BatchNorm, ReLU and quantizer in one pass, and sum, ReLU and quantizer in one pass.
 
-Forward and backward read what they need from the layer's float output and recompute the rest, so that neither the
-normalised tensor, nor ReLU's, nor the quantized one is ever written, or kept for backward.
+Forward and backward read the layer's float output and recompute the rest. The normalised tensor, ReLU's output and the
+quantized floats are never written, nor kept for backward.
 """
 
 import functools
@@ -34,11 +34,11 @@ from qat.torch_internals import AnyBatchNorm
 
 @dataclass(frozen=True)
 class Clip:
-    """What stands between a tensor and its quantizer: ReLU, ReLU6, Hardtanh, or nothing.
+    """The clip before a quantizer: ReLU, ReLU6, Hardtanh, or none.
 
     Attributes:
-        floor, ceiling: the bounds; -inf and inf for nothing.
-        module: the layer that does it; None for a function.
+        floor, ceiling: the bounds; -inf and inf for none.
+        module: the layer that clips; None for a function.
     """
 
     floor: float = -math.inf
@@ -65,7 +65,7 @@ class QuantizeChainFunction(torch.autograd.Function):
 
     Forward, with alpha = gamma / sqrt(var + eps) and beta' = beta - mean * alpha:
         codes = clamp(round(clip(y * alpha + beta') / step) + zero, low, high)
-    Backward: that of the three after each other; `masked` is the gradient behind quantizer and clip, and with
+    Backward: the chain rule through the three; `masked` is the gradient that passes quantizer and clip. With the
         statistics of the batch
         dy = alpha * (masked - mean(masked) - (y - mean) * mean(masked * (y - mean)) / (var + eps))
     """
@@ -97,7 +97,7 @@ class QuantizeChainFunction(torch.autograd.Function):
 
 
 class AddQuantizeFunction(torch.autograd.Function):
-    """Sum of two quantized tensors -> clip -> quantizer, all of them codes."""
+    """Sum of two quantized tensors -> clip -> quantizer; operands and result are codes."""
 
     @staticmethod
     def forward(
@@ -114,7 +114,7 @@ class AddQuantizeFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Both operands have the same gradient."""
+        """Gradients of both operands, which are equal, and of the scale."""
         a, b, a_numbers, b_numbers, *learned = ctx.saved_tensors
         grad_sum, grad_scale = add_quantize_backward(
             grad, a, b, a_numbers, b_numbers, *ctx.bounds, *learned, *ctx.levels
@@ -130,10 +130,10 @@ def quantize_chain(
 
     Args:
         y: a layer's output.
-        quantizer: whose codes are wanted.
+        quantizer: makes the codes.
         norm: a BatchNorm, or None.
-        floor, ceiling: of a ReLU; -inf and inf for none.
-        activation: the ReLU, if it is a module.
+        floor, ceiling: the bounds of the clip; -inf and inf for none.
+        activation: the layer that clips; None for a function.
     """
     y, clip = decode(y), Clip(floor, ceiling, activation)
     learned = learned_by(quantizer, y) if is_taken(y) and y.numel() else None
@@ -157,7 +157,7 @@ def quantize_sum(
     a: Codes | Tensor, b: Codes | Tensor, quantizer: Quantizer, floor: float = -math.inf, ceiling: float = math.inf,
     activation: nn.Module | None = None,
 ) -> Codes | Tensor:  # fmt: skip
-    """quantizer(clip(a + b)), as codes where kernels apply; arguments as of `quantize_chain`."""
+    """quantizer(clip(a + b)), as codes where kernels apply; the other arguments are those of `quantize_chain`."""
     clip = Clip(floor, ceiling, activation)
     if (
         isinstance(a, Codes) and isinstance(b, Codes) and a.shape == b.shape and a.codes.stride() == b.codes.stride()
@@ -177,7 +177,7 @@ def quantize_sum(
 
 
 def _is_simple(norm: Any, y: Tensor, channels: int) -> bool:
-    """Whether it is torch's own BatchNorm for as many channels, in float32: what the kernels compute."""
+    """Whether a norm is torch's own BatchNorm of these channels in float32, which kernels compute."""
     if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or not (y.dim() > 3 or y.dim() == 2):
         return False
     tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
@@ -189,7 +189,7 @@ def _is_simple(norm: Any, y: Tensor, channels: int) -> bool:
 
 
 def _constants(channels: int, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-    """A norm that does nothing; four tensors, since torch.compile takes none twice."""
+    """The tensors of a norm that changes nothing; four different ones, since torch.compile takes none twice."""
     ones, zeros = (
         functools.partial(make, channels, dtype=torch.float32, device=y.device) for make in (torch.ones, torch.zeros)
     )
@@ -197,7 +197,7 @@ def _constants(channels: int, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def _statistics(norm: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-    """gamma, beta, mean, 1 / sqrt(var + eps), and whether these are the batch's; running statistics are updated."""
+    """gamma, beta, mean, 1 / sqrt(var + eps), and whether the last two are the batch's; updates running statistics."""
     follows = norm.training or norm.running_mean is None
     if follows and y.numel() == y.shape[1]:  # as torch
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {y.shape}")
@@ -209,7 +209,7 @@ def _statistics(norm: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, b
         norm.num_batches_tracked.add_(1)
         share = 1.0 / norm.num_batches_tracked.float() if norm.momentum is None else norm.momentum
         if torch.compiler.is_compiling() or by_formula(y):
-            # An operator that writes would cost a copy of what it writes to.
+            # A compiled operator that writes in place would first copy its argument.
             mean, inverse, variance = batch_statistics(y.detach(), norm.eps)
             norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
             norm.running_var.lerp_(variance.to(norm.running_var.dtype), share)

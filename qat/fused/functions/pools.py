@@ -1,4 +1,4 @@
-"""Max pooling of quantized tensors as codes: a byte each way instead of floats and 64-bit indices."""
+"""Max pooling of codes: a byte per element for forward and for backward, instead of floats and 64-bit indices."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from qat.kernels.operators.pools import LARGEST_WINDOW, max_pool_codes, max_pool
 
 
 class Window(NamedTuple):
-    """A max pool's numbers, for height and width each."""
+    """The sizes of a max pool, each for height and width."""
 
     kernel: list[int]
     stride: list[int]
@@ -44,18 +44,18 @@ class MaxPoolFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Every element gathers from its windows."""
+        """Every element gathers the gradients of its windows."""
         (where,) = ctx.saved_tensors
         return max_pool_codes_backward(grad, where, ctx.height, ctx.width, *ctx.window[:4]), None, None
 
 
 def max_pool(x: Codes | Tensor, window: tuple[Any, ...], module: nn.Module | None = None) -> Codes | Tensor:
-    """Max pooling, of codes where x is such.
+    """Max pooling of a tensor or its codes.
 
     Args:
         x: (N, C, H, W).
-        window: the numbers of `Window`.
-        module: the layer that does it; None for a function.
+        window: the fields of `Window`.
+        module: the layer that pools; None for a function.
     """
     dense = isinstance(x, Codes) and (
         x.codes.is_contiguous() or (x.dim() == 4 and x.codes.is_contiguous(memory_format=torch.channels_last))
@@ -72,7 +72,7 @@ def max_pool(x: Codes | Tensor, window: tuple[Any, ...], module: nn.Module | Non
 
 
 def has_empty_windows(shape: torch.Size, window: Window) -> bool:
-    """Whether a window lies in the padding altogether, as dilated ones may: there is no largest code in it."""
+    """Whether a whole window lies in the padding, as a dilated one may: it has no largest code."""
     for size, kernel, stride, padding, dilation in zip(shape[2:], *window[:4], strict=True):
         if dilation > 1 and padding > 0:
             starts = range(pooled_size(size, kernel, stride, padding, dilation, window.ceil_mode))
@@ -83,7 +83,7 @@ def has_empty_windows(shape: torch.Size, window: Window) -> bool:
 
 
 def window_of(pool: Any) -> Window | None:
-    """The numbers of an nn.MaxPool2d; None if it returns indices too."""
+    """The sizes of an nn.MaxPool2d; None if it returns indices too."""
     if pool.return_indices:
         return None
     stride = pool.kernel_size if pool.stride is None else pool.stride

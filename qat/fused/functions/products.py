@@ -1,7 +1,7 @@
-"""Quantized convolutions and linear layers on codes: one Function that keeps codes and weight, and nothing else.
+"""Quantized convolutions and linear layers on codes: one Function that keeps only codes and weight.
 
 The weight is quantized inside, and again in the backward; the input's codes are a quarter of its floats. The forward
-runs on integers where the processor multiplies them exactly and it pays, else in float on the same grids.
+multiplies integers where the processor does so exactly and it pays, else floats on the same grids.
 """
 
 from typing import Any
@@ -30,8 +30,8 @@ LINEAR = Geometry([], [], [], 1)
 class CodesProductFunction(torch.autograd.Function):
     """y = product((codes - zero) * step, lsq(weight)) + bias.
 
-    Forward:    the weight's codes, then the product of integers, or of both operands in float
-    Backward:   of the product in float, its operands quantized anew; then LSQ's for the weight and its scales
+    Forward:    quantize the weight; multiply integers, or both operands in float
+    Backward:   that of the product in float, its operands quantized again; then LSQ's for the weight and its scales
     """
 
     @staticmethod
@@ -39,7 +39,7 @@ class CodesProductFunction(torch.autograd.Function):
         ctx: Any, carrier: Tensor, codes: Tensor, numbers: Tensor, weight: Tensor, scale: Tensor, smallest: Tensor,
         bias: Tensor | None, levels: Levels, geometry: Geometry, copies: int,
     ) -> Tensor:  # fmt: skip
-        """scale and smallest: the weight's; copies: of `multiply`, or 0 for no integers."""
+        """scale and smallest are the weight's; copies is that of `multiply`, or 0 for no integers."""
         ctx.save_for_backward(codes, numbers, weight, scale, smallest)
         ctx.levels, ctx.geometry = levels, geometry
         return owned(
@@ -61,7 +61,7 @@ class CodesProductFunction(torch.autograd.Function):
 
 
 class InputScaleFunction(torch.autograd.Function):
-    """The product itself, with the gradient of its input's scale, for an input that needs no gradient.
+    """Returns a product as it is, and adds the gradient of its input's scale, if the input needs no gradient.
 
     Forward:    y
     Backward:   dy = grad;    dscale = sum(grad * product(dx/dscale, weight))
@@ -75,7 +75,7 @@ class InputScaleFunction(torch.autograd.Function):
         ctx: Any, y: Tensor, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, weight: Tensor,
         weight_scale: Tensor, weight_smallest: Tensor, levels: Levels, weight_levels: Levels, geometry: Geometry,
     ) -> Tensor:  # fmt: skip
-        """Nothing is computed; compiled code, which may not hand out a view here, multiplies on the way."""
+        """Computes nothing; compiled code may not return a view here, so it multiplies by 1."""
         ctx.save_for_backward(x, scale, smallest, zero_point, weight, weight_scale, weight_smallest)
         ctx.levels, ctx.weight_levels, ctx.geometry = levels, weight_levels, geometry
         return y * 1 if torch.compiler.is_compiling() else owned(y)
@@ -83,7 +83,7 @@ class InputScaleFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The product of the slopes with the weight on its grid."""
+        """Multiplies dx/dscale by the weight on its grid."""
         saved = ctx.saved_tensors  # once: checkpointing hands every tensor out a single time
         source, weight = saved[:4], saved[4:]
         bounds = ctx.weight_levels[:2]
@@ -99,9 +99,10 @@ def multiply(
     Args:
         layer: a quantized convolution or linear layer.
         x: its input.
-        input_quantizer: the quantizer that x comes from.
+        input_quantizer: the quantizer of x.
         operands: weight and bias of a `QuantFunction`.
-        copies: of how many batches like this it decides whether integers pay.
+        copies: x is a slice of a batch that is so many times as large; the size of the batch decides whether integers
+            pay.
     """
     weight, bias = _parameters(layer, operands)
     geometry = _geometry(layer)
@@ -187,7 +188,7 @@ def _parameters(layer: Any, operands: tuple[Tensor | None, ...]) -> tuple[Tensor
 
 
 def _geometry(layer: Any) -> Geometry | None:
-    """None for padding that is no number of zeros."""
+    """The geometry of a layer; None if its padding is no number of zeros."""
     if isinstance(layer, QuantFunction):
         if layer.function is F.linear:
             return LINEAR

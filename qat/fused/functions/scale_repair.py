@@ -1,4 +1,4 @@
-"""Learned scales that an optimizer made NaN or infinite are put back before kernels read them, all at once."""
+"""Resets learned scales that an optimizer made NaN or infinite, all at once, before kernels read them."""
 
 import ctypes
 
@@ -14,7 +14,7 @@ from qat.quantizer.calibrated import FLOOR_SHARE
 
 
 def repair(*quantizers: Quantizer) -> None:
-    """`Quantizer.repair` of those that train and do not observe; looking first is cheaper than the operations."""
+    """`Quantizer.repair` for those that train and do not observe; checking all scales first is cheaper."""
     ready = [each for each in quantizers if each.training and each.observer is None]
     if not torch.compiler.is_compiling():
         if not all_finite([each.scale.detach() for each in ready]):
@@ -26,10 +26,10 @@ def repair(*quantizers: Quantizer) -> None:
 
 @torch.library.custom_op("qat::put_back", mutates_args=("scales",))
 def _put_back(scales: list[Tensor], smallest: list[Tensor]) -> None:
-    """As `Quantizer.repair`; compiled code cannot look, and would keep copies of the scales for backward."""
+    """`Quantizer.repair` as one operator: compiled code cannot branch on values, and would keep copies of scales."""
     for device in {each.device for each in scales}:
         here = [(scale, least) for scale, least in zip(scales, smallest, strict=True) if scale.device == device]
-        if by_formula(here[0][0]):  # looking would wait for the device
+        if by_formula(here[0][0]):  # a check would wait for the device
             _put_back_unseen(*zip(*here, strict=True))
         elif not all_finite([scale for scale, _ in here]):
             for scale, least in here:
@@ -44,7 +44,7 @@ def _put_back_unseen(scales: tuple[Tensor, ...], smallest: tuple[Tensor, ...]) -
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
-    """Whether there is no NaN and no infinity in any of them."""
+    """Whether no tensor holds a NaN or an infinity."""
     if library() is None or not all(is_plain(each) and each.is_contiguous() for each in tensors):
         return all(bool(each.isfinite().all()) for each in tensors)
     count = len(tensors)

@@ -1,1 +1,1 @@
-"""The proof, for every model, that its fused training step is the plain one."""
+"""Checks on every model that its fused training step computes what the plain one does."""

@@ -1,9 +1,9 @@
-"""The engine proves itself on every model: a fused training step next to the plain one, on a slice of a real batch.
+"""Compares a fused training step of a model with the plain one, on a slice of a real batch.
 
-Two questions are asked. Is the fused graph wired right? It runs with torch's own operations in the place of every
-kernel, and everything has to come out as from the plain graph: answers, gradients, running statistics. Is every kernel
-right? Each is given what stood before it in that run, and is held to the same operations (`local_check`). So one
-difference is not hidden by roundings of another, and the part that is wrong has a name.
+It asks two questions. Is the fused graph wired correctly? It runs with torch's own operations in place of every kernel,
+and outputs, gradients and running statistics have to be those of the plain graph. Is every kernel correct? Each gets
+the inputs that it has in that run, and is compared with torch's operations (`local`). So the roundings of one kernel do
+not hide an error of another, and the wrong part has a name.
 """
 
 import functools
@@ -38,27 +38,27 @@ from qat.torch_internals import AnyBatchNorm, pytree
 from qat.tracing.randomness import rewinding
 
 MOST_CHECKS = 4
-"""How often parts are left out before the whole model trains plainly."""
+"""After so many rounds of leaving parts out, the whole model trains plainly."""
 
 SAMPLES = 2
-"""Of a batch: the fewest of which a BatchNorm has statistics; without one, a single sample is looked at."""
+"""Size of the slice: the fewest samples for which a BatchNorm has statistics; without a BatchNorm one is enough."""
 
 
 def is_wanted() -> bool:
-    """Whether models are to be checked: unless QAT_SELF_CHECK=off says that they are trusted."""
+    """Whether models are checked; QAT_SELF_CHECK=off trusts them."""
     return os.environ.get("QAT_SELF_CHECK", "").lower() != "off"
 
 
 def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict | None:
-    """Find what of a model may train on codes: all of it, or what is left without the kernels that are wrong.
+    """Find out what of a model may train on codes: all of it, or what is left without the kernels that are wrong.
 
     Args:
-        model: a prepared model in training. Its copies run, so that it is left as it was.
-        args, kwargs: of its forward; a slice of the batch is looked at.
+        model: a prepared model in training. Copies of it run, and it stays as it was.
+        args, kwargs: of its forward; a slice of the batch is used.
 
     Returns:
-        What was found; None where nothing can be: the plain graph does not run on this batch, memory is short, or no
-        gradients are taken.
+        The verdict; None if the check cannot run: the plain graph fails on this batch, memory is short, or the model
+        runs in inference mode.
     """
     if torch.is_inference_mode_enabled():
         return None
@@ -88,7 +88,7 @@ def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _check(model: fx.GraphModule, graph: fx.Graph, inputs: list[Any], copies: int, expected: Results) -> Verdict:
-    """Hold a fused graph to what came of the plain one."""
+    """Compare a fused graph with the results of the plain one."""
     checking = _Checking(model, graph, copies)
     try:
         found = training_step(checking, inputs)
@@ -118,9 +118,9 @@ def _bound(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _sampled(
     model: fx.GraphModule, given: list[Any], rewind: Callable[[], None]
 ) -> tuple[list[Any], int, Results] | None:
-    """A slice of a batch, how many of them the batch has, and the plain step on it; None if the model takes none.
+    """A slice of a batch, how many such slices the batch has, and the plain step on it; None if no step runs.
 
-    Where inputs differ in length, or the model takes no slice, it is the whole batch.
+    It is the whole batch if inputs differ in length, or if the model does not run on a slice.
     """
     lengths = {len(leaf) for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()}
     whole = lengths.pop() if len(lengths) == 1 else 0
@@ -136,17 +136,17 @@ def _sampled(
         except NoGradientsError:
             if count == whole:
                 raise
-        except Exception:  # it takes no slices; or it is the model's own mistake, and its forward is about to say so
+        except Exception:  # it takes no slices, or the model is wrong itself, and its forward will say so
             continue
     return None
 
 
 class _Checking(fx.Interpreter):
-    """Runs a fused graph on values of the plain operations, and every function of it on codes beside them.
+    """Runs a fused graph with torch's operations, and next to them every function on codes.
 
     Attributes:
-        wrong: name of the module that a kernel does not stand in for from now on ("" if it has none), and why.
-        last: what ran last.
+        wrong: modules that kernels may not replace from now on ("" if a function has none), and why.
+        last: the name of what ran last.
     """
 
     def __init__(self, model: nn.Module, graph: fx.Graph, copies: int) -> None:
@@ -156,7 +156,7 @@ class _Checking(fx.Interpreter):
         self.last = ""
 
     def run_node(self, n: fx.Node) -> Any:
-        """The node's value; of a function on codes also what is wrong with it."""
+        """The node's value; notes what is wrong with a function on codes."""
         if n.op != "call_function" or n.target not in {**QUANTIZING, **COMPUTING, **MOVING}:
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -176,7 +176,7 @@ class _Checking(fx.Interpreter):
         value = quantizer(QUANTIZING[function](*plain).z)
         x, _, norm, *clip = (*args, None)[:5]
         if isinstance(x, Tensor) and not x.requires_grad and norm is None and tuple(clip) == NO_CLIP:
-            codes = function(*args)  # of an input of the model, which know what they were made of
+            codes = function(*args)  # an input of the model: its codes carry their source
             return Both(value, codes, quantizer) if isinstance(codes, Codes) else value
         return _with_codes(value, quantizer)
 
@@ -194,7 +194,7 @@ class _Checking(fx.Interpreter):
         if function is encode and not isinstance(args[0], Both):
             codes = encode(value.detach(), *args[1:])
             return Both(value, codes, args[1]) if isinstance(codes, Codes) else value
-        drops = function is drop and args[1].training and args[1].p > 0  # once: another time draws other numbers
+        drops = function is drop and args[1].training and args[1].p > 0  # run it once: a second run draws other numbers
         if function is decode or drops or not args or not isinstance(args[0], Both):
             return value
         given, *rest = args
@@ -207,7 +207,7 @@ class _Checking(fx.Interpreter):
 
 
 def _with_codes(value: Tensor, quantizer: Quantizer) -> Any:
-    """A tensor that lies on a grid, with its codes; as it is where kernels do not apply."""
+    """A tensor on a grid together with its codes; the tensor alone if kernels do not apply."""
     codes = encode(value.detach(), quantizer)
     return Both(value, codes, quantizer) if isinstance(codes, Codes) else value
 

@@ -1,4 +1,4 @@
-"""One function of a fused graph at a time against its reference: the same inputs, the same gradient from behind."""
+"""Compares one function of a fused graph with its reference: the same inputs, the same gradient of its output."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,19 +17,19 @@ from qat.quantizer import Quantizer
 from qat.torch_internals import AnyBatchNorm, buffers_of
 
 NEAR = 0.02
-"""In steps: what lies nearer to a tie, or to the end of a grid or clip, may fall to either side of it."""
+"""Distance in steps: a value nearer to a tie, or to the end of a grid or clip, may fall to either side of it."""
 
 TOLERANCE, NEGLIGIBLE = 2e-3, 1e-5
-"""Of a difference: relative to what is expected, and to the sum of what cancels in it."""
+"""Largest difference, relative to the expected value and to the sum of the terms that cancel in it."""
 
 
 class Both(NamedTuple):
     """A quantized tensor in a self-check.
 
     Attributes:
-        value: as torch's operations make it.
-        codes: of this value.
-        quantizer: whose grid it is.
+        value: the result of torch's operations.
+        codes: the codes of this value.
+        quantizer: the quantizer on whose grid it lies.
     """
 
     value: Tensor
@@ -43,8 +43,8 @@ class Ends:
 
     Attributes:
         coded, plain: arguments.
-        pairs: tensors of both that gradients are taken of.
-        learned: scales that an input of the model was quantized with.
+        pairs: tensors of both whose gradients are compared.
+        learned: scales that inputs of the model were quantized with.
     """
 
     coded: list[Any]
@@ -54,7 +54,7 @@ class Ends:
 
     @classmethod
     def of(cls, args: tuple[Any, ...]) -> "Ends":
-        """Detached from whatever made the arguments."""
+        """Both kinds of arguments, detached from the graph that made them."""
         ends = cls([], [], [], [])
         for given in args:
             coded, plain = ends._end(given)
@@ -84,7 +84,7 @@ class Ends:
 def compare_quantizing(
     function: Callable[..., Any], before: Callable[..., Before], args: tuple[Any, ...], path: str
 ) -> str | None:
-    """What is wrong with a function that quantizes; None if it is right, or did not run on codes."""
+    """What is wrong with a function that quantizes; None if nothing is, or if it did not run on codes."""
     ends = Ends.of(args)
     quantizer = next(each for each in args if isinstance(each, Quantizer))
     modules = [each for each in args if isinstance(each, nn.Module)]
@@ -106,7 +106,7 @@ def compare_quantizing(
     if bool(wrong.any()) or not torch.isclose(found.numbers[0], scale.to(found.numbers.dtype)):
         return f"{int(wrong.sum())} of {wrong.numel()} codes of {path} differ"
     if found.source is not None:
-        return None  # whoever reads it finds the gradient of its scale
+        return None  # its readers compute the gradient of its scale
     either = ties | _at_edges(quantizer, unclipped, z) | _at_bounds(unclipped, bounds, scale)
     cotangent = torch.where(either, 0.0, noise(y)).to(found.carrier.dtype)
     low, high = quantizer.bounds()
@@ -119,7 +119,7 @@ def compare_quantizing(
 def compare_computing(
     function: Callable[..., Any], reference: Callable[..., Tensor], args: tuple[Any, ...], path: str
 ) -> str | None:
-    """What is wrong with a function that computes with codes; None if it is right."""
+    """What is wrong with a function that computes with codes; None if nothing is."""
     ends = Ends.of(args)
     modules = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, Quantizer)]
     with _kept_buffers(modules):
@@ -168,8 +168,8 @@ def _compare_gradients(
 
 @contextmanager
 def _kept_buffers(modules: list[nn.Module]) -> Iterator[None]:
-    """A context after which modules have the buffers that they had, with the values that they had."""
-    registered = [(buffers_of(part), dict(buffers_of(part))) for module in modules for part in module.modules()]
+    """A context that restores the buffers of modules and their values."""
+    registered = [(part._buffers, dict(part._buffers)) for module in modules for part in module.modules()]
     found = [buffer for _, buffers in registered for buffer in buffers.values() if buffer is not None]
     values = [(buffer, buffer.detach().clone()) for buffer in found]
     try:
@@ -184,10 +184,9 @@ def _kept_buffers(modules: list[nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def _at_edges(quantizer: Quantizer, unclipped: Tensor, z: Tensor) -> Tensor:
-    """Where the last digit decides whether a value lies on the grid or beyond an end of it, and that shows.
+    """Where the last digit decides whether a value lies on the grid or beyond its end, if that changes a gradient.
 
-    It shows in the gradient of what was not clipped yet, and in that of the scale, which is 0 on either side of an end
-    where the value is 0.
+    It changes the gradient of the value before the clip, and that of the scale unless the end stands for 0.
     """
     scale, zero_point = quantizer.grid()
     at_edges = torch.zeros_like(z, dtype=torch.bool)
@@ -199,13 +198,13 @@ def _at_edges(quantizer: Quantizer, unclipped: Tensor, z: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _at_bounds(y: Tensor, bounds: tuple[float, float], scale: Tensor) -> Tensor:
-    """Where what is clipped lies next to a bound of the clip."""
+    """Where a value before the clip lies next to one of its bounds."""
     floor, ceiling = bounds
     return ((y - floor).abs() < NEAR * scale) | ((y - ceiling).abs() < NEAR * scale)
 
 
 def _alike(got: Tensor, expected: Tensor) -> bool:
-    """Equal but for the order of sums, and where both are NaN."""
+    """Whether two tensors are equal up to the order of sums; NaN equals NaN."""
     both = got.isnan() & expected.isnan()
     got, expected = got.masked_fill(both, 0.0), expected.masked_fill(both, 0.0)
     if not bool(expected.isfinite().all()):

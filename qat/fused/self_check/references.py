@@ -1,4 +1,4 @@
-"""What the functions of a fused graph compute, in torch's own operations on floating numbers: what they are held to."""
+"""References for the functions of a fused graph: the same computation in torch's own operations on floats."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,12 +22,12 @@ from qat.torch_internals import AnyBatchNorm
 
 
 class Before(NamedTuple):
-    """What happens before a quantizer.
+    """The computation before a quantizer.
 
     Attributes:
-        y: what is clipped.
-        z: what is quantized.
-        bounds: of the clip.
+        y: the input of the clip.
+        z: the input of the quantizer.
+        bounds: the bounds of the clip.
     """
 
     y: Tensor
@@ -88,14 +88,14 @@ def before_softmax(
 
 
 def _clipped(x: Tensor, floor: float, ceiling: float, activation: nn.Module | None) -> Tensor:
-    # Of a copy: it may write into what it is given, and that is looked at once more.
+    # On a copy: the clip may write into its input, which is read once more.
     return Clip(floor, ceiling, activation)(x.clone())
 
 
 def product(
     layer: QuantLayer, x: Tensor, input_quantizer: Quantizer, *operands: Tensor | None, copies: int = 1
 ) -> Tensor:
-    """The layer's own way to compute in training."""
+    """The layer's own computation in training."""
     weight, bias = (*operands, None)[:2] if operands else (layer.weight, layer.bias)
     assert weight is not None
     return layer.compute(x, weight, bias, input_quantizer, None)
@@ -113,7 +113,7 @@ QUANTIZING: dict[Any, Callable[..., Before]] = {
     quantize_curve: before_curve,
     quantize_softmax: before_softmax,
 }
-"""Functions that end in a quantizer, which is their first module, to what stands before it."""
+"""Functions that end in a quantizer, which is their first module, and the computation before it."""
 
 COMPUTING: dict[Any, Callable[..., Tensor]] = {multiply: product, matmul: torch.matmul, max_pool: pooled}
 """Functions that compute with codes."""

@@ -1,4 +1,4 @@
-"""One training step of a graph without the optimizer, all that comes of it, and how two such steps differ."""
+"""Runs a training step of a graph without the optimizer, and compares the results of two such steps."""
 
 import contextlib
 import copy
@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from qat.torch_internals import buffers_of, hooks_of, pytree
 
 TOLERANCE, NEGLIGIBLE = 1e-3, 1e-5
-"""Of a difference: relative to the tensor's norm, and of a gradient to the norm of the largest gradient. That of a bias
-in front of a BatchNorm is nothing but rounding."""
+"""Largest difference, relative to the tensor's norm, and for a gradient to the norm of the largest gradient: that of a
+bias before a BatchNorm is nothing but rounding."""
 
 """Attributes of a module that hold its hooks."""
 
@@ -23,12 +23,12 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 @dataclass
 class Results:
-    """What comes of a step.
+    """The results of a step.
 
     Attributes:
-        answers: the model's.
-        gradients: of parameters and inputs by name, as far as there are any.
-        buffers: after the step.
+        answers: the model's outputs.
+        gradients: those of parameters and inputs that have one, by name.
+        buffers: the buffers after the step.
     """
 
     answers: list[Tensor]
@@ -37,15 +37,15 @@ class Results:
 
 
 class NoGradientsError(Exception):
-    """The model answers, but its answers have no gradients; its cause is what torch raised."""
+    """The model's forward runs, and its backward does not; the cause is torch's exception."""
 
 
 def training_step(interpreter: fx.Interpreter, inputs: list[Any]) -> Results:
     """Forward and backward, without the optimizer.
 
     Args:
-        interpreter: of a graph; what its module holds may change.
-        inputs: what the graph is given.
+        interpreter: of a graph; the state of its module may change.
+        inputs: of the graph.
 
     Raises:
         NoGradientsError: if forward runs and backward does not.
@@ -55,7 +55,7 @@ def training_step(interpreter: fx.Interpreter, inputs: list[Any]) -> Results:
     copied = pytree.tree_map(detached, inputs)
     leaves = [leaf for leaf in pytree.tree_leaves(copied) if isinstance(leaf, Tensor) and leaf.requires_grad]
     wanted |= {f"input {number}": leaf for number, leaf in enumerate(leaves)}
-    # As of a tensor that something computed: the model may write into what it is given.
+    # Clones are no leaves: the model may write into its inputs.
     copied = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, copied)
     answers = [leaf for leaf in pytree.tree_leaves(interpreter.run(*copied)) if isinstance(leaf, Tensor)]
     try:
@@ -66,7 +66,7 @@ def training_step(interpreter: fx.Interpreter, inputs: list[Any]) -> Results:
 
 
 def _gradients(answers: list[Tensor], wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of the answers' sum, every element with a weight of its own."""
+    """Gradients of the sum of all outputs, every element with a weight of its own."""
     parts = [torch.view_as_real(y) if y.is_complex() else y for y in answers if y.requires_grad]
     if not parts or not wanted:
         return {}
@@ -76,18 +76,18 @@ def _gradients(answers: list[Tensor], wanted: dict[str, Tensor]) -> dict[str, Te
 
 
 def detached(x: Any) -> Any:
-    """A copy of a tensor that nothing computed."""
+    """A copy of a tensor as a leaf of autograd."""
     return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 
 def noise(y: Tensor) -> Tensor:
-    """Numbers of a tensor's shape, the same whenever they are asked for."""
+    """Random numbers in a tensor's shape, the same at every call."""
     generator = torch.Generator("cpu").manual_seed(y.numel())
     return torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype)
 
 
 def copied(model: _Module) -> _Module:
-    """A copy that nobody else sees: without hooks, but for those of torch.nn.utils, which compute weights."""
+    """A copy of a model without hooks, except for those of torch.nn.utils, which compute weights."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for hooks in hooks_of(module):
@@ -105,16 +105,16 @@ def _of_torch(hooks: dict[int, Any]) -> dict[int, Any]:
 
 @contextlib.contextmanager
 def unseen_by_hooks() -> Iterator[None]:
-    """A context in which gradients are taken and nobody's hooks see the tensors that are saved for them."""
+    """A context in which gradients are taken and no hook sees the tensors that are saved for them."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
-        with contextlib.suppress(RuntimeError):  # hooks are forbidden here, so there are none
+        with contextlib.suppress(RuntimeError):  # hooks are disabled here, so there are none
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         yield
 
 
 def difference(expected: Results, found: Results) -> str | None:
-    """What the second step gives otherwise than the first; None if nothing but the order of sums."""
+    """How the second step differs from the first; None if only by the order of sums."""
     if len(expected.answers) != len(found.answers):
         return f"{len(found.answers)} answers instead of {len(expected.answers)}"
     norms = [_norm(tensor) for tensor in expected.gradients.values()]
@@ -148,6 +148,6 @@ def _gap(expected: Tensor, found: Tensor, least: float) -> str | None:
 
 
 def _norm(x: Tensor) -> float:
-    """In float64, so that it does not overflow."""
+    """The norm in float64, which does not overflow."""
     wide = x if x.is_floating_point() or x.is_complex() else x.double()
     return float(torch.linalg.vector_norm(wide, dtype=torch.complex128 if x.is_complex() else torch.float64))
