@@ -66,11 +66,11 @@ class Codes(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """As of the tensor that it stands for."""
+        """The shape of the tensor."""
         return self.codes.shape
 
     def dim(self) -> int:
-        """As of the tensor that it stands for."""
+        """How many axes the tensor has."""
         return self.codes.dim()
 
 
@@ -152,7 +152,7 @@ class QuantizeFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The first three of `Codes`. The input is saved; whoever reads the codes keeps them."""
+        """The first three of `Codes`. The input is saved; the codes are kept by their readers."""
         codes, numbers = quantize_codes(x, scale, smallest, zero_point, *levels)
         ctx.save_for_backward(x, scale, smallest, zero_point)
         ctx.levels = levels
