@@ -1,4 +1,4 @@
-"""The command: check many programs, print what fails as short as it gets, and keep the counts."""
+"""The command: check many programs, print shrunk failures, and write the counts to a file."""
 
 import argparse
 import json
@@ -28,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0 if nothing fails."""
     parser = argparse.ArgumentParser("python -m tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0, help="of the first case")
-    parser.add_argument("--out", type=Path, help="a JSON file for the result, also of a run that is stopped")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first case")
+    parser.add_argument("--out", type=Path, help="a JSON file for the result; rewritten every 50 cases")
     parser.add_argument("--runtime-every", type=int, default=10, help="cases that are exported; 0 for none")
     parser.add_argument("--compiled-every", type=int, default=0, help="cases that are compiled; 0 for none")
     parser.add_argument("--no-shrink", action="store_true")
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.jobs > 1:
         return _shared(options)
-    os.environ["QAT_SELF_CHECK"] = "off"  # it would hide what is wrong with the engine; its own verdict is asked for
-    torch.set_num_threads(1)  # what is small is faster so
+    os.environ["QAT_SELF_CHECK"] = "off"  # it would hide errors of the engine; `check` asks for its verdict
+    torch.set_num_threads(1)  # faster for small models
     begin, counts = time.time(), Counter[str]()
     result: dict[str, Any] = {**surroundings(), "first_seed": options.seed, "fails": [], "refused": [], "unclear": []}
     for done, seed in enumerate(range(options.seed, options.seed + options.cases), 1):
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _shared(options: argparse.Namespace) -> int:
-    """The same by several processes, each with a stretch of the seeds, and one result of all."""
+    """Run several processes on consecutive ranges of seeds and merge their results."""
     begin, share = time.time(), -(-options.cases // options.jobs)
     with tempfile.TemporaryDirectory() as folder:
         running = []
@@ -87,7 +87,7 @@ def _every(number: int, seed: int) -> bool:
 
 
 def report(program: Program, verdict: Verdict, runtime: bool, compiled: bool, shrinks: bool) -> dict[str, Any]:
-    """A failure, shrunk."""
+    """The shrunk failure as an entry of the result file."""
 
     def fails(smaller: Program) -> bool:
         parts = ("ONNX" in verdict.stage, "compiled" in verdict.stage)
@@ -98,7 +98,7 @@ def report(program: Program, verdict: Verdict, runtime: bool, compiled: bool, sh
 
 
 def surroundings() -> dict[str, Any]:
-    """What the numbers belong to."""
+    """Versions and processor, which the numbers depend on."""
     model = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return {
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Moves for tensors of any shape: activations as modules and functions, into something new or in place."""
+"""Moves for tensors of any shape: activations as modules and functions, out of place and in place."""
 
 import math
 
@@ -56,7 +56,7 @@ def activation(draft: Draft, x: str) -> None:
 
 
 def activation_in_place(draft: Draft, x: str) -> None:
-    """One that writes into its operand, whose result is used under both names."""
+    """An activation that writes into its operand; later lines may read either name."""
     if draft.chance(0.5):
         draft.let(f"{draft.module(draft.pick(MODULES_IN_PLACE), shared=0.4)}({x})")
     elif draft.chance(0.7):
@@ -69,14 +69,14 @@ def activation_in_place(draft: Draft, x: str) -> None:
 
 
 def in_place_while_read(draft: Draft, x: str) -> None:
-    """y = relu_(x); then something of both."""
+    """y = relu_(x), then an operation on both."""
     activation_in_place(draft, x)
     y = list(draft.values)[-1]
     draft.let(draft.pick(("{y} + {x}", "{x} + {y}", "{y} * {x}", "torch.cat([{x}, {y}], 1)")).format(x=x, y=y))
 
 
 def join(draft: Draft, x: str) -> None:
-    """A sum, a product, or a concatenation with an older tensor."""
+    """A sum, product or concatenation with an earlier tensor."""
     forms = ("{x} + {y}", "{y} + {x}", "torch.add({x}, {y})", "{x} * {y}", "{x} - {y}", "{x}.add({y})", "{x}.mul({y})")
     other = draft.pick(draft.others(x))
     if draft.chance(0.2):
@@ -105,7 +105,7 @@ def join_and_clip(draft: Draft, x: str) -> None:
 
 
 def view(draft: Draft, x: str) -> None:
-    """Another look at the same values."""
+    """A view of the same values."""
     shape = draft.shape(x)
     forms = [
         "{x}.flatten(1)",
@@ -136,7 +136,7 @@ def view(draft: Draft, x: str) -> None:
 
 
 def parts(draft: Draft, x: str) -> None:
-    """Two halves that go different ways and meet again."""
+    """Two halves that are treated differently and joined again."""
     count = draft.shape(x)[1] if len(draft.shape(x)) > 1 else 0
     if count < 2 or count % 2:
         view(draft, x)

@@ -1,9 +1,9 @@
-"""When two computations of one step agree: tensors compared, with what tiny noise would have changed held against it.
+"""Whether two computations of one step agree, judged against the effect of tiny noise.
 
-A value next to the middle between two levels falls on either with the last digit of a sum, and what follows differs
-by a level. So where two results differ, the reference is run again with noise of a millionth at every quantizer and
-norm, in the forward and in the backward. What differs much more than these runs among themselves is another function;
-and since that shows with every data, a verdict takes several draws of them.
+The last digit of a sum decides to which level a value near a tie is rounded, and everything after it differs by a
+level. So where two results differ, the reference runs again with noise of a millionth at every quantizer and norm, in
+the forward and the backward. A difference much larger than the effect of the noise is a different function. Such a
+difference shows with any data, so a verdict takes several inputs.
 """
 
 import contextlib
@@ -19,20 +19,20 @@ from qat.quantizer import Quantizer
 Results = dict[str, Tensor]
 
 NOISE = 1e-6
-"""Relative to a value and to the root mean square of its tensor: well above what the order of sums changes."""
+"""Relative to a value plus the root mean square of its tensor; well above the effect of another order of summation."""
 
 TOLERANCE, TOLERANCE_OF_SCALES = 2e-5, 1e-3
-"""Of a tensor's norm. A scale's gradient is a sum of many terms that cancel."""
+"""Relative to a tensor's norm. A scale's gradient is a sum of many terms that cancel."""
 
 ALLOWANCE = 10.0
-"""How many times what noise changes may be a rounding's doing."""
+"""A difference up to this multiple of the effect of noise may come from rounding."""
 
 LEAST, SHARE = 1e-3, 0.05
-"""Norms below which a tensor is nothing, of any tensor, and of a gradient as a share of the largest gradient's."""
+"""Smaller norms count as zero: for any tensor, and for a gradient as a share of the largest gradient norm."""
 
 
 def distance(expected: Tensor, found: Tensor, least: float = LEAST) -> float:
-    """The norm of the difference over that of the expected, at least `least`; NaN in the same places is equal."""
+    """The norm of the difference, relative to that of `expected` (at least `least`); NaN equals NaN."""
     if expected.shape != found.shape:
         return math.inf
     a, b = expected.double(), found.double()
@@ -42,7 +42,7 @@ def distance(expected: Tensor, found: Tensor, least: float = LEAST) -> float:
 
 
 def least_norms(expected: Results) -> dict[str, float]:
-    """What counts as nothing: a bias before a norm has no gradient but the rounding errors of larger ones."""
+    """The norm below which each tensor counts as zero: a bias before a norm has only rounding errors as gradient."""
     gradients = [name for name in expected if name.startswith("gradient") and not name.endswith("scale")]
     largest = max((float(expected[name].double().norm()) for name in gradients), default=0.0)
     share = SHARE * largest if math.isfinite(largest) else 0.0
@@ -50,12 +50,12 @@ def least_norms(expected: Results) -> dict[str, float]:
 
 
 def tolerance(name: str) -> float:
-    """What two ways to add up may differ by."""
+    """The difference that another order of summation may cause."""
     return TOLERANCE_OF_SCALES if name.endswith("scale") else TOLERANCE
 
 
 def differing(expected: Results, found: Results) -> dict[str, float]:
-    """The tensors that differ by more than float's last digits, and by how much; first those that only one side has."""
+    """The tensors that differ beyond float rounding, and by how much; first those that only one side has."""
     least, both = least_norms(expected), expected.keys() & found.keys()
     gaps = {name: distance(expected[name], found[name], least[name]) for name in sorted(both)}
     missing = dict.fromkeys(sorted(expected.keys() ^ found.keys()), math.inf)
@@ -63,7 +63,7 @@ def differing(expected: Results, found: Results) -> dict[str, float]:
 
 
 def beyond_noise(expected: Results, found: Results, noisy: Sequence[Results]) -> dict[str, float]:
-    """Those of the differing tensors whose difference noise does not explain."""
+    """The differing tensors whose difference noise does not explain."""
     least, beyond = least_norms(expected), {}
     for name, gap in differing(expected, found).items():
         runs = [run[name] for run in noisy if name in run and name in expected]
@@ -84,7 +84,7 @@ _generator = torch.Generator()
 
 @contextlib.contextmanager
 def noise(model: nn.Module, seed: int) -> Iterator[None]:
-    """A context in which what quantizers and norms are given, and its gradient, are a little off."""
+    """A context that adds noise to the inputs of quantizers and norms, and to the gradients of these inputs."""
     _generator.manual_seed(seed)
 
     def before(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

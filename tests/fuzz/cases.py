@@ -1,4 +1,4 @@
-"""Programs on which ways once differed: what the fuzzer found and shrunk, and what people reported."""
+"""Programs on which results once differed: found and shrunk by the fuzzer, or reported by users."""
 
 import re
 
@@ -11,7 +11,7 @@ LOOK = "register_forward_hook(lambda module, args, output: seen.append(float(out
 
 
 def case(x: str, modules: str, lines: str, result: str = "", **rest: object) -> Program:
-    """A program of modules and lines that semicolons separate; the result is that of the last line that has one."""
+    """A program from modules and lines separated by semicolons; it returns the last variable by default."""
     made = dict(enumerate(part.strip() for part in modules.split(";")))
     steps = tuple(re.sub(r"\bm(\d+)", r"self.m\1", line.strip()) for line in lines.split(";"))
     defined = [line.split(" = ")[0] for line in steps if re.match(r"v\d+ = ", line)]
@@ -19,28 +19,19 @@ def case(x: str, modules: str, lines: str, result: str = "", **rest: object) -> 
 
 
 def _in_place(modules: str, call: str) -> dict[str, Program]:
-    """An activation that writes into a tensor which others read too: before it, behind it, or the caller."""
+    """An activation that writes into a tensor which an earlier or later line or the caller reads too."""
     named = f"{modules}; " if modules else ""
     number = 1 if modules else 0
     layer, second = f"m{number}", f"m{number + 1}"
     return {
-        "residual unit": case(
-            IMAGES,
-            f"{named}{SAME}; {SAME}",
-            f"v1 = {call.format(x='v0')}; v2 = {layer}(v1); v3 = {second}(v2); v4 = v3 + v0",
-        ),
-        "behind a layer": case(
-            IMAGES,
-            f"{named}{SAME}; {SAME}",
-            f"v1 = {layer}(v0); v2 = {call.format(x='v1')}; v3 = {second}(v2); v4 = v3 + v1",
-        ),
-        "behind a norm": case(
-            IMAGES,
-            f"{named}{SAME}; {SAME}; nn.BatchNorm2d(4)",
-            f"v1 = {layer}(v0); v2 = m{number + 2}(v1); v3 = {call.format(x='v2')}; v4 = {second}(v3); v5 = v4 + v2",
-        ),
+        "residual unit": case(IMAGES, f"{named}{SAME}; {SAME}",
+            f"v1 = {call.format(x='v0')}; v2 = {layer}(v1); v3 = {second}(v2); v4 = v3 + v0"),
+        "behind a layer": case(IMAGES, f"{named}{SAME}; {SAME}",
+            f"v1 = {layer}(v0); v2 = {call.format(x='v1')}; v3 = {second}(v2); v4 = v3 + v1"),
+        "behind a norm": case(IMAGES, f"{named}{SAME}; {SAME}; nn.BatchNorm2d(4)",
+            f"v1 = {layer}(v0); v2 = m{number + 2}(v1); v3 = {call.format(x='v2')}; v4 = {second}(v3); v5 = v4 + v2"),
         "seen by the caller": case(IMAGES, f"{named}{SAME}", f"v1 = {call.format(x='v0')}; v2 = {layer}(v1)", "v2, v0"),
-    }
+    }  # fmt: skip
 
 
 WRITING = {
@@ -64,49 +55,25 @@ CASES: dict[str, Program] = {
 }
 
 CASES |= {
-    "views: the network of PyTorch's CIFAR-10 tutorial": case(
-        "torch.randn(4, 3, 32, 32)",
+    "views: the network of PyTorch's CIFAR-10 tutorial": case("torch.randn(4, 3, 32, 32)",
         "nn.Conv2d(3, 6, 5); nn.MaxPool2d(2, 2); nn.Conv2d(6, 16, 5); nn.Linear(400, 10)",
-        "v1 = m1(F.relu(m0(v0))); v2 = m1(F.relu(m2(v1))); v3 = v2.view(-1, 400); v4 = m3(v3)",
-    ),
-    "views: of a convolution": case(
-        "torch.randn(2, 4, 13, 12)",
-        "nn.Conv2d(4, 2, 3, padding=(1, 0), bias=False)",
-        "v1 = m0(v0); v2 = v1.view(-1, 260)",
-    ),
-    "views: of a grouped convolution": case(
-        "torch.randn(2, 8, 1, 8)",
-        "nn.Conv2d(8, 8, 1, groups=4)",
-        "v1 = m0(v0); v2 = v1.view(-1, 64)",
-        context="small_integers",
-    ),
-    "views: a write through one": case(
-        IMAGES,
-        "nn.Conv2d(4, 4, 3, padding=1, groups=4)",
-        "v1 = m0(v0); v1.flatten(1).clamp_(min=0)",
-        context="small_integers",
-    ),
-    "layout: a norm behind one image": case(
-        "torch.randn(1, 2, 13, 12)",
-        "nn.Conv2d(2, 2, 3, groups=2, stride=2); nn.BatchNorm2d(2)",
-        "v1 = m0(v0); v2 = m1(v1)",
-        context="small_integers",
-    ),
-    "layout: a norm behind one large image": case(
-        "torch.randn(1, 3, 32, 32)", "nn.Conv2d(3, 6, 3); nn.BatchNorm2d(6)", "v1 = m0(v0); v2 = m1(v1)"
-    ),
-    "layout: a dropout's mask": case(
-        "torch.randn(3, 16, 9, 3)",
-        "nn.Conv2d(16, 8, 1)",
-        "v1 = m0(v0); v2 = F.dropout(v1, 0.3, self.training)",
-        context="small_integers",
-    ),
-    "layout: a dropout's mask behind a transposed input": case(
-        "torch.randn(4, 3, 8, 8).transpose(2, 3)",
-        "nn.Conv2d(3, 3, 3, padding=1); nn.Dropout(0.3)",
-        "v1 = m0(v0); v2 = m1(v1)",
-    ),
-}
+        "v1 = m1(F.relu(m0(v0))); v2 = m1(F.relu(m2(v1))); v3 = v2.view(-1, 400); v4 = m3(v3)"),
+    "views: of a convolution": case("torch.randn(2, 4, 13, 12)", "nn.Conv2d(4, 2, 3, padding=(1, 0), bias=False)",
+        "v1 = m0(v0); v2 = v1.view(-1, 260)"),
+    "views: of a grouped convolution": case("torch.randn(2, 8, 1, 8)", "nn.Conv2d(8, 8, 1, groups=4)",
+        "v1 = m0(v0); v2 = v1.view(-1, 64)", context="small_integers"),
+    "views: a write through one": case(IMAGES, "nn.Conv2d(4, 4, 3, padding=1, groups=4)",
+        "v1 = m0(v0); v1.flatten(1).clamp_(min=0)", context="small_integers"),
+    "layout: a norm behind one image": case("torch.randn(1, 2, 13, 12)",
+        "nn.Conv2d(2, 2, 3, groups=2, stride=2); nn.BatchNorm2d(2)", "v1 = m0(v0); v2 = m1(v1)",
+        context="small_integers"),
+    "layout: a norm behind one large image": case("torch.randn(1, 3, 32, 32)", "nn.Conv2d(3, 6, 3); nn.BatchNorm2d(6)",
+        "v1 = m0(v0); v2 = m1(v1)"),
+    "layout: a dropout's mask": case("torch.randn(3, 16, 9, 3)", "nn.Conv2d(16, 8, 1)",
+        "v1 = m0(v0); v2 = F.dropout(v1, 0.3, self.training)", context="small_integers"),
+    "layout: a dropout's mask behind a transposed input": case("torch.randn(4, 3, 8, 8).transpose(2, 3)",
+        "nn.Conv2d(3, 3, 3, padding=1); nn.Dropout(0.3)", "v1 = m0(v0); v2 = m1(v1)"),
+}  # fmt: skip
 
 PRODUCTS = {
     "a linear layer": ("torch.randn(4, 8)", "nn.Linear(8, 8)", "v1 = m0(v0)"),
@@ -132,35 +99,19 @@ CASES |= {
 }
 
 CASES |= {
-    "written: LeakyReLU": case(
-        "torch.randn(4, 8)", "nn.Linear(8, 8); nn.LeakyReLU(0.1, inplace=True)", "v1 = m0(v0); v2 = m1(v1)"
-    ),
-    "written: a hook on VGG's first ReLU": case(
-        IMAGES,
-        f"{SAME}; nn.ReLU(inplace=True); {SAME}",
-        "v1 = m0(v0); v2 = m1(v1); v3 = m2(v2)",
-        after=(f"model.m1.{LOOK}",),
-    ),
-    "written: by a hook": case(
-        IMAGES,
-        f"{SAME}; nn.ReLU(); {SAME}",
-        "v1 = m0(v0); v2 = m1(v1); v3 = m2(v2)",
-        after=("model.m0.register_forward_hook(lambda module, args, output: (output.mul_(0.5), None)[1])",),
-    ),
-    "written: F.dropout in place": case(
-        "torch.randn(3, 4)",
-        "nn.Linear(4, 4)",
-        "v1 = m0(v0); v2 = F.dropout(v1, 0.3, self.training, True); v3 = v2 + v1",
-    ),
-    "refused: a function in place, then two readers": case(
-        IMAGES,
-        f"{SAME}; {SAME}; nn.Conv2d(4, 4, 1)",
-        "v1 = m0(v0); v2 = torch.relu_(v1); v3 = m1(v2); v4 = m2(v1); v5 = v3 + v4",
-    ),
-    "refused: a write through a view": case(
-        "torch.randn(4, 8)", "nn.Linear(8, 8); nn.Linear(8, 3)", "v1 = m0(v0); v1.view(-1).mul_(2); v2 = m1(v1)"
-    ),
-}
+    "written: LeakyReLU": case("torch.randn(4, 8)", "nn.Linear(8, 8); nn.LeakyReLU(0.1, inplace=True)",
+        "v1 = m0(v0); v2 = m1(v1)"),
+    "written: a hook on VGG's first ReLU": case(IMAGES, f"{SAME}; nn.ReLU(inplace=True); {SAME}",
+        "v1 = m0(v0); v2 = m1(v1); v3 = m2(v2)", after=(f"model.m1.{LOOK}",)),
+    "written: by a hook": case(IMAGES, f"{SAME}; nn.ReLU(); {SAME}", "v1 = m0(v0); v2 = m1(v1); v3 = m2(v2)",
+        after=("model.m0.register_forward_hook(lambda module, args, output: (output.mul_(0.5), None)[1])",)),
+    "written: F.dropout in place": case("torch.randn(3, 4)", "nn.Linear(4, 4)",
+        "v1 = m0(v0); v2 = F.dropout(v1, 0.3, self.training, True); v3 = v2 + v1"),
+    "refused: a function in place, then two readers": case(IMAGES, f"{SAME}; {SAME}; nn.Conv2d(4, 4, 1)",
+        "v1 = m0(v0); v2 = torch.relu_(v1); v3 = m1(v2); v4 = m2(v1); v5 = v3 + v4"),
+    "refused: a write through a view": case("torch.randn(4, 8)", "nn.Linear(8, 8); nn.Linear(8, 3)",
+        "v1 = m0(v0); v1.view(-1).mul_(2); v2 = m1(v1)"),
+}  # fmt: skip
 
 CHAIN = "v1 = m0(v0); v2 = m1(v1); v3 = m2(v2)"
 AFTERWARDS = {
@@ -180,43 +131,28 @@ AFTERWARDS = {
     "a hook that looks": ("nn.ReLU()", f"model.m0.{LOOK}"),
     "a hook that looks at a norm": ("nn.BatchNorm2d(4)", f"model.m1.{LOOK}"),
     "a hook that looks at a layer before a norm": ("nn.BatchNorm2d(4)", f"model.m0.{LOOK}"),
-    "a hook that changes a layer before a norm": (
-        "nn.BatchNorm2d(4)",
-        "model.m0.register_forward_hook(lambda module, args, output: output * 0.5)",
-    ),
+    "a hook that changes a layer before a norm": ("nn.BatchNorm2d(4)",
+        "model.m0.register_forward_hook(lambda module, args, output: output * 0.5)"),
     "a hook that changes": ("nn.ReLU()", "model.m1.register_forward_hook(lambda module, args, output: output * 0.5)"),
-}
+}  # fmt: skip
 CASES |= {
     f"afterwards: {name}": case(IMAGES, f"{SAME}; {module}; {SAME}", CHAIN, after=(change,))
     for name, (module, change) in AFTERWARDS.items()
 }
 
 CASES |= {
-    "afterwards: a new head": case(
-        "torch.randn(4, 8)", "nn.Linear(8, 8); nn.ReLU(); nn.Linear(8, 5)", CHAIN, after=("model.m2 = nn.Linear(8, 3)",)
-    ),
-    "norms: one value per channel": case(
-        "torch.randn(1, 3, 1, 1)",
-        "nn.Conv2d(3, 4, 1); nn.BatchNorm2d(4); nn.ReLU(); nn.Conv2d(4, 2, 1)",
-        f"{CHAIN}; v4 = m3(v3)",
-    ),
-    "norms: one row": case(
-        "torch.randn(1, 3)", "nn.Linear(3, 4); nn.BatchNorm1d(4); nn.ReLU(); nn.Linear(4, 2)", f"{CHAIN}; v4 = m3(v3)"
-    ),
+    "afterwards: a new head": case("torch.randn(4, 8)", "nn.Linear(8, 8); nn.ReLU(); nn.Linear(8, 5)", CHAIN,
+        after=("model.m2 = nn.Linear(8, 3)",)),
+    "norms: one value per channel": case("torch.randn(1, 3, 1, 1)",
+        "nn.Conv2d(3, 4, 1); nn.BatchNorm2d(4); nn.ReLU(); nn.Conv2d(4, 2, 1)", f"{CHAIN}; v4 = m3(v3)"),
+    "norms: one row": case("torch.randn(1, 3)", "nn.Linear(3, 4); nn.BatchNorm1d(4); nn.ReLU(); nn.Linear(4, 2)",
+        f"{CHAIN}; v4 = m3(v3)"),
     "norms: the first value far from the others": case(
         "torch.rand(1, 1, 96, 96).round().index_put_((torch.tensor(0),) * 4, torch.tensor(255.0))",
-        "nn.Conv2d(1, 4, 1); nn.BatchNorm2d(4); nn.ReLU(); nn.Conv2d(4, 2, 1)",
-        f"{CHAIN}; v4 = m3(v3)",
-    ),
-    "modes: tokens": case(
-        "torch.randint(0, 11, (4, 5))",
+        "nn.Conv2d(1, 4, 1); nn.BatchNorm2d(4); nn.ReLU(); nn.Conv2d(4, 2, 1)", f"{CHAIN}; v4 = m3(v3)"),
+    "modes: tokens": case("torch.randint(0, 11, (4, 5))",
         "nn.Embedding(11, 8); nn.Linear(8, 8); nn.ReLU(inplace=True); nn.Linear(8, 8)",
-        f"{CHAIN}; v4 = m3(v3); v5 = v4 + v3",
-    ),
-    "modes: one layer frozen before": case(
-        IMAGES,
-        f"{SAME}; nn.BatchNorm2d(4); nn.ReLU(inplace=True); {SAME}",
-        f"{CHAIN}; v4 = m3(v3); v5 = v4 + v0",
-        before=("model.m1.eval()",),
-    ),
-}
+        f"{CHAIN}; v4 = m3(v3); v5 = v4 + v3"),
+    "modes: one layer frozen before": case(IMAGES, f"{SAME}; nn.BatchNorm2d(4); nn.ReLU(inplace=True); {SAME}",
+        f"{CHAIN}; v4 = m3(v3); v5 = v4 + v0", before=("model.m1.eval()",)),
+}  # fmt: skip

@@ -1,4 +1,4 @@
-"""`check`: every way to compute a program's model, held against each other."""
+"""`check`: compares all ways to compute a program's model."""
 
 import contextlib
 import copy
@@ -21,25 +21,25 @@ from tests.fuzz.runtime import against_runtime
 from tests.fuzz.steps import FAST, Context, Stepper, even_dropouts, plain
 
 ATTEMPTS, NEEDED, NOISY_RUNS = 6, 3, 5
-"""Draws of data at most, how many have to differ for a verdict, and runs under noise for each that does."""
+"""The most inputs drawn, how many of them must differ for a verdict, and runs under noise for each that differs."""
 
 ONE_VALUE = "Expected more than 1 value per channel"
-"""What torch raises where a batch has no variance; the only refusal of a float step that is of interest."""
+"""Torch's error for a batch without variance; programs whose float step raises it are checked all the same."""
 
 NEEDED_BY_BACKWARD = "modified by an inplace operation"
-"""What torch raises of a graph that a changed module no longer fits, where a kernel keeps codes and not the tensor."""
+"""Torch's error when a changed module overwrites a tensor that backward needs; a kernel that saves codes avoids it."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a program.
+    """The outcome of checking a program.
 
     Attributes:
-        kind: "agrees"; "discarded" if torch itself refuses the model; "refused" if `prepare` does, in a sentence, or
-            if torch refuses the plain graph, for it writes into what a backward needs, and the fast one does not;
-            "unclear" if noise explains the differences with all data; "fails".
+        kind: "agrees"; "discarded" if torch itself refuses the model; "refused" if `prepare` refuses it in a sentence,
+            or if torch refuses the plain graph, but not the fast one, because it overwrites a tensor that backward
+            needs; "unclear" if noise explains the differences for all inputs; "fails".
         stage: what was compared, or who refused.
-        detail: what differs most, or the sentence.
+        detail: what differs most, or the error message.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Verdict:
     detail: str = ""
 
     def is_like(self, other: "Verdict") -> bool:
-        """Whether it is the same finding: of the same sentence, but for names and numbers, where somebody refuses."""
+        """Whether both are the same finding; messages of refusals are compared without their numbers."""
         told = [re.sub(r"[\d\[\],]+", "", verdict.detail)[:120] for verdict in (self, other)]
         return (self.kind, self.stage) == (other.kind, other.stage) and ("differs" in self.stage or told[0] == told[1])
 
@@ -61,7 +61,7 @@ class Refused(Exception):  # noqa: N818
 
 
 class Unclear(Exception):  # noqa: N818
-    """All data led to roundings on ties."""
+    """With every input drawn, noise explains the difference."""
 
 
 def check(program: Program, runtime: bool = False, compiled: bool = False) -> Verdict:
@@ -73,7 +73,7 @@ def check(program: Program, runtime: bool = False, compiled: bool = False) -> Ve
         compiled: compare with torch.compile too.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about what programs do
+        warnings.simplefilter("ignore")  # torch's own, about the random programs
         return _verdict(program, runtime, compiled)
 
 
@@ -106,7 +106,7 @@ def _verdict(program: Program, runtime: bool, compiled: bool) -> Verdict:
 
 
 def checked(seed: int, runtime: bool = False, compiled: bool = False) -> tuple[Program, Verdict, int]:
-    """The seed's first program that torch itself takes, its verdict, and how many were discarded before."""
+    """The seed's first program that torch itself accepts, its verdict, and how many were discarded before."""
     for attempt in itertools.count():
         program = generate(seed, attempt)
         verdict = check(program, runtime, compiled)
@@ -116,7 +116,7 @@ def checked(seed: int, runtime: bool = False, compiled: bool = False) -> tuple[P
 
 
 def _float_step(program: Program, model: nn.Module) -> None:
-    """Raise what torch raises."""
+    """Run a step of the float model; raises what torch raises."""
     twin = copy.deepcopy(model)
     with torch.no_grad():
         copy.deepcopy(model).eval()(program.draw())
@@ -158,13 +158,13 @@ def _compare(program: Program, model: nn.Module, prepared: nn.Module, runtime: b
         lambda n, s: stepper.step(n, plain, False, s),
     )
     ceils = any("AvgPool" in source and "ceil_mode=True" in source for source in program.modules.values())
-    # ONNX Runtime divides by another count at the edge of such an average; `verify_onnx` says so of the model.
+    # ONNX Runtime divides by another count at the edges of such an average; `verify_onnx` reports it.
     if runtime and not ceils and not any("register" in line for line in program.after):
         _against_runtime(prepared, program)
 
 
 def _no_false_alarm(prepared: nn.Module, program: Program) -> None:
-    """What agrees passes the engine's own check of itself too."""
+    """A model whose results agree also passes the engine's self-check."""
     if isinstance(prepared, FusedGraph):
         verdict = prepared._self_check(program.draw())
         if verdict is not None and verdict.reason:
@@ -197,10 +197,10 @@ def _against_runtime(prepared: nn.Module, program: Program) -> None:
 def _against_float(program: Program, model: nn.Module, prepared: nn.Module) -> None:
     """Without its quantizers the prepared model is the float one."""
     if any("register" in line or "forward" in line for line in program.after):
-        return  # what hooks see of a layer is documented, and not what they see of the float one
+        return  # hooks see a prepared layer's tensors, as documented, not those of the float layer
     if any(program.modules.get(name, "").endswith("inplace=True)") and "inplace" not in line
            for line in program.after for name in re.findall(r"^model\.(m\d+) = ", line)):  # fmt: skip
-        return  # whether a module writes into its input is read when the model is prepared
+        return  # `prepare` has read whether a module writes into its input
     passing, expected = without_quantizers(prepared), copy.deepcopy(model)
     program.change(expected)
     ours, theirs = Stepper(passing, program.draw, []), Stepper(expected, program.draw, [])
@@ -234,7 +234,7 @@ def _agree(
     stage: str, run: Callable[[int], Results], reference: Callable[[int], Results],
     noisy: Callable[[int, int], Results] | None,
 ) -> None:  # fmt: skip
-    """Raise Failure if two ways differ, Unclear if nobody can say."""
+    """Raise Failure if two ways to compute differ, Unclear if noise explains every difference."""
     differ, details = 0, ""
     for attempt in range(ATTEMPTS):
         expected, found = _tried(reference, attempt), _tried(run, attempt)

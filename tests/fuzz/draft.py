@@ -1,4 +1,4 @@
-"""`Draft`: a program while it grows; every line is run at once, so that shapes are known and nonsense is left out."""
+"""`Draft`: a growing program. Each line runs as it is added, which gives the shapes and rejects invalid lines."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -10,23 +10,23 @@ from torch import Tensor, nn
 from tests.fuzz.program import namespace
 
 Move = Callable[["Draft", str], None]
-"""What adds a few lines that read a variable."""
+"""Adds a few lines that read the named variable."""
 
 LARGEST = 6000
-"""Elements of a variable."""
+"""The most elements of a variable."""
 
 
 class Unfit(Exception):  # noqa: N818
-    """A move that this variable does not allow."""
+    """The move does not fit the variable."""
 
 
 class Draft:
-    """A program's modules and lines, and what the variables hold.
+    """A program's modules and lines, and the values of its variables.
 
     Attributes:
-        rng: all chance.
-        modules, lines: of the program.
-        values: variables and their tensors.
+        rng: the only source of randomness.
+        modules, lines: those of the program.
+        values: the tensor of each variable.
     """
 
     def __init__(self, rng: random.Random, x: Tensor) -> None:
@@ -38,19 +38,19 @@ class Draft:
         self.counts = {"v": 0, "m": 0}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a variable."""
+        """The shape of a variable."""
         return tuple(self.values[name].shape)
 
     def pick(self, choices: Sequence[Any]) -> Any:
-        """One of them."""
+        """A random choice."""
         return self.rng.choice(choices)
 
     def chance(self, share: float) -> bool:
-        """True that often."""
+        """True with this probability."""
         return self.rng.random() < share
 
     def module(self, made: str, shared: float = 0.2) -> str:
-        """The name of a submodule made like that, sometimes of one that is there already."""
+        """The name of a submodule made by this expression: a new one, or with probability `shared` an existing one."""
         same = [name for name, other in self.modules.items() if other == made]
         if same and self.chance(shared):
             return f"self.{self.pick(same)}"
@@ -58,7 +58,7 @@ class Draft:
         self.counts["m"] += 1
         module = eval(made, namespace())
         if hasattr(self.parts, name):
-            delattr(self.parts, name)  # of a move that was taken back
+            delattr(self.parts, name)  # left by a move that was undone
         if isinstance(module, Tensor):
             self.parts.register_buffer(name, module)
         else:
@@ -67,14 +67,14 @@ class Draft:
         return f"self.{name}"
 
     def let(self, value: str) -> str:
-        """Give an expression's value a name."""
+        """Assign the expression to a new variable and return its name."""
         name = f"v{self.counts['v'] + 1}"
         self.do(f"{name} = {value}")
         self.counts["v"] += 1
         return name
 
     def several(self, value: str, count: int) -> list[str]:
-        """Give names to the items of a tuple."""
+        """Assign the items of a tuple to new variables and return their names."""
         names = [f"v{self.counts['v'] + 1 + number}" for number in range(count)]
         self.do(f"{', '.join(names)} = {value}")
         self.counts["v"] += count
@@ -95,7 +95,7 @@ class Draft:
         self.lines.append(line)
 
     def attempt(self, move: Move, x: str) -> bool:
-        """Make a move, or leave everything as it was."""
+        """Make a move; if it does not fit, undo it and return False."""
         kept = (dict(self.modules), list(self.lines), dict(self.values), dict(self.counts))
         try:
             move(self, x)
@@ -105,5 +105,5 @@ class Draft:
         return True
 
     def others(self, x: str, same: bool = True) -> list[str]:
-        """Variables of x's shape, or of any, itself included."""
+        """Variables with the shape of x, or all variables; x is included."""
         return [name for name, value in self.values.items() if not same or value.shape == self.values[x].shape]

@@ -20,7 +20,7 @@ LAYERS = ("nn.Conv", "nn.Linear", "nn.Sequential", "nn.MultiheadAttention")
 
 
 def generate(seed: int, attempt: int = 0) -> Program:
-    """The program of this seed, always the same; of other attempts, where torch refused the first."""
+    """The program of this seed, always the same; if torch refuses it, the next attempt gives another."""
     rng = random.Random(f"{seed} {attempt}")
     while True:
         program = _drawn(seed, rng)
@@ -69,7 +69,7 @@ def _variable(draft: Draft) -> str:
 
 
 def _move(draft: Draft, x: str, layer_first: bool) -> Move:
-    """One that fits the variable's number of axes."""
+    """A random move that fits the variable's number of axes."""
     moves = {4: images.MOVES, 3: rows.SEQUENCE_MOVES, 2: rows.ROW_MOVES}.get(draft.values[x].dim(), ())
     if not moves or (not layer_first and draft.chance(0.45)):
         moves = OF_ANY

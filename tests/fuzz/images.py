@@ -1,4 +1,4 @@
-"""Moves for images, (N, C, H, W): convolutions, norms, pools, and the ways of known blocks."""
+"""Moves for images, (N, C, H, W): convolutions, norms, pools, and well-known blocks."""
 
 from tests.fuzz.activations import activation, activation_in_place
 from tests.fuzz.draft import Draft, Unfit
@@ -40,7 +40,7 @@ def convolution(draft: Draft, x: str) -> None:
 
 
 def same_convolution(draft: Draft, x: str) -> None:
-    """A convolution that keeps the shape, for sums to come; sometimes the same one again."""
+    """A convolution that keeps the shape, so that sums fit; sometimes one that exists already."""
     channels = draft.shape(x)[1]
     kind = draft.pick(
         ("3, padding=1", "3, padding=1, bias=False", "1", "1, bias=False", f"3, padding=1, groups={channels}")
@@ -74,7 +74,7 @@ def pool(draft: Draft, x: str) -> None:
 
 
 def layer_and_act(draft: Draft, x: str) -> None:
-    """Convolution, perhaps a norm, an activation: what is fused."""
+    """Convolution, sometimes a norm, and an activation, which are fused."""
     draft.pick((convolution, same_convolution))(draft, x)
     if draft.chance(0.6):
         norm(draft, list(draft.values)[-1])
@@ -82,7 +82,7 @@ def layer_and_act(draft: Draft, x: str) -> None:
 
 
 def sequential(draft: Draft, x: str) -> None:
-    """A container, which hooks may watch."""
+    """A container, to which hooks may be attached."""
     channels = draft.shape(x)[1]
     act = draft.pick(
         ("nn.ReLU()", "nn.ReLU(inplace=True)", "nn.ReLU6(inplace=True)", "nn.SiLU(inplace=True)", "nn.GELU()")
@@ -92,7 +92,7 @@ def sequential(draft: Draft, x: str) -> None:
 
 
 def residual(draft: Draft, x: str) -> None:
-    """A residual unit before its norm, as in MiDaS and pre-activation ResNets."""
+    """A residual unit that begins with its activation, as in MiDaS and pre-activation ResNets."""
     act = draft.module(
         draft.pick(("nn.ReLU(inplace=True)", "nn.ReLU()", "nn.ReLU6(inplace=True)", "nn.SiLU(inplace=True)"))
     )

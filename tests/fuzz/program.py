@@ -1,4 +1,4 @@
-"""`Program`: one random model and what is done to it, as lines of Python that can be run, printed and left out."""
+"""`Program`: a random model and the changes made to it, as lines of Python that can be run, printed and removed."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -32,21 +32,21 @@ CONTEXTS = {
     "small_integers": "integers_however_small()",
     "device": 'torch.device("cpu")',
 }
-"""How training runs on codes: as it comes, or made to do as on another processor or device."""
+"""How training on codes runs: as on this machine, or as on another processor or device."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A model in lines, and how it is trained.
+    """A model as lines of code, and how it is trained.
 
     Attributes:
-        seed: of parameters and data.
+        seed: seed of parameters and data.
         x: the input; an expression.
         modules: names of submodules and the expressions that make them.
-        lines: of forward, from `v0` on.
+        lines: the body of forward, which starts from `v0`.
         result: what forward returns.
         before: lines about `model`, the float one, before it is prepared.
-        after: lines about `model`, the prepared one, behind its first step.
+        after: lines about `model`, the prepared one, run after its first step.
         recipe: an expression.
         context: one of `CONTEXTS`.
         needs_x: whether the input requires a gradient.
@@ -64,7 +64,7 @@ class Program:
     needs_x: bool = False
 
     def source(self) -> str:
-        """The model's class."""
+        """The source of the model's class."""
         used = [f"        self.{name} = {made}" for name, made in self.used().items()]
         lines = [f"        {line}" for line in (*self.lines, f"return {self.result}")]
         return "\n".join(
@@ -80,12 +80,12 @@ class Program:
         )
 
     def used(self) -> dict[str, str]:
-        """The modules that some line names."""
+        """The modules that a line uses."""
         named = set(MODULE.findall("\n".join(self.lines)))
         return {name: made for name, made in self.modules.items() if name in named}
 
     def script(self) -> str:
-        """All of it, to be run and looked at."""
+        """A script that runs the program and compares its results."""
         steps = ["model(x.clone())"] if self.after else []
         return "\n".join(
             [
@@ -120,13 +120,13 @@ class Program:
         return model
 
     def draw(self, attempt: int = 0) -> Tensor:
-        """An input; others for other attempts."""
+        """The input; each attempt gives another one."""
         torch.manual_seed(self.seed * 1009 + attempt)
         x: Tensor = eval(self.x, namespace())
         return x.requires_grad_() if self.needs_x else x
 
     def change(self, model: nn.Module) -> list[float]:
-        """Do what is done behind the first step; what hooks will have seen."""
+        """Run the lines of `after`; the list that is returned will collect what hooks see."""
         space: dict[str, Any] = {**namespace(), "model": model, "seen": []}
         torch.manual_seed(self.seed + 1)
         run(self.after, space)
@@ -134,7 +134,7 @@ class Program:
         return seen
 
     def without_line(self, number: int) -> "Program":
-        """The program without one of its lines; who reads its result reads what it read first."""
+        """The program without one of its lines; readers of its result read the line's first operand instead."""
         target, lines, result = self.lines[number], self.lines[:number], self.result
         rest = self.lines[number + 1 :]
         defined = re.match(r"((?:v\d+(?:, )?)+) = (.*)", target)
@@ -147,7 +147,7 @@ class Program:
 
 
 def namespace() -> dict[str, Any]:
-    """What the lines may name."""
+    """The names that the lines may use."""
     return {"torch": torch, "nn": nn, "F": F, "qat": qat, "QuantRecipe": QuantRecipe, "QuantSpec": QuantSpec}
 
 

@@ -17,7 +17,7 @@ def linear(draft: Draft, x: str) -> None:
 
 
 def linear_and_act(draft: Draft, x: str) -> None:
-    """A linear layer and what is fused behind it."""
+    """A linear layer and what is fused with it."""
     linear(draft, x)
     if draft.chance(0.3):
         row_norm(draft, list(draft.values)[-1])
@@ -60,7 +60,7 @@ def pool(draft: Draft, x: str) -> None:
 
 
 def attention(draft: Draft, x: str) -> None:
-    """softmax(q @ k.T) @ v, written out in one of many ways."""
+    """softmax(q @ k.T) @ v, written in one of many ways."""
     batch, steps, width = draft.shape(x)
     heads = draft.pick([h for h in (1, 2, 4) if width % h == 0])
     q, k, v = _projections(draft, x, width)
@@ -137,7 +137,7 @@ def ready_attention(draft: Draft, x: str) -> None:
 
 
 def feed_forward(draft: Draft, x: str) -> None:
-    """The second half of a transformer's block."""
+    """The feed-forward half of a transformer block."""
     width = draft.shape(x)[-1]
     y = draft.let(f"{draft.module(f'nn.LayerNorm({width})')}({x})") if draft.chance(0.6) else x
     y = draft.let(f"{draft.module(f'nn.Linear({width}, {2 * width})')}({y})")

@@ -1,4 +1,4 @@
-"""Evaluation against ONNX Runtime, layer by layer, on the integers that it got."""
+"""Compares evaluation with ONNX Runtime layer by layer; each layer gets the integers that the runtime computed."""
 
 import tempfile
 from pathlib import Path
@@ -11,11 +11,11 @@ import qat
 from qat.export.onnxruntime.verification import compare_layers_and_outputs
 
 RARELY = 0.01
-"""Of a quantizer's integers, that may lie on ties and fall on the neighbouring level, besides two."""
+"""The share of a quantizer's integers, beyond two, that may lie on ties and be rounded to the neighbouring level."""
 
 
 def against_runtime(model: nn.Module, x: Tensor) -> str | None:
-    """What differs; None if nothing does, or if the model has an operation that export refuses in a sentence."""
+    """What differs, or None."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         qat.export_onnx(model, path, x)

@@ -1,4 +1,4 @@
-"""`shrink`: the shortest program that still fails as the first one did."""
+"""`shrink`: makes a failing program shorter as long as it fails in the same way."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ MOST_CHECKS = 150
 
 
 def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """Leave out one thing after the other, as long as it fails."""
+    """Remove one part after another as long as the program still fails."""
     checks, found = 0, True
     while found and checks < MOST_CHECKS:
         found = False

@@ -1,4 +1,4 @@
-"""One step of a model, in one of the ways to compute it, and all that it leaves."""
+"""`Stepper`: one step of a model, computed in one of several ways, and all its results."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 @contextlib.contextmanager
 def integers_however_small() -> Iterator[None]:
-    """Products in integers wherever they are exact, also where they are too small to pay."""
+    """Multiply in integers wherever that is exact, even where the product is too small to be faster."""
     limits = (
         "FEWEST_ROWS",
         "FEWEST_ROWS_QUICKLY_PACKED",
@@ -44,12 +44,12 @@ FAST: dict[str, Context] = {
 
 @dataclass
 class Stepper:
-    """Runs steps of a model from the state in which it was found.
+    """Runs steps of a model, each from its initial state.
 
     Attributes:
-        model: left as it was.
+        model: restored after every step.
         draw: makes the input of an attempt.
-        seen: what hooks note down.
+        seen: values that hooks record.
     """
 
     model: nn.Module
@@ -60,11 +60,11 @@ class Stepper:
         self.state = [(t, t.detach().clone()) for t in (*self.model.parameters(), *self.model.buffers())]
 
     def step(self, attempt: int, context: Context, backward: bool = True, seed: int | None = None) -> Results:
-        """Outputs, gradients, buffers, and what hooks saw; with a seed, under noise."""
+        """Outputs, gradients, buffers and what hooks saw; with a seed, under noise."""
         self.seen.clear()
         x = self.draw(attempt)
         torch.manual_seed(attempt)  # for dropouts
-        # Other noise with other data: one element on the edge of a grid falls to the same side under the same noise.
+        # Other data gets other noise: under the same noise, an element near a tie always falls to the same side.
         noisy = contextlib.nullcontext() if seed is None else noise(self.model, 1000 * attempt + seed)
         try:
             with context(), noisy, torch.set_grad_enabled(backward):
@@ -82,7 +82,7 @@ class Stepper:
             self._restore()
 
     def _backward(self, outputs: list[Tensor]) -> None:
-        """Of the outputs' sum, every element with a weight of its own."""
+        """Backward of the weighted sum of all outputs, with a random weight for each element."""
         total = torch.zeros((), requires_grad=True) * 1
         for y in outputs:
             weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(y.numel()))
@@ -98,7 +98,7 @@ class Stepper:
 
 @contextlib.contextmanager
 def even_dropouts() -> Iterator[None]:
-    """Dropouts that scale and drop nothing: which elements they drop depends on how a tensor lies in memory."""
+    """Dropout scales but drops nothing: which elements it drops depends on the memory layout."""
 
     def even(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         share = 1 - p if training else 1.0
@@ -109,5 +109,5 @@ def even_dropouts() -> Iterator[None]:
 
 
 def plain() -> contextlib.AbstractContextManager[None]:
-    """The reference."""
+    """The reference computation."""
     return plain_formulas()

@@ -1,4 +1,4 @@
-"""What is done to a model besides its forward: hooks, frozen layers, memory formats, changes after `prepare`."""
+"""Changes of a model besides its forward: hooks, frozen layers, memory formats, changes after `prepare`."""
 
 import random
 from dataclasses import replace
@@ -34,7 +34,7 @@ ATTRIBUTES = {
     "p = 0.0"),
     "nn.BatchNorm": ("eps = 0.5", "momentum = 0.9", "training = False"), "nn.Softmax": ("dim = -2",),
 }  # fmt: skip
-"""How a kind's modules begin, and what may be changed of them."""
+"""How the expression of a module begins, and the attributes that may be changed."""
 
 LAYERS = ("nn.Conv", "nn.Linear", "nn.BatchNorm", "nn.Embedding")
 
@@ -43,11 +43,11 @@ SIMPLE = (
     "nn.MaxPool",
     "nn.AvgPool", "nn.Dropout", "nn.Identity", "nn.BatchNorm", "nn.ELU", "nn.Mish",
 )  # fmt: skip
-"""Modules that another one may take the place of."""
+"""Modules that may be replaced by another one."""
 
 
 def surrounded(program: Program, rng: random.Random) -> Program:
-    """The program with a few of these, most with none."""
+    """The program with a few of these changes; most programs get none."""
     modules = list(program.used().items())
     before: list[str] = []
     after: list[str] = []

@@ -1,4 +1,4 @@
-"""Every program on which ways once differed: now they agree, wherever the products are computed."""
+"""Programs on which results once differed now agree, in integer and in float products."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The fuzzer itself: it finds what is planted, shrinks it, repeats itself; and 200 programs on which all ways agree."""
+"""The fuzzer finds and shrinks a planted error and repeats itself; on 200 programs all ways to compute agree."""
 
 import json
 import runpy
@@ -55,7 +55,7 @@ def test_a_wrong_bound_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> N
     assert check(small).is_like(verdict)
 
 
-def test_programs_repeat() -> None:
+def test_a_seed_always_gives_the_same_program() -> None:
     first, again = ([generate(seed) for seed in range(30)] for _ in range(2))
     assert first == again
     assert len({program.script() for program in first}) == 30
@@ -79,7 +79,7 @@ def test_the_command_keeps_its_result(tmp_path: Path, capsys: pytest.CaptureFixt
     assert '"cases": 2' in capsys.readouterr().out
 
 
-def test_noise_explains_a_rounding_and_nothing_else() -> None:
+def test_noise_explains_a_rounding_but_no_larger_difference() -> None:
     reference = {"output 0": torch.tensor([1.0, 2.0, 3.0])}
     rounded = {"output 0": torch.tensor([1.0, 2.0, 3.01])}
     other = {"output 0": torch.tensor([1.0, 2.0, 3.5])}
