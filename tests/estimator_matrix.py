@@ -1,4 +1,4 @@
-"""Run every estimator through every check and write docs/estimators_matrix.md, the table of what holds.
+"""Run every check on every estimator and write the results to docs/estimators_matrix.md.
 
 python tests/estimator_matrix.py            # writes the table
 python tests/estimator_matrix.py --check    # writes nothing; fails if a cell is red or the table is out of date
@@ -45,7 +45,7 @@ not. {NOTHING} there is nothing to look at (no parameter that broadcasts). {RED}
 
 
 def cell(case: Case, column: str) -> str:
-    """ "" if it holds, the excuse where it cannot and does not, NOTHING, or RED and the first line of what is wrong."""
+    """Empty if the check holds; else its excuse, NOTHING if it does not apply, or RED and the error."""
     excuse = proof.excuses(case).get(column)
     try:
         if column in PROPERTIES:
@@ -81,7 +81,7 @@ def versions() -> str:
 
 
 def table(cases: list[Case], rows: list[list[str]]) -> str:
-    """The document; reasons are numbered in the order in which they are met."""
+    """The document; reasons are numbered in order of appearance."""
     reasons = {text: 0 for row in rows for text in row if text and text != NOTHING and not text.startswith(RED)}
     reasons = {text: number for number, text in enumerate(reasons, start=1)}
     lines = [INTRODUCTION, versions(), "", f"| estimator | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]

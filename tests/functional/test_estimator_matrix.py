@@ -1,4 +1,4 @@
-"""The matrix can turn red: wrong estimators are caught by the check that is there for them, and the command says so."""
+"""The matrix can turn red: each check catches the wrong estimators that it is for, and the command reports them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,14 +23,14 @@ def rounded_away(x: Tensor) -> Tensor:
 
 
 def masked_late(x: Tensor, scale: Tensor) -> Tensor:
-    """LSQ as torch's operators mask it: on the rounded value."""
+    """LSQ with the mask of torch's operators, taken on the rounded value."""
     v = torch.round(x / scale)
     inside = x + scale * (v - x / scale).detach()
     return torch.where(v < -8, -8 * scale, torch.where(v > 7, 7 * scale, inside))
 
 
 def unmasked(x: Tensor, scale: Tensor) -> Tensor:
-    """LSQ whose x gets its gradient everywhere: the commonest mistake of published re-implementations."""
+    """LSQ where x gets its gradient everywhere, the most common mistake of published re-implementations."""
     return x + (lsq_quantize(x, scale, -8, 7) - x).detach() + 0 * scale.sum()
 
 
@@ -40,7 +40,7 @@ def numb(x: Tensor) -> Tensor:
 
 
 def in_half(x: Tensor, scale: Tensor) -> Tensor:
-    """LSQ in the arithmetic of the type of x."""
+    """LSQ computed in the dtype of x."""
     v = x / scale.to(x.dtype)
     inside = x + scale.to(x.dtype) * (torch.round(v) - v).detach()
     return torch.where(v < -8, -8 * scale, torch.where(v > 7, 7 * scale, inside)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""update_ewgs: its delta against Hessians that are computed, and what it leaves alone."""
+"""update_ewgs: its delta against exact Hessians, and the state that it does not change."""
 
 import pytest
 import rule_specs as specs

@@ -1,4 +1,4 @@
-"""Initial ranges against brute force in NumPy float64: every rule, every grid, and the rows that break rules."""
+"""Initial ranges against brute force in NumPy float64: every rule, every grid, and difficult rows."""
 
 import numpy as np
 import pytest
@@ -145,7 +145,7 @@ def test_an_all_zero_channel_gets_scale_one_beside_normal_ones():
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("narrow", [False, True])
 def test_the_largest_weight_of_a_minmax_channel_is_not_masked(bits, narrow):
-    """What RECIPES promises of the inclusive mask: division in float32 must not push the extreme over the bound."""
+    """Division in float32 must not push the largest weight over the bound, where the mask would stop its gradient."""
     spec = QuantSpec(bits=bits, narrow_range=narrow, granularity="channel")
     weight = torch.randn(4096, 27, generator=torch.Generator().manual_seed(0)).requires_grad_()
     scale, _ = scale_and_zero_point(*initial_range(weight, spec), spec)

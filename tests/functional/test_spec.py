@@ -1,4 +1,4 @@
-"""Grids: the integers, and the sentence for every mistake."""
+"""QuantSpec: the integers of each grid, its text, and the message for every mistake."""
 
 import pytest
 import reference

@@ -1,4 +1,4 @@
-"""What a rule adds to training: annealing by progress, penalties of the loss, learned bit widths that get exported."""
+"""What rules add to training: annealing by progress, penalties in the loss, learned bit widths, which are exported."""
 
 import copy
 

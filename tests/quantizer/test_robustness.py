@@ -1,4 +1,4 @@
-"""What optimizers, data and users may do to the rules: broken parameters, degenerate tensors, wrong specs."""
+"""Every rule with broken parameters and with degenerate tensors."""
 
 import dataclasses
 import math
@@ -55,10 +55,10 @@ def assert_finite_with(name: str, parameter: str, broken: float) -> None:
 
 
 def recovery_error(name: str, parameter: str, broken: float) -> tuple[float, float]:
-    """Squared error of the calibrated quantizer, and the least on the way back from the broken parameter.
+    """The squared error of the calibrated quantizer, and the least error while it recovers from a broken parameter.
 
-    Steps are a share of the calibrated value, shrinking, as a schedule's are. A NaN is put back at once, and so is an
-    infinity, except where it means an end of the grid.
+    Steps are a shrinking share of the calibrated value. NaN recovers in ten steps, and so does infinity unless it is
+    an end of the grid.
     """
     role, spec = specs.QUANTIZERS[name]
     x = tensor_of(role, spec)
@@ -103,7 +103,7 @@ def test_a_loss_that_wants_it_back_brings_it_back(name, parameter, broken):
 @pytest.mark.parametrize("parameter", ["start", "widths", "step"])
 @pytest.mark.parametrize("name", ["weight n2uq", "activation n2uq, from zero"])
 def test_n2uq_comes_back_from_what_is_no_number(name, parameter, broken):
-    """Beyond its outermost thresholds the published gradient of the thresholds is 0: a finite start stays lost."""
+    """A finite start beyond the outermost thresholds would stay there: the published gradient is 0."""
     healthy, best = recovery_error(name, parameter, broken)
     assert best <= 2 * healthy
 

@@ -96,7 +96,7 @@ COMPILED = [
 
 
 class Counting:
-    """torch's aot_eager backend, and how often it was asked."""
+    """torch's aot_eager backend; counts its graphs."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -186,7 +186,7 @@ def test_the_exported_model_has_the_same_integers(tmp_path, names):
 
 
 def test_fixed_ranges_put_sums_on_ties_which_onnx_runtime_rounds_its_own_way(tmp_path):
-    """DoReFa's scales are ratios of small integers; without optimisation the runtime computes as torch does."""
+    """DoReFa's scales are ratios of small integers; without graph optimisation the runtime agrees with torch."""
     model = specs.prepared(specs.WEIGHTS["lsq"], specs.ACTIVATIONS["dorefa"])
     path = tmp_path / "model.onnx"
     with warnings.catch_warnings():

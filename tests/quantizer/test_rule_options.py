@@ -1,4 +1,4 @@
-"""Specs and options that a rule cannot have: every refusal word for word."""
+"""Specs and options that a rule refuses, with the exact messages."""
 
 import dataclasses
 import math

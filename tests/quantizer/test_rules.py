@@ -1,4 +1,4 @@
-"""Every registered rule as a module: the table of them, one quantizer, what follows the data."""
+"""Every registered rule as a module: the table of rules, one quantizer, observed ranges."""
 
 import copy
 import dataclasses
@@ -79,7 +79,7 @@ def test_in_evaluation_the_output_is_what_the_codes_stand_for(role, spec):
 
 
 @every_quantizer
-def test_the_integers_in_force(role, spec):
+def test_bounds_are_the_integers_of_the_rule(role, spec):
     quantizer = fitted(role, spec)
     mirrored = {"n2uq", "learned_bits"} if spec.signed else set()
     if spec.rule in ("binary", "ternary"):
@@ -108,7 +108,7 @@ def test_blocks_run_along_the_inputs(role, spec):
 
 
 def is_idempotent(role: Role, spec: QuantSpec) -> bool:
-    """Not DoReFa's weights, whose largest level goes through tanh again, nor APoT's, which are normalised again."""
+    """All but DoReFa's weights, which pass through tanh again, and APoT's, which are normalised again."""
     if role == "weight" and spec.rule == "dorefa":
         return spec.bits == 1
     return role == "activation" or spec.rule != "apot" or spec.options.get("normalize") is False
@@ -166,7 +166,7 @@ def test_state_survives_files_copies_and_meta(role, spec):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @every_quantizer
-def test_other_dtypes(role, spec, dtype):
+def test_other_dtypes_are_kept_and_near_float32(role, spec, dtype):
     x = tensor_of(role, spec)
     expected = fitted(role, spec).eval()(x).double()
     quantizer = fitted(role, spec).to(dtype)
@@ -202,14 +202,14 @@ def test_it_may_run_twice_before_backward_and_under_autocast(role, spec):
     x = tensor_of(role, spec).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = quantizer(x)
-    assert torch.equal(y, twin(x)), "autocast is none of its business"
+    assert torch.equal(y, twin(x)), "autocast changes nothing"
     (y + quantizer(2 * x)).sum().backward()
     assert all(tensor.grad is not None and tensor.grad.isfinite().all() for tensor in (x, *quantizer.parameters()))
 
 
 @every_quantizer
 def test_parameters_lie_in_memory_as_their_shape_says(role, spec):
-    """A stride of 0, left over from an expand, makes DistributedDataParallel warn at every step."""
+    """DistributedDataParallel warns at every step about a parameter with a stride of 0 from expand."""
     one_channel = create_quantizer(spec, role, scale_shape(spec, (1, 4, 3, 3)) if role == "weight" else ())
     for quantizer in (one_channel, specs.new(role, spec), fitted(role, spec)):
         for name, tensor in (*quantizer.named_parameters(), *quantizer.named_buffers()):
@@ -285,7 +285,7 @@ def test_ewgs_scales_the_gradient_by_the_distance_to_the_level(role, spec):
 
 
 def extremes(batch: np.ndarray, axes: tuple[int, ...] | None) -> tuple[np.ndarray, np.ndarray]:
-    """Lowest and highest value, zero inside."""
+    """The lowest and the highest value, with zero included."""
     return np.minimum(batch.min(axes), 0), np.maximum(batch.max(axes), 0)
 
 

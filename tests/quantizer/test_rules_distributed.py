@@ -22,7 +22,7 @@ STEPS = 2
 
 
 class Layers(nn.Module):
-    """Two layers of one rule; without a BatchNorm, whose statistics are each rank's own."""
+    """Two layers of one rule, without a BatchNorm, whose statistics would differ between ranks."""
 
     def __init__(self, weight_spec: QuantSpec, activation_spec: QuantSpec) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class Layers(nn.Module):
 
 
 def inputs(activation_spec: QuantSpec, rank: int, step: int) -> Tensor:
-    """A rank's own batch, the larger the higher its rank."""
+    """A different batch for each rank, with larger values for higher ranks."""
     x = specs.images(10 * rank + step) * (1 + rank)
     return x.abs() if activation_spec.symmetric and not activation_spec.signed else x
 
 
 def train(weight_spec: QuantSpec, activation_spec: QuantSpec, rank: int) -> dict[str, Tensor]:
-    """Calibrate, train for two steps, and give the state and the gradients of the last step."""
+    """Calibrate and train for two steps; return the state and the gradients of the last step."""
     model = Layers(weight_spec, activation_spec)
     qat.calibrate(model, [inputs(activation_spec, rank, 9)])
     parallel = DistributedDataParallel(model)
@@ -59,7 +59,7 @@ def train(weight_spec: QuantSpec, activation_spec: QuantSpec, rank: int) -> dict
 
 
 def work(rank: int, folder: str) -> None:
-    """One of two processes: all rules in turn; what failed is written down as text."""
+    """One of two processes, which trains all rules in turn; a failure is saved as its traceback."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

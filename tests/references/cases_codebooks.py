@@ -1,4 +1,4 @@
-"""Rows of the proof matrix for the estimators whose levels are no plain integer grid: APoT, N2UQ, low-precision floats,
+"""Rows of the proof matrix for the estimators whose levels are not an integer grid: APoT, N2UQ, low-precision floats,
 MX blocks, DoReFa's activations; CASES holds the weight rules of cases_weights.py as well.
 
 The surrogates are written from the published formulas with detach; the references are in reference_codebooks.py.
@@ -44,7 +44,7 @@ def dorefa_activation_case(bits: int) -> Case:
 
 
 def rounded_between(x: Tensor, scale: Tensor, v: Tensor, bounded: Tensor, level: Tensor) -> Tensor:
-    """scale * level as the surrogate of LSQ: within the bounds x plus a constant residual in the unit of the scale."""
+    """scale * level with LSQ's gradient: within the bounds x plus a constant residual times the scale."""
     return torch.where(v == bounded, x + scale * (level - v), scale * level)
 
 
@@ -58,7 +58,7 @@ def apot_surrogate(x: Tensor, alpha: Tensor, bits: int, signed: bool) -> Tensor:
 
 
 def apot_case(bits: int, signed: bool) -> Case:
-    """Every tie of the grid is among the points: alpha is chosen so that alpha * (sum of two levels) / 2 is exact."""
+    """The points include every tie of the grid; alpha is chosen so that alpha * (sum of two levels) / 2 is exact."""
     levels = reference.apot_levels(bits - 1 if signed else bits)
     alpha = float({2: 2.0, 3: 1.25, 4: 1.5}[bits - 1 if signed else bits])
     ties = [float((low + high) / 2 * reference.Fraction(alpha)) for low, high in pairwise(levels)]
@@ -83,7 +83,7 @@ def apot_case(bits: int, signed: bool) -> Case:
 
 
 def n2uq_surrogate(x: Tensor, start: Tensor, widths: Tensor, step: Tensor, qmin: int) -> Tensor:
-    """The line through (knot k, level k), and the level for the gradient of the step."""
+    """The level, with the gradient of the line through the points (knot k, level k)."""
     knots = start + torch.cat([widths.new_zeros(1), widths.cumsum(0)])
     within = clip(x, knots[0], knots[-1])
     segment = (within.detach().unsqueeze(-1) > knots[1:-1].detach()).sum(-1)
@@ -155,7 +155,7 @@ def float_case(name: str) -> Case:
 
 
 def mx_surrogate(x: Tensor, name: str, block_size: int, axis: int) -> Tensor:
-    """That of the float with a constant scale for each block."""
+    """`float_surrogate` with a constant scale for each block."""
     top = float(np.floor(np.log2(reference.float_levels(name)[-1])))
     largest = x.detach().movedim(axis, -1).unflatten(-1, (-1, block_size)).abs().amax(-1)
     scales = torch.where(largest > 0, 2 ** (torch.floor(torch.log2(largest)) - top), 1)

@@ -1,4 +1,4 @@
-"""The proof rows of the primitives: roundings, clamps, signs, EWGS, soft rounding, the positive scale."""
+"""Rows of the proof matrix for the primitives: roundings, clamps, signs, EWGS, soft rounding, the positive scale."""
 
 import functools
 
@@ -37,7 +37,7 @@ AROUND_ONE += (0.0, 1e-9, 0.25, 0.5, 0.5000001, 0.75, 0.9999999, 1.0, 1.0000001,
 
 
 def stochastic_seeded(x: Tensor) -> Tensor:
-    """The same noise in every call, so that calls can be compared. Meta tensors hold no noise, so need no generator."""
+    """Each call draws the same noise, so that calls can be compared. Meta tensors need no generator."""
     return stochastic_round_ste(x, None if x.is_meta else torch.Generator(x.device).manual_seed(0))
 
 
@@ -47,7 +47,7 @@ def stochastic_reference(x: Array) -> Array:
 
 
 def stochastic_at(x: Tensor, noise: float = 0.3125) -> Tensor:
-    """The rule under `stochastic_round_ste` with its noise given."""
+    """The Function of `stochastic_round_ste` with the same noise for every element."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return apply(StochasticRoundSTEFunction, x, torch.full((), noise, dtype=wide, device=x.device))
 
@@ -90,7 +90,7 @@ def rounding_cases() -> list[Case]:
 
 
 def clamp_straight_surrogate(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """x passes; a bound moves what it holds back."""
+    """x gets the whole gradient; a bound gets the gradient of the values that it clamps."""
     held = torch.where(x < low, low, torch.where(x > high, high, 0.0))
     return straight_through(clip(x, low, high), x) + held - held.detach()
 
@@ -180,7 +180,7 @@ def positive_scale_gradient(grad: Tensor, scale: Tensor, smallest: Tensor) -> tu
 
 
 def ewgs_round_gradient(grad: Tensor, x: Tensor, delta: Tensor) -> tuple[Tensor, None]:
-    """The sign and the residual count as constants."""
+    """The sign and the residual are constants."""
     return grad * (1 + delta.detach() * (torch.sign(grad) * (x - torch.round(x))).detach()), None
 
 

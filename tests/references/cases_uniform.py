@@ -1,4 +1,6 @@
-"""The proof rows of the uniform rules (LSQ, LSQ+, PACT, learned bits, power-of-two scales) and of the primitives."""
+"""Rows of the proof matrix for the uniform rules (LSQ, LSQ+, PACT, learned bits, power-of-two scales); CASES holds
+the primitives too.
+"""
 
 import functools
 import math
@@ -27,7 +29,7 @@ STEP = 0.25
 
 
 def surrogate_of_scale(x: Tensor, scale: Tensor, low: Tensor, high: Tensor, grad_factor: float = 1.0) -> Tensor:
-    """Inside x plus a constant number of steps, outside the bound's number of steps; low and high in steps."""
+    """Inside the range x plus a constant number of steps, outside the number of steps at the bound (low or high)."""
     v = (x / scale).detach()
     scale = grad_factor * scale + ((1 - grad_factor) * scale).detach()
     inside = x + scale * (torch.round(v) - v)
@@ -55,7 +57,7 @@ def lsq_cases() -> list[Case]:
 
 
 def lsq_plus_surrogate(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
-    """The zero point acts as the integer that it is read as; rounding and clamping it passes its gradient."""
+    """The zero point is rounded and clamped to an integer of the grid, straight through."""
     zero = straight_through(torch.clamp(torch.round(zero_point), qmin, qmax), zero_point)
     return surrogate_of_scale(x, scale, qmin - zero, qmax - zero)
 
@@ -63,7 +65,7 @@ def lsq_plus_surrogate(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, 
 def lsq_plus_gradient(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, factor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With a factor: a gradient is multiplied once; a surrogate with a scaled parameter would do so at every order."""
+    """grad_factor multiplies the first gradient only; a surrogate's scaled parameter would multiply every order."""
     zero = straight_through(torch.clamp(torch.round(zero_point), qmin, qmax), zero_point)
     v = (x / scale).detach()
     below, above = v < qmin - zero, v > qmax - zero
@@ -115,7 +117,7 @@ def lsq_plus_cases() -> list[Case]:
 
 
 def fake_quantize_cases() -> list[Case]:
-    """The same grid with nothing learned: only x gets a gradient."""
+    """The grid of LSQ+ where only x gets a gradient."""
     grid = {"qmin": 0, "qmax": 15}
     return [
         Case(
@@ -132,7 +134,7 @@ def fake_quantize_cases() -> list[Case]:
 
 
 def pact_surrogate(x: Tensor, alpha: Tensor) -> Tensor:
-    """The clip; a value exactly at alpha counts for both."""
+    """The clip; a value exactly at alpha gives both x and alpha a gradient."""
     at_alpha = x + alpha - alpha.detach()
     return torch.where(x < 0, 0.0, torch.where(x > alpha, alpha, torch.where(x == alpha, at_alpha, x)))
 
@@ -155,7 +157,7 @@ def pact_cases() -> list[Case]:
 
 
 def learned_bits_surrogate(x: Tensor, reach: Tensor, bits: Tensor, signed: bool) -> Tensor:
-    """The step depends on reach and on the number of bits; the reach, where the range ends, on itself only."""
+    """Inside, the step depends on reach and bits; outside, the output is reach and depends on reach only."""
     whole = straight_through(torch.round(bits), bits)
     qmax = 2 ** (whole - 1) - 1 if signed else 2**whole - 1
     scale = reach / qmax

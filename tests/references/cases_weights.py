@@ -36,7 +36,7 @@ def reduced(x: Tensor, channel_axis: reference.ChannelAxis) -> list[int]:
 
 
 def scales_of(x: Tensor, channel_axis: reference.ChannelAxis) -> int:
-    """How many parts of x have their own scale."""
+    """The number of parts of x with a scale of their own."""
     return len(list(reference.groups(tuple(x.shape), channel_axis)))
 
 
@@ -45,7 +45,7 @@ def without(*missing: str) -> tuple[str, ...]:
 
 
 def own_scales(channel_axis: reference.ChannelAxis) -> dict[str, str]:
-    """What a rule loses as soon as its channels have their own scales."""
+    """The property that a rule loses if each channel has its own scale."""
     return {} if channel_axis is None else {"monotone": "only within a channel: each has its own scale"}
 
 
@@ -127,7 +127,7 @@ def binary_surrogate(w: Tensor, progress: Tensor | None, gradient: str, channel_
 
 
 def binary_case(gradient: str, channel_axis: reference.ChannelAxis, progress: float | None = None) -> Case:
-    """With `progress`, a second input without gradient."""
+    """`progress`, if given, is a second input, which gets no gradient."""
     clipped = gradient in ("clipped", "approximate")
     excused = {"zero": "two levels, neither of them 0", **own_scales(channel_axis), **({} if clipped else UNBOUNDED)}
     variant = gradient if progress is None else f"{gradient} at {progress}"
@@ -177,7 +177,7 @@ def ternary_case(channel_axis: reference.ChannelAxis) -> Case:
 
 
 def ttq_gradient(grad: Tensor, w: Tensor, positive: Tensor, negative: Tensor, threshold: float) -> tuple[Tensor, ...]:
-    """The published rule, no function's gradient: that of w depends on the levels, that of the levels not on w."""
+    """The published rule, which no function has as gradient: that of w depends on the levels, but not vice versa."""
     sizes = (1,) * (w.ndim - positive.ndim) + tuple(positive.shape)
     bound = threshold * w.detach().abs().amax([axis for axis, size in enumerate(sizes) if size == 1], keepdim=True)
     above, below = w > bound, w < -bound
@@ -187,7 +187,7 @@ def ttq_gradient(grad: Tensor, w: Tensor, positive: Tensor, negative: Tensor, th
 
 
 def ttq_case(name: str, positive: Any, negative: Any, channel_axis: reference.ChannelAxis) -> Case:
-    """The largest weight is 2, so that 0.125 lies on the threshold: outside of both sets."""
+    """The largest weight is 2, so 0.125 lies on the threshold and belongs to neither set."""
     threshold, excused = 0.0625, {**UNBOUNDED, **own_scales(channel_axis)}
     w = clip(channels(2.0, 1.0, 0.0), -2.0, 2.0)
     return Case(

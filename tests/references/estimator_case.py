@@ -1,4 +1,4 @@
-"""One estimator as the matrix (docs/estimators_matrix.md) and the tests see it: what it computes and what it claims."""
+"""`Case`: one estimator as a row of docs/estimators_matrix.md, with what it computes and what it claims."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,16 +21,16 @@ class Case:
 
     Attributes:
         name: the function's name, with its variant: "sign_ste, approximate".
-        function: tensors in, one tensor out; whatever is no tensor is closed over.
+        function: takes tensors and returns one tensor; other arguments are bound.
         inputs: float64; the first is x, with points inside, outside, on both bounds and on ties.
         surrogate: a differentiable torch function of the same tensors whose gradient the backward claims to be.
-        gradient: instead of a surrogate, where no function has such a gradient: gradient(grad, *inputs) -> one
-            gradient or None for each input, differentiable.
+        gradient: replaces the surrogate if no function has the gradient: gradient(grad, *inputs) returns one
+            gradient or None for each input, computed by differentiable operations.
         reference: forward in NumPy float64, from the published formula: arrays in, array out.
         reference_gradient: (grad, *arrays) -> tuple of arrays, element by element from the published formula.
         broadcast: slots of `inputs` that broadcast against x (scales, bounds): tried in every shape.
         elementwise: whether y[i] depends on x[i] and the parameters only.
-        levels: most distinct values of the output where parameters have one element; None: unbounded.
+        levels: the most distinct values of the output for parameters of one element; None: unbounded.
         outside: mask of x (NumPy) where the gradient of x is exactly 0; None if it never is.
         properties: which of PROPERTIES the published rule has.
         excused: check or property -> why the published rule cannot have it (shown in the table as a footnote).

@@ -1,7 +1,7 @@
-"""What is checked of every estimator beside `qat.testing.ste_gradcheck`: the NumPy reference and the properties.
+"""Checks of every estimator besides `qat.testing.ste_gradcheck`: the NumPy reference and the properties.
 
 Used by test_estimators.py (with Hypothesis) and estimator_matrix.py (with seeded samples). Each check raises
-AssertionError. An excuse is checked too: what a case excuses has to fail, so that no excuse outlives its reason.
+AssertionError. Excuses are checked too: what a case excuses must fail, so that no excuse outlives its reason.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +16,10 @@ from qat.testing import CheckResult, ste_gradcheck
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 FACTORS = (1.0, 0.5, 0.25, 0.5, 1.0, 0.25)
-"""Powers of two: parameters that vary along an axis leave ties ties. Not above 1: alphas and deltas stay valid."""
+"""Parameters vary along an axis by these factors: powers of two, so ties stay ties; at most 1, so alphas stay valid."""
 
 MANY = 40
-"""A rule that bounds no number of levels shows more than this over `spread` samples."""
+"""A rule without a bound on its levels shows more levels than this over `spread` samples."""
 
 
 def array(x: Tensor) -> Array:
@@ -27,12 +27,12 @@ def array(x: Tensor) -> Array:
 
 
 def cotangent(shape: Sequence[int]) -> Array:
-    """Uneven, of both signs, none 0: sums over wrong axes show, and so do rules that look at the sign."""
+    """Uneven values of both signs, none 0, which reveal sums over wrong axes and rules that depend on the sign."""
     return np.random.default_rng(0).permutation(np.linspace(-1.5, 2.0, int(np.prod(shape)))).reshape(shape)
 
 
 def varied(case: Case) -> Iterator[tuple[Tensor, ...]]:
-    """The inputs of the case, then with parameters that vary along each axis of x, and along none with an axis."""
+    """The inputs of the case; then parameters that vary along each axis of x, and a parameter of shape (1,)."""
     yield case.inputs
     x, slots = case.inputs[0], [slot for slot in case.broadcast if case.inputs[slot].numel() == 1]
     shapes = [(1,) * axis + (size,) + (1,) * (x.ndim - axis - 1) for axis, size in enumerate(x.shape)]
@@ -76,7 +76,7 @@ def reference_gradient(case: Case) -> None:
 
 
 def claim(case: Case) -> None:
-    """The surrogate (or the declared gradient) itself has the published gradient: it is hand-written too."""
+    """The surrogate or declared gradient has the published gradient; it is checked because it is hand-written too."""
     for inputs in varied(case):
         grad = cotangent(inputs[0].shape)
         leaves = [each.detach().clone().requires_grad_() for each in inputs]
@@ -104,13 +104,13 @@ def idempotent(case: Case, x: Array) -> None:
 
 
 def monotone(case: Case, x: Array) -> None:
-    """Up to the last digits: a soft step may lose one of them where two formulas meet."""
+    """Up to rounding: a soft step may lose the last digit where two formulas meet."""
     y = at(case, x).ravel()[np.argsort(x.ravel())]
     assert (np.diff(y) >= -1e-13 * (1 + np.abs(y[1:]))).all(), f"falls by {-np.diff(y).min()}"
 
 
 def sweep(case: Case) -> Array:
-    """All of the domain, densely, as a stack of tensors of the shape of x; near 0 too."""
+    """Dense samples of the whole domain and near 0, as a stack of tensors with the shape of x."""
     points, low, high = domain(case)
     even, near = np.linspace(low, high, 4000), max(-low, high) * np.logspace(-12, 0, 4000)
     dense = np.concatenate([even, near, -near if low < 0 else near, points])
@@ -118,14 +118,14 @@ def sweep(case: Case) -> Array:
 
 
 def levels(case: Case, x: Array) -> None:
-    """Of an elementwise rule all that there are are seen; otherwise they move with the tensor, and x stands alone."""
+    """An elementwise rule is sampled over its whole domain; the levels of other rules depend on the tensor x."""
     assert case.levels is not None, f"{case.name}: no number of levels"
     distinct = np.unique(at(case, np.concatenate([x[None], sweep(case)]) if case.elementwise else x))
     assert len(distinct) <= case.levels, f"{len(distinct)} levels, {case.levels} allowed: {distinct}"
 
 
 def zero(case: Case, x: Array) -> None:
-    """Zeros of both signs, among whatever else x holds."""
+    """Zeros of both signs stay zero among the other values of x."""
     x = x.copy()
     x.flat[0], x.flat[-1] = 0.0, -0.0
     y = at(case, x)
@@ -148,14 +148,14 @@ assert tuple(PROPERTY_CHECKS) == PROPERTIES
 
 
 def domain(case: Case) -> tuple[Array, float, float]:
-    """The points of the case, and the interval that they span widened by half; positive where they all are."""
+    """The points of the case, and the interval that they span, widened by half; it stays positive if they are."""
     points = np.unique(array(case.inputs[0]))
     low, high = float(points.min()), float(points.max())
     return points, (low / 2 if low > 0 else 1.5 * low), 1.5 * high
 
 
 def spread(case: Case) -> Iterator[Array]:
-    """Seeded samples of x: the points as they are, points at random, uniform, near the median, in many magnitudes."""
+    """Seeded samples of x: the points, random points, uniform values, values near the median, many magnitudes."""
     generator, shape = np.random.default_rng(1), case.inputs[0].shape
     points, low, high = domain(case)
     yield array(case.inputs[0])
@@ -171,13 +171,13 @@ def spread(case: Case) -> Iterator[Array]:
 
 
 def holds(case: Case, name: str, samples: int = 24) -> None:
-    """A property on seeded samples."""
+    """The property holds on seeded samples."""
     for x in islice(spread(case), samples):
         PROPERTY_CHECKS[name](case, x)
 
 
 def not_to_be_had(case: Case, name: str, samples: int = 120) -> None:
-    """The excuse for a property is true: it fails somewhere, the levels are many, the gradient passes far out."""
+    """An excused property really fails: on some sample, by many levels, or by a gradient far outside."""
     if name == "levels":
         found = {float(y) for x in islice(spread(case), samples) for y in at(case, x).ravel()}
         bound = case.levels or MANY
@@ -198,7 +198,7 @@ def not_to_be_had(case: Case, name: str, samples: int = 120) -> None:
 
 
 def excuses(case: Case) -> dict[str, str]:
-    """The excuses of the case, and those that follow from its fields."""
+    """The excuses of the case, including those that follow from its fields."""
     found = dict(case.excused)
     if case.levels is None:
         found.setdefault("levels", "the rule bounds no number of levels")
@@ -208,7 +208,7 @@ def excuses(case: Case) -> dict[str, str]:
 
 
 def claimed(case: Case) -> tuple[str, ...]:
-    """The properties that the case has to have."""
+    """The properties that the case must have."""
     return tuple(name for name in case.properties if name not in excuses(case))
 
 

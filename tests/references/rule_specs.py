@@ -1,4 +1,4 @@
-"""Every registered rule in every variant: the grids and options that the tests of the rules run through.
+"""Every registered rule in every variant: the grids and options that the tests of the rules use.
 
 WEIGHTS and ACTIVATIONS are the table; the functions below make quantizers, layers and a small model of its rows.
 """
@@ -166,7 +166,7 @@ every_quantizer = pytest.mark.parametrize(("role", "spec"), QUANTIZERS.values(),
 
 
 def paired(weights: dict[str, QuantSpec], activations: dict[str, QuantSpec]) -> dict[str, tuple[QuantSpec, QuantSpec]]:
-    """Every weight and every activation at least once, as few pairs as that takes."""
+    """The fewest pairs that hold every weight and every activation."""
     count = max(len(weights), len(activations))
     pairs = itertools.islice(zip(itertools.cycle(weights.items()), itertools.cycle(activations.items())), count)
     return {f"{first} x {second}": (one, other) for (first, one), (second, other) in pairs}
@@ -199,7 +199,7 @@ def new(role: Role, spec: QuantSpec, device: str | None = None) -> Quantizer:
 
 
 def fitted(role: Role, spec: QuantSpec, x: Tensor | None = None) -> Quantizer:
-    """A quantizer calibrated on x, by default `tensor_of`, in the way that layers and `qat.calibrate` do it."""
+    """A quantizer calibrated on x (default: `tensor_of`), as layers and `qat.calibrate` do it."""
     x = tensor_of(role, spec) if x is None else x
     if role == "weight":
         quantizer = create_quantizer(spec, role, scale_shape(spec, tuple(x.shape)))
@@ -211,7 +211,7 @@ def fitted(role: Role, spec: QuantSpec, x: Tensor | None = None) -> Quantizer:
 
 
 def grid_values(quantizer: Quantizer, x: Tensor) -> Tensor:
-    """What the codes of x stand for: (codes - zero_point) * scale."""
+    """The values of the codes of x: (codes - zero_point) * scale."""
     scale, zero_point = quantizer.grid(x)
     return (quantizer.codes(x) - zero_point) * scale
 
@@ -220,7 +220,7 @@ class Residual(nn.Module):
     """Convolution, BatchNorm, ReLU, a residual addition, an average and a linear layer.
 
     Args:
-        signed: Hardtanh instead of ReLU: of a positive tensor, a binary activation keeps nothing.
+        signed: Hardtanh instead of ReLU; a binary activation of a positive tensor would be constant.
     """
 
     def __init__(self, signed: bool = False) -> None:
@@ -240,7 +240,7 @@ LABELS = torch.arange(16) % 4
 
 
 def images(seed: int = 0) -> Tensor:
-    """Sixteen images of four channels, of which the one that is its label is brighter than the others."""
+    """Sixteen images of four channels; the channel whose number is the label is brighter."""
     x = torch.randn(16, 4, 5, 5, generator=torch.Generator().manual_seed(seed))
     return x + 2 * torch.eye(4)[LABELS][:, :, None, None]
 
@@ -271,7 +271,7 @@ def prepared(
 ) -> torch.fx.GraphModule:
     """The model above, prepared and calibrated, in training mode.
 
-    Twice: rules like DoReFa change the size of the weights, and with it the statistics that BatchNorm goes by.
+    It is calibrated twice: rules like DoReFa change the size of the weights and so the statistics of BatchNorm.
     """
     model = uncalibrated(weight_spec, activation_spec, overrides)
     qat.calibrate(model, [images()])

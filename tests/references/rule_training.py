@@ -1,4 +1,4 @@
-"""Training a few steps with any rule, and comparing states: what the tests of the rules share."""
+"""Training any rule for a few steps and comparing states, for the tests of the rules."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def train(model: nn.Module, inputs: list[Tensor], loss_of: Callable[[Tensor], Tensor]) -> None:
-    """A step of SGD for each input, quantizers a hundred times slower; every gradient is there and finite each time."""
+    """One SGD step for each input, with a hundredth of the rate for quantizers; every gradient must be finite."""
     learned = {id(parameter) for quantizer in quantizers_of(model).values() for parameter in quantizer.parameters()}
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
