@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map_only
 from qat.evaluating import evaluating
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
 from qat.export.onnxruntime.verification import LayerDifference, compare_layers_and_outputs
-from qat.inputs import call_model
 from qat.preparation.parts import prepared_parts
 from qat.tracing.inputs import call_model
 

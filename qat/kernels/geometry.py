@@ -54,9 +54,23 @@ class Geometry(NamedTuple):
 
         This is a rule, not a measurement, so that a resumed run computes as the first one did.
         """
-        kind, inputs, size = self.kind(weight), math.prod(weight[1:]), math.prod(x) * copies
-        if kind is None or inputs > MOST_INPUTS or (self.stride and len(self.stride) != 2):
-            return False
+        return self.integers_refusal(x, weight, zero, copies) is None
+
+    def integers_refusal(self, x: torch.Size | None, weight: torch.Size, zero: float, copies: int = 1) -> str | None:
+        """Why integers do not pay, None if they do; without the shape x: why they never do."""
+        kind, inputs = self.kind(weight), math.prod(weight[1:])
+        if kind is None:
+            return "it is depthwise with several outputs for an input"
+        if self.stride and len(self.stride) != 2:
+            return f"integers multiply in linear layers and Conv2d, and it has {len(self.stride)} axes"
+        if inputs > MOST_INPUTS:
+            return f"it sums {inputs} products, and int32 holds {MOST_INPUTS}"
+        fewest = {"depthwise": 0, "grouped": FEWEST_INPUTS_OF_GROUPS, "dense": FEWEST_INPUTS}[kind]
+        if inputs < fewest:
+            return f"it sums {inputs} products, and integers pay from {fewest} on"
+        if x is None:
+            return None
+        size, smallest = math.prod(x) * copies, SMALLEST_IN_GROUPS if kind == "grouped" else 0
         if kind == "depthwise":
             smallest = SMALLEST_DEPTHWISE_QUICKLY_PACKED if zero == 0 else SMALLEST_DEPTHWISE
         if size < smallest:

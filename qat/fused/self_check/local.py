@@ -169,7 +169,7 @@ def _compare_gradients(
 @contextmanager
 def _kept_buffers(modules: list[nn.Module]) -> Iterator[None]:
     """A context that restores the buffers of modules and their values."""
-    registered = [(part._buffers, dict(part._buffers)) for module in modules for part in module.modules()]
+    registered = [(buffers_of(part), dict(buffers_of(part))) for module in modules for part in module.modules()]
     found = [buffer for _, buffers in registered for buffer in buffers.values() if buffer is not None]
     values = [(buffer, buffer.detach().clone()) for buffer in found]
     try:
