@@ -11,6 +11,8 @@
 
 from qat import functional, testing
 from qat.analysis import explain, summary
+from qat.analysis.features import feature_extractor
+from qat.analysis.state import float_state_dict
 from qat.calibration import calibrate
 from qat.ewgs import update_ewgs
 from qat.export import export_onnx, verify_onnx
@@ -30,9 +32,7 @@ from qat.layers import (
     QuantMultiheadAttention,
     QuantRNN,
 )
-from qat.preparation.features import feature_extractor
 from qat.preparation.proof import self_check
-from qat.preparation.state import float_state_dict
 from qat.quantizer import Quantizer, penalty, register_quantizer, set_progress
 from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec

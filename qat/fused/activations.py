@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.fused.activation_table import DEFAULTS, FusedActivation, row_of
-from qat.fused.known_modules import may_stand_in
 from qat.tracing.nodes import submodule_of
 
 NO_CLIP = (-math.inf, math.inf)
@@ -48,8 +47,6 @@ def activation_of(node: fx.Node, model: fx.GraphModule) -> Activation | None:
     if len(node.users) != 1 or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source, module = node.args[0], submodule_of(model, node)
-    if module is not None and not may_stand_in(module):
-        return None
     row = _row(node, module)
     if row is not None and row.curve is not None:
         return Activation((node,), source, curve=row.curve)

@@ -1,13 +1,11 @@
 """Finds the nodes that move quantized tensors without changing a value, so that their codes can be moved instead."""
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-
-from qat.fused.functions.pools import Window, window_of
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 """Layers that keep values on their grid in evaluation; in training they scale or shift them."""
@@ -19,6 +17,16 @@ RESHAPING_MODULES = (nn.Flatten, nn.Unflatten, nn.Identity)
 
 ASKING = {"dim", "ndimension", "size", "numel", "shape", "ndim", "dtype", "device"}
 """Methods and attributes that read no value."""
+
+
+class Window(NamedTuple):
+    """The sizes of a max pool, each for height and width."""
+
+    kernel: list[int]
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    ceil_mode: bool
 
 
 def reshapes(node: fx.Node) -> str | None:
@@ -46,3 +54,13 @@ def window(node: fx.Node, module: Any) -> Window | None:
         with suppress(TypeError):  # sizes that are known at run time only, or other arguments
             return window_of(nn.MaxPool2d(**given))
     return None
+
+
+def window_of(pool: Any) -> Window | None:
+    """The sizes of an nn.MaxPool2d; None if it returns indices too."""
+    if pool.return_indices:
+        return None
+    stride = pool.kernel_size if pool.stride is None else pool.stride
+    sizes = (pool.kernel_size, stride, pool.padding, pool.dilation)
+    pairs = [[size, size] if isinstance(size, int) else list(size) for size in sizes]
+    return Window(pairs[0], pairs[1], pairs[2], pairs[3], pool.ceil_mode)

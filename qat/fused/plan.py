@@ -193,6 +193,8 @@ class CodesPlan:
         found = activation_of(node, self.model)
         if found is None or found.module in self.distrusted or not self.memory.can_wait(found.source, found.nodes):
             return None
+        if found.module is not None and not may_stand_in(self.model.get_submodule(found.module)):
+            return None
         # The source is kept for the backward; a caller who gets it as an output may write to it before that.
         returned = any(reader.op == "output" for reader in self.memory.readers(found.source))
         return None if returned else found

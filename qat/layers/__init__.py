@@ -9,7 +9,7 @@ from qat.layers.embedding import IntegerTable, QuantEmbedding, QuantEmbeddingBag
 from qat.layers.folding import IntegerWeight, fold_weight
 from qat.layers.function import QuantFunction
 from qat.layers.linear import QuantLinear
-from qat.layers.recurrent import QuantGRU, QuantLSTM, QuantRNN
+from qat.layers.recurrent.twins import QuantGRU, QuantLSTM, QuantRNN
 from qat.layers.twins import register_twin
 
 __all__ = [

@@ -7,7 +7,8 @@ from cases_fused import Block, assert_same, counted, images, prepared, two_threa
 from torch import Tensor, nn
 
 from qat.fused.functions.codes import Codes, carrier_for, decode
-from qat.fused.functions.pools import max_pool, window_of
+from qat.fused.functions.pools import max_pool
+from qat.fused.movement import window_of
 from qat.kernels.cpu import compiler
 
 __all__ = ["counted", "two_threads"]  # fixtures

@@ -1,7 +1,6 @@
 """What the house measures: `python tests/house/counts.py`. tests/house/test_counts.py holds the bounds."""
 
 import ast
-import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -125,19 +124,6 @@ def lines(top: Path) -> int:
     return sum(len(path.read_text().splitlines()) for path in sources)
 
 
-PRIVATE = re.compile(r"\btorch\.(?:\w+\.)*_\w+|\bfrom torch[\w.]*\._\w+ import|\bfrom torch[\w.]* import [^\n]*\b_\w+")
-
-
-def private_names() -> list[str]:
-    """Where a private name of torch's modules stands, as file:line: name."""
-    return [
-        f"{path.relative_to(ROOT)}:{number}: {match[0]}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        for match in PRIVATE.finditer(line)
-    ]
-
-
 def main() -> None:
     """Print all counts."""
     found: dict[str, Any] = {"files to torch.round": files_to_round(), "files of a fused step": files_of_a_step()}
@@ -149,7 +135,6 @@ def main() -> None:
     for top in (PACKAGE, ROOT / "tests"):
         count, folder = largest_folder(top)
         print(f"{top.name}: {lines(top)} lines; most files in a folder: {count} ({folder})")
-    print(f"private names of torch: {len(private_names())}")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def child(what: str, folder: Path, **environment: str) -> Any:
         sys.executable,
         "-W",
         "error",
-        str(ROOT / "tests" / "references" / "cases_kernels_triton.py"),
+        str(ROOT / "tests" / "kernels" / "cases_kernels_triton.py"),
         what,
         str(answers),
     ]

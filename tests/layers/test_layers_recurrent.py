@@ -14,9 +14,9 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import qat
-from qat.layers.recurrent import QuantGRU, QuantLSTM, QuantRNN
-from qat.layers.recurrent_base import QuantRecurrent
-from qat.layers.recurrent_cells import StepProduct
+from qat.layers.recurrent.base import QuantRecurrent
+from qat.layers.recurrent.cells import StepProduct
+from qat.layers.recurrent.twins import QuantGRU, QuantLSTM, QuantRNN
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec
 

@@ -4,21 +4,22 @@ A quantizer's output as floats takes four times the memory of its codes, and eve
 codes. `Codes` holds them; the gradient flows through a carrier, a tensor of the same shape that takes no memory.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qat.fused.functions.first_derivative import first_derivative
 from qat.kernels.cpu.addresses import is_dense
-from qat.kernels.cpu.learned import Levels, dequantize
-from qat.kernels.cpu.quantizers import is_plain
+from qat.kernels.cpu.quantizers import Levels, dequantize, is_plain
 from qat.kernels.dispatch import by_formula, is_taken
 from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.operators.quantizers import quantize_codes, quantize_codes_backward
 from qat.quantizer import Quantizer
 from qat.quantizer.estimator import estimator_of
+from qat.torch_internals import is_batched
 
 SHIFT = 128
 """Added to the codes and zero points of signed grids, so that all codes are uint8."""
@@ -143,6 +144,58 @@ def owned(y: Tensor) -> Tensor:
     """The output of a Function's forward, not as a view of a tensor that forward made: views cannot be changed in
     place by later operations."""
     return y if torch.compiler.is_compiling() else y.detach()
+
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+class _EndFunction(torch.autograd.Function):
+    """The identity, with a backward that raises an error.
+
+    Forward:    y = x
+    Backward:   an error
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, origin: Tensor) -> Tensor:
+        """A view, so that autograd records a new tensor."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Raise an error that names the way out."""
+        raise RuntimeError(
+            "a prepared model on kernels has first derivatives only; for second ones run its forward in"
+            " `with qat.kernels.plain_formulas():`"
+        )
+
+
+def first_derivative(backward: Backward) -> Backward:
+    """Decorator for a Function's backward that calls kernels.
+
+    Raises:
+        RuntimeError: for several gradients at once, and if its result is differentiated again; create_graph=True
+            alone raises nothing.
+    """
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+        if torch.compiler.is_compiling():  # which has no second derivatives, and says so itself
+            return backward(ctx, grad)
+        if is_batched(grad):
+            raise RuntimeError(
+                "a prepared model on kernels takes one gradient at a time (is_grads_batched, jacobian(vectorize=True));"
+                " for many at once run its forward in `with qat.kernels.plain_formulas():`"
+            )
+        again = torch.is_grad_enabled()
+        with torch.no_grad():
+            found = backward(ctx, grad)
+        if not again:
+            return found
+        origin = grad if grad.requires_grad else torch.zeros((), requires_grad=True)
+        return tuple(None if gradient is None else _EndFunction.apply(gradient, origin) for gradient in found)
+
+    return wrapped
 
 
 class QuantizeFunction(torch.autograd.Function):

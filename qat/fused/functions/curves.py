@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from qat.fused.activation_table import CURVES
-from qat.fused.functions.codes import Codes, decode, holds_nan, learned_by, outputs
-from qat.fused.functions.first_derivative import first_derivative
+from qat.fused.functions.codes import Codes, decode, first_derivative, holds_nan, learned_by, outputs
 from qat.kernels.cpu.addresses import is_dense
-from qat.kernels.cpu.learned import Levels
+from qat.kernels.cpu.quantizers import Levels
 from qat.kernels.dispatch import is_taken
 from qat.kernels.operators.curves import (
     curve_quantize,

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.fused.functions.codes import Codes, connected, decode, owned
-from qat.fused.functions.first_derivative import first_derivative
+from qat.fused.functions.codes import Codes, connected, decode, first_derivative, owned
 from qat.kernels.operators.matmuls import arranged, codes_matmul, codes_matmul_backward
 
 

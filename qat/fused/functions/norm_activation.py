@@ -17,14 +17,14 @@ from qat.fused.functions.codes import (
     Codes,
     connected,
     decode,
+    first_derivative,
     holds_nan,
     learned_by,
     outputs,
     quantize,
 )
-from qat.fused.functions.first_derivative import first_derivative
 from qat.kernels.cpu.addresses import is_dense
-from qat.kernels.cpu.learned import Levels
+from qat.kernels.cpu.quantizers import Levels
 from qat.kernels.dispatch import by_formula, is_taken
 from qat.kernels.operators.norms import batch_statistics, norm_quantize, norm_quantize_backward, sizes_of, statistics
 from qat.kernels.operators.quantizers import add_quantize, add_quantize_backward

@@ -1,26 +1,16 @@
 """Max pooling of codes: a byte per element for forward and for backward, instead of floats and 64-bit indices."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.fused.functions.codes import Codes, carrier_for, connected, decode
-from qat.fused.functions.first_derivative import first_derivative
+from qat.fused.functions.codes import Codes, carrier_for, connected, decode, first_derivative
+from qat.fused.movement import Window
 from qat.kernels.formulas.pools import pooled_size
 from qat.kernels.operators.pools import LARGEST_WINDOW, max_pool_codes, max_pool_codes_backward
-
-
-class Window(NamedTuple):
-    """The sizes of a max pool, each for height and width."""
-
-    kernel: list[int]
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    ceil_mode: bool
 
 
 class MaxPoolFunction(torch.autograd.Function):
@@ -80,13 +70,3 @@ def has_empty_windows(shape: torch.Size, window: Window) -> bool:
             if not all(any(0 <= place < size for place in each) for each in places):
                 return True
     return False
-
-
-def window_of(pool: Any) -> Window | None:
-    """The sizes of an nn.MaxPool2d; None if it returns indices too."""
-    if pool.return_indices:
-        return None
-    stride = pool.kernel_size if pool.stride is None else pool.stride
-    sizes = (pool.kernel_size, stride, pool.padding, pool.dilation)
-    pairs = [[size, size] if isinstance(size, int) else list(size) for size in sizes]
-    return Window(pairs[0], pairs[1], pairs[2], pairs[3], pool.ceil_mode)

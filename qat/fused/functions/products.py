@@ -10,11 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.fused.functions.codes import Codes, Learned, decode, learned_by, mode_refusal, owned, rule_refusal
-from qat.fused.functions.first_derivative import first_derivative
+from qat.fused.functions.codes import (
+    Codes,
+    Learned,
+    decode,
+    first_derivative,
+    learned_by,
+    mode_refusal,
+    owned,
+    rule_refusal,
+)
 from qat.kernels import integers_allowed
-from qat.kernels.cpu.learned import Levels
-from qat.kernels.cpu.quantizers import rows_of
+from qat.kernels.cpu.quantizers import Levels, rows_of
 from qat.kernels.dispatch import is_taken
 from qat.kernels.geometry import Geometry
 from qat.kernels.operators.products import codes_product, codes_product_backward, input_scale_gradient

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu.addresses import elements_at, numbers_at
-from qat.kernels.cpu.learned import learned_grid
-from qat.kernels.cpu.quantizers import compiled, like, threads_for
+from qat.kernels.cpu.quantizers import compiled, learned_grid, like, threads_for
 from qat.kernels.formulas import curves as formulas
 from qat.kernels.operators.operator import operator
 

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from qat.kernels.cpu.learned import dequantize
-from qat.kernels.cpu.quantizers import like
+from qat.kernels.cpu.quantizers import dequantize, like
 from qat.kernels.formulas import matmuls as formulas
 from qat.kernels.operators.operator import operator
 

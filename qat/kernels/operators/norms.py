@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu.addresses import elements_at, numbers_at
-from qat.kernels.cpu.learned import learned_grid
-from qat.kernels.cpu.quantizers import compiled, like, threads_for
+from qat.kernels.cpu.quantizers import compiled, learned_grid, like, threads_for
 from qat.kernels.cpu.structures import Extent, Norm
 from qat.kernels.formulas import norms as formulas
 from qat.kernels.operators.operator import operator

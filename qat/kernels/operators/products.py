@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu.addresses import elements_at, numbers_at
-from qat.kernels.cpu.learned import dequantize, learned_grid, step_and_zero
-from qat.kernels.cpu.quantizers import compiled, like, quantize_rows, quantize_rows_backward, threads_for
+from qat.kernels.cpu.quantizers import (
+    compiled,
+    dequantize,
+    learned_grid,
+    like,
+    quantize_rows,
+    quantize_rows_backward,
+    step_and_zero,
+    threads_for,
+)
 from qat.kernels.formulas import products as formulas
 from qat.kernels.geometry import Geometry, arranged
 from qat.kernels.operators.operator import operator

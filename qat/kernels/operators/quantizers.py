@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu.addresses import elements_at, numbers_at
-from qat.kernels.cpu.learned import learned_grid
-from qat.kernels.cpu.quantizers import compiled, like, threads_for
+from qat.kernels.cpu.quantizers import compiled, learned_grid, like, threads_for
 from qat.kernels.cpu.structures import Operand
 from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.operators.operator import operator

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from qat.layers.composite import CompositeTwin
 from qat.layers.function import QuantFunction
-from qat.layers.recurrent_cells import Cell, State, StepProduct, run_steps
+from qat.layers.recurrent.cells import Cell, State, StepProduct, run_steps
 from qat.layers.sharing import share_parameters
 from qat.spec import QuantSpec
 from qat.torch_internals import parameters_of, weight_names_of

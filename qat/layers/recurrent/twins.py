@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from qat.layers.base import default_input_spec
-from qat.layers.recurrent_base import QuantRecurrent
-from qat.layers.recurrent_cells import Cell, gru_cell, lstm_cell, relu_cell, tanh_cell
+from qat.layers.recurrent.base import QuantRecurrent
+from qat.layers.recurrent.cells import Cell, gru_cell, lstm_cell, relu_cell, tanh_cell
 from qat.layers.twins import register_twin
 from qat.spec import QuantSpec
 

@@ -1,0 +1,1 @@
+"""QuantLSTM, QuantGRU and QuantRNN: recurrent layers whose matrix products run on integer grids."""
