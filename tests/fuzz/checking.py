@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from tests.prepared_case import without_quantizers
 from torch import nn
 
 import qat
@@ -19,6 +18,7 @@ from tests.fuzz.generation import generate
 from tests.fuzz.program import Program
 from tests.fuzz.runtime import against_runtime
 from tests.fuzz.steps import FAST, Context, Stepper, even_dropouts, plain
+from tests.references.prepared_case import without_quantizers
 
 ATTEMPTS, NEEDED, NOISY_RUNS = 6, 3, 5
 """The most inputs drawn, how many of them must differ for a verdict, and runs under noise for each that differs."""

@@ -96,6 +96,7 @@ def _built(compiler: str) -> Path:
             command = [*compiler.split(), *FLAGS, *variant, *more, *map(str, SOURCES), "-o", str(target), "-lm"]
             status, _, said = _ran(command, TMPDIR=workplace)
             if status == 0:
+                log.info("the C kernels were built with %s; they are kept in %s", compiler, folder)
                 return store(target, folder, name)
     raise OSError(said or "it said nothing")
 
