@@ -13,7 +13,7 @@ from qat.evaluating import evaluating
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
 from qat.export.onnxruntime.verification import LayerDifference, compare_layers_and_outputs
 from qat.preparation.parts import prepared_parts
-from qat.tracing.inputs import call_model
+from qat.tracing.inputs import call_model, moved_to
 
 MOST_DIFFERING = 1e-3
 """Share of a layer's integers that may differ, by one level; of few integers, three deviations of chance more."""
@@ -143,7 +143,7 @@ def outputs(part: Part, path: Path) -> list[tuple[Tensor, Tensor]]:
     """
     theirs = run_session(open_session(path.read_bytes()), part.inputs)
     with evaluating(part.module), torch.no_grad():
-        ours = output_tensors(call_model(part.module, part.inputs, torch.device("cpu")))
+        ours = output_tensors(call_model(part.module, moved_to(torch.device("cpu"), part.inputs)))
     if [list(one.shape) for one in ours] != [list(other.shape) for other in theirs]:
         raise ValueError(
             f"{part.name or 'the model'}: outputs {[list(one.shape) for one in ours]}, and its file has"

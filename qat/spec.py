@@ -1,9 +1,8 @@
 """The integer grid of one tensor: `QuantSpec`."""
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 Granularity = Literal["tensor", "channel", "group"]
 RangeInit = Literal["minmax", "percentile", "mse", "lsq"]
@@ -40,6 +39,9 @@ class QuantSpec:
         max_magnitude: the largest integer of the grid and, if signed, its negative: 64 keeps 8 bits to -64 .. 64, of
             which ONNX Runtime adds two products exactly on every processor. Fewer bits than that are not affected;
             None: all that the bits hold.
+
+    Attributes:
+        qmin, qmax: lowest and highest integer of the grid.
 
     Raises:
         ValueError: for values outside these.
@@ -85,6 +87,10 @@ class QuantSpec:
             raise ValueError(f"QuantSpec: max_magnitude must be a whole number of at least 1 or None, got {most!r}")
         if self.narrow_range and not self.signed:
             raise ValueError("QuantSpec: narrow_range=True needs signed=True; an unsigned grid has no mirror image")
+        low = -(2 ** (self.bits - 1)) + int(self.narrow_range) if self.signed else 0
+        high = int(2 ** (self.bits - int(self.signed)) - 1)
+        object.__setattr__(self, "qmin", low if most is None else max(low, -most))
+        object.__setattr__(self, "qmax", high if most is None else min(high, most))
 
     def _check_group(self) -> None:
         size = self.group_size
@@ -104,17 +110,15 @@ class QuantSpec:
         if delta is not None and self.ewgs != "fixed":
             raise ValueError(f"QuantSpec: ewgs_delta={delta!r} has no effect with ewgs={self.ewgs!r}; use ewgs='fixed'")
 
-    @functools.cached_property
-    def qmin(self) -> int:
-        """Lowest integer of the grid."""
-        low = -(2 ** (self.bits - 1)) + int(self.narrow_range) if self.signed else 0
-        return low if self.max_magnitude is None else max(low, -self.max_magnitude)
+    if TYPE_CHECKING:  # attributes that `__post_init__` sets: a quantizer reads them at every call
 
-    @functools.cached_property
-    def qmax(self) -> int:
-        """Highest integer of the grid."""
-        high = int(2 ** (self.bits - int(self.signed)) - 1)
-        return high if self.max_magnitude is None else min(high, self.max_magnitude)
+        @property
+        def qmin(self) -> int:
+            """Lowest integer of the grid."""
+
+        @property
+        def qmax(self) -> int:
+            """Highest integer of the grid."""
 
     def __str__(self) -> str:
         kind = f"{'int' if self.signed else 'uint'}{self.bits}"

@@ -2,12 +2,14 @@
 
 import json
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from qat.fused import activations
+from qat.fused import activation_table
 from tests.fuzz.__main__ import main, report
 from tests.fuzz.agreement import beyond_noise, differing
 from tests.fuzz.checking import check, checked
@@ -47,7 +49,10 @@ def test_all_ways_agree(first: int) -> None:
 
 def test_a_wrong_bound_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(CLIPPED).kind == "agrees"
-    monkeypatch.setitem(activations.CLIPS, torch.nn.functional.relu6, (0.0, 5.5))
+    wrong = [
+        replace(row, bounds=(0.0, 5.5)) if F.relu6 in row.functions else row for row in activation_table.ACTIVATIONS
+    ]
+    monkeypatch.setattr(activation_table, "ACTIVATIONS", tuple(wrong))
     verdict = check(CLIPPED)
     assert (verdict.kind, verdict.stage) == ("fails", "training differs")
     small = shrink(CLIPPED, lambda program: check(program).is_like(verdict))
