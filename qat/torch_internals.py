@@ -5,6 +5,7 @@ counts them, and says in a sentence what is missing if torch changes or removes 
 """
 
 import importlib
+import threading
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor, maybe_current_level
 from torch._functorch import utils as functorch_utils
 from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace as symbolic_trace
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
@@ -189,6 +191,22 @@ def keep_signature(original: fx.Graph, graph: fx.Graph) -> None:
 def unpickle_with(tracer: type[fx.Tracer], graph: fx.Graph) -> None:
     """Say which tracer makes the graph again when its module is unpickled."""
     graph._tracer_cls = tracer
+
+
+class _InThisThread:
+    """True for the thread that made it."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() == self._thread
+
+
+def trace_in_this_thread_only() -> None:
+    """While torch.fx traces: let torch 2.11's flag for it, by which compiled code raises, be up in this thread only."""
+    if hasattr(symbolic_trace, "_is_fx_tracing_flag"):  # later versions have a flag for each thread
+        symbolic_trace._is_fx_tracing_flag = _InThisThread()
 
 
 # ---- what tracing replaces ----

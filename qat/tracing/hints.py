@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.fx.proxy import Attribute, TraceError
 
-from qat.torch_internals import pytree
+from qat.torch_internals import pytree, trace_in_this_thread_only
 from qat.tracing.constants import attribute
 from qat.tracing.guards import expect_default, expect_same
 from qat.tracing.in_place import written_by
@@ -132,6 +132,7 @@ class HintTracer(fx.Tracer):
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         """Placeholders. An argument with a default and without an example is fixed at its default, with a guard."""
+        trace_in_this_thread_only()
         function, args = super().create_args_for_root(root_fn, is_module, concrete_args)
         parameters = list(inspect.signature(root_fn).parameters.values())[int(is_module) :]
         known = self.examples or {}

@@ -8,7 +8,8 @@ import torch
 from cases_formulas import LAYOUTS, Grid, draw, draw_codes, grids, scale_factor, slopes
 from torch import Tensor
 
-from qat.kernels.cpu import compiler, learned
+from qat.kernels.cpu import compiler
+from qat.kernels.cpu import quantizers as cpu_quantizers
 from qat.kernels.formulas import curves as f_curves
 from qat.kernels.formulas import norms as f_norms
 from qat.kernels.formulas import pools as f_pools
@@ -110,9 +111,9 @@ def test_a_sum(layout: str, bounds: tuple[float, float], steps: tuple[float, flo
         found = f_quantizers.add_quantize_backward(grad, *given)
         expected = quantizers.add_quantize_backward(grad, *given)
         same(found[0], expected[0])
-        z = learned.dequantize(a, numbers[0]) + learned.dequantize(b, numbers[1])
+        z = cpu_quantizers.dequantize(a, numbers[0]) + cpu_quantizers.dequantize(b, numbers[1])
         near(found[1], expected[1], magnitude(grad, z.clamp(*bounds), grid))
-    same(f_quantizers.dequantize(a, numbers[0]), learned.dequantize(a, numbers[0]))
+    same(f_quantizers.dequantize(a, numbers[0]), cpu_quantizers.dequantize(a, numbers[0]))
     spoilt = torch.tensor([math.nan, 17.0])
     assert f_quantizers.add_quantize(a, b, numbers[0], spoilt, *bounds, *grid)[1][0].isnan()
 

@@ -32,12 +32,6 @@ def test_the_table_holds_every_registered_rule():
     assert {spec.rule for _, spec in table()} == own
 
 
-OWN_MODULES = {
-    f"qat.quantizer.rules.{name}"
-    for name in ("binary", "clipped", "floats", "learned_bits", "levels", "lsq", "observed", "power_of_two", "soft")
-}
-
-
 def test_the_table_holds_every_role_and_every_option_of_a_rule():
     for rule in {spec.rule for _, spec in table()}:
         rows = [(role, spec) for role, spec in table() if spec.rule == rule]

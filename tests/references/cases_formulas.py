@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qat.kernels.cpu import learned
+from qat.kernels.cpu import quantizers as cpu_quantizers
 from qat.kernels.formulas import curves as f_curves
 from qat.kernels.formulas import matmuls as f_matmuls
 from qat.kernels.formulas import norms as f_norms
@@ -101,7 +101,7 @@ def calls() -> dict[str, Call]:
         "quantize_codes_backward": (quantizers, f_quantizers, (grad, x, *affine, True)),
         "add_quantize": (quantizers, f_quantizers, (a, b, *numbers, *bounds, *affine)),
         "add_quantize_backward": (quantizers, f_quantizers, (grad, a, b, *numbers, *bounds, *affine)),
-        "dequantize": (learned, f_quantizers, (a, numbers[0])),
+        "dequantize": (cpu_quantizers, f_quantizers, (a, numbers[0])),
         "batch_statistics": (norms, f_norms, (x, 1e-5)),
         "norm_quantize": (norms, f_norms, (x, *norm, *bounds, *signed)),
         "norm_quantize_backward": (norms, f_norms, (grad, x, *norm, *bounds, *signed, True, True)),

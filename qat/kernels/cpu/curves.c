@@ -95,8 +95,9 @@ static float quantize_chosen(const float *x, uint8_t *codes, i64 n, Grid g, int 
     case GELU: return quantize_span(x, codes, n, g, GELU);
     case GELU_TANH: return quantize_span(x, codes, n, g, GELU_TANH);
     case SILU: return quantize_span(x, codes, n, g, SILU);
-    default: return quantize_span(x, codes, n, g, HARDSWISH);
+    case HARDSWISH: return quantize_span(x, codes, n, g, HARDSWISH);
   }
+  return NAN; /* no such curve */
 }
 
 static float backward_chosen(const float *grad, const float *x, float *grad_x, i64 n, Grid g, int curve) {
@@ -104,8 +105,9 @@ static float backward_chosen(const float *grad, const float *x, float *grad_x, i
     case GELU: return backward_span(grad, x, grad_x, n, g, GELU);
     case GELU_TANH: return backward_span(grad, x, grad_x, n, g, GELU_TANH);
     case SILU: return backward_span(grad, x, grad_x, n, g, SILU);
-    default: return backward_span(grad, x, grad_x, n, g, HARDSWISH);
+    case HARDSWISH: return backward_span(grad, x, grad_x, n, g, HARDSWISH);
   }
+  return NAN;
 }
 
 /* Codes of curve(x). */
