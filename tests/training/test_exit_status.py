@@ -104,6 +104,7 @@ def test_memory_that_torch_cannot_allocate_is_a_sentence(capsys: pytest.CaptureF
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_schedulers_signal_ends_a_run_like_ctrl_c(capsys: pytest.CaptureFixture[str], name: str) -> None:
     number, ended = getattr(signal, name), []
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, and stays so in a run
 
     def run() -> int:
         try:
@@ -113,9 +114,12 @@ def test_a_schedulers_signal_ends_a_run_like_ctrl_c(capsys: pytest.CaptureFixtur
             os.kill(os.getpid(), number)  # a second signal changes nothing
             ended.append(True)
 
-    assert exit_status(run) == 128 + number and ended == [True]
-    assert capsys.readouterr().err == f"ended by {name}; {HOW_TO_RESUME}\n"
-    assert signal.getsignal(number) is signal.SIG_DFL
+    try:
+        assert exit_status(run) == 128 + number and ended == [True]
+        assert capsys.readouterr().err == f"ended by {name}; {HOW_TO_RESUME}\n"
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_signal_while_an_error_is_reported_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
