@@ -160,11 +160,6 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.on_grid.discard(memory)
 
 
-def _storage(tensor: Tensor) -> int:
-    """An identifier of a tensor's memory, which views share; unlike an address it also tells meta tensors apart."""
-    return int(storage_id(tensor))
-
-
 @contextmanager
 def _watched(model: nn.Module, meter: _Meter) -> Iterator[None]:
     """A context in which every module tells the meter when it runs, and graphs run node by node."""

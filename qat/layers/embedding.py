@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qat.functional import lsq_plus_quantize, lsq_quantize
 from qat.layers.base import QuantLayer
 from qat.layers.twins import register_twin
-from qat.quantizer import LSQQuantizer
+from qat.quantizer.estimator import estimator_of
 from qat.quantizer.granularity import to_groups
 from qat.spec import QuantSpec
 from qat.torch_internals import has_forward_hooks
@@ -133,7 +133,7 @@ class QuantTable(QuantLayer):
         """Whether a quantized row and its gradient depend only on the row and its scale."""
         quantizer = self.weight_quantizer
         plain = quantizer.spec.granularity != "group" and quantizer.spec.ewgs == "none"
-        return type(quantizer) is LSQQuantizer and plain
+        return estimator_of(quantizer) == "lsq" and plain
 
     def _is_read_by_row(self) -> bool:
         """Whether only the rows are quantized: the quantizer has no hooks, observer or warning that need its call."""

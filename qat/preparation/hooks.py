@@ -3,12 +3,12 @@
 from torch import nn
 
 from qat.layers import QuantLayer
-from qat.quantizer import Quantizer
+from qat.quantizer import Quantizer, estimator
 from qat.torch_internals import hooks_of
 
 METHODS = (
-    "forward", "compute", "operate", "quantized", "_conv_forward", "channels_first", "torch_layout", "quantize", "grid",
-    "effective_scale", "positive", "bounds", "gradient_factor", "repair", "follow", "_check_input_dim",
+    "compute", "operate", "quantized", "_conv_forward", "channels_first", "torch_layout", "_check_input_dim",
+    *estimator.METHODS,
 )  # fmt: skip
 """Methods of the known classes that run when a module is called, and that a user could patch."""
 
