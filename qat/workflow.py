@@ -188,17 +188,17 @@ def probe(model: nn.Module, examples: Examples) -> None:
         if name in silent
     ]
     quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
-    known = [quantizer._is_calibrated for quantizer in quantizers]
+    known = [quantizer.is_calibrated for quantizer in quantizers]
     try:
         for quantizer in quantizers:
-            quantizer._is_calibrated = True  # suppresses the warning that it is used uncalibrated
+            quantizer.is_calibrated = True  # suppresses the warning that it is used uncalibrated
         with evaluating(model), torch.no_grad(), restoring_state(model):
             call_with(model, examples)
     finally:
         for hook in hooks:
             hook.remove()
         for quantizer, flag in zip(quantizers, known, strict=True):
-            quantizer._is_calibrated = flag
+            quantizer.is_calibrated = flag
     silent = {name for name in silent if not name.endswith("weight_quantizer")}
     if silent:
         raise ValueError(f"prepare: these quantizers never run: {', '.join(sorted(silent))}")

@@ -1,5 +1,6 @@
 """`FusedGraph`: a prepared model that trains on codes where kernels apply and a self-check found the same result."""
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,6 +14,7 @@ from qat.fused.rewriting import FusedForward, fused_forward
 from qat.fused.self_check.judging import is_wanted, judge
 from qat.kernels import formulas_wanted, plain_here, plain_wanted
 from qat.kernels.cpu import compiler, onednn
+from qat.kernels.cpu.compiler import is_loaded  # Dynamo keeps modules of an earlier import, not functions
 from qat.kernels.dispatch import is_taken
 from qat.kernels.formulas.products import try_int_mm
 from qat.preparation.explanation import PLAINLY, Explanation
@@ -48,6 +50,22 @@ class FusedGraph(PreparedGraph):
     _said: ClassVar[frozenset[str]] = frozenset()
     _failures: ClassVar[int] = 0
 
+    def recompile(self) -> Any:
+        """Generate forward from the graph again; in training the fused graph may run in its place."""
+        code = super().recompile()
+        cls: Any = type(self)
+        plain: Forward = cls.forward
+
+        @functools.wraps(plain)
+        def forward(self: FusedGraph, *args: Any, **kwargs: Any) -> Any:
+            fused = self._ready(args, kwargs)
+            if fused is None or fused.run is None:
+                return plain(self, *args, **kwargs)
+            return fused.run(self if torch.compiler.is_compiling() else fused.modules, *args, **kwargs)
+
+        cls.forward = forward
+        return code
+
     def _forget(self) -> None:
         """Forget the derived graph too."""
         super()._forget()
@@ -59,6 +77,7 @@ class FusedGraph(PreparedGraph):
         kind: Any = type(self)
         found: FusedForward | None = kind._fused
         if found is None or not found.notes.hold():
+            self._follow_changes()
             kind._fused = found = fused_forward(self, self._verdicts)
         return found
 
@@ -183,8 +202,8 @@ class FusedGraph(PreparedGraph):
             self._derive()
         return model
 
-    def _training_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward | None:
-        """The fused graph, if kernels take these inputs."""
+    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FusedForward | None:
+        """The fused forward, if kernels take these inputs; None for the prepared graph."""
         compiling = torch.compiler.is_compiling()
         if not self.training or self._watched() is not None:
             return None
@@ -208,7 +227,7 @@ class FusedGraph(PreparedGraph):
             if compiling or self._self_check(*args, **kwargs) is None:
                 return None
             fused = self._derive()
-        return fused.run
+        return fused
 
     def _watched(self) -> str | None:
         """Why only plain operations will do, whatever the inputs are; None if kernels may run."""
@@ -235,7 +254,7 @@ class FusedGraph(PreparedGraph):
             return None
         if torch.is_autocast_enabled("cpu"):
             return "autocast is on, and the kernels on the CPU compute in float32"
-        return None if (compiler.is_loaded() if compiling else compiler.library() is not None) else NO_LIBRARY
+        return None if (is_loaded() if compiling else compiler.library() is not None) else NO_LIBRARY
 
     def _say(self, reason: str) -> None:
         """Log why this model trains operation by operation, once for each reason."""

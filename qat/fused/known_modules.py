@@ -6,6 +6,7 @@ the module still has the attributes that the graph was derived from.
 """
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch.nn.utils import parametrize
 
 from qat.fused import activation_table
 from qat.layers import QuantConv1d, QuantConv2d, QuantConv3d, QuantFunction, QuantLayer, QuantLinear
-from qat.preparation.hooks import METHODS, is_watched
+from qat.preparation.hooks import METHODS, is_watched, watch
+from qat.preparation.replacements import ModuleSnapshot
 from qat.quantizer import LSQQuantizer, Quantizer
 
 LAYERS = (QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear, QuantFunction)
@@ -109,7 +111,7 @@ def numbers_of(
 
 
 class Notes:
-    """The state of modules that a fused graph was derived from.
+    """The state of modules that a fused graph was derived from: a `ModuleSnapshot`, and what kernels take for granted.
 
     Args:
         model: a prepared model.
@@ -121,23 +123,25 @@ class Notes:
 
     def __init__(self, model: nn.Module, names: set[str]) -> None:
         modules = {name: model.get_submodule(name) for name in sorted(names)}
-        self._facts = [
-            (module, type(module), read, read(module), is_watched(module))
-            for module in modules.values()
-            for read in [_READERS.get(known_kind(kind_of(module)), _nothing)]
-        ]
+        facts = {
+            name: partial(_READERS.get(known_kind(kind_of(each)), _nothing), each) for name, each in modules.items()
+        }
         kinds = {kind_of(each) for each in modules.values()}
-        self._kinds = [(kind, is_changed(kind)) for kind in kinds if known_kind(kind) is not None]
-        words = [(kind.__qualname__, _in_words(found), watched) for _, kind, _, found, watched in self._facts]
-        patched = sorted(kind.__qualname__ for kind, changed in self._kinds if changed)
-        self.text = repr((list(zip(modules, words, strict=True)), patched))
+        known = sorted((kind for kind in kinds if known_kind(kind) is not None), key=lambda kind: kind.__qualname__)
+        words = [
+            (name, (type(each).__qualname__, _in_words(facts[name]()), is_watched(each)))
+            for name, each in modules.items()
+        ]
+        self.text = repr((words, [kind.__qualname__ for kind in known if is_changed(kind)]))
+        self._reads: list[Callable[[], Any]] = [*ModuleSnapshot(model, names).reads, *facts.values()]
+        self._reads += [partial(type, each) for each in modules.values()]
+        self._reads += [read for each in modules.values() for read in watch(each)]
+        self._reads += [partial(is_changed, kind) for kind in known]
+        self._values = [read() for read in self._reads]
 
     def hold(self) -> bool:
-        """Whether nothing changed: classes, attributes, hooks."""
-        for module, kind, read, found, watched in self._facts:
-            if type(module) is not kind or read(module) != found or is_watched(module) is not watched:
-                return False
-        return all(is_changed(kind) is changed for kind, changed in self._kinds)
+        """Whether nothing changed: modules, classes, attributes, hooks."""
+        return [read() for read in self._reads] == self._values
 
 
 def _nothing(module: nn.Module) -> None:

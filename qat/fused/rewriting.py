@@ -21,6 +21,7 @@ from qat.fused.functions.pools import max_pool
 from qat.fused.functions.products import multiply
 from qat.fused.functions.scale_repair import repair
 from qat.fused.known_modules import Notes, numbers_of
+from qat.fused.module_tree import module_tree
 from qat.fused.movement import DROPOUTS, asks_for_shape, reshapes, window
 from qat.fused.plan import CodesPlan
 from qat.preparation.replacements import module_names
@@ -35,7 +36,8 @@ class FusedForward:
 
     Attributes:
         graph: the fused graph; None if nothing can be fused, or if a self-check found another function.
-        run: the graph as a function of the model and its inputs.
+        run: the graph as a function of the model, or of its `modules`, and its inputs.
+        modules: the model's `module_tree`, the faster of the two; torch.compile has to see the model.
         notes: the state of the modules that it was derived from.
         numbers: the part of this state that torch.compile can watch.
         key: a hash of what it was derived from.
@@ -44,6 +46,7 @@ class FusedForward:
 
     graph: fx.Graph | None
     run: Callable[..., Any] | None
+    modules: Any
     notes: Notes
     numbers: tuple[Any, ...]
     key: str
@@ -77,9 +80,8 @@ def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict] | None 
     verdict = (verdicts or {}).get(key)
     if verdict is not None and verdict.distrusted != ():
         graph = None if verdict.distrusted is None else fused_graph(model, verdict.distrusted)
-    return FusedForward(
-        graph, None if graph is None else compiled(graph), notes, numbers_of(model, names), key, verdict
-    )
+    run, modules = (None, None) if graph is None else (compiled(graph), module_tree(model, graph))
+    return FusedForward(graph, run, modules, notes, numbers_of(model, names), key, verdict)
 
 
 def fused_graph(model: fx.GraphModule, distrusted: Collection[str] = ()) -> fx.Graph | None:

@@ -1,5 +1,8 @@
 """Whether user code runs when a module is called: hooks, patched methods, or a class of the user's own."""
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import nn
 
 from qat.layers import QuantLayer
@@ -18,6 +21,11 @@ _NAMES = frozenset(METHODS)
 def is_watched(module: nn.Module) -> bool:
     """Whether the module has hooks, or a method that is patched on the instance."""
     return any(hooks_of(module)) or not _NAMES.isdisjoint(vars(module))
+
+
+def watch(module: nn.Module) -> list[Callable[[], object]]:
+    """What `is_watched` looks at, as calls: if it changes, so does one of their results."""
+    return [*(hooks.__len__ for hooks in hooks_of(module)), partial(_NAMES.isdisjoint, vars(module))]
 
 
 def may_write(module: nn.Module | None) -> bool:

@@ -40,27 +40,23 @@ class PreparedGraph(fx.GraphModule):
     """
 
     _snapshot: ClassVar[ModuleSnapshot | None] = None
+    _generated: ClassVar[Forward]
 
     def recompile(self) -> Any:
         """Generate forward from the graph again."""
         code = super().recompile()
-        plain: Any = type(self).forward
-
-        @functools.wraps(plain)
-        def forward(self: PreparedGraph, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and self._follow_changes():
-                return self.forward(*args, **kwargs)
-            run = self._training_forward(args, kwargs)
-            return plain(self, *args, **kwargs) if run is None else run(self, *args, **kwargs)
-
         cls: Any = type(self)
+        cls._generated = cls.forward
+
+        @functools.wraps(cls.forward)
+        def forward(self: PreparedGraph, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                self._follow_changes()  # which may generate it anew
+            return self._generated(*args, **kwargs)
+
         cls.forward = forward
         self._forget()
         return code
-
-    def _training_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward | None:
-        """A faster function that computes the same for these inputs; None to run the graph itself."""
-        return None
 
     def _prove(self, *args: Any, **kwargs: Any) -> Verdict | None:
         """Compare the faster function with the graph on these inputs; None if there is none."""

@@ -5,12 +5,14 @@ float model, and a BatchNorm that it does not take runs on its own.
 """
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 from torch import fx, nn
 
 from qat.layers import QuantLayer
 from qat.preparation.attributes import scalar_attributes
-from qat.preparation.hooks import is_watched
+from qat.preparation.hooks import is_watched, watch
 from qat.preparation.swapping import folds
 from qat.quantizer import Quantizer
 from qat.torch_internals import children_of
@@ -36,29 +38,28 @@ class ModuleSnapshot:
         names: names of the modules.
 
     Attributes:
+        reads: calls without a line of Python that look at all of this again: a model asks in every forward.
+        values: what they returned.
         silent: the blocks whose hooks never fire, since a graph does not call blocks.
     """
 
     def __init__(self, model: nn.Module, names: set[str]) -> None:
         steps = {name.rsplit(".", up)[0] for name in names for up in range(name.count(".") + 1)}
-        self.modules = {name: model.get_submodule(name) for name in sorted(steps)}
-        self._children = [
-            (children_of(model.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2], module)
-            for name, module in self.modules.items()
-        ]
-        self._containers = [(name, module) for name, module in self.modules.items() if name not in names]
-        around = [("", model), *self._containers]
-        self._scalars = [(name, vars(module), *found) for name, module in around for found in scalar_attributes(module)]
-        self.silent = {name for name, module in self._containers if is_watched(module)}
+        blocks = {name: model.get_submodule(name) for name in sorted(steps - names)}
+        self._scalars = [
+            (name, vars(block), *found) for name, block in [("", model), *blocks.items()]
+            for found in scalar_attributes(block)
+        ]  # fmt: skip
+        self.silent = {name for name, block in blocks.items() if is_watched(block)}
+        parents = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in sorted(steps)]
+        self.reads: list[Callable[[], object]] = [partial(children_of(parent).get, name) for parent, name in parents]
+        self.reads += [partial(attributes.get, key) for _, attributes, key, _ in self._scalars]
+        self.reads += [read for block in blocks.values() for read in watch(block)]
+        self.values = [read() for read in self.reads]
 
     def holds(self) -> bool:
         """Whether the modules, the blocks' scalar attributes and their hooks are still the same."""
-        for children, name, module in self._children:
-            if children.get(name) is not module:
-                return False
-        if any(attributes.get(key) != value for _, attributes, key, value in self._scalars):
-            return False
-        return all(is_watched(module) is (name in self.silent) for name, module in self._containers)
+        return [read() for read in self.reads] == self.values
 
     def warn_of_attributes(self) -> None:
         """Log which scalar attributes of the model and its blocks changed: a graph does not read them."""

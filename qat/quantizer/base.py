@@ -46,6 +46,7 @@ class Quantizer(CalibratedParameters):
         smallest_scale: what it acts as at least, 1/32 of the scale that calibration found.
         zero_point: the integer (as float) that stands for 0.0; None if the grid is symmetric, where it is 0.
         calibrated: whether the range was set from data; saved with the state.
+        is_calibrated: the same as a bool, which can be read without a device synchronisation.
     """
 
     exportable: bool = True
@@ -92,8 +93,7 @@ class Quantizer(CalibratedParameters):
             self.register_buffer("ewgs_delta", torch.zeros((), device=device))
         self.register_buffer("calibrated", torch.tensor(False, device=device))
         self.observer: RangeObserver | None = None
-        # The buffer is what checkpoints carry; this copy is what forward reads without a device synchronisation.
-        self._is_calibrated = False
+        self.is_calibrated = False
 
     def check_spec(self) -> None:
         """Refuse grids that the rule cannot have.
@@ -144,7 +144,7 @@ class Quantizer(CalibratedParameters):
         if self.observer is not None:
             self.observer.update(x)
             return x
-        if not self._is_calibrated:
+        if not self.is_calibrated:
             self._warn_uncalibrated()
         grouped = self.spec.granularity == "group"
         if grouped:
@@ -209,11 +209,6 @@ class Quantizer(CalibratedParameters):
         scale, zero_point = self.grid(x)
         wide = torch.promote_types(x.dtype, torch.float32)
         return torch.clamp(round_ste(x.to(wide) / scale) + zero_point, *self.bounds())
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether the range was set from data (without touching the device)."""
-        return self._is_calibrated
 
     @property
     def channel_axis(self) -> int | tuple[int, int] | None:

@@ -21,7 +21,7 @@ class CalibratedParameters(nn.Module):
     shape: tuple[int, ...]
     zero_point: Tensor | None
     calibrated: Tensor
-    _is_calibrated: bool
+    is_calibrated: bool
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,9 +106,9 @@ class CalibratedParameters(nn.Module):
     def mark_calibrated(self) -> None:
         """Remember that the range comes from data."""
         self.calibrated.fill_(True)
-        self._is_calibrated = True
+        self.is_calibrated = True
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         if not self.calibrated.is_meta:
-            self._is_calibrated = bool(self.calibrated)
+            self.is_calibrated = bool(self.calibrated)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import qat
-from qat.fused.functions.codes import codes_refusal
 from qat.fused.functions.products import weight_refusal
+from qat.fused.functions.quantizers import codes_refusal
 from qat.fused.graph import FusedGraph
 from qat.fused.known_modules import module_refusal
 from qat.kernels import float_products, kernels_by_formula, plain_formulas

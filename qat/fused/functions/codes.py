@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from qat.kernels.dispatch import by_formula, is_taken
 from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.operators.quantizers import quantize_codes, quantize_codes_backward
 from qat.quantizer import Quantizer
-from qat.quantizer.estimator import estimator_of
 from qat.torch_internals import is_batched
 
 SHIFT = 128
@@ -79,33 +79,6 @@ NOT_TAKEN = "its scale or zero point is no contiguous float32 tensor of the devi
 """Why `learned_by` finds nothing."""
 
 
-def codes_refusal(quantizer: Quantizer) -> str | None:
-    """Why a quantizer's output cannot be held as codes; None if it can: the rule `lsq`, one scale, at most 8 bits."""
-    spec = quantizer.spec
-    if spec.granularity != "tensor":
-        return f"it has a scale per {spec.granularity}, and codes have one"
-    return rule_refusal(quantizer)
-
-
-def rule_refusal(quantizer: Quantizer) -> str | None:
-    """Why kernels do not compute a quantizer's rule; None if they do."""
-    spec = quantizer.spec
-    if estimator_of(quantizer) != "lsq":
-        return f"kernels compute the rule 'lsq', and {type(quantizer).__name__} computes something else"
-    if spec.ewgs != "none":
-        return f"ewgs={spec.ewgs!r} corrects its gradient, which kernels do not"
-    return f"it has {spec.bits} bits, and a code has 8" if spec.bits > 8 else None
-
-
-def mode_refusal(quantizer: Quantizer) -> str | None:
-    """Why a quantizer does not quantize as in training; None if it does."""
-    if not quantizer.training:
-        return "it is in evaluation"
-    if quantizer.observer is not None:
-        return "it observes a range"
-    return None if quantizer.is_calibrated else "it is not calibrated"
-
-
 def learned_by(quantizer: Quantizer, x: Tensor, scales: int | None = 1) -> Learned | None:
     """What kernels need to put x on a quantizer's grid; None if they do not take its tensors.
 
@@ -123,9 +96,24 @@ def learned_by(quantizer: Quantizer, x: Tensor, scales: int | None = 1) -> Learn
     for tensor in (scale, smallest) if zero_point is None else (scale, smallest, zero_point):
         if not takes(tensor) or tensor.numel() != count or not tensor.is_contiguous():
             return None
+    return Learned(scale, smallest, zero_point, levels_of(quantizer, x))
+
+
+_LATEST: WeakKeyDictionary[Quantizer, tuple[object, Levels]] = WeakKeyDictionary()
+"""The latest levels of each quantizer, and what they follow from."""
+
+
+def levels_of(quantizer: Quantizer, x: Tensor) -> Levels:
+    """Bounds, shift, and the factor on the scale's gradient; worked out again only for another shape of x."""
+    basis = (quantizer.spec, quantizer.role, x.shape)
+    latest = None if torch.compiler.is_compiling() else _LATEST.get(quantizer)
+    if latest is not None and latest[0] == basis:
+        return latest[1]
     shift = SHIFT if quantizer.spec.signed else 0
     levels = Levels(*quantizer.bounds(), shift, quantizer.gradient_factor(x), quantizer.relative_steps)
-    return Learned(scale, smallest, zero_point, levels)
+    if not torch.compiler.is_compiling():
+        _LATEST[quantizer] = basis, levels
+    return levels
 
 
 def carrier_for(codes: Tensor, x: Tensor) -> Tensor:

@@ -16,10 +16,9 @@ from qat.fused.functions.codes import (
     decode,
     first_derivative,
     learned_by,
-    mode_refusal,
     owned,
-    rule_refusal,
 )
+from qat.fused.functions.quantizers import mode_refusal, rule_refusal
 from qat.kernels import integers_allowed
 from qat.kernels.cpu.quantizers import Levels, rows_of
 from qat.kernels.dispatch import is_taken
