@@ -9,8 +9,9 @@ import argparse
 import logging
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
@@ -115,25 +116,25 @@ def run_stages(
     return status
 
 
+@dataclass
 class Stages:
     """The stages of a run. Each writes its result; a resumed run skips the stages that it had finished."""
 
-    order = ("float", "float_finetune", "qat")
+    order: ClassVar = ("float", "float_finetune", "qat")
 
-    def __init__(
-        self,
-        config: RunConfig,
-        data: Data,
-        device: torch.device,
-        log: RunLog,
-        folder: RunFolder,
-        resumed: dict[str, Any] | None,
-        results: dict[str, Any],
-    ) -> None:
-        self.config, self.data, self.device, self.log = config, data, device, log
-        self.folder, self.resumed, self.results = folder, resumed, results
-        self.float_weights = folder.path / FLOAT_WEIGHTS
-        self.steps = 0
+    config: RunConfig
+    data: Data
+    device: torch.device
+    log: RunLog
+    folder: RunFolder
+    resumed: dict[str, Any] | None
+    results: dict[str, Any]
+    steps: int = 0
+
+    @property
+    def float_weights(self) -> Path:
+        """The file of the float model, which QAT starts from."""
+        return self.folder.path / FLOAT_WEIGHTS
 
     def float_baseline(self, model: nn.Module) -> None:
         """Train the float model, or use it as loaded; QAT starts from its weights."""
@@ -170,7 +171,7 @@ class Stages:
             qat.calibrate(model, self.data.calibration(self.config.quantization.calibration_batches))
         except ValueError as error:  # NaN or infinity in the activations of the float model
             raise UserError(str(error)) from error
-        write_text(self.folder.path / LAYERS, f"{qat.summary(model)}\n\n{qat.explain(model)}\n")
+        self._write_layers(model)
         found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
         self.results["calibrated"] = {"top1": found.top1}
         self.log.say(f"calibrated: val top1 {found.top1:.2f} %")
@@ -180,15 +181,14 @@ class Stages:
     def qat(self, model: nn.Module) -> None:
         """Fine-tune with quantization; the table of layers then shows what was learned, such as bit-widths."""
         self._train("qat", model, self.config.qat)
-        write_text(self.folder.path / LAYERS, f"{qat.summary(model)}\n\n{qat.explain(model)}\n")
+        self._write_layers(model)
 
     def export(self, model: nn.Module) -> bool:
         """Write model.onnx, run it over the whole validation split, and compare every layer's integers."""
         path = self.folder.path / MODEL
-        channels, height, width = self.data.image_shape
         with replacing(path) as temporary:
             try:
-                qat.export_onnx(model, temporary, torch.zeros(1, channels, height, width))
+                qat.export_onnx(model, temporary, torch.zeros(1, *self.data.image_shape))
             except Exception as error:  # the exporter has its own types; the training is safe in last.pt
                 if isinstance(error, OSError) or memory_shortage(error):
                     raise
@@ -202,13 +202,14 @@ class Stages:
         proof = prove(path, model, self.data.val)
         self.results["onnx"] = proof.results
         self.log.say("\n".join(proof.sentences()))
-        write_text(
-            self.folder.path / LAYERS, f"{qat.summary(model)}\n\n{qat.explain(model)}\n\n{proof.saturation_table()}\n"
-        )
+        self._write_layers(model, proof.saturation_table())
         problems = proof.problems()
         if problems:
             print(f"{path}: {' and '.join(problems)}; do not deploy it", file=sys.stderr)
         return not problems
+
+    def _write_layers(self, model: nn.Module, *more: str) -> None:
+        write_text(self.folder.path / LAYERS, "\n\n".join([qat.summary(model), qat.explain(model), *more]) + "\n")
 
     def _train(self, name: str, model: nn.Module, stage: StageConfig) -> None:
         """Train one stage; if the checkpoint is from this stage, resume in it."""
@@ -219,7 +220,7 @@ class Stages:
         if self.resumed and self.resumed["stage"] == name:
             assert self.folder.checkpoint is not None
             restore_model(self.folder.checkpoint, self.resumed, model)
-            state = StageState.from_payload(self.resumed["state"])
+            state = StageState(**self.resumed["state"])
             self.log.say(f"{name}: going on after epoch {state.epoch} of {stage.epochs}")
         evaluation = train_stage(
             StageRun(

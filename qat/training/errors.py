@@ -12,3 +12,8 @@ class UserError(Exception):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; its type if it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -56,7 +56,7 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     optimizer.step()
     rng = capture_rng(torch.device("cpu"))
     state = StageState(2, 97.5, optimizer.state_dict(), {"last_epoch": 3}, {}, {"weight": torch.ones(2)}, rng)
-    save_checkpoint(tmp_path / "last.pt", payload(model, state=state.to_payload()))
+    save_checkpoint(tmp_path / "last.pt", payload(model, state=vars(state)))
     drawn = torch.rand(3)
 
     loaded = load_checkpoint(tmp_path / "last.pt")
@@ -69,7 +69,7 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     }
     restore_model(tmp_path / "last.pt", loaded, other)
     assert torch.equal(other.weight, model.weight)
-    again = StageState.from_payload(loaded["state"])
+    again = StageState(**loaded["state"])
     assert (again.epoch, again.best_top1, again.schedule, again.scaler) == (2, 97.5, {"last_epoch": 3}, {})
     torch.testing.assert_close(again.optimizer, optimizer.state_dict(), rtol=0, atol=0)
     restore_rng(again.rng, torch.device("cpu"))

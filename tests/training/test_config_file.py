@@ -355,6 +355,7 @@ BAD_FILES = [
      "got 9223372036854775808"),
     ("seed: " + "1" * 5000, f"seed: expected a whole number >= 0 and < 9223372036854775808, got '{'1' * 76}..."),
     # several keys together
+    ("qat: {epochs: 2, warmup_epochs: 2.5}", "qat.warmup_epochs: 2.5 is longer than qat.epochs: 2"),
     ("cuda_graphs: true", "cuda_graphs: true is about compiled models; add compile: true, or leave it out"),
     (
         "device: cpu\ncompile: true\ncuda_graphs: true",

@@ -149,13 +149,6 @@ def test_schedule_is_exact_at_every_step(stage: StageConfig, factors: list[float
         schedule.step()
 
 
-def test_a_warmup_longer_than_the_stage_is_a_sentence() -> None:
-    stage = StageConfig(epochs=2, warmup_epochs=2.5)
-    with pytest.raises(UserError) as raised:
-        build_schedule(build_optimizer(nn.Linear(1, 1), stage), stage, 10)
-    assert str(raised.value) == "warmup_epochs: 2.5 is longer than the stage, which has epochs: 2"
-
-
 class Averaged(nn.Module):
     """A scale, a tied weight, and buffers that must not be averaged."""
 

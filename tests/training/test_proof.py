@@ -156,8 +156,9 @@ def test_numbers_that_json_lacks_become_null() -> None:
 
 
 def test_a_layer_in_float_is_named() -> None:
-    results = onnx_results(Verification(4, 1.0, None, None, 0.0), [], {"Conv": 2, "QGemm": 1}, 1, [])
-    proof = Proof(results, [], [Saturation("a", (40_000, 3))])
+    saturation = [Saturation("a", (40_000, 3))]
+    results = onnx_results(Verification(4, 1.0, None, None, 0.0), [], {"Conv": 2, "QGemm": 1}, 1, saturation)
+    proof = Proof(results, [], saturation)
     assert proof.sentences() == [
         "ONNX Runtime: 100.00 % equal predictions; 0 of 0 integers differ over 0 layers",
         "ONNX Runtime computes these in float: 2 Conv; layers.txt says which layers stay float",

@@ -15,27 +15,24 @@ from qat.training.config.yaml_subset import parse_yaml
 Location = tuple[str | int, ...]
 """The path to a value: keys of sections and indices of lists, from the top."""
 
-_WRONG = "expected {expected}, got {got}{hint}"
+_WRONG_TYPES = (
+    "bool_type",
+    "int_type",
+    "float_type",
+    "string_type",
+    "dict_type",
+    "model_type",
+    "tuple_type",
+    "list_type",
+)
+_WRONG_LENGTHS = ("missing", "too_long")  # of a list
+_WRONG_VALUES = ("literal_error", "greater_than", "greater_than_equal", "less_than", "less_than_equal")
 _SENTENCES = {
     "extra_forbidden": "unknown key; {hint}",
     "value_error": "{message}",
     "json_invalid": "nested too deeply to be a config",  # `parse_yaml` has refused all other invalid JSON before
     "finite_number": "expected {expected}, got {got}, which is not finite",
-    "bool_type": _WRONG,
-    "int_type": _WRONG,
-    "float_type": _WRONG,
-    "string_type": _WRONG,
-    "dict_type": _WRONG,
-    "model_type": _WRONG,
-    "tuple_type": _WRONG,
-    "list_type": _WRONG,
-    "missing": _WRONG,  # a list that is too short
-    "too_long": _WRONG,
-    "literal_error": _WRONG,
-    "greater_than": _WRONG,
-    "greater_than_equal": _WRONG,
-    "less_than": _WRONG,
-    "less_than_equal": _WRONG,
+    **dict.fromkeys(_WRONG_TYPES + _WRONG_LENGTHS + _WRONG_VALUES, "expected {expected}, got {got}{hint}"),
 }
 _FALLBACK = "{message}, got {got}"
 _BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
@@ -44,12 +41,7 @@ _TYPES = {"integer": (int,), "number": (int, float), "boolean": (bool,)}
 
 
 def sentences_of(error: ValidationError, where: Callable[[Location], str]) -> list[str]:
-    """Return one line for each problem of a config.
-
-    Args:
-        error: the errors that `RunConfig` raised.
-        where: returns the beginning of the line for a location: the file or the override, and the key.
-    """
+    """Return one line for each problem of a config; it begins with `where(location)`: file or override, and key."""
     lines = []
     for problem in error.errors(include_url=False):
         location: Location = problem["loc"]

@@ -121,17 +121,12 @@ def _read(file: Path, source: str) -> str:
 
 @dataclass(frozen=True)
 class _Override:
-    """An override that has been applied.
-
-    Args:
-        typed: the override as the user typed it.
-        path: the keys down to the value.
-        created: the shortest part of the path that the override created; everything below it comes from the override.
-    """
+    """An override that has been applied, as the user typed it."""
 
     typed: str
     path: Location
     created: Location
+    """The shortest part of the path that the override created; everything below it comes from the override."""
 
 
 def _apply(tree: dict[str, Any], typed: str) -> _Override:

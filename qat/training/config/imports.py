@@ -48,9 +48,7 @@ def import_extensions(modules: Sequence[str]) -> None:
 def users_callable(key: str, name: str) -> Iterator[Callable[..., Any]]:
     """Yield the callable that `package.module:callable` names; errors of the calls in the context become a sentence.
 
-    Args:
-        key: of the config (`model.name`), for the errors.
-        name: its value.
+    The errors name the key of the config (`model.name`), of which `name` is the value.
 
     Raises:
         UserError: if the callable cannot be imported, is not callable, or fails.

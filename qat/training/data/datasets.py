@@ -21,7 +21,7 @@ from qat.training.data.image_folder import first_few, read_image_folder
 from qat.training.data.images import Dataset, ImageArray
 from qat.training.data.npz import read_npz
 from qat.training.data.transforms import Channels
-from qat.training.errors import UserError
+from qat.training.errors import UserError, first_line
 
 logger = logging.getLogger("qat")
 
@@ -30,11 +30,7 @@ IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
 
 
 def build_dataset(config: DataConfig, seed: int) -> Dataset:
-    """Open the data set that `config` names.
-
-    Args:
-        config: the section `data` of a run's config.
-        seed: seeds the random images of `fake`; the other sets do not depend on it.
+    """Open the data set that `config` names; only the random images of `fake` depend on the seed.
 
     Raises:
         UserError: if something is missing, damaged or malformed, or a setting has no effect with this set.
@@ -106,7 +102,7 @@ def _fake(config: DataConfig, seed: int) -> Dataset:
 
 
 def _imagefolder(config: DataConfig, seed: int) -> Dataset:
-    splits, classes = read_image_folder(Path(os.path.expanduser(config.root or "")))
+    splits, classes = read_image_folder(_root(config))
     return Dataset(splits["train"], splits["val"], classes, IMAGENET_MEAN, IMAGENET_STD)
 
 
@@ -154,14 +150,13 @@ _DOWNLOADS: dict[str, _Download] = {
 def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
     """Read a set from torchvision's files; download them first if the config says so."""
     known = _DOWNLOADS[config.name]
-    root = Path(os.path.expanduser(config.root or ""))
+    root = _root(config)
     try:
         splits = [known.reader(root, train=train, download=config.download) for train in (True, False)]
     except (OSError, RuntimeError, ValueError, AssertionError, LookupError, EOFError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(":")
         if config.download:
             raise UserError(
-                f"data.download: {config.name} could not be downloaded ({reason}); put "
+                f"data.download: {config.name} could not be downloaded ({first_line(error).rstrip(':')}); put "
                 f"{' '.join(known.archives)} into '{root / known.archives_in}' and run again"
             ) from error
         raise UserError(
@@ -181,7 +176,7 @@ def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
 
 
 def _npz(config: DataConfig, seed: int) -> Dataset:
-    path = Path(os.path.expanduser(config.root or ""))
+    path = _root(config)
     arrays = read_npz(path)
     classes: list[str] = arrays["classes"].tolist()
     unseen = sorted(set(range(len(classes))) - set(arrays["y_train"].tolist()))
@@ -190,6 +185,10 @@ def _npz(config: DataConfig, seed: int) -> Dataset:
         logger.warning("data.root: '%s': no training image of class %s", path, names)
     train, val = (_array(_channels_first(arrays[f"x_{split}"]), arrays[f"y_{split}"]) for split in ("train", "val"))
     return Dataset(train, val, classes)
+
+
+def _root(config: DataConfig) -> Path:
+    return Path(os.path.expanduser(config.root or ""))
 
 
 def _channels_first(images: np.ndarray) -> np.ndarray:
@@ -205,10 +204,7 @@ _BUILDERS: dict[str, Callable[[DataConfig, int], Dataset]] = {
     "digits": _digits,
     "imagefolder": _imagefolder,
     "imagenet": _imagenet,
-    "cifar10": _torchvision_set,
-    "cifar100": _torchvision_set,
-    "mnist": _torchvision_set,
-    "fashion_mnist": _torchvision_set,
     "npz": _npz,
     "fake": _fake,
+    **dict.fromkeys(_DOWNLOADS, _torchvision_set),
 }

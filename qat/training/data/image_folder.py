@@ -30,13 +30,7 @@ _First = tuple[str, int, str]
 
 
 def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
-    """List the images of both splits.
-
-    Args:
-        root: the folder that holds the folders train and val.
-
-    Returns:
-        The files and labels of train and val, and the names of the classes.
+    """List the images of both splits, by the name of the split, and the names of the classes.
 
     Raises:
         UserError: for folders that are missing, empty or unreadable, classes that differ between the splits, a link to

@@ -11,7 +11,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from qat.training.data.transforms import Channels
-from qat.training.errors import UserError
+from qat.training.errors import UserError, first_line
 
 HALF: Channels = (0.5, 0.5, 0.5)
 
@@ -30,7 +30,7 @@ class ImageArray:
             isinstance(images, Tensor)
             and images.dtype == torch.uint8
             and images.dim() == 4
-            and images.shape[1] in (1, 3)
+            and images.size(1) in (1, 3)
         ):
             return None
         return f"images must be a uint8 tensor (N, 1 or 3, H, W), got {_described(images)}"
@@ -154,4 +154,4 @@ def _reason(error: Exception) -> str:
         return "no known format"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return first_line(error)

@@ -36,9 +36,7 @@ class Failure:
 class EpochOrder(Sampler[SampleKey]):
     """The order of an epoch: (index, augmentation seed) for each image.
 
-    Args:
-        indices: the images in a fixed order; or the number of images, for a new random order every epoch.
-        seed: seeds the random order and the augmentation.
+    The indices are in a fixed order; or only their number is given, for a new random order every epoch.
     """
 
     def __init__(self, indices: Sequence[int] | int, seed: int = 0) -> None:
@@ -59,13 +57,7 @@ class EpochOrder(Sampler[SampleKey]):
 
 
 class TransformedImages(Dataset["Sample | Failure"]):
-    """A split's images as the model's inputs.
-
-    Args:
-        images: the stored images.
-        transform: turns a stored image into an input.
-        random: whether the transform draws from torch's global CPU generator.
-    """
+    """A split's images as the model's inputs; `random` transforms draw from torch's global CPU generator."""
 
     def __init__(self, images: Images, transform: Transform, random: bool) -> None:
         self.images = images
@@ -74,9 +66,6 @@ class TransformedImages(Dataset["Sample | Failure"]):
 
     def __len__(self) -> int:
         return len(self.images.labels)
-
-    def __getitem__(self, key: SampleKey) -> "Sample | Failure":
-        return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: list[SampleKey]) -> "list[Sample | Failure]":
         """Return the samples of a whole batch; torch's loader calls this where it is defined."""
@@ -129,9 +118,6 @@ class ImagesOnly:
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
-    def __len__(self) -> int:
-        return len(self._loader)
-
     def __iter__(self) -> Iterator[Tensor]:
         return (images for images, _ in self._loader)
 
@@ -158,7 +144,7 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
 
     Args:
         config: the section `data` of a run's config.
-        seed: seeds the training order, the augmentation and the choice of calibration images; 0 or more.
+        seed: of the training order, the augmentation and the choice of calibration images.
         device: where the engine will move the batches; for CUDA they are in pinned memory.
         channels_last: memory format of the images.
 
@@ -174,10 +160,7 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
     mean, std = config.mean or dataset.mean, config.std or dataset.std
     plain = eval_transform(config, mean, std)
     train_view = TransformedImages(train, train_transform(config, mean, std), is_random(config.augment))
-    val_view, calibration_view = (
-        TransformedImages(val, plain, random=False),
-        TransformedImages(train, plain, random=False),
-    )
+    val_view, calibration_view = (TransformedImages(images, plain, random=False) for images in (val, train))
     workers = _default_workers(train) if config.workers is None else config.workers
     make = partial(_loader, workers=workers, pinned=device.type == "cuda", channels_last=channels_last)
     chosen = torch.randperm(len(train.labels), generator=seeded_generator(seed, "calibration")).tolist()

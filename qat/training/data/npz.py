@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qat.training.errors import UserError
+from qat.training.errors import UserError, first_line
 
 NEEDED = ("x_train", "y_train", "x_val", "y_val")
 
@@ -63,8 +63,7 @@ def _load(path: Path) -> dict[str, np.ndarray]:
             arrays = {name: archive[name] for name in (*NEEDED, "classes") if name in archive}
             found = ", ".join(archive.files) or "nothing"
     except Exception as error:  # for a damaged archive, zipfile, zlib and NumPy raise different errors, MemoryError too
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"data.root: '{path}' is not an .npz of plain arrays ({reason})") from error
+        raise UserError(f"data.root: '{path}' is not an .npz of plain arrays ({first_line(error)})") from error
     absent = [name for name in NEEDED if name not in arrays]
     if absent:
         raise UserError(f"data.root: '{path}' has no {', '.join(absent)}; it holds {found}")

@@ -24,12 +24,7 @@ MAX_RESIZED_BYTES = 512 * 2**20
 
 
 class ToInput:
-    """Turn a picture into a float32 tensor (3, H, W), normalised: (pixel/255 - mean) / std.
-
-    Args:
-        mean: per channel, of pixels in [0, 1].
-        std: per channel, above 0.
-    """
+    """Turn a picture into a float32 tensor (3, H, W), normalised per channel: (pixel/255 - mean) / std."""
 
     def __init__(self, mean: Channels, std: Channels) -> None:
         self.mean = torch.tensor(mean).mul(255).view(3, 1, 1)
@@ -77,14 +72,10 @@ def is_random(augment: AugmentConfig) -> bool:
 
 
 def resized_up_front(images: Tensor, config: DataConfig) -> Tensor:
-    """Resize `images` once, as the first step of each pipeline would in every epoch.
+    """Resize `images`, uint8 (N, C, H, W), once, as the first step of each pipeline would in every epoch.
 
     The pipelines keep that step, which then has nothing to do. A set that would grow beyond MAX_RESIZED_BYTES is
     returned unchanged; it gives the same batches, more slowly.
-
-    Args:
-        images: uint8 (N, C, H, W).
-        config: holds image_size and resize_size.
     """
     count, channels, height, width = images.shape
     short, long = sorted((height, width))

@@ -27,12 +27,7 @@ class Step(NamedTuple):
 
 
 class CompiledModel:
-    """A compiled model to call. After the compiler or its code fails, it calls the model itself.
-
-    Args:
-        model: the model to compile.
-        mode: the mode of torch.compile.
-    """
+    """A model compiled in a mode of torch.compile, to call; the model itself after the compiler or its code fails."""
 
     def __init__(self, model: nn.Module, mode: str | None) -> None:
         self._model = model
@@ -58,12 +53,9 @@ class CompiledModel:
     def prove(self, images: Tensor, loss_of: Callable[[Callable[[Tensor], Any]], Tensor]) -> None:
         """Before the first step, compare a compiled trial step with one of the model: loss and gradients.
 
-        The step changes nothing. A prepared model runs its self-check first, unless calibration did, because compiled
-        code cannot run it.
-
-        Args:
-            images: the images of the first batch.
-            loss_of: computes the loss of the first batch with the given forward function.
+        `loss_of` computes the loss of the first batch, which has these images, with a forward function. The step
+        changes nothing. A prepared model runs its self-check first, unless calibration did, because compiled code
+        cannot run it.
         """
         if self._proven or self._compiled is None:
             return

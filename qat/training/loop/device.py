@@ -10,8 +10,6 @@ import torch
 from qat.kernels.cpu import processor
 from qat.training.errors import UserError
 
-LARGEST_SEED = 2**63 - 1
-
 
 def pick_device(name: str) -> torch.device:
     """Return the device that a config names; check QAT_PROCESSOR too.
@@ -41,27 +39,14 @@ def pick_device(name: str) -> torch.device:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch on every device, and the global generators of Python and NumPy, which users' code may draw from.
-
-    Args:
-        seed: 0 to 2**63 - 1.
-
-    Raises:
-        UserError: if the seed is too large.
-    """
-    if seed > LARGEST_SEED:
-        raise UserError(f"seed: {seed} is too large; the largest is {LARGEST_SEED}")
+    """Seed torch on every device, and the global generators of Python and NumPy, which users' code may draw from."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def compile_mode(device: torch.device, cuda_graphs: bool) -> str | None:
-    """Return the mode of torch.compile; None is its default.
-
-    Args:
-        device: the device of the model.
-        cuda_graphs: whether steps run as CUDA graphs.
+    """Return the mode of torch.compile, with which steps may run as CUDA graphs; None is its default.
 
     Raises:
         UserError: for CUDA graphs on another device.
@@ -72,11 +57,7 @@ def compile_mode(device: torch.device, cuda_graphs: bool) -> str | None:
 
 
 def autocast(device: torch.device, amp: str) -> AbstractContextManager[object]:
-    """Return a context in which operations run in mixed precision.
-
-    Args:
-        device: the device of the operations.
-        amp: `none`, `bf16` or `fp16`, as in the config.
+    """Return a context in which operations on a device run in mixed precision: `none`, `bf16` or `fp16`.
 
     Raises:
         UserError: for fp16 on the CPU, where torch has the operations but no gradient scaler.

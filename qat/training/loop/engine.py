@@ -191,9 +191,8 @@ def _freeze_batch_norms(run: StageRun, epoch: int) -> None:
 
 
 def _validate(run: StageRun) -> Evaluation:
-    return evaluate(
-        run.model, run.val, run.device, channels_last=run.config.channels_last, progress=f"{run.name} validation"
-    )
+    layout = run.config.channels_last
+    return evaluate(run.model, run.val, run.device, channels_last=layout, progress=f"{run.name} validation")
 
 
 def _validate_untrained(run: StageRun) -> Evaluation:
@@ -225,7 +224,7 @@ def _save(run: StageRun, file: str, epochs: int, state: StageState | None) -> No
         "stage": run.name,
         "epochs": epochs,
         "model": run.model.state_dict(),
-        "state": None if state is None else state.to_payload(),
+        "state": None if state is None else vars(state),
         "results": run.results,
         "config": run.config.model_dump(mode="json"),
     }

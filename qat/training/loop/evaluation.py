@@ -62,9 +62,7 @@ def evaluate(
     Args:
         model: the model, on the device; it returns logits, or a dict or tuple with logits.
         loader: the batches, at least one.
-        device: the device of the model.
-        amp: mixed precision: none, bf16 or fp16.
-        channels_last: memory format of the images.
+        device, amp, channels_last: where, and in which precision and memory format the model runs.
         progress: text before the progress bar; None for no bar.
 
     Raises:
@@ -104,10 +102,7 @@ def to_device(batch: Any, device: torch.device, *, channels_last: bool) -> tuple
     """Return images and labels on the device; from pinned memory they are copied asynchronously."""
     images, labels = batch
     layout = torch.channels_last if channels_last and images.dim() == 4 else torch.preserve_format
-    return (
-        images.to(device, non_blocking=True, memory_format=layout),
-        labels.to(device, non_blocking=True),
-    )
+    return images.to(device, non_blocking=True, memory_format=layout), labels.to(device, non_blocking=True)
 
 
 def split_output(output: Any, batch_size: int) -> tuple[Tensor, list[Tensor]]:

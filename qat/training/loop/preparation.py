@@ -57,10 +57,7 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
 def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
     """Call `qat.prepare` with the config's recipe. A run calls it before the float training too, to find errors early.
 
-    Args:
-        model: the float model.
-        config: holds the recipe, and whether to export.
-        image_shape: (channels, height, width) of the data; code in the model that depends on sizes is traced with it.
+    Code in the model that depends on sizes is traced with `image_shape`, (channels, height, width) of the data.
 
     Raises:
         UserError: if the model cannot be prepared, or cannot be exported although the config asks for it.
@@ -78,8 +75,7 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
     except ValueError as error:
         raise UserError(f"quantization: {error}") from error
     except Exception as error:  # in a user's model, fx and the placement may meet code that they do not support
-        details = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"quantization: {config.model.name} cannot be prepared ({details})") from error
+        raise UserError(f"quantization: {config.model.name} cannot be prepared ({reason(error)})") from error
     if config.export.onnx and not isinstance(prepared, fx.GraphModule):
         why = noted(prepared, LEFT_IN_FLOAT).get("(the model)", "it has no one graph")
         raise UserError(f"export.onnx: {config.model.name} cannot be written as one file: {why}; use export.onnx=false")
@@ -164,9 +160,8 @@ def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
         with evaluating(model), torch.no_grad():
             output = model(torch.zeros(2, *image_shape, device=device))
     except Exception as error:  # user code, or an operation for which the image is too small
-        details = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(
-            f"model: {config.model.name} does not run on 2 images of {image_shape} ({details});"
+            f"model: {config.model.name} does not run on 2 images of {image_shape} ({reason(error)});"
             " another data.image_size?"
         ) from error
     if config.export.onnx and not isinstance(output, torch.Tensor):

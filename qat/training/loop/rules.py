@@ -12,11 +12,7 @@ from qat.training.loop.evaluation import TrainBatches
 
 
 class RuleSchedule:
-    """Calls the hooks of the quantizers that define them; which ones do is found once, at construction.
-
-    Args:
-        model: the model that is trained; without quantizers there is nothing to do.
-    """
+    """Calls the hooks of a model's quantizers that define them; which ones do is found once, at construction."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

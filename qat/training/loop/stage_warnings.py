@@ -14,13 +14,8 @@ def warnings_about(name: str, stage: StageConfig, evaluation: Evaluation, start:
 
     Chance level is the share of the most common label, which a constant prediction reaches. A result is above chance if
     it exceeds it by two standard deviations of a share among that many images. If even a perfect result would not, the
-    split is too small to tell and there is no warning.
-
-    Args:
-        name: name of the stage.
-        stage: the settings of the stage.
-        evaluation: the evaluation of the model after the stage.
-        start: top1 on the same images before the stage; None if there was no trained model.
+    split is too small to tell and there is no warning. `start` is top1 on the same images before the stage, None if
+    there was no trained model.
     """
     best_constant, count = evaluation.most_common / 100.0, evaluation.count
     margin = 100.0 * SIGMAS * math.sqrt(best_constant * (1.0 - best_constant) / count)

@@ -34,9 +34,6 @@ class DamagedError(Exception):
 def read_archive(path: Path) -> Any:
     """Read a file of torch.save onto the CPU, with tensors and plain values only.
 
-    Args:
-        path: the file. Files of torch before 1.6 are not archives and have no checksums; they are read unchecked.
-
     Raises:
         DamagedError: if a checksum is wrong.
         OSError: if the file cannot be read.
@@ -69,9 +66,7 @@ def check_archive(path: Path) -> None:
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors with a digest of their names, types, shapes and bytes in the file's metadata.
 
-    Args:
-        path: the file; it is replaced if it exists.
-        tensors: contiguous tensors on the CPU, none of them a view of another.
+    The tensors are contiguous and on the CPU, and none is a view of another.
     """
     save_file(tensors, path, metadata={"format": "pt", DIGEST: _digest(tensors)})
 

@@ -1,7 +1,7 @@
 """Checkpoints: written atomically, read without unpickling code, and resumed only by the run that they belong to."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ FREE_KEYS = ("name", "run_dir", "resume", "device", "log_every", "data.workers",
 
 @dataclass
 class StageState:
-    """The state of a training stage, without the state of the model.
+    """The state of a training stage, without the state of the model; a checkpoint holds its `vars`.
 
     Args:
         epoch: number of finished epochs.
@@ -42,15 +42,6 @@ class StageState:
     scaler: dict[str, Any]
     ema: dict[str, Tensor] | None
     rng: dict[str, Tensor]
-
-    def to_payload(self) -> dict[str, Any]:
-        """Return a plain dict for `save_checkpoint`; tensors are not copied."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @classmethod
-    def from_payload(cls, payload: dict[str, Any]) -> "StageState":
-        """Rebuild the state from the dict of `to_payload`."""
-        return cls(**payload)
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
@@ -71,11 +62,9 @@ def restore_rng(states: dict[str, Tensor], device: torch.device) -> None:
 def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
     """Write a checkpoint atomically: whenever the process ends, `path` is the old checkpoint or the new one.
 
-    Args:
-        path: the file; it is replaced if it exists.
-        payload: tensors and plain Python values under `PAYLOAD_KEYS`: stage (name), epochs (finished ones), model
-            (state_dict), state (`StageState.to_payload()`, or None if a run cannot resume from it), results and config
-            (plain dicts). A `format` version is added.
+    The payload has tensors and plain Python values under `PAYLOAD_KEYS`: stage (name), epochs (finished ones), model
+    (state_dict), state (the `vars` of a `StageState`, or None if a run cannot resume from it), results and config
+    (plain dicts). A `format` version is added.
 
     Raises:
         UserError: if the file cannot be written.
@@ -86,10 +75,7 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint onto the CPU, with tensors and plain values only.
-
-    Args:
-        path: a file of `save_checkpoint`.
+    """Read a file of `save_checkpoint` onto the CPU, with tensors and plain values only.
 
     Raises:
         UserError: if the file is missing or damaged, or from another program or version.
@@ -116,13 +102,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahead: tuple[str, ...] = ()) -> None:
-    """Refuse to resume if the config differs from the one that the checkpoint was trained with.
+    """Refuse to resume if the config differs from `saved`, a JSON dump, with which the checkpoint was trained.
 
-    Args:
-        path: the checkpoint, for the message.
-        saved: its config, from `config.model_dump(mode="json")`.
-        config: the current config; only `FREE_KEYS` and the sections in `ahead` may differ.
-        ahead: the sections of stages that have not begun.
+    Only `FREE_KEYS` and the sections in `ahead`, of stages that have not begun, may differ.
 
     Raises:
         UserError: with the first key that differs, and both values.
@@ -139,12 +121,7 @@ def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahea
 
 
 def restore_model(path: Path, payload: dict[str, Any], model: nn.Module) -> None:
-    """Load the model's state from a checkpoint, strictly.
-
-    Args:
-        path: the checkpoint, for the message.
-        payload: the result of `load_checkpoint`.
-        model: the model, built and prepared as when the checkpoint was written.
+    """Load the state from the payload of the checkpoint at `path`, strictly, into a model built and prepared as then.
 
     Raises:
         UserError: if the checkpoint is from another model, with the first tensor that differs.
@@ -162,10 +139,6 @@ def restore_model(path: Path, payload: dict[str, Any], model: nn.Module) -> None
 
 def save_float_weights(path: Path, model: nn.Module) -> None:
     """Write the model's state_dict atomically as safetensors; a shared tensor is written under all of its names.
-
-    Args:
-        path: the file; it is replaced if it exists.
-        model: any model, on any device.
 
     Raises:
         UserError: if the file cannot be written.

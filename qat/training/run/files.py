@@ -14,10 +14,6 @@ from qat.training.run.lock import check_folder
 def write_text(path: Path, text: str) -> None:
     """Write a text file as UTF-8, atomically: whenever the process ends, `path` has the old text or the new one.
 
-    Args:
-        path: the file; it is replaced if it exists.
-        text: the new content.
-
     Raises:
         UserError: if the file cannot be written.
     """

@@ -5,7 +5,6 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from qat.training.config.file import load_config
 from qat.training.config.schema import RunConfig
@@ -49,9 +48,7 @@ class RunFolder:
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.lock is not None:
             self.lock.release()
 
@@ -61,9 +58,6 @@ def open_run_folder(config: RunConfig) -> RunFolder:
 
     With `resume: auto`, the run continues in the given folder, or by default in the one with the highest number, if it
     has a last.pt. If there is none, a new run starts; if the run is finished, there is nothing to do.
-
-    Args:
-        config: its run_dir, name and resume choose the folder; the whole config is compared with a finished run's.
 
     Raises:
         UserError: if the folder is occupied, in use, unwritable or not a folder, its parent is missing, or it contains

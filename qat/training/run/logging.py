@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -35,9 +34,7 @@ class RunLog:
         self._events = EventFile(self.folder)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         events, self._events = self._events, None
         with suppress(UserError) if error is not None else nullcontext():  # a second error would hide the first
             if events is not None:
@@ -75,12 +72,8 @@ class RunLog:
 def progress_bar(batches: Iterable[Any], description: str | None, total: int) -> "tqdm[Any]":
     """Iterate with a bar on standard error that disappears at the end; a context manager, so that errors clear it too.
 
-    If standard error is a file, there is one line every 30 seconds, so that logs stay small.
-
-    Args:
-        batches: the batches to iterate over.
-        description: the text before the bar; None for no bar.
-        total: number of batches.
+    Without a description, the text before the bar, there is none. If standard error is a file, there is one line every
+    30 seconds, so that logs stay small.
     """
     terminal = sys.stderr is not None and sys.stderr.isatty()
     return tqdm(

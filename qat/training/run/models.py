@@ -24,9 +24,7 @@ logger = logging.getLogger("qat")
 def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
     """Build the float model that `config` names, on the CPU, with its weights.
 
-    Args:
-        config: the section `model` of a run's config; its num_classes takes precedence.
-        num_classes: number of classes of the data set, at least 1.
+    The config's `num_classes` takes precedence over the argument, the number of classes of the data set.
 
     Raises:
         UserError: for an unknown name, arguments or weights that do not fit, or a missing file or network.
@@ -149,10 +147,7 @@ def _users_model(config: ModelConfig, classes: int) -> nn.Module:
 
 def _takes_num_classes(builder: Callable[..., Any]) -> bool:
     try:
-        parameters = inspect.signature(builder).parameters
-    except ValueError:  # some callables written in C have no signature
+        inspect.signature(builder).bind_partial(num_classes=1)
+    except (TypeError, ValueError):  # ValueError: some callables written in C have no signature
         return False
-    named = parameters.get("num_classes")
-    if named is not None:
-        return named.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return True

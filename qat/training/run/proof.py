@@ -52,12 +52,13 @@ class Proof:
 
     def sentences(self) -> list[str]:
         """The lines for the log."""
-        lines = [f"ONNX Runtime: {_answers(self.results)}{self._most_differing()}"]
+        most = next(iter(self.results["layers"]["most_differing"].items()), None)
+        lines = [f"ONNX Runtime: {_answers(self.results)}" + (f", {most[1]:,} of them in {most[0]}" if most else "")]
         operators = self.results["operators"]
         left = ", ".join(f"{operators[name]} {name}" for name in FLOAT_OPERATORS if name in operators)
         if left:
             lines.append(f"ONNX Runtime computes these in float: {left}; layers.txt says which layers stay float")
-        default, layers = self.results.get("default_session"), _count_saturating(self.saturation)
+        default, layers = self.results.get("default_session"), self.results["saturation"]["layers"]
         if default and layers:
             lines.append(
                 "ONNX Runtime's default session adds pairs of products in 16 bits on this processor (no VNNI), where"
@@ -65,13 +66,9 @@ class Proof:
             )
         return lines
 
-    def _most_differing(self) -> str:
-        most = self.results["layers"]["most_differing"]
-        return next((f", {count:,} of them in {name}" for name, count in most.items()), "")
-
     def saturation_table(self) -> str:
         """The table for layers.txt of the layers that may saturate in 16-bit sums."""
-        layers = _count_saturating(self.saturation)
+        layers = self.results["saturation"]["layers"]
         if not layers:
             return "sums of two products fit 16 bits in every layer: exact on x86 without VNNI in any session"
         rows = [["layer", "channels", "may saturate", "largest sum"]] + [
@@ -83,12 +80,9 @@ class Proof:
 
 
 def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
-    """Run the file over the batches and compare its predictions, and every layer's integers on the first batch.
+    """Run the file of `export_onnx` over the batches, (images, labels), and compare it with the exported model.
 
-    Args:
-        path: the file of `export_onnx`.
-        model: the exported model.
-        batches: (images, labels); they are iterated several times.
+    Predictions are compared on all batches, every layer's integers on the first; they are iterated several times.
 
     Raises:
         UserError: if ONNX Runtime has no session with exact products on this machine.
@@ -109,10 +103,6 @@ def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
             compare_layers(path, model, images, default_session=True),
         )
     return Proof(results, layers, saturation)
-
-
-def _count_saturating(saturation: list[Saturation]) -> int:
-    return sum(bool(each.channels) for each in saturation)
 
 
 def _answers(found: dict[str, Any]) -> str:

@@ -38,12 +38,8 @@ def onnx_results(
 ) -> dict[str, Any]:
     """The `onnx` section of summary.json.
 
-    Args:
-        verification: the comparison over the whole validation split.
-        layers: the layer-by-layer comparison on one batch.
-        operators: the operators that ONNX Runtime runs after its optimisation, with their counts.
-        size: size of the file in bytes.
-        saturation: the saturation of every layer.
+    The predictions are verified on the whole validation split, the layers on one batch. The operators are those that
+    ONNX Runtime runs after its optimisation, with their counts; the size is in bytes.
     """
     return {
         **session_results(verification, layers),
