@@ -1,18 +1,35 @@
-"""A tiny quantized CNN and tiny batches, for the tests of training and evaluation."""
+"""A tiny quantized CNN and tiny batches for the tests of training, and what they read: a UserError, the curves."""
 
 import math
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
+from qat.training.errors import UserError
 
 CPU = torch.device("cpu")
 Outputs = namedtuple("Outputs", ["aux", "logits"])
+
+
+def user_error(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
+    """The sentences of the UserError that a call raises."""
+    with pytest.raises(UserError) as raised:
+        call(*arguments, **named)
+    return str(raised.value)
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """The points (step, value) that TensorBoard reads in a folder."""
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 class TinyBatches:

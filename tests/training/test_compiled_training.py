@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine import curves, stage_run, train
-from tiny_training import tiny_model
+from test_engine import stage_run, train
+from tiny_training import curves, tiny_model
 from torch import Tensor, nn
 
 from qat.training.config.schema import QATStageConfig

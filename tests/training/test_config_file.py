@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from pydantic import ValidationError
+from tiny_training import user_error
 from torch import nn
 
 from qat.recipe import QuantRecipe
@@ -14,7 +15,6 @@ from qat.targets import PROFILES
 from qat.training.config.error_messages import dotted, sentences_of
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.schema import RunConfig
-from qat.training.errors import UserError
 from qat.training.loop.preparation import build_recipe
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -23,12 +23,7 @@ TOP_KEYS = (
     "name, run_dir, resume, imports, seed, device, amp, channels_last, integer_forward, compile, cuda_graphs,"
     " log_every, model, data, float, qat, float_finetune, quantization, export"
 )
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def load(text: str, *overrides: str) -> RunConfig:
@@ -37,9 +32,7 @@ def load(text: str, *overrides: str) -> RunConfig:
 
 
 def problems(text: str, *overrides: str) -> list[str]:
-    with pytest.raises(UserError) as error:
-        load(text, *overrides)
-    return list(error.value.problems)
+    return user_error(load, text, *overrides).split("\n")
 
 
 # The shipped configs
@@ -55,20 +48,15 @@ def test_the_shipped_configs_are_the_four_of_the_readme() -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_config_survives_a_round_trip_through_yaml(name: str) -> None:
+def test_a_shipped_config_is_a_recipe_and_survives_a_round_trip_through_yaml(name: str) -> None:
     config = load_config(name, config_folder=CONFIGS)
     assert config.name == Path(name).stem
     text = dump_config(config)
     Path("resolved.yaml").write_text(text, encoding="utf-8")
     assert load_config("resolved.yaml") == config
     assert RunConfig.model_validate(yaml.safe_load(text)) == config  # other readers of YAML see the same
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_the_library_accepts_the_grids_of_a_shipped_config(name: str) -> None:
-    config = load_config(name, config_folder=CONFIGS).quantization
-    recipe = build_recipe(config)
-    assert (recipe.weight.bits, recipe.activation.bits) == (config.weight.bits, config.activation.bits)
+    recipe, grids = build_recipe(config.quantization), config.quantization
+    assert (recipe.weight.bits, recipe.activation.bits) == (grids.weight.bits, grids.activation.bits)
 
 
 def test_the_default_config_says_what_the_command_promises() -> None:
@@ -111,30 +99,25 @@ def test_no_such_file(folder: Path, path: str, sentence: str) -> None:
     (folder / "shipped").mkdir()
     (folder / "shipped" / "resnet_int8.yaml").write_text("")
     Path("mine.yaml").write_text("")
-    with pytest.raises(UserError) as error:
-        load_config(path, config_folder=folder / "shipped")
-    assert error.value.problems == (f"config {path!r}: {sentence.format(here=folder)}",)
+    said = user_error(load_config, path, config_folder=folder / "shipped")
+    assert said == f"config {path!r}: {sentence.format(here=folder)}"
 
 
 def test_no_config_anywhere(folder: Path) -> None:
-    with pytest.raises(UserError) as error:
-        load_config("r18")
-    assert str(error.value) == f"config 'r18': not found in {folder}; no config lies there"
+    assert user_error(load_config, "r18") == f"config 'r18': not found in {folder}; no config lies there"
 
 
 def test_a_file_that_is_not_text() -> None:
     Path("r18.yaml").write_bytes(b"seed: \xff")
-    with pytest.raises(UserError) as error:
-        load_config("r18.yaml")
-    assert str(error.value) == "r18.yaml: is not UTF-8 text; a config is a YAML file saved as UTF-8"
+    said = user_error(load_config, "r18.yaml")
+    assert said == "r18.yaml: is not UTF-8 text; a config is a YAML file saved as UTF-8"
 
 
 def test_a_config_of_the_config_folder_is_named_by_its_path(folder: Path) -> None:
     (folder / "configs").mkdir()
     (folder / "configs" / "a.yaml").write_text("quantization: {weigth: {bits: 4}}")
-    with pytest.raises(UserError) as error:
-        load_config("a", config_folder=folder / "configs")
-    assert str(error.value) == "configs/a.yaml: quantization.weigth: unknown key; did you mean 'weight'?"
+    said = user_error(load_config, "a", config_folder=folder / "configs")
+    assert said == "configs/a.yaml: quantization.weigth: unknown key; did you mean 'weight'?"
 
 
 # What is read
@@ -258,9 +241,7 @@ def test_first_and_last_bits_and_overrides_by_type_reach_the_recipe() -> None:
     ],
 )
 def test_a_grid_that_the_target_does_not_run(text: str, sentence: str) -> None:
-    with pytest.raises(UserError) as error:
-        build_recipe(load(text).quantization)
-    assert str(error.value) == sentence
+    assert user_error(build_recipe, load(text).quantization) == sentence
 
 
 # What cannot be read: the sentence after the file's name
@@ -331,7 +312,6 @@ BAD_FILES = [
     ("quantization: {target: tensort}", "quantization.target: unknown target 'tensort'; registered: onnxruntime, "
      "onnxruntime_x86, tensorrt, openvino, qnnpack, integer_only; did you mean 'tensorrt'?"),
     ("quantization: {target: 8}", "quantization.target: expected text, got 8; write it in quotes"),
-    ("quantization: {first_bit: 8}", "quantization.first_bit: unknown key; did you mean 'first_bits'?"),
     ("quantization: {overrides: {type:Linear: {weights: {bits: 4}}}}", "quantization.overrides.type:Linear.weights: "
      "unknown key; did you mean 'weight'?"),
     ("quantization: {overrides: {type: Linear}}", "quantization.overrides.type: expected a section (weight, "
@@ -381,16 +361,11 @@ BAD_OVERRIDES = [
     ("qat.lrr=0.1", "qat.lrr=0.1: unknown key; did you mean 'lr'?"),
     ("qat.lr=a\n", "'qat.lr=a\\n': expected a number > 0, got 'a'"),
     ("foo.a=1", f"foo.a=1: foo: unknown key; valid keys: {TOP_KEYS}"),
-    ("lr=0.1", "lr=0.1: unknown key; did you mean 'float.lr' or 'qat.lr'?"),
     ("qat.lr.x=1", "qat.lr.x=1: 'qat.lr' has no keys of its own; set it as qat.lr=..."),
     ("model.kwargs.a.b=1", "model.kwargs.a.b=1: 'model.kwargs.a' is 3, which has no keys of its own"),
-    ("qat.epochs=ten", "qat.epochs=ten: expected a whole number >= 0, got 'ten'"),
-    ("qat.epochs=", "qat.epochs=: expected a whole number >= 0, got null"),
     ("qat={epochs: ten}", "qat={epochs: ten}: qat.epochs: expected a whole number >= 0, got 'ten'"),
-    ("qat=3", "qat=3: expected a section (epochs, optimizer, lr, momentum, ...), got 3"),
     ("data.mean=[1]", "data.mean=[1]: expected a list of 3 numbers or null, got [1]"),
     ("data.mean=[1, a, 1]", "data.mean=[1, a, 1]: data.mean[1]: expected a number, got 'a'"),
-    ("amp=BF16", "amp=BF16: expected 'none', 'bf16' or 'fp16', got 'BF16'; did you mean 'bf16'?"),
     ("amp=fp16", "amp=fp16: 'fp16' needs a CUDA device; on device 'cpu' use 'bf16' or 'none'"),
     (
         "quantization.overrides.layer1.0.conv1.weight.bits=40",

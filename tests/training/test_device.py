@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from tiny_training import CPU, user_error
 
-from qat.training.errors import UserError
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -28,9 +26,7 @@ def test_device_names(name: str, count: int, expected: str, monkeypatch: pytest.
     monkeypatch.setattr("torch.cuda.is_available", lambda: count > 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     if expected.startswith("device"):
-        with pytest.raises(UserError) as raised:
-            pick_device(name)
-        assert str(raised.value) == expected
+        assert user_error(pick_device, name) == expected
     else:
         assert pick_device(name) == torch.device(expected)
 
@@ -41,9 +37,8 @@ def test_mixed_precision_on_the_cpu() -> None:
         assert (x @ x).dtype is torch.bfloat16
     with autocast(CPU, "none"):
         assert (x @ x).dtype is torch.float32
-    with pytest.raises(UserError) as raised:
-        autocast(CPU, "fp16")
-    assert str(raised.value) == "amp: 'fp16' needs a CUDA device; on device 'cpu' use 'bf16' or 'none'"
+    said = user_error(autocast, CPU, "fp16")
+    assert said == "amp: 'fp16' needs a CUDA device; on device 'cpu' use 'bf16' or 'none'"
 
 
 def test_seeds() -> None:
@@ -57,6 +52,6 @@ def test_seeds() -> None:
 
 def test_cuda_graphs_need_cuda() -> None:
     assert compile_mode(torch.device("cuda"), True) == "reduce-overhead"
-    assert compile_mode(torch.device("cuda"), False) is None and compile_mode(torch.device("cpu"), False) is None
-    with pytest.raises(UserError, match="cuda_graphs: true needs a CUDA device; on device 'cpu' leave it out"):
-        compile_mode(torch.device("cpu"), True)
+    assert compile_mode(torch.device("cuda"), False) is None and compile_mode(CPU, False) is None
+    said = user_error(compile_mode, CPU, True)
+    assert said == "cuda_graphs: true needs a CUDA device; on device 'cpu' leave it out"

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_training import CPU, Outputs, Returns, TinyBatches, tiny_model
+from tiny_training import CPU, Outputs, Returns, TinyBatches, curves, tiny_model, user_error
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qat.training.config.schema import QATStageConfig, RunConfig, StageConfig
-from qat.training.errors import UserError
 from qat.training.loop.engine import StageRun, evaluate, train_stage
 from qat.training.run.checkpoint import StageState, load_checkpoint, restore_model
 from qat.training.run.logging import RunLog
@@ -41,11 +40,11 @@ def train(run: StageRun, state: StageState | None = None) -> Any:
         return train_stage(run, state)
 
 
-def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder)).Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+def resume(run: StageRun) -> Any:
+    """Load last.pt of the run's folder into its model, and train on."""
+    checkpoint = load_checkpoint(run.folder / "last.pt")
+    restore_model(run.folder / "last.pt", checkpoint, run.model)
+    return train(run, StageState(**checkpoint["state"]))
 
 
 def test_a_step_is_smoothed_cross_entropy_with_auxiliary_losses_and_clipping(tmp_path: Path) -> None:
@@ -120,8 +119,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(stage: QATStageConfig
     checkpoint = load_checkpoint(tmp_path / "cut/last.pt")
     assert (checkpoint["stage"], checkpoint["epochs"]) == ("qat", 1)
     resumed = stage_run(tmp_path / "cut", tiny_model(seed=9), stage)
-    restore_model(tmp_path / "cut/last.pt", checkpoint, resumed.model)
-    result = train(resumed, StageState(**checkpoint["state"]))
+    result = resume(resumed)
 
     assert torch.equal(torch.rand(3), after)
     assert (result.top1, result.loss) == (expected.top1, expected.loss)
@@ -160,9 +158,7 @@ def test_resuming_a_finished_stage_changes_nothing(tmp_path: Path) -> None:
     expected = train(whole)
     after = torch.rand(3)
     again = stage_run(tmp_path, tiny_model(seed=9), STAGES[0])
-    checkpoint = load_checkpoint(tmp_path / "last.pt")
-    restore_model(tmp_path / "last.pt", checkpoint, again.model)
-    result = train(again, StageState(**checkpoint["state"]))
+    result = resume(again)
     assert torch.equal(torch.rand(3), after)
     assert (result.top1, result.loss) == (expected.top1, expected.loss)
     torch.testing.assert_close(dict(again.model.state_dict()), dict(whole.model.state_dict()), rtol=0, atol=0)
@@ -221,9 +217,7 @@ def test_nan_outputs_are_refused_without_training_too(tmp_path: Path) -> None:
     model = tiny_model()
     with torch.no_grad():
         model.fc.bias.fill_(math.nan)
-    with pytest.raises(UserError) as raised:
-        train(stage_run(tmp_path, model, StageConfig(epochs=0)))
-    assert str(raised.value) == (
+    assert user_error(train, stage_run(tmp_path, model, StageConfig(epochs=0))) == (
         "qat: the validation loss is nan without any training; try other weights (model.weights, model.checkpoint)"
     )
 
@@ -248,9 +242,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     stage: StageConfig, config: dict[str, Any], advice: str, tmp_path: Path
 ) -> None:
     run = stage_run(tmp_path, tiny_model(), stage, config=config, train=Poisoned())
-    with pytest.raises(UserError) as raised:
-        train(run)
-    assert str(raised.value) == f"qat: the training loss is nan in epoch 2, step 3; try {advice}"
+    assert user_error(train, run) == f"qat: the training loss is nan in epoch 2, step 3; try {advice}"
     checkpoint = load_checkpoint(tmp_path / "last.pt")
     assert checkpoint["epochs"] == 1
     assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
@@ -259,10 +251,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 def test_weights_broken_by_the_last_step_are_not_saved(tmp_path: Path) -> None:
     model = tiny_model()
     model.fc.weight.register_hook(lambda gradient: gradient * math.inf)
-    with pytest.raises(UserError) as raised:
-        train(stage_run(tmp_path, model, QATStageConfig(clip_grad_norm=None), train=TinyBatches(24)))
-    expected = "qat: the validation loss is nan in epoch 1; try a lower qat.lr (now 0.01) or qat.clip_grad_norm=1"
-    assert str(raised.value) == expected
+    said = user_error(train, stage_run(tmp_path, model, QATStageConfig(clip_grad_norm=None), train=TinyBatches(24)))
+    assert said == "qat: the validation loss is nan in epoch 1; try a lower qat.lr (now 0.01) or qat.clip_grad_norm=1"
     assert not (tmp_path / "last.pt").exists()
 
 
@@ -271,9 +261,8 @@ def test_no_whole_batch_is_a_sentence(tmp_path: Path) -> None:
         def __len__(self) -> int:
             return 0
 
-    with pytest.raises(UserError) as raised:
-        train(stage_run(tmp_path, tiny_model(), StageConfig(), train=Nothing()))
-    assert str(raised.value) == "data.batch_size: 64 leaves no whole training batch; reduce it"
+    said = user_error(train, stage_run(tmp_path, tiny_model(), StageConfig(), train=Nothing()))
+    assert said == "data.batch_size: 64 leaves no whole training batch; reduce it"
 
 
 class CountReads(TorchDispatchMode):
@@ -315,8 +304,6 @@ def test_training_on_cuda_resumes(amp: str, tmp_path: Path) -> None:
     cut = stage_run(tmp_path / "cut", tiny_model(), stage, config=config, train=TinyBatches(fail_at=(1, 4)))
     with pytest.raises(KeyboardInterrupt):
         train(replace(cut, device=device))
-    checkpoint = load_checkpoint(tmp_path / "cut/last.pt")
     resumed = replace(stage_run(tmp_path / "cut", tiny_model(9), stage, config=config), device=device)
-    restore_model(tmp_path / "cut/last.pt", checkpoint, resumed.model)
-    train(resumed, StageState(**checkpoint["state"]))
+    resume(resumed)
     torch.testing.assert_close(dict(resumed.model.state_dict()), dict(whole.model.state_dict()), rtol=1e-2, atol=1e-3)

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_training import CPU, Outputs, Returns, TinyBatches, tiny_model
+from tiny_training import CPU, Outputs, Returns, TinyBatches, tiny_model, user_error
 
 from qat.training.config.schema import QATStageConfig, StageConfig
-from qat.training.errors import UserError
 from qat.training.loop.evaluation import Evaluation, evaluate
 from qat.training.loop.stage_warnings import warnings_about
 
@@ -52,23 +51,19 @@ def test_evaluation_leaves_no_trace() -> None:
 
 def test_evaluation_restores_the_model_after_a_failure() -> None:
     model = Returns(lambda y: y[0]).train()
-    with pytest.raises(UserError) as raised:
-        evaluate(model, TinyBatches(7), CPU)
-    assert str(raised.value) == "model: it must return logits of shape (7, classes), but returned (2,)"
+    said = user_error(evaluate, model, TinyBatches(7), CPU)
+    assert said == "model: it must return logits of shape (7, classes), but returned (2,)"
     assert model.training and model.fc.training
 
 
 @pytest.mark.parametrize(("wrap", "got"), [(lambda y: {"loss": y}, "dict"), (lambda y: [], "list")])
 def test_a_model_without_logits_is_a_sentence(wrap: Any, got: str) -> None:
-    with pytest.raises(UserError) as raised:
-        evaluate(Returns(wrap), TinyBatches(7), CPU)
-    assert str(raised.value) == f"model: it must return logits of shape (7, classes), but returned {got}"
+    said = user_error(evaluate, Returns(wrap), TinyBatches(7), CPU)
+    assert said == f"model: it must return logits of shape (7, classes), but returned {got}"
 
 
 def test_an_empty_split_is_a_sentence() -> None:
-    with pytest.raises(UserError) as raised:
-        evaluate(tiny_model(), [], CPU)
-    assert str(raised.value) == "data: the split to evaluate on has no images"
+    assert user_error(evaluate, tiny_model(), [], CPU) == "data: the split to evaluate on has no images"
 
 
 def evaluation(top1: float, most_common: float, count: int) -> Evaluation:

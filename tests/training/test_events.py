@@ -4,24 +4,18 @@ import io
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_training import curves, user_error
 
 from qat.training.errors import UserError
 from qat.training.run.events import EventFile
 from qat.training.run.logging import RunLog
 
 
-def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    read = EventAccumulator(str(folder))
-    read.Reload()
-    return {tag: [(point.step, point.value) for point in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
-
-
 def test_tensorboard_reads_a_point_as_soon_as_it_is_added(tmp_path: Path) -> None:
     events = EventFile(tmp_path)
     events.scalar("qat/val_top1", 50.0, 3)
     events.scalar("scale/0.weight_quantizer", 0.25, 3)
-    assert points(tmp_path) == {"qat/val_top1": [(3, 50.0)], "scale/0.weight_quantizer": [(3, 0.25)]}
+    assert curves(tmp_path) == {"qat/val_top1": [(3, 50.0)], "scale/0.weight_quantizer": [(3, 0.25)]}
     events.close()
 
 
@@ -33,7 +27,7 @@ def test_a_resumed_run_hides_later_points_of_the_stopped_one(tmp_path: Path) -> 
         log.resume(1)
         for step in (2, 3):
             log.scalar("loss", 0.5, step)
-    assert points(tmp_path) == {"loss": [(0, 1.0), (1, 1.0), (2, 0.5), (3, 0.5)]}
+    assert curves(tmp_path) == {"loss": [(0, 1.0), (1, 1.0), (2, 0.5), (3, 0.5)]}
     assert len({path.name for path in tmp_path.iterdir()}) == 3
 
 
@@ -58,9 +52,8 @@ def test_a_full_disk_is_a_sentence_and_hides_no_other_error(tmp_path: Path) -> N
             if error is not None:
                 raise error
         assert str(raised.value) == expected
-    with pytest.raises(UserError) as raised:
-        EventFile(tmp_path / "gone")
-    assert str(raised.value) == f"{tmp_path}/gone: cannot write the curves (No such file or directory)"
+    said = user_error(EventFile, tmp_path / "gone")
+    assert said == f"{tmp_path}/gone: cannot write the curves (No such file or directory)"
 
 
 def _fill_the_disk(log: RunLog) -> None:

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 
 import pytest
+from tiny_training import user_error
 
 from qat.training.data.image_folder import read_image_folder
-from qat.training.errors import UserError
 
 
 @pytest.fixture
@@ -30,9 +30,7 @@ def listed(root: Path, split: str = "train") -> list[tuple[str, int]]:
 
 
 def refusal(root: Path) -> str:
-    with pytest.raises(UserError) as raised:
-        read_image_folder(root)
-    return str(raised.value)
+    return user_error(read_image_folder, root)
 
 
 def test_files_come_by_class_then_folder_then_name(root: Path) -> None:
@@ -116,6 +114,32 @@ def test_validation_on_training_images_gives_a_warning(root: Path, caplog: pytes
     with caplog.at_level(logging.WARNING, logger="qat"):
         assert len(listed(root, "val")) == 5
     assert caplog.messages == [f"data.root: 1 images of val are images of train too ('{root}/val/cat/9.png' first)"]
+
+
+def test_folders_that_are_missing_or_empty_are_refused(tmp_path: Path) -> None:
+    root = tmp_path / "a"
+    layout = f"expected {root}/train/<class>/ and {root}/val/<class>/"
+    assert refusal(root) == f"data.root: '{root}' is not a folder; {layout}"
+    root.mkdir()
+    assert refusal(root) == f"data.root: '{root}' has no folder train and no folder val; {layout}"
+    (root / "train").mkdir()
+    (root / "test").mkdir()
+    assert refusal(root) == f"data.root: '{root}' has no folder val; {layout}"
+    (root / "val").mkdir()
+    assert refusal(root) == f"data.root: '{root}/train' holds no class folders; {layout}"
+    for name in (*(f"train/c{index}" for index in range(8)), "val/c0", "val/d"):
+        (root / name).mkdir()
+    assert refusal(root) == (
+        f"data.root: '{root}': train and val need the same class folders; only in train: c1, c2, c3, c4, c5 and 2 "
+        "more; only in val: d"
+    )
+
+
+def test_a_class_without_images_is_refused(root: Path) -> None:
+    for image in (root / "train" / "dog").iterdir():
+        image.unlink()
+    kinds = ".jpg .jpeg .png .ppm .bmp .pgm .tif .tiff .webp"
+    assert refusal(root) == f"data.root: '{root}/train' has class folders without images ({kinds}): dog"
 
 
 def test_files_and_folders_that_cannot_be_read_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import math
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,32 @@ import pytest
 import torch
 import torchvision
 from safetensors.torch import save_file
+from tiny_training import user_error
 from torch import Tensor, nn
 
 from qat.training.config.schema import ModelConfig
-from qat.training.errors import UserError
 from qat.training.run.checkpoint import save_float_weights
 from qat.training.run.models import build_model
 
 NO_HASH = re.compile("(?!)")
 """A pattern that matches no file name, because the files of these tests are not the published ones."""
+
+OWN_NETS = """\
+from torch import nn
+def net(num_classes, width=4):
+    return nn.Sequential(nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.Linear(width, num_classes))
+def fixed():
+    return nn.Linear(2, 3)
+def broken(**kwargs):
+    raise RuntimeError("two\\nlines")
+class Nets:
+    linear = nn.Linear
+def number():
+    return 3
+WIDTH = 8
+"""
+FILES = {"own_nets.py": OWN_NETS}
+FORMATS = "it must be .safetensors, or a dict of tensors written by torch.save"
 
 SMALL = "squeezenet1_1"  # 1.2 million parameters, and its classifier is a convolution
 
@@ -35,9 +51,16 @@ def build(classes: int = 10, /, **fields: Any) -> nn.Module:
 
 
 def refusal(classes: int = 10, /, **fields: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        build(classes, **fields)
-    return str(caught.value)
+    return user_error(build, classes, **fields)
+
+
+def own(**fields: Any) -> nn.Module:
+    """The model `net` of the user's module for 5 classes."""
+    return build(5, name="own_nets:net", **fields)
+
+
+def refused(checkpoint: str) -> str:
+    return user_error(own, checkpoint=checkpoint)
 
 
 def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
@@ -59,26 +82,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's module `own_nets`, in the current folder."""
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "own_nets.py"
-    path.write_text(
-        "from torch import nn\n"
-        "def net(num_classes, width=4):\n"
-        "    return nn.Sequential(nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.Linear(width, num_classes))\n"
-        "def fixed():\n"
-        "    return nn.Linear(2, 3)\n"
-        "def broken(**kwargs):\n"
-        "    raise RuntimeError('two\\nlines')\n"
-        "class Nets:\n"
-        "    linear = nn.Linear\n"
-        "def number():\n"
-        "    return 3\n"
-        "WIDTH = 8\n"
-    )
-    yield path
-    sys.modules.pop("own_nets", None)
+def module(folder: Path) -> Path:
+    return folder / "own_nets.py"
 
 
 def test_a_torchvision_builder_gets_classes_and_kwargs() -> None:
@@ -96,34 +101,18 @@ def test_deprecation_warnings_about_init_weights_are_suppressed() -> None:
     ("fields", "expected"),
     [
         (
-            {"name": "resnet81"},
-            "model.name: 'resnet81' is no classification model of torchvision; did you mean 'resnet18'?",
+            {"name": "ResNet81"},
+            "model.name: 'ResNet81' is no classification model of torchvision; did you mean 'resnet18'?",
         ),
-        (
-            {"name": "ResNet18"},
-            "model.name: 'ResNet18' is no classification model of torchvision; did you mean 'resnet18'?",
-        ),
-        (
-            {"name": "xyz"},
-            "model.name: 'xyz' is no classification model of torchvision, nor package.module:callable",
-        ),
+        ({"name": "xyz"}, "model.name: 'xyz' is no classification model of torchvision, nor package.module:callable"),
         (
             {"name": "resnet18", "kwargs": {"depth": 3}},
             "model.kwargs: {'depth': 3} do not fit resnet18 "
             "(TypeError: ResNet.__init__() got an unexpected keyword argument 'depth')",
         ),
-        (
-            {"kwargs": {"num_classes": 3}},
-            "model.kwargs: num_classes has a field of its own; set model.num_classes",
-        ),
-        (
-            {"kwargs": {"pretrained": True}},
-            "model.kwargs: pretrained has a field of its own; set model.weights",
-        ),
-        (
-            {"num_classes": 9},
-            "model.num_classes: 9 is fewer than the data set's 10 classes",
-        ),
+        ({"kwargs": {"num_classes": 3}}, "model.kwargs: num_classes has a field of its own; set model.num_classes"),
+        ({"kwargs": {"pretrained": True}}, "model.kwargs: pretrained has a field of its own; set model.weights"),
+        ({"num_classes": 9}, "model.num_classes: 9 is fewer than the data set's 10 classes"),
         (
             {"weights": "DEFAULT", "checkpoint": "x.pt"},
             "model.weights: 'DEFAULT' and model.checkpoint: 'x.pt' exclude each other; keep one of them",
@@ -224,10 +213,7 @@ def test_own_models_come_from_the_current_folder(module: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        (
-            {"name": "own_nets:"},
-            "model.name: 'own_nets:' is incomplete; write package.module:callable",
-        ),
+        ({"name": "own_nets:"}, "model.name: 'own_nets:' is incomplete; write package.module:callable"),
         (
             {"name": "own_net:net"},
             "model.name: no module 'own_net' for 'own_net:net', neither in the current folder '{folder}' nor installed",
@@ -239,10 +225,7 @@ def test_own_models_come_from_the_current_folder(module: Path) -> None:
         ),
         ({"name": "own_nets:nett"}, "model.name: 'own_nets' has no 'nett'; did you mean 'net'?"),
         ({"name": "own_nets:WIDTH"}, "model.name: 'own_nets:WIDTH' is int; it must be callable"),
-        (
-            {"name": "own_nets:number"},
-            "model.name: 'own_nets:number' returned int; it must return a torch.nn.Module",
-        ),
+        ({"name": "own_nets:number"}, "model.name: 'own_nets:number' returned int; it must return a torch.nn.Module"),
         (
             {"name": "own_nets:broken"},
             "model.name: 'own_nets:broken' failed (RuntimeError: two lines, {folder}/own_nets.py:7)",
@@ -281,24 +264,24 @@ def test_own_modules_that_cannot_be_imported(module: Path) -> None:
 @pytest.mark.parametrize("nest", ["state_dict", "model", None])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
 def test_a_checkpoint_may_be_nested_and_prefixed(module: Path, nest: str | None, prefix: str) -> None:
-    state = build(5, name="own_nets:net").state_dict()
+    state = own().state_dict()
     named = OrderedDict((prefix + key, value) for key, value in state.items())
     torch.save({nest: named, "epoch": 3} if nest else named, "x.pt")
-    assert equal(build(5, name="own_nets:net", checkpoint="x.pt").state_dict(), state)
+    assert equal(own(checkpoint="x.pt").state_dict(), state)
 
 
 def test_a_safetensors_checkpoint_may_lack_the_step_counters(module: Path) -> None:
-    state = build(5, name="own_nets:net").state_dict()
+    state = own().state_dict()
     save_file({key: value + 1 for key, value in state.items() if value.dim()}, "x.safetensors")
-    loaded = build(5, name="own_nets:net", checkpoint="x.safetensors").state_dict()
+    loaded = own(checkpoint="x.safetensors").state_dict()
     assert equal(loaded, {key: value + 1 if value.dim() else value for key, value in state.items()})
 
 
 def test_a_model_that_is_named_module_inside_keeps_its_prefix(module: Path) -> None:
     module.write_text("from torch import nn\ndef net():\n    return nn.ModuleDict({'module': nn.Linear(2, 3)})\n")
-    state = build(name="own_nets:net").state_dict()
+    state = own().state_dict()
     torch.save(state, "x.pt")
-    assert equal(build(name="own_nets:net", checkpoint="x.pt").state_dict(), state)
+    assert equal(own(checkpoint="x.pt").state_dict(), state)
 
 
 def test_weights_of_older_layer_versions_load(tmp_path: Path) -> None:
@@ -311,7 +294,7 @@ def test_weights_of_older_layer_versions_load(tmp_path: Path) -> None:
 
 def changed(**changes: Tensor | None) -> dict[str, Tensor]:
     """The weights of own_nets:net for 5 classes with some replaced, added or (None) removed."""
-    state: dict[str, Tensor | None] = dict(build(5, name="own_nets:net").state_dict())
+    state: dict[str, Tensor | None] = dict(own().state_dict())
     state |= {key.replace("_0", "0.").replace("_2", "2."): value for key, value in changes.items()}
     return {key: value for key, value in state.items() if value is not None}
 
@@ -344,7 +327,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     module: Path, changes: dict[str, Tensor | None], expected: str
 ) -> None:
     torch.save(changed(**changes), "x.pt")
-    assert refusal(5, name="own_nets:net", checkpoint="x.pt") == f"model.checkpoint: 'x.pt' {expected}"
+    assert refused("x.pt") == f"model.checkpoint: 'x.pt' {expected}"
 
 
 @pytest.mark.parametrize(
@@ -369,15 +352,14 @@ def test_weights_of_another_kind_are_refused(
     state = changed(**changes)
     torch.save(state, "x.pt")
     save_file(state, "x.safetensors")
-    said = refusal(5, name="own_nets:net", checkpoint=f"x.{suffix}")
-    assert said == f"model.checkpoint: 'x.{suffix}': {problem}; it must be a file of float weights"
+    assert refused(f"x.{suffix}") == f"model.checkpoint: 'x.{suffix}': {problem}; it must be a file of float weights"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_floating_point_weights_of_another_width_load(module: Path, dtype: torch.dtype) -> None:
     state = {key: value.to(dtype) if value.is_floating_point() else value for key, value in changed().items()}
     torch.save(state, "x.pt")
-    loaded = build(5, name="own_nets:net", checkpoint="x.pt").state_dict()
+    loaded = own(checkpoint="x.pt").state_dict()
     assert equal(loaded, {key: value.to(loaded[key].dtype) for key, value in state.items()})
 
 
@@ -386,22 +368,15 @@ def test_infinite_values_load_where_the_model_has_them(module: Path) -> None:
         "import torch\nfrom torch import nn\ndef net():\n    model = nn.Linear(2, 3)\n"
         "    model.register_buffer('mask', torch.tensor([0.0, -float('inf')]))\n    return model\n"
     )
-    state = build(name="own_nets:net").state_dict()
+    state = own().state_dict()
     torch.save(state, "x.pt")
-    assert equal(build(name="own_nets:net", checkpoint="x.pt").state_dict(), state)
-
-
-def test_tensors_without_plain_data_are_refused(module: Path) -> None:
-    torch.save(changed(_2bias=torch.ones(5, device="meta")), "x.pt")
-    said = refusal(5, name="own_nets:net", checkpoint="x.pt")
-    formats = "it must be .safetensors, or a dict of tensors written by torch.save"
-    assert said == f"model.checkpoint: 'x.pt' holds something else than weights; {formats}"
+    assert equal(own(checkpoint="x.pt").state_dict(), state)
 
 
 def test_damaged_weights_are_not_trained_on(module: Path) -> None:
     state = changed(_2weight=torch.full((5, 4), 0.123))
     torch.save(state, "x.pt")
-    save_float_weights(Path("x.safetensors"), build(5, name="own_nets:net", checkpoint="x.pt"))
+    save_float_weights(Path("x.safetensors"), own(checkpoint="x.pt"))
     for name, reason in (
         ("x.pt", "the checksum of x/data/7 is wrong"),
         ("x.safetensors", "its tensors are not those that were written"),
@@ -409,25 +384,31 @@ def test_damaged_weights_are_not_trained_on(module: Path) -> None:
         content = bytearray(Path(name).read_bytes())
         content[content.index(torch.full((5, 4), 0.123).numpy().tobytes())] ^= 1
         Path(name).write_bytes(content)
-        said = refusal(5, name="own_nets:net", checkpoint=name)
-        assert said == f"model.checkpoint: '{name}' is damaged ({reason}); take another copy of it"
+        assert refused(name) == f"model.checkpoint: '{name}' is damaged ({reason}); take another copy of it"
 
 
-def test_files_without_weights_are_refused(module: Path, tmp_path: Path) -> None:
-    def said(path: str) -> str:
-        return refusal(5, name="own_nets:net", checkpoint=path)
+def test_absent_files_are_refused(module: Path) -> None:
+    folder = module.parent
+    assert refused("x.pt") == f"model.checkpoint: 'x.pt' does not exist (looked in '{folder}')"
+    assert refused(f"{folder}/x.pt") == f"model.checkpoint: '{folder}/x.pt' does not exist"
+    assert refused(str(folder)) == f"model.checkpoint: '{folder}' is a folder"
 
-    formats = "it must be .safetensors, or a dict of tensors written by torch.save"
-    assert said("x.pt") == f"model.checkpoint: 'x.pt' does not exist (looked in '{tmp_path}')"
-    assert said(f"{tmp_path}/x.pt") == f"model.checkpoint: '{tmp_path}/x.pt' does not exist"
-    assert said(str(tmp_path)) == f"model.checkpoint: '{tmp_path}' is a folder"
-    Path("x.pt").write_bytes(b"garbage")
-    assert said("x.pt") == f"model.checkpoint: 'x.pt' is not a file of weights; {formats}"
-    torch.save(nn.Linear(2, 2), "x.pt")  # a pickled module: loading it would run code
-    assert said("x.pt") == f"model.checkpoint: 'x.pt' is not a file of weights; {formats}"
-    torch.save({"epoch": 3}, "x.pt")
-    assert said("x.pt") == f"model.checkpoint: 'x.pt' holds something else than weights; {formats}"
-    torch.save({}, "x.pt")
-    assert said("x.pt") == "model.checkpoint: 'x.pt' holds no weights"
-    Path("x.safetensors").write_bytes(b"garbage")
-    assert said("x.safetensors").startswith("model.checkpoint: 'x.safetensors' is not a safetensors file (")
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"garbage", f"is not a file of weights; {FORMATS}"),
+        (nn.Linear(2, 2), f"is not a file of weights; {FORMATS}"),  # pickled: loading it would run code
+        ({"epoch": 3}, f"holds something else than weights; {FORMATS}"),
+        ({"2.bias": torch.ones(5, device="meta")}, f"holds something else than weights; {FORMATS}"),
+        ({}, "holds no weights"),
+    ],
+)
+def test_files_without_weights_are_refused(module: Path, content: Any, problem: str) -> None:
+    if isinstance(content, bytes):
+        Path("x.pt").write_bytes(content)
+        Path("x.safetensors").write_bytes(content)
+        assert refused("x.safetensors").startswith("model.checkpoint: 'x.safetensors' is not a safetensors file (")
+    else:
+        torch.save(content, "x.pt")
+    assert refused("x.pt") == f"model.checkpoint: 'x.pt' {problem}"

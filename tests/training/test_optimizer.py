@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from tiny_training import user_error
 from torch import Tensor, nn
 
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
 from qat.training.config.schema import QATStageConfig, StageConfig
-from qat.training.errors import UserError
 from qat.training.loop.ema import EMA
 from qat.training.loop.optimizer import build_optimizer, build_schedule, parameter_groups
 
@@ -76,9 +76,8 @@ def test_without_qat_quantizers_have_the_plain_learning_rate_and_empty_groups_ar
 
 
 def test_nothing_to_train_is_a_sentence() -> None:
-    with pytest.raises(UserError) as raised:
-        parameter_groups(nn.Linear(2, 2).requires_grad_(False), StageConfig())
-    assert raised.value.problems == ("model: it has no trainable parameter; set epochs to 0 or unfreeze some",)
+    said = user_error(parameter_groups, nn.Linear(2, 2).requires_grad_(False), StageConfig())
+    assert said == "model: it has no trainable parameter; set epochs to 0 or unfreeze some"
 
 
 def run_steps(model: nn.Module, stage: StageConfig, gradients: list[list[np.ndarray]]) -> None:

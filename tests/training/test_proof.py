@@ -1,13 +1,11 @@
 """A run's proof on either kind of processor: both rows, the sentences, and the layers that may saturate."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train import CONFIG, TINY_MODEL
+from test_train import CONFIG, TINY_MODEL, start, summary
 
-import train
 from qat.export import LayerDifference, Saturation, Verification
 from qat.export.onnxruntime import default_session
 from qat.kernels.cpu import onednn, processor
@@ -16,22 +14,15 @@ from qat.training.run.proof import Proof
 from qat.training.run.report import onnx_results, session_results, write_summary
 
 DEFAULT_ROW = "ONNX Runtime, default session"
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "provenmodels.py").write_text(TINY_MODEL)
-    (tmp_path / "tiny.yaml").write_text(CONFIG.replace("tinymodels", "provenmodels"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+FILES = {"tinymodels.py": TINY_MODEL, "tiny.yaml": CONFIG}
+UNTRAINED = ("run_dir=run", "float.epochs=0", "qat.epochs=0")
 
 
 def finished(folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[dict[str, Any], str, str]:
     """The summary's `onnx`, what was printed, and layers.txt."""
-    assert train.main(["--config", "tiny.yaml", "float.epochs=1", "qat.epochs=0", "run_dir=run", *overrides]) == 0
+    assert start(*UNTRAINED, "float.epochs=1", *overrides) == 0
     run = folder / "run"
-    found = json.loads((run / "summary.json").read_text())["onnx"]
-    return found, capsys.readouterr().out, (run / "layers.txt").read_text()
+    return summary(run)["onnx"], capsys.readouterr().out, (run / "layers.txt").read_text()
 
 
 def test_without_vnni_the_default_session_has_a_row_and_a_sentence(
@@ -68,11 +59,7 @@ def test_with_vnni_there_is_one_row(
 
 
 @pytest.mark.parametrize(
-    "override",
-    [
-        "quantization.target=onnxruntime_x86",
-        "quantization.overrides={'*': {weight: {max_magnitude: 64}}}",
-    ],
+    "override", ["quantization.target=onnxruntime_x86", "quantization.overrides={'*': {weight: {max_magnitude: 64}}}"]
 )
 def test_a_model_that_cannot_saturate_needs_no_sentence(
     override: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -96,21 +83,18 @@ def test_a_processor_without_exact_products_is_a_sentence(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(default_session, "multiplies_exactly", lambda with_option: False)
-    assert train.main(["--config", "tiny.yaml", "run_dir=x", "float.epochs=0", "qat.epochs=0"]) == 2
+    assert start(*UNTRAINED) == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"{folder}/x/model.onnx: ONNX Runtime ") and said.endswith("without the proof")
+    assert said.startswith(f"{folder}/run/model.onnx: ONNX Runtime ") and said.endswith("without the proof")
 
 
 @pytest.mark.parametrize("asked", [None, "no-vnni", "vnni"])
-def test_the_summary_names_the_processor(
-    asked: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_summary_names_the_processor(asked: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(processor.VARIABLE, raising=False)
     if asked is not None:
         monkeypatch.setenv(processor.VARIABLE, asked)
-    command = ["--config", "tiny.yaml", "run_dir=x", "float.epochs=0", "qat.epochs=0", "export.onnx=false"]
-    assert train.main(command) == 0
-    machine = json.loads((folder / "x" / "summary.json").read_text())["machine"]
+    assert start(*UNTRAINED, "export.onnx=false") == 0
+    machine = summary(folder / "run")["machine"]
     assert machine["exact_integer_products"] == {
         "torch": onednn.is_exact_natively(),
         "onnxruntime_default": default_session.multiplies_exactly(with_option=False),
@@ -128,7 +112,7 @@ def test_an_unknown_kind_of_processor_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(processor.VARIABLE, "amd")
-    assert train.main(["--config", "tiny.yaml"]) == 2
+    assert start() == 2
     assert capsys.readouterr().err == "QAT_PROCESSOR must be vnni, no-vnni or unset, got 'amd'\n"
 
 

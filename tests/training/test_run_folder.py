@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_training import user_error
 
 from qat.training.config.file import dump_config
 from qat.training.config.schema import RunConfig
@@ -13,11 +14,7 @@ from qat.training.errors import UserError
 from qat.training.run import folder as run_folder
 from qat.training.run.folder import RunFolder, open_run_folder
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def make(*files: str) -> None:
@@ -32,10 +29,9 @@ def make(*files: str) -> None:
 
 def refusal(config: RunConfig) -> str:
     before = {path: path.is_file() and path.read_text() for path in Path().rglob("*")}
-    with pytest.raises(UserError) as raised:
-        open_run_folder(config)
+    said = user_error(open_run_folder, config)
     assert {path: path.is_file() and path.read_text() for path in Path().rglob("*")} == before
-    return str(raised.value)
+    return said
 
 
 def test_default_folders_are_numbered() -> None:
@@ -159,31 +155,21 @@ def test_a_folder_with_only_leftovers_of_a_killed_run_counts_as_empty(resume: st
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_a_given_folder_may_be_new_or_empty(resume: str) -> None:
     make("empty/")
-    for name in ("new", "empty"):
+    for name in ("new", "empty", "no/such/parent"):
         assert open_run_folder(RunConfig(run_dir=name, resume=resume)) == RunFolder(Path(name).absolute(), None)
         assert Path(name).is_dir()
 
 
 def test_a_given_folder_is_resumed() -> None:
     make("mine/last.pt")
-    assert open_run_folder(RunConfig(run_dir="mine", resume="auto")) == RunFolder(
-        Path("mine").absolute(), Path("mine/last.pt")
-    )
-
-
-def test_missing_parents_are_created() -> None:
-    assert open_run_folder(RunConfig(run_dir="no/such")) == RunFolder(Path("no/such").absolute(), None)
-    assert Path("no/such").is_dir()
+    found = open_run_folder(RunConfig(run_dir="mine", resume="auto"))
+    assert found == RunFolder(Path("mine").absolute(), Path("mine/last.pt"))
 
 
 @pytest.mark.parametrize(
     ("run_dir", "resume", "sentence"),
     [
-        (
-            "mine",
-            "never",
-            "run_dir: 'mine' is not empty; choose another, or set resume=auto to go on from its last.pt",
-        ),
+        ("mine", "never", "run_dir: 'mine' is not empty; choose another, or set resume=auto to go on from its last.pt"),
         ("other", "auto", "run_dir: 'other' is not empty and has no last.pt to go on from; choose another"),
         ("file", "auto", "run_dir: 'file' is not a folder; choose another"),
         ("file/x", "never", "run_dir: 'file/x': cannot use it (Not a directory); choose another"),
@@ -206,7 +192,7 @@ def test_a_file_named_runs_is_refused() -> None:
     assert refusal(RunConfig(name="x")) == "runs: cannot read the folder of runs (Not a directory); set run_dir"
 
 
-def test_unwritable_folders(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_folders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make("runs/x/last.pt", "empty/")
     if os.geteuid() == 0:  # root may write anywhere: let the system say what it tells others
         monkeypatch.setattr("os.access", lambda path, mode: False)
@@ -217,8 +203,8 @@ def test_unwritable_folders(here: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
         monkeypatch.setattr(Path, "mkdir", refuse)
     else:
-        for folder in (here / "runs/x", here / "runs", here / "empty", here):
-            folder.chmod(0o555)
+        for name in ("runs/x", "runs", "empty", "."):
+            (folder / name).chmod(0o555)
     try:
         unwritable = "this folder is not writable; choose another run_dir or change its permissions"
         assert refusal(RunConfig(run_dir="empty")) == f"empty: {unwritable}"
@@ -227,5 +213,5 @@ def test_unwritable_folders(here: Path, monkeypatch: pytest.MonkeyPatch) -> None
         sentence = "run_dir: 'new': cannot use it (Permission denied); choose another"
         assert refusal(RunConfig(run_dir="new")) == sentence
     finally:
-        for folder in (here, here / "runs", here / "runs/x", here / "empty"):
-            folder.chmod(0o755)
+        for name in (".", "empty", "runs", "runs/x"):
+            (folder / name).chmod(0o755)

@@ -1,14 +1,10 @@
 """train.py with models that depend on the input size (transformers with windows), and models prepared in parts."""
 
-import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-
-import train
+from test_train import start, summary
 
 MODELS = """
 import torch
@@ -58,24 +54,12 @@ qat: {epochs: 1, lr: 0.001, optimizer: adamw}
 quantization: {calibration_batches: 2}
 log_every: 2
 """
+FILES = {"manymodels.py": MODELS, "tiny.yaml": CONFIG}
 FLOAT_PRODUCTS = {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "MatMulNBits", "Einsum"}
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "manymodels.py").write_text(MODELS)
-    (tmp_path / "tiny.yaml").write_text(CONFIG)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "manymodels", raising=False)
-    return tmp_path
-
-
 def run(model: str, *arguments: str) -> int:
-    return train.main(["--config", "tiny.yaml", "run_dir=run", f"model.name=manymodels:{model}", *arguments])
-
-
-def found(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "run" / "summary.json").read_text()))
+    return start("run_dir=run", f"model.name=manymodels:{model}", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -91,11 +75,11 @@ def found(folder: Path) -> dict[str, Any]:
 )
 def test_models_that_depend_on_the_image_size(folder: Path, model: str, arguments: list[str]) -> None:
     assert run(model, *arguments) == 0
-    summary = found(folder)
-    onnx = summary["onnx"]
+    found = summary(folder / "run")
+    onnx = found["onnx"]
     # 64 images; integer_only's logits have only 256 values, of which two classes may share the largest.
     assert onnx["agreement"] >= (0.95 if "integer_only" in str(arguments) else 0.995)
-    assert abs(onnx["top1"] - summary["qat"]["top1"]) <= 100 / 64
+    assert abs(onnx["top1"] - found["qat"]["top1"]) <= 100 / 64
     layers = onnx["layers"]
     # ONNX Runtime's integer softmax has fixed-point arithmetic of its own: its last level may be another.
     most = layers["most_differing"] if "integer_only" in str(arguments) else {}
@@ -120,8 +104,8 @@ def test_a_model_prepared_in_parts_trains_without_an_export(folder: Path, capsys
     )
     assert not (folder / "run").exists()
     assert run("Parts", "export.onnx=false") == 0
-    summary = found(folder)
-    assert "onnx" not in summary and summary["qat"]["top1"] >= 0
+    found = summary(folder / "run")
+    assert "onnx" not in found and found["qat"]["top1"] >= 0
     table = (folder / "run" / "layers.txt").read_text()
     assert "prepared in parts" in table and "body.2 " in table and "not calibrated" not in table
     assert run("Parts", "export.onnx=false", "quantization.first_bits=4", "run_dir=other") == 2
@@ -129,14 +113,3 @@ def test_a_model_prepared_in_parts_trains_without_an_export(folder: Path, capsys
         "quantization: prepare: first_bits=4 needs a model with one graph, and torch.fx cannot trace Parts: the way"
         " through the model depends on the values of a tensor; use overrides"
     )
-
-
-def test_a_target_that_does_not_run_the_grids_is_refused_at_once(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("vit", "quantization.target=tensorrt", "quantization.activation.signed=false") == 2
-    assert capsys.readouterr().err.strip() == (
-        "quantization: QuantRecipe: an unsigned activation does not run on tensorrt: its INT8 is signed; use"
-        " signed=True"
-    )
-    assert not (folder / "run").exists()

@@ -1,15 +1,12 @@
 """train.py with other rules than the default: from a user's module, annealed, per group, learned bit-widths."""
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
-import test_train
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_train import CONFIG, TINY_MODEL, start, summary
+from tiny_training import curves
 
-import train
 from qat.quantizer import registry
 
 OWN_RULES = """
@@ -31,38 +28,24 @@ class OffItsGrid(qat.Quantizer):
     def quantize(self, x):
         return lsq_quantize(x, self.grid()[0], *self.bounds()) * 1.5
 """
+FILES = {"tinymodels.py": TINY_MODEL, "own_rules.py": OWN_RULES, "tiny.yaml": CONFIG}
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "tinymodels.py").write_text(test_train.TINY_MODEL)
-    (tmp_path / "own_rules.py").write_text(OWN_RULES)
-    (tmp_path / "tiny.yaml").write_text(test_train.CONFIG)
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def rules_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_QUANTIZERS", dict(registry._QUANTIZERS))
-    yield tmp_path
-    for name in ("tinymodels", "own_rules"):
-        sys.modules.pop(name, None)
 
 
 def run(*arguments: str) -> int:
-    return train.main(["--config", "tiny.yaml", "run_dir=run", *arguments])
+    return start("run_dir=run", *arguments)
 
 
-def curves(folder: Path) -> EventAccumulator:
-    found = EventAccumulator(str(folder / "run"))
-    found.Reload()
-    return found
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's reader under numpy 2
 def test_a_users_rule_and_an_annealed_one_are_trained_and_exported(folder: Path) -> None:
     own, annealed = "quantization.weight.rule=my_lsq", "quantization.activation.rule=stacked_sigmoid"
     assert run("imports=[own_rules]", own, annealed, "quantization.weight.bits=4") == 0
-    summary = json.loads((folder / "run" / "summary.json").read_text())
-    assert summary["onnx"]["agreement"] == 1.0
+    assert summary(folder / "run")["onnx"]["agreement"] == 1.0
     assert "my_lsq" in (folder / "run" / "layers.txt").read_text()
-    temperatures = [event.value for event in curves(folder).Scalars("temperature/0_quantizer")]
+    temperatures = [value for _, value in curves(folder / "run")["temperature/0_quantizer"]]
     assert 5 < temperatures[0] < temperatures[-1] == 100
 
 
@@ -82,22 +65,20 @@ def test_scales_per_group_train_in_channels_last_and_are_not_exported(
     assert "per group of 4" in (folder / "run" / "layers.txt").read_text()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_learned_bits_fall_and_the_table_shows_them(folder: Path) -> None:
     learned = ["quantization.weight.rule=learned_bits", "quantization.weight.options.cost=3e5", "qat.epochs=1"]
     assert run(*learned, "qat.quantizer_lr_factor=1.0") == 0
     table = (folder / "run" / "layers.txt").read_text()
     assert "bits in force" in table and "8 bits in force" not in table
-    found = curves(folder)
+    last = {tag: points[-1][1] for tag, points in curves(folder / "run").items()}
     # The loss that is drawn is the task's: a penalty of several hundred does not show in it.
-    assert found.Scalars("qat/penalty")[-1].value > 100 > 10 > found.Scalars("qat/train_loss")[-1].value
-    assert found.Scalars("bits/4.weight_quantizer")[-1].value < 7.5
+    assert last["qat/penalty"] > 100 > 10 > last["qat/train_loss"]
+    assert last["bits/4.weight_quantizer"] < 7.5
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_ewgs_finds_its_delta_from_the_hessian(folder: Path) -> None:
     assert run("quantization.weight.ewgs=hessian", "quantization.weight.bits=4", "qat.epochs=1") == 0
-    deltas = [tag for tag in curves(folder).Tags()["scalars"] if tag.startswith("ewgs_delta/")]
+    deltas = [tag for tag in curves(folder / "run") if tag.startswith("ewgs_delta/")]
     assert deltas == [f"ewgs_delta/{layer}.weight_quantizer" for layer in (0, 4, 8)]
     state = torch.load(folder / "run" / "last.pt", weights_only=True)["model"]
     assert sum(float(state[f"{layer}.weight_quantizer.ewgs_delta"]) for layer in (0, 4, 8)) > 0
