@@ -17,11 +17,12 @@ import torch
 from torch import fx, nn
 
 import qat
+from qat.text import table
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.imports import import_extensions
 from qat.training.config.schema import RunConfig, StageConfig
 from qat.training.data.loaders import Data, load_data
-from qat.training.errors import UserError
+from qat.training.errors import UserError, value_errors_reported
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.loop.engine import StageRun, evaluate, train_stage
 from qat.training.loop.preparation import build_recipe, check_forward, prepare_model
@@ -35,15 +36,7 @@ from qat.training.run.checkpoint import (
 )
 from qat.training.run.exit_status import exit_status, memory_shortage
 from qat.training.run.files import replacing, write_text
-from qat.training.run.folder import (
-    FLOAT_WEIGHTS,
-    LAYERS,
-    MODEL,
-    RESOLVED_CONFIG,
-    SUMMARY,
-    RunFolder,
-    open_run_folder,
-)
+from qat.training.run.folder import FLOAT_WEIGHTS, LAYERS, MODEL, RESOLVED_CONFIG, SUMMARY, RunFolder, open_run_folder
 from qat.training.run.logging import RunLog
 from qat.training.run.models import build_model
 from qat.training.run.proof import prove
@@ -108,9 +101,8 @@ def run_stages(
         status = 0 if not config.export.onnx or stages.export(quantized) else 1
 
         write_summary(folder.path / SUMMARY, config, results, time.perf_counter() - started, status)
-        log.say("")
-        log.table(table_rows(results))
-        log.say("\n".join(["", *(f"warning: {sentence}" for sentence in results["warnings"])]))
+        warnings = [f"warning: {sentence}" for sentence in results["warnings"]]
+        log.say("\n".join(["", *table(table_rows(results), numbers=True), "", *warnings]))
         names = sorted(path.name for path in folder.path.iterdir() if path.name[0] != ".")
         log.say(f"in {folder.path}: {', '.join(names)}")
     return status
@@ -156,10 +148,10 @@ class Stages:
     def quantized(self, model: nn.Module) -> nn.Module:
         """Prepare the model, log what stays float, and write the table of layers."""
         prepared = prepare_model(model, self.config, self.data.image_shape).to(self.device)
-        table = qat.summary(prepared)
+        layers = qat.summary(prepared)
         if not self._has_begun("qat"):  # otherwise the file already shows what was learned
-            write_text(self.folder.path / LAYERS, table + "\n")
-        lines = table.splitlines()
+            write_text(self.folder.path / LAYERS, layers + "\n")
+        lines = layers.splitlines()
         self.log.say("\n".join([f"prepared: {lines[-1]}", *(line for line in lines if "stays float:" in line)]))
         return prepared
 
@@ -167,10 +159,8 @@ class Stages:
         """Set the activation ranges from training images, and evaluate the calibrated model."""
         if self._has_begun("qat"):
             return
-        try:
+        with value_errors_reported():  # NaN or infinity in the activations of the float model
             qat.calibrate(model, self.data.calibration(self.config.quantization.calibration_batches))
-        except ValueError as error:  # NaN or infinity in the activations of the float model
-            raise UserError(str(error)) from error
         self._write_layers(model)
         found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
         self.results["calibrated"] = {"top1": found.top1}

@@ -1,5 +1,8 @@
 """The exception that the command turns into plain sentences on standard error and exit status 2."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(Exception):
     """Something that the user can fix: a wrong config, a missing folder, a checkpoint of another model.
@@ -12,6 +15,15 @@ class UserError(Exception):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+@contextmanager
+def value_errors_reported(where: str = "") -> Iterator[None]:
+    """Turn a ValueError of the library into a UserError, whose sentence begins with `where`."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{where}{error}") from error
 
 
 def first_line(error: BaseException) -> str:

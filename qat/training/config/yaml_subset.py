@@ -35,13 +35,7 @@ _KINDS: tuple[tuple[str, re.Pattern[str], list[str]], ...] = (
 
 @dataclass(frozen=True)
 class ParsedYAML:
-    """The value of a text, and the problems found in it.
-
-    Args:
-        value: dicts with text keys, lists, text, numbers, booleans and None; also None if the text is empty or not
-            YAML.
-        problems: one sentence each, starting with the line.
-    """
+    """The value of a text, None if it is empty or not YAML, and the problems: sentences that start with the line."""
 
     value: Any
     problems: tuple[str, ...] = ()

@@ -142,11 +142,8 @@ class Data:
 def load_data(config: DataConfig, seed: int, device: torch.device, channels_last: bool) -> Data:
     """Open the data set that `config` names and make its loaders.
 
-    Args:
-        config: the section `data` of a run's config.
-        seed: of the training order, the augmentation and the choice of calibration images.
-        device: where the engine will move the batches; for CUDA they are in pinned memory.
-        channels_last: memory format of the images.
+    The training order, the augmentation and the choice of calibration images depend on the seed. For a CUDA device,
+    batches are in pinned memory.
 
     Raises:
         UserError: for a wrong setting, or a data set that is missing, damaged or malformed.

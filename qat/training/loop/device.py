@@ -8,22 +8,17 @@ import numpy as np
 import torch
 
 from qat.kernels.cpu import processor
-from qat.training.errors import UserError
+from qat.training.errors import UserError, value_errors_reported
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device that a config names; check QAT_PROCESSOR too.
-
-    Args:
-        name: `auto` (the first CUDA device, else the CPU), `cpu`, `cuda` (the first one) or `cuda:N`.
+    """Return the device `auto` (the first CUDA device, else the CPU), `cpu`, `cuda` (the first one) or `cuda:N`.
 
     Raises:
         UserError: for any other name, a CUDA device that does not exist, or an unknown value of QAT_PROCESSOR.
     """
-    try:
+    with value_errors_reported():
         processor.asked_for()
-    except ValueError as error:
-        raise UserError(str(error)) from error
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and count == 0):
         return torch.device("cpu")

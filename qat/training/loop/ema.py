@@ -18,12 +18,8 @@ class EMA:
     torch's `AveragedModel` also averages integers and reads its counter from the device in every step, so only its
     update function is used here.
 
-    Args:
-        model: the model, on the device where it is trained.
-        decay: decay per step, 0 (no averaging) to 1 (the average never changes).
-
     Raises:
-        ValueError: if decay is outside 0 to 1.
+        ValueError: if decay is outside 0 (no averaging) to 1 (the average never changes).
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -72,14 +72,8 @@ class _Optimization:
 def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     """Train the model for the epochs of the stage; after each epoch evaluate it and save last.pt (and best.pt).
 
-    With `ema_decay`, the averages are evaluated after each epoch, and the model holds them at the end.
-
-    Args:
-        run: the model, the data and the settings.
-        state: the state of the checkpoint to resume from; `run.model` already holds its weights.
-
-    Returns:
-        The evaluation of the model at the end.
+    With `ema_decay`, the averages are evaluated after each epoch, and the model holds them at the end. The last
+    evaluation is returned. With a `state`, training resumes from its checkpoint, whose weights the model already holds.
 
     Raises:
         UserError: if a loss is not finite (last.pt is then from the last good epoch), if there is no whole batch, or if

@@ -20,7 +20,7 @@ from qat.targets import profile_of
 from qat.tracing.inputs import model_device
 from qat.training.config.imports import place, reason
 from qat.training.config.schema import QuantizationConfig, RunConfig, SpecConfig
-from qat.training.errors import UserError
+from qat.training.errors import UserError, value_errors_reported
 from qat.training.loop.evaluation import split_output
 
 
@@ -30,11 +30,9 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
     Raises:
         UserError: for an unknown target, or combinations that the library refuses.
     """
-    try:
+    with value_errors_reported("quantization.target: "):
         profile = profile_of(config.target)
-    except ValueError as error:
-        raise UserError(f"quantization.target: {error}") from error
-    try:
+    with value_errors_reported("quantization: "):
         return QuantRecipe(
             weight=_spec("weight", profile.weight, config.weight),
             activation=_spec("activation", profile.activation, config.activation),
@@ -50,8 +48,6 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
             first_bits=config.first_bits,
             last_bits=config.last_bits,
         )
-    except ValueError as error:
-        raise UserError(f"quantization: {error}") from error
 
 
 def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
@@ -63,12 +59,9 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
         UserError: if the model cannot be prepared, or cannot be exported although the config asks for it.
     """
     recipe = build_recipe(config.quantization)
-    rules = {"weight": recipe.weight.rule, "activation": recipe.activation.rule}
-    for tensor, rule in rules.items():
-        try:
-            quantizer_class(rule)
-        except ValueError as error:
-            raise UserError(f"quantization.{tensor}.rule: {error}") from error
+    for tensor, spec in (("weight", recipe.weight), ("activation", recipe.activation)):
+        with value_errors_reported(f"quantization.{tensor}.rule: "):
+            quantizer_class(spec.rule)
     try:
         generator = torch.Generator().manual_seed(0)
         prepared = qat.prepare(model, recipe, torch.rand(2, *image_shape, generator=generator))
@@ -90,8 +83,7 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
 def _try_rules(prepared: nn.Module, exports: bool) -> None:
     """Run a copy of every quantizer once, so that a user's rule fails before the float training and not after it.
 
-    Raises:
-        UserError: if a rule fails (with the place of the error), or computes values off the grid that it exports.
+    It fails too if it computes values off the grid that it exports.
     """
     for name, module in prepared.named_modules():
         if not isinstance(module, qat.Quantizer):
@@ -126,11 +118,7 @@ def _weight_for(quantizer: qat.Quantizer, owner: Any) -> Tensor:
 
 
 def _check_exportable(name: str, quantizer: qat.Quantizer) -> None:
-    """Refuse before the training what `export_onnx` would refuse after it.
-
-    Raises:
-        UserError: for a quantizer that has no integers, or too wide ones.
-    """
+    """Refuse before the training what `export_onnx` would refuse after it: no integers, or too wide ones."""
     refusal = quantizer.refusal()
     if refusal is not None:
         raise UserError(f"quantization: {name} {refusal}; choose another, or set export.onnx=false")
@@ -175,10 +163,8 @@ def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
 
 
 def _spec(tensor: str, default: QuantSpec, config: SpecConfig) -> QuantSpec:
-    try:
+    with value_errors_reported(f"quantization.{tensor}: "):
         return replace(default, **_given(config))
-    except ValueError as error:
-        raise UserError(f"quantization.{tensor}: {error}") from error
 
 
 def _given(spec: SpecConfig) -> dict[str, Any]:

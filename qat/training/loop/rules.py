@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from qat.ewgs import update_ewgs
 from qat.quantizer import Quantizer
-from qat.training.errors import UserError
+from qat.training.errors import value_errors_reported
 from qat.training.loop.evaluation import TrainBatches
 
 
@@ -28,10 +28,8 @@ class RuleSchedule:
             UserError: if an operation of the model has no second derivative.
         """
         if self.curved:
-            try:
+            with value_errors_reported("quantization: "):
                 update_ewgs(self.model, lambda _model, batch: loss_of(batch), [next(iter(batches))])
-            except ValueError as error:
-                raise UserError(f"quantization: {error}") from error
 
     def before_step(self, progress: float) -> None:
         """Set the training progress (0 to 1) of annealed rules."""

@@ -21,11 +21,7 @@ from qat.training.errors import UserError
 
 
 class EventFile:
-    """A new event file of scalars.
-
-    Args:
-        folder: an existing folder.
-        purge_step: TensorBoard hides points of earlier files in the folder from this step on.
+    """A new event file of scalars in an existing folder, of whose earlier files no points from `purge_step` on show.
 
     Raises:
         UserError: here and in each method, if the file cannot be written.

@@ -1,14 +1,13 @@
 """A run's output: TensorBoard curves, lines and tables on standard output, progress bars on standard error."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from qat.text import table
 from qat.training.errors import UserError
 from qat.training.run.events import EventFile
 from qat.training.run.exit_status import output_errors_reported
@@ -18,12 +17,9 @@ SPARSE_SECONDS = 30.0
 
 
 class RunLog:
-    """The curves and the text output of one run; a context manager that closes its event file.
+    """The curves, in an existing run folder, and the text output of one run; a context manager that closes its file.
 
     Steps are counted over the whole run, so that the curves of a resumed run join (see `resume`).
-
-    Args:
-        folder: an existing run folder, for the TensorBoard event files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,10 +59,6 @@ class RunLog:
         with output_errors_reported():
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
-
-    def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """Print `table(rows, numbers=True)`."""
-        self.say("\n".join(table(rows, numbers=True)))
 
 
 def progress_bar(batches: Iterable[Any], description: str | None, total: int) -> "tqdm[Any]":

@@ -22,13 +22,9 @@ FORMATS = ".safetensors, or a dict of tensors written by torch.save"
 def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model.checkpoint") -> None:
     """Load the weights in `path` into `model`, which keeps the devices and types of its parameters.
 
-    Args:
-        model: the model for the weights.
-        path: a .safetensors file, or a dict of tensors written by torch.save, possibly under the key `state_dict` or
-            `model`. Prefixes of DataParallel and torch.compile are dropped. Step counters of batch norms may be
-            missing, because old files lack them.
-        model_name: the name of the model in errors.
-        key: the name of the file in errors.
+    The file is a .safetensors, or a dict of tensors written by torch.save, possibly under the key `state_dict` or
+    `model`. Prefixes of DataParallel and torch.compile are dropped. Step counters of batch norms may be missing, as in
+    old files. Errors call the model `model_name` and the file `key`.
 
     Raises:
         UserError: if the file is missing, is not a file of weights, or has the weights of another model.
