@@ -251,7 +251,6 @@ BAD_FILES = [
     ("qat: {lr: 1", "line 1, column 12: not valid YAML: expected ',' or '}', but got '<stream end>'"),
     ("seed: 1\nqat: a: b", "line 2, column 7: not valid YAML: mapping values are not allowed here"),
     ("qat:\n\tlr: 1", "line 2, column 1: not valid YAML: found a tab (indent with spaces) that cannot start any token"),
-    ("qat: *a", "line 1, column 6: not valid YAML: found undefined alias 'a'"),
     ("seed: 1\n---\nseed: 2", "line 2, column 1: not valid YAML: expected a single document in the stream, "
      "but found another document"),
     ("{{ a }}", "line 1, column 2: not valid YAML: a key must be a single word"),
@@ -275,11 +274,9 @@ BAD_FILES = [
     ("quantization:\n  overrides:\n    0: {skip: true}", "line 3: the key 0 is not text; write it in quotes"),
     # keys
     ("quantization: {weigth: {}}", "quantization.weigth: unknown key; did you mean 'weight'?"),
-    ("QAT: {}", "QAT: unknown key; did you mean 'qat'?"),
     ("zzz: 1", f"zzz: unknown key; valid keys: {TOP_KEYS}"),
     ("epochs: 1", "epochs: unknown key; did you mean 'float.epochs' or 'qat.epochs'?"),
     ('"a\\nb": 1', f"'a\\nb': unknown key; valid keys: {TOP_KEYS}"),
-    ("export: {tflite: true}", "export.tflite: unknown key; valid keys: onnx"),
     ("quantization: {overrides: {'layer1.*': {skipp: true}}}", "quantization.overrides.layer1.*.skipp: unknown key; "
      "did you mean 'skip'?"),
     # types
@@ -289,13 +286,11 @@ BAD_FILES = [
     ("qat: {epochs: true}", "qat.epochs: expected a whole number >= 0, got true"),
     ("qat: {epochs:}", "qat.epochs: expected a whole number >= 0, got null"),
     ("qat: {lr: false}", "qat.lr: expected a number > 0, got false"),
-    ("qat: {lr: [1e-3]}", "qat.lr: expected a number > 0, got [0.001]"),
     ("data: {download: yes}", "data.download: expected true or false, got 'yes'"),
     ("data: {download: 1}", "data.download: expected true or false, got 1"),
     ("name: 2024", "name: expected text, got 2024; write it in quotes"),
     ("data: {root: true}", "data.root: expected text or null, got true; write it in quotes"),
     ("qat: 3", "qat: expected a section (epochs, optimizer, lr, momentum, ...), got 3"),
-    ("export:", "export: expected a section (onnx), got null"),
     ("model: {kwargs: [a]}", "model.kwargs: expected a section (key: value), got ['a']"),
     ("data: {mean: [0.5]}", "data.mean: expected a list of 3 numbers or null, got [0.5]"),
     ("data: {std: [1, 2, 3, 4]}", "data.std: expected a list of 3 numbers or null, got [1, 2, 3, 4]"),
@@ -305,15 +300,8 @@ BAD_FILES = [
     ("amp: bf61", "amp: expected 'none', 'bf16' or 'fp16', got 'bf61'; did you mean 'bf16'?"),
     ("qat: {optimizer: SGD}", "qat.optimizer: expected 'sgd' or 'adamw', got 'SGD'; did you mean 'sgd'?"),
     ("resume: off", "resume: expected 'never' or 'auto', got 'off'"),
-    ("quantization: {target: cpu}", "quantization.target: unknown target 'cpu'; registered: onnxruntime, "
-     "onnxruntime_x86, tensorrt, openvino, qnnpack, integer_only"),
-    ("quantization: {weight: {max_magnitude: 0}}",
-     "quantization.weight.max_magnitude: expected a whole number >= 1 or null, got 0"),
     ("quantization: {target: tensort}", "quantization.target: unknown target 'tensort'; registered: onnxruntime, "
      "onnxruntime_x86, tensorrt, openvino, qnnpack, integer_only; did you mean 'tensorrt'?"),
-    ("quantization: {target: 8}", "quantization.target: expected text, got 8; write it in quotes"),
-    ("quantization: {overrides: {type:Linear: {weights: {bits: 4}}}}", "quantization.overrides.type:Linear.weights: "
-     "unknown key; did you mean 'weight'?"),
     ("quantization: {overrides: {type: Linear}}", "quantization.overrides.type: expected a section (weight, "
      "activation, skip), got 'Linear'"),
     ("quantization: {weight: {granularity: per_channel}}", "quantization.weight.granularity: expected 'tensor', "
@@ -327,8 +315,6 @@ BAD_FILES = [
     ("quantization: {weight: {bits: 0}}", "quantization.weight.bits: expected a whole number from 1 to 16 or null, "
      "got 0"),
     ("quantization: {first_bits: 0}", "quantization.first_bits: expected a whole number from 1 to 16 or null, got 0"),
-    ("quantization: {last_bits: '8'}", "quantization.last_bits: expected a whole number from 1 to 16 or null, got '8'; "
-     "write it without quotes"),
     ("quantization: {weight: {percentile: 50}}", "quantization.weight.percentile: expected a number > 50 and <= 100 "
      "or null, got 50"),
     ("seed: 9223372036854775808", "seed: expected a whole number >= 0 and < 9223372036854775808, "

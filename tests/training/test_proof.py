@@ -1,7 +1,8 @@
 """A run's proof on either kind of processor: both rows, the sentences, and the layers that may saturate."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from test_train import CONFIG, TINY_MODEL, start, summary
@@ -18,18 +19,30 @@ FILES = {"tinymodels.py": TINY_MODEL, "tiny.yaml": CONFIG}
 UNTRAINED = ("run_dir=run", "float.epochs=0", "qat.epochs=0")
 
 
-def finished(folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[dict[str, Any], str, str]:
-    """The summary's `onnx`, what was printed, and layers.txt."""
-    assert start(*UNTRAINED, "float.epochs=1", *overrides) == 0
-    run = folder / "run"
-    return summary(run)["onnx"], capsys.readouterr().out, (run / "layers.txt").read_text()
+Finish: TypeAlias = Callable[..., tuple[dict[str, Any], str, str]]
 
 
-def test_without_vnni_the_default_session_has_a_row_and_a_sentence(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(processor.VARIABLE, "no-vnni")
-    found, printed, table = finished(folder, capsys)
+def take_for(processors: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(processor.VARIABLE, raising=False)
+    if processors is not None:
+        monkeypatch.setenv(processor.VARIABLE, processors)
+
+
+@pytest.fixture
+def finish(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Finish:
+    """A run on a kind of processor: the summary's `onnx`, what was printed, and layers.txt."""
+
+    def run(processors: str | None, *overrides: str) -> tuple[dict[str, Any], str, str]:
+        take_for(processors, monkeypatch)
+        assert start(*UNTRAINED, "float.epochs=1", *overrides) == 0
+        found = summary(folder / "run")["onnx"]
+        return found, capsys.readouterr().out, (folder / "run" / "layers.txt").read_text()
+
+    return run
+
+
+def test_without_vnni_the_default_session_has_a_row_and_a_sentence(finish: Finish) -> None:
+    found, printed, table = finish("no-vnni")
     default = found["default_session"]
     assert set(default) == {"top1", "agreement", "max_logit_difference", "layers"}
     assert found["agreement"] >= 0.995 and default["layers"]["compared"] == found["layers"]["compared"] > 0
@@ -49,11 +62,8 @@ def test_without_vnni_the_default_session_has_a_row_and_a_sentence(
     assert table.startswith("name") and "largest sum" in table
 
 
-def test_with_vnni_there_is_one_row(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(processor.VARIABLE, "vnni")
-    found, printed, table = finished(folder, capsys)
+def test_with_vnni_there_is_one_row(finish: Finish) -> None:
+    found, printed, table = finish("vnni")
     assert "default_session" not in found and "default session" not in printed
     assert "3 layers may saturate" in table
 
@@ -61,21 +71,15 @@ def test_with_vnni_there_is_one_row(
 @pytest.mark.parametrize(
     "override", ["quantization.target=onnxruntime_x86", "quantization.overrides={'*': {weight: {max_magnitude: 64}}}"]
 )
-def test_a_model_that_cannot_saturate_needs_no_sentence(
-    override: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(processor.VARIABLE, "no-vnni")
-    found, printed, table = finished(folder, capsys, override)
+def test_a_model_that_cannot_saturate_needs_no_sentence(override: str, finish: Finish) -> None:
+    found, printed, table = finish("no-vnni", override)
     assert found["saturation"]["layers"] == 0 and found["default_session"]["agreement"] >= 0.995
     assert DEFAULT_ROW in printed and "may saturate" not in printed
     assert table.endswith("sums of two products fit 16 bits in every layer: exact on x86 without VNNI in any session\n")
 
 
-def test_without_the_variable_the_real_processor_decides(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv(processor.VARIABLE, raising=False)
-    found, _, _ = finished(folder, capsys)
+def test_without_the_variable_the_real_processor_decides(finish: Finish) -> None:
+    found, _, _ = finish(None)
     assert ("default_session" in found) is not default_session.multiplies_exactly(with_option=False)
 
 
@@ -90,9 +94,7 @@ def test_a_processor_without_exact_products_is_a_sentence(
 
 @pytest.mark.parametrize("asked", [None, "no-vnni", "vnni"])
 def test_the_summary_names_the_processor(asked: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(processor.VARIABLE, raising=False)
-    if asked is not None:
-        monkeypatch.setenv(processor.VARIABLE, asked)
+    take_for(asked, monkeypatch)
     assert start(*UNTRAINED, "export.onnx=false") == 0
     machine = summary(folder / "run")["machine"]
     assert machine["exact_integer_products"] == {

@@ -40,26 +40,42 @@ def test_default_folders_are_numbered() -> None:
     assert all(path.is_dir() for path in paths)
 
 
-def test_the_next_number_follows_the_highest_and_other_names_do_not_count() -> None:
-    make("runs/x/", "runs/x-7/", "runs/x-y/", "runs/x-08/", "runs/xx-30/")
-    assert open_run_folder(RunConfig(name="x")) == RunFolder(Path("runs/x-8").absolute(), None)
+@pytest.mark.parametrize(
+    ("files", "config", "path", "checkpoint"),
+    [
+        # The next number follows the highest; other names do not count.
+        (["runs/x/", "runs/x-7/", "runs/x-y/", "runs/x-08/", "runs/xx-30/"], {"name": "x"}, "runs/x-8", None),
+        (
+            ["runs/x/last.pt", "runs/x-2/last.pt", "runs/x-10/last.pt", "runs/x-11/config.yaml"],
+            {"name": "x", "resume": "auto"},
+            "runs/x-10",
+            "runs/x-10/last.pt",
+        ),
+        (["runs/x/config.yaml"], {"name": "x", "resume": "auto"}, "runs/x-2", None),
+        (["mine/last.pt"], {"run_dir": "mine", "resume": "auto"}, "mine", "mine/last.pt"),
+        *(
+            (files, {"run_dir": path, "resume": resume}, path, None)
+            for resume in ("never", "auto")
+            for files, path in (
+                ([], "new"),
+                ([], "no/such/parent"),
+                (["empty/"], "empty"),
+                (["mine/.lock", "mine/.config.yaml.tmp"], "mine"),  # all that a killed run left
+            )
+        ),
+    ],
+)
+def test_which_folder_a_run_uses(files: list[str], config: Any, path: str, checkpoint: str | None) -> None:
+    make(*files)
+    with open_run_folder(RunConfig(**config)) as folder:
+        assert folder == RunFolder(Path(path).absolute(), checkpoint and Path(checkpoint))
+        assert Path(path).is_dir()
 
 
 def test_a_folder_created_at_the_same_time_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     make("runs/x/", "runs/x-2/")
     monkeypatch.setattr("qat.training.run.folder._numbered_folders", lambda name: {})  # the view of the slower run
     assert open_run_folder(RunConfig(name="x")).path == Path("runs/x-3").absolute()
-
-
-def test_resume_takes_the_highest_number_with_a_checkpoint() -> None:
-    make("runs/x/last.pt", "runs/x-2/last.pt", "runs/x-10/last.pt", "runs/x-11/config.yaml")
-    folder = open_run_folder(RunConfig(name="x", resume="auto"))
-    assert folder == RunFolder(Path("runs/x-10").absolute(), Path("runs/x-10/last.pt"))
-
-
-def test_resume_starts_where_there_is_nothing_to_resume() -> None:
-    make("runs/x/config.yaml")
-    assert open_run_folder(RunConfig(name="x", resume="auto")) == RunFolder(Path("runs/x-2").absolute(), None)
 
 
 def finished(summary: str = '{"onnx": {}, "exit_status": 0}', **config: Any) -> None:
@@ -143,27 +159,6 @@ def test_files_of_a_faster_run_are_seen_after_locking(monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match=r"^run_dir: 'mine' is not empty; choose another, or set resume=auto "):
         open_run_folder(RunConfig(run_dir="mine"))
     assert not Path("mine/.lock").exists()
-
-
-@pytest.mark.parametrize("resume", ["never", "auto"])
-def test_a_folder_with_only_leftovers_of_a_killed_run_counts_as_empty(resume: str) -> None:
-    make("mine/.lock", "mine/.config.yaml.tmp")
-    with open_run_folder(RunConfig(run_dir="mine", resume=resume)) as folder:
-        assert folder == RunFolder(Path("mine").absolute(), None)
-
-
-@pytest.mark.parametrize("resume", ["never", "auto"])
-def test_a_given_folder_may_be_new_or_empty(resume: str) -> None:
-    make("empty/")
-    for name in ("new", "empty", "no/such/parent"):
-        assert open_run_folder(RunConfig(run_dir=name, resume=resume)) == RunFolder(Path(name).absolute(), None)
-        assert Path(name).is_dir()
-
-
-def test_a_given_folder_is_resumed() -> None:
-    make("mine/last.pt")
-    found = open_run_folder(RunConfig(run_dir="mine", resume="auto"))
-    assert found == RunFolder(Path("mine").absolute(), Path("mine/last.pt"))
 
 
 @pytest.mark.parametrize(
