@@ -39,18 +39,13 @@ def read_archive(path: Path) -> Any:
         OSError: if the file cannot be read.
         Exception: of almost any type, from torch.load, if torch.save did not write the file.
     """
-    check_archive(path)
+    _check_archive(path)
     with open(path, "rb") as file:
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def check_archive(path: Path) -> None:
-    """Compare the checksums of an archive with its content; a file that is not an archive passes.
-
-    Raises:
-        DamagedError: if a checksum is wrong.
-        OSError: if the file cannot be read.
-    """
+def _check_archive(path: Path) -> None:
+    """Compare the checksums of an archive with its content; a file that is not an archive passes."""
     if not zipfile.is_zipfile(path):
         open(path, "rb").close()  # raises if the file cannot be read; is_zipfile returns False then
         return
