@@ -119,11 +119,3 @@ def test_images_and_labels_of_another_form_are_refused(changes: dict[str, Any], 
 
 def test_every_shipped_name_has_a_builder() -> None:
     assert set(datasets._BUILDERS) == set(DATASETS)
-
-
-def test_downloading_is_for_the_shipped_sets(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert start("data.download=true") == 2
-    assert capsys.readouterr().err.strip() == (
-        "data.download: true has no effect with data.name 'my_data:bright_or_dark'; only cifar10, cifar100, mnist,"
-        " fashion_mnist can be downloaded"
-    )

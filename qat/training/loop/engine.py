@@ -116,7 +116,7 @@ def _train_epoch(run: StageRun, optimization: _Optimization, epoch: int) -> Mete
         lambda batch: _loss_of(run, to_device(batch, run.device, channels_last=run.config.channels_last))[0], run.train
     )
     whole, window = Meter(), Meter()
-    with progress_bar(run.train, f"{run.name} {epoch + 1}/{run.stage.epochs}", len(run.train)) as bar:
+    with progress_bar(run.train, f"{run.name} {epoch + 1}/{run.stage.epochs}") as bar:
         for number, batch in enumerate(bar, 1):
             images, labels = to_device(batch, run.device, channels_last=run.config.channels_last)
             lr = optimization.optimizer.param_groups[0]["lr"]

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from qat.evaluating import evaluating
 from qat.training.errors import UserError
-from qat.training.loop.device import autocast
 from qat.training.run.logging import progress_bar
 
 
@@ -36,14 +35,12 @@ class Evaluation:
     Args:
         top1: share of correct predictions, in percent.
         loss: mean cross-entropy, without label smoothing.
-        predictions: the predicted classes in the order of the split, int64, on the CPU.
         count: number of images.
         most_common: share of the most common label, in percent; a constant prediction reaches it.
     """
 
     top1: float
     loss: float
-    predictions: Tensor
     count: int
     most_common: float
 
@@ -53,7 +50,6 @@ def evaluate(
     loader: Batches,
     device: torch.device,
     *,
-    amp: str = "none",
     channels_last: bool = True,
     progress: str | None = None,
 ) -> Evaluation:
@@ -62,40 +58,33 @@ def evaluate(
     Args:
         model: the model, on the device; it returns logits, or a dict or tuple with logits.
         loader: the batches, at least one.
-        device, amp, channels_last: where, and in which precision and memory format the model runs.
+        device, channels_last: where, and in which memory format the model runs, always in full precision.
         progress: text before the progress bar; None for no bar.
 
     Raises:
         UserError: if there is nothing to evaluate, or the model does not return logits.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    predictions: list[Tensor] = []
     truths: list[Tensor] = []
     # Not inference_mode, because a tensor that a module keeps from it could not be used in training afterwards.
     with (
         evaluating(model),
         torch.no_grad(),
         torch.random.fork_rng([device] if device.type == "cuda" else []),
-        progress_bar(loader, progress, len(loader)) as bar,
+        progress_bar(loader, progress) as bar,
     ):
         for batch in bar:
             images, labels = to_device(batch, device, channels_last=channels_last)
-            with autocast(device, amp):
-                output = model(images)
-            logits = split_output(output, len(labels))[0].float()
-            predicted = logits.argmax(dim=1)
+            logits = split_output(model(images), len(labels))[0].float()
             loss = F.cross_entropy(logits, labels, reduction="sum")
-            sums += torch.stack((loss.double(), (predicted == labels).sum().double()))
-            predictions.append(predicted)
+            sums += torch.stack((loss.double(), (logits.argmax(dim=1) == labels).sum().double()))
             truths.append(labels)
-    if not predictions:
+    if not truths:
         raise UserError("data: the split to evaluate on has no images")
-    classes = torch.cat(predictions).cpu()
     total_loss, correct = sums.tolist()
-    count = len(classes)
     truth = torch.cat(truths)
-    most_common = int((truth == truth.mode().values).sum())
-    return Evaluation(100.0 * correct / count, total_loss / count, classes, count, 100.0 * most_common / count)
+    count, most_common = len(truth), int((truth == truth.mode().values).sum())
+    return Evaluation(100.0 * correct / count, total_loss / count, count, 100.0 * most_common / count)
 
 
 def to_device(batch: Any, device: torch.device, *, channels_last: bool) -> tuple[Tensor, Tensor]:

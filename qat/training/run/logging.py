@@ -61,7 +61,7 @@ class RunLog:
             sys.stdout.flush()
 
 
-def progress_bar(batches: Iterable[Any], description: str | None, total: int) -> "tqdm[Any]":
+def progress_bar(batches: Iterable[Any], description: str | None) -> "tqdm[Any]":
     """Iterate with a bar on standard error that disappears at the end; a context manager, so that errors clear it too.
 
     Without a description, the text before the bar, there is none. If standard error is a file, there is one line every
@@ -72,7 +72,6 @@ def progress_bar(batches: Iterable[Any], description: str | None, total: int) ->
         batches,
         desc=description,
         disable=description is None or sys.stderr is None,
-        total=total,
         unit="batch",
         leave=False,
         dynamic_ncols=True,
