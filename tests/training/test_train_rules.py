@@ -111,26 +111,12 @@ def test_a_finished_float_stage_continues_with_another_quantization(folder: Path
             " codes(x) and grid() say; make them agree, or set exportable = False",
         ),
         (
-            ["quantization.weight.rule=ternary"],
-            "quantization: prepare: 0 (weight): rule 'ternary' has 2 bits; set bits=2, got 8",
-        ),
-        (
-            ["quantization.activation.rule=apot"],
-            "quantization: prepare: input_quantizer (activation): rule 'apot' has levels around 0 and needs"
-            " symmetric=True",
-        ),
-        (
             ["quantization.weight.rule=dsq", "quantization.weight.options.alfa=0.3"],
             "quantization: prepare: 0 (weight): rule 'dsq': unknown option 'alfa'; did you mean 'alpha'?",
         ),
         (
             ["quantization.weight.ewgs_delta=0.1"],
             "quantization.weight: QuantSpec: ewgs_delta=0.1 has no effect with ewgs='none'; use ewgs='fixed'",
-        ),
-        (
-            ["quantization.weight.rule=dorefa"],
-            "quantization: 0.weight_quantizer: integers -255 to 255, negated where gamma < 0, do not fit int8; use"
-            " fewer bits, or export.onnx=false",
         ),
         (
             ["quantization.weight.rule=apot"],

@@ -34,7 +34,6 @@ _SENTENCES = {
     "finite_number": "expected {expected}, got {got}, which is not finite",
     **dict.fromkeys(_WRONG_TYPES + _WRONG_LENGTHS + _WRONG_VALUES, "expected {expected}, got {got}{hint}"),
 }
-_FALLBACK = "{message}, got {got}"
 _BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
 _NAMES = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
 _TYPES = {"integer": (int,), "number": (int, float), "boolean": (bool,)}
@@ -51,7 +50,7 @@ def sentences_of(error: ValidationError, where: Callable[[Location], str]) -> li
         if problem["type"] == "value_error":
             location, message = _of_validator(location, str(problem["ctx"]["error"]))
         schema = schema_at(location)
-        sentence = _SENTENCES.get(problem["type"], _FALLBACK).format(
+        sentence = _SENTENCES.get(problem["type"], "{message}, got {got}").format(
             message=re.sub(r"^[A-Z]\w* should", "should", re.sub(r"^Input should be", "expected", message)),
             expected=_expectation(schema or {}),
             got=as_yaml(problem["input"]),

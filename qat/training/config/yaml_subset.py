@@ -105,13 +105,9 @@ class _Loader(yaml.SafeLoader):
         self.problems: list[str] = []
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Checked before construct_mapping, because merging (`<<`) may add keys that are already there.
         node = super().compose_mapping_node(anchor)
         assert node is not None
-        self._check_keys(node)
-        return node
-
-    def _check_keys(self, node: yaml.MappingNode) -> None:
+        # The keys are checked here, because in construct_mapping merging (`<<`) may add keys that are already there.
         first_lines: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -124,6 +120,7 @@ class _Loader(yaml.SafeLoader):
                 first = first_lines[key.value]
                 self.problems.append(f"line {line}: {key.value!r} is already set on line {first}; keep one of them")
             first_lines.setdefault(key.value, line)
+        return node
 
     def construct_int(self, node: yaml.ScalarNode) -> int:
         return int(self.construct_scalar(node).replace("_", ""))

@@ -62,8 +62,26 @@ class ImageFiles:
         return f"paths must be an array of bytes (N,), got {_described(self.paths)}"
 
     def picture(self, index: int) -> Image.Image:
-        """Decode one image; raise UserError if the file is not a readable image."""
-        return read_image(os.fsdecode(self.paths[index]))
+        """Decode one image into 8-bit RGB, as torchvision's ImageFolder does.
+
+        Raises:
+            UserError: if the file is not an image, is damaged, or has more than 8 bits per channel.
+        """
+        path = os.fsdecode(self.paths[index])
+        try:
+            with warnings.catch_warnings():
+                # The pixels are readable despite broken EXIF data or a transparent palette.
+                warnings.simplefilter("ignore", UserWarning)
+                with Image.open(path) as image:
+                    if not image.mode.startswith(("I", "F")):
+                        picture: Image.Image = image.convert("RGB")
+                        return picture
+                    mode = image.mode
+        except Exception as error:  # for damaged files, Pillow raises different errors from format to format
+            reason = _reason(error)
+            raise UserError(f"data.root: '{path}' is not a readable image ({reason}); repair or remove it") from error
+        # Pillow would clip these values to 255.
+        raise UserError(f"data.root: '{path}' has pixels of mode '{mode}'; save it with 8 bits a channel")
 
     def subset(self, indices: Tensor) -> "ImageFiles":
         """Return only these images, in this order."""
@@ -124,28 +142,6 @@ def _described(value: object) -> str:
     if isinstance(value, Tensor | np.ndarray):
         return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}"
     return type(value).__name__
-
-
-def read_image(path: str) -> Image.Image:
-    """Decode the image file at `path` into 8-bit RGB, as torchvision's ImageFolder does.
-
-    Raises:
-        UserError: if the file is not an image, is damaged, or has more than 8 bits per channel.
-    """
-    try:
-        with warnings.catch_warnings():
-            # The pixels are readable despite broken EXIF data or a transparent palette.
-            warnings.simplefilter("ignore", UserWarning)
-            with Image.open(path) as image:
-                if not image.mode.startswith(("I", "F")):
-                    picture: Image.Image = image.convert("RGB")
-                    return picture
-                mode = image.mode
-    except Exception as error:  # for damaged files, Pillow raises different errors from format to format
-        reason = _reason(error)
-        raise UserError(f"data.root: '{path}' is not a readable image ({reason}); repair or remove it") from error
-    # Pillow would clip these values to 255.
-    raise UserError(f"data.root: '{path}' has pixels of mode '{mode}'; save it with 8 bits a channel")
 
 
 def _reason(error: Exception) -> str:
