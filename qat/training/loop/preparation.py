@@ -36,14 +36,7 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
         return QuantRecipe(
             weight=_spec("weight", profile.weight, config.weight),
             activation=_spec("activation", profile.activation, config.activation),
-            overrides={
-                pattern: {
-                    "weight": _given(override.weight),
-                    "activation": _given(override.activation),
-                    **({} if override.skip is None else {"skip": override.skip}),
-                }
-                for pattern, override in config.overrides.items()
-            },
+            overrides={key: override.model_dump(exclude_none=True) for key, override in config.overrides.items()},
             target=config.target,
             first_bits=config.first_bits,
             last_bits=config.last_bits,
@@ -164,9 +157,4 @@ def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
 
 def _spec(tensor: str, default: QuantSpec, config: SpecConfig) -> QuantSpec:
     with value_errors_reported(f"quantization.{tensor}: "):
-        return replace(default, **_given(config))
-
-
-def _given(spec: SpecConfig) -> dict[str, Any]:
-    """Return the fields that the config sets."""
-    return spec.model_dump(exclude_none=True)
+        return replace(default, **config.model_dump(exclude_none=True))  # the fields that the config sets
