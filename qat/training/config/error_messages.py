@@ -15,16 +15,8 @@ from qat.training.config.yaml_subset import parse_yaml
 Location = tuple[str | int, ...]
 """The path to a value: keys of sections and indices of lists, from the top."""
 
-_WRONG_TYPES = (
-    "bool_type",
-    "int_type",
-    "float_type",
-    "string_type",
-    "dict_type",
-    "model_type",
-    "tuple_type",
-    "list_type",
-)
+_KINDS = ("bool", "int", "float", "string", "dict", "model", "tuple", "list")
+_WRONG_TYPES = tuple(f"{kind}_type" for kind in _KINDS)
 _WRONG_LENGTHS = ("missing", "too_long")  # of a list
 _WRONG_VALUES = ("literal_error", "greater_than", "greater_than_equal", "less_than", "less_than_equal")
 _SENTENCES = {

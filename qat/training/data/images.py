@@ -30,7 +30,7 @@ class ImageArray:
             isinstance(images, Tensor)
             and images.dtype == torch.uint8
             and images.dim() == 4
-            and images.size(1) in (1, 3)
+            and images.shape[1] in (1, 3)
         ):
             return None
         return f"images must be a uint8 tensor (N, 1 or 3, H, W), got {_described(images)}"

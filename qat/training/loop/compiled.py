@@ -27,7 +27,7 @@ class Step(NamedTuple):
 
 
 class CompiledModel:
-    """A model compiled in a mode of torch.compile, to call; the model itself after the compiler or its code fails."""
+    """Calls a model compiled in a mode of torch.compile, and after the compiler or its code fails, the model itself."""
 
     def __init__(self, model: nn.Module, mode: str | None) -> None:
         self._model = model

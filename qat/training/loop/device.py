@@ -41,7 +41,7 @@ def seed_everything(seed: int) -> None:
 
 
 def compile_mode(device: torch.device, cuda_graphs: bool) -> str | None:
-    """Return the mode of torch.compile, with which steps may run as CUDA graphs; None is its default.
+    """Return the mode of torch.compile: its default, None, or the one in which steps run as CUDA graphs.
 
     Raises:
         UserError: for CUDA graphs on another device.

@@ -76,7 +76,7 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
 def _try_rules(prepared: nn.Module, exports: bool) -> None:
     """Run a copy of every quantizer once, so that a user's rule fails before the float training and not after it.
 
-    It fails too if it computes values off the grid that it exports.
+    A rule fails too if it computes values off the grid that it exports.
     """
     for name, module in prepared.named_modules():
         if not isinstance(module, qat.Quantizer):

@@ -21,7 +21,7 @@ from qat.training.errors import UserError
 
 
 class EventFile:
-    """A new event file of scalars in an existing folder, of whose earlier files no points from `purge_step` on show.
+    """A new event file of scalars in an existing folder; points of earlier files are hidden from `purge_step` on.
 
     Raises:
         UserError: here and in each method, if the file cannot be written.

@@ -64,8 +64,8 @@ class RunLog:
 def progress_bar(batches: Iterable[Any], description: str | None) -> "tqdm[Any]":
     """Iterate with a bar on standard error that disappears at the end; a context manager, so that errors clear it too.
 
-    Without a description, the text before the bar, there is none. If standard error is a file, there is one line every
-    30 seconds, so that logs stay small.
+    The description is the text before the bar; None for no bar. If standard error is a file, there is one line every 30
+    seconds, so that logs stay small.
     """
     terminal = sys.stderr is not None and sys.stderr.isatty()
     return tqdm(
