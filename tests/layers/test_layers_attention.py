@@ -1,7 +1,6 @@
 """QuantMultiheadAttention: torch's results on fine grids, a NumPy reference on coarse ones, masks and the plumbing."""
 
 import copy
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, fx, nn
-from torch.nn.utils import parametrize
+from twin_case import ATTENTIONS, Array, activations, grid_codes, grid_product
 
 import qat
 from qat.layers import QuantLinear
@@ -23,16 +21,6 @@ from qat.spec import QuantSpec, default_activation_spec
 FINE_WEIGHT = QuantSpec(bits=16, granularity="channel", narrow_range=True)
 AFFINE_PLUS = QuantSpec(signed=False, symmetric=False, rule="lsq_plus")
 FINE = QuantSpec(bits=16, signed=False, symmetric=False, init="minmax")
-MODULES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "batch first": {"batch_first": True},
-    "without bias": {"bias": False, "num_heads": 1},
-    "bias_kv": {"add_bias_kv": True},
-    "zero attention": {"add_zero_attn": True, "batch_first": True},
-    "bias_kv and zero attention": {"add_bias_kv": True, "add_zero_attn": True},
-    "other widths": {"kdim": 5, "vdim": 7},
-    "other widths without bias": {"kdim": 5, "bias": False, "add_bias_kv": True, "batch_first": True},
-}
 N, L, S = 3, 4, 6
 EARLIER = torch.ones(L, S, dtype=torch.bool).triu(1)
 SHORTER = torch.arange(S)[None] >= torch.tensor([6, 2, 4])[:, None]
@@ -48,16 +36,12 @@ CALLS: dict[str, dict[str, Any]] = {
     "both masks": {"attn_mask": EARLIER, "key_padding_mask": SHORTER, "average_attn_weights": False},
     "both masks, no weights": {"attn_mask": EARLIER, "key_padding_mask": SHORTER, "need_weights": False},
 }
-modules = pytest.mark.parametrize("module", MODULES)
+modules = pytest.mark.parametrize("module", ATTENTIONS)
 calls = pytest.mark.parametrize("call", CALLS)
 
 
 def arguments_of(module: str) -> dict[str, Any]:
-    return {"embed_dim": 8, "num_heads": 2, **MODULES[module]}
-
-
-def activations(model: nn.Module) -> list[Quantizer]:
-    return [part for part in model.modules() if isinstance(part, Quantizer) and part.role == "activation"]
+    return {"embed_dim": 8, "num_heads": 2, **ATTENTIONS[module]}
 
 
 def float_layer(module: str, **changes: Any) -> nn.MultiheadAttention:
@@ -71,13 +55,14 @@ def float_layer(module: str, **changes: Any) -> nn.MultiheadAttention:
     return layer
 
 
-def fine_twin(layer: nn.MultiheadAttention) -> QuantMultiheadAttention:
-    """Its twin on 16-bit grids with range 6, and range 1 for probabilities."""
+def fine_pair(module: str, **changes: Any) -> tuple[nn.MultiheadAttention, QuantMultiheadAttention, Any]:
+    """A float layer, its twin on 16-bit grids with range 6, and 1 for probabilities, and inputs."""
+    layer = float_layer(module, **changes)
     twin = QuantMultiheadAttention.from_float(layer, FINE_WEIGHT, FINE)
     for quantizer in activations(twin):
         reach = 6.0 if not quantizer.spec.symmetric or quantizer.spec.signed else 1.0
         quantizer.set_range(torch.tensor(-reach), torch.tensor(reach))
-    return twin
+    return layer, twin, inputs_for(layer)
 
 
 def inputs_for(layer: nn.MultiheadAttention, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,9 +83,7 @@ def assert_same(got: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tenso
 @modules
 @calls
 def test_fine_grids_give_what_torch_gives(module: str, call: str) -> None:
-    layer = float_layer(module)
-    twin = fine_twin(layer)
-    inputs = inputs_for(layer)
+    layer, twin, inputs = fine_pair(module)
     options = dict(CALLS[call])
     if layer.bias_k is not None or layer.add_zero_attn:
         options.pop("is_causal", None)  # with it torch masks the added keys too
@@ -110,12 +93,10 @@ def test_fine_grids_give_what_torch_gives(module: str, call: str) -> None:
 
 @modules
 def test_masks_of_each_head_and_inputs_without_a_batch(module: str) -> None:
-    layer = float_layer(module)
-    twin = fine_twin(layer)
+    layer, twin, inputs = fine_pair(module)
     generator = torch.Generator().manual_seed(1)
     each = torch.rand(N * layer.num_heads, L, S, generator=generator) < 0.4
     each[..., 0] = False
-    inputs = inputs_for(layer)
     assert_same(twin(*inputs, attn_mask=each), layer(*inputs, attn_mask=each))
     alone = [x[0] if layer.batch_first else x[:, 0] for x in inputs]
     for options in ({}, {"key_padding_mask": SHORTER[1]}, {"attn_mask": EARLIER}, {"average_attn_weights": False}):
@@ -127,9 +108,7 @@ def test_masks_of_each_head_and_inputs_without_a_batch(module: str) -> None:
 @modules
 @pytest.mark.parametrize("call", ["no mask", "both masks, no weights"])
 def test_fine_grids_give_the_gradients_that_torch_gives(module: str, call: str) -> None:
-    layer = float_layer(module)
-    twin = fine_twin(layer)
-    inputs = inputs_for(layer)
+    layer, twin, inputs = fine_pair(module)
     gradients = []
     for one in (layer, twin):
         layer.zero_grad()
@@ -142,28 +121,9 @@ def test_fine_grids_give_the_gradients_that_torch_gives(module: str, call: str) 
 
 # --- the same grids in NumPy, float64 ---
 
-Array = NDArray[np.float64]
 
-
-def codes(quantizer: Any, x: Array) -> tuple[Array, Array]:
-    """Integers without the zero point, and their step."""
-    step, zero = (value.detach().double().numpy() for value in quantizer.grid())
-    return np.clip(np.rint(x / step) + zero, quantizer.spec.qmin, quantizer.spec.qmax) - zero, step
-
-
-def product(layer: Any, x: Array, weight: Tensor, bias: Tensor | None, integers: bool) -> Array:
-    """x W^T + b on the layer's grids: in float, or int64 sums with the bias rounded to their unit."""
-    x_codes, step = codes(layer.input_quantizer, x)
-    w_codes, w_step = codes(layer.weight_quantizer, weight.detach().numpy())
-    offset = np.zeros(len(w_codes)) if bias is None else bias.detach().numpy()
-    if not integers:
-        return (x_codes * step) @ (w_codes * w_step).T + offset
-    unit = step * w_step.reshape(-1)
-    return (x_codes.astype(np.int64) @ w_codes.astype(np.int64).T + np.rint(offset / unit).astype(np.int64)) * unit
-
-
-def grid_product(one: tuple[Array, Array], other: tuple[Array, Array]) -> Array:
-    """The matrix product of two quantized tensors: int64 sums times both steps."""
+def matmul(one: tuple[Array, Array], other: tuple[Array, Array]) -> Array:
+    """Of two quantized tensors: int64 sums times both steps."""
     return (one[0].astype(np.int64) @ other[0].astype(np.int64)) * (one[1] * other[1])
 
 
@@ -172,23 +132,23 @@ def reference(twin: Any, inputs: list[Array], mask: Array, integers: bool) -> tu
     heads = []
     for name, x, extra in zip(("query", "key", "value"), inputs, (None, twin.bias_k, twin.bias_v), strict=True):
         projection = f"{name}_projection"
-        x = product(twin.get_submodule(projection), x, *twin.inner_weights()[projection], integers)
+        x = grid_product(twin.get_submodule(projection), x, *twin.inner_weights()[projection], integers)
         if extra is not None:
             x = np.concatenate([x, np.broadcast_to(extra.detach().numpy(), (len(x), 1, x.shape[-1]))], 1)
         if twin.add_zero_attn and name != "query":
             x = np.concatenate([x, np.zeros_like(x[:, :1])], 1)
         x = x.reshape(*x.shape[:2], twin.num_heads, -1).transpose(0, 2, 1, 3)
-        heads.append(codes(getattr(twin, f"{name}_quantizer"), x))
+        heads.append(grid_codes(getattr(twin, f"{name}_quantizer"), x))
     query, (key, key_step), value = heads
-    scores = grid_product(query, (key.swapaxes(-2, -1), key_step)) / np.sqrt(query[0].shape[-1])
+    scores = matmul(query, (key.swapaxes(-2, -1), key_step)) / np.sqrt(query[0].shape[-1])
     columns = scores.shape[-1] - mask.shape[-1]
     mask = np.concatenate([mask, np.zeros((*mask.shape[:-1], columns), dtype=bool)], -1)
     powers = np.where(mask, 0.0, np.exp(scores - scores.max(-1, keepdims=True)))
-    probabilities = codes(twin.probability_quantizer, powers / powers.sum(-1, keepdims=True))
-    mixed = grid_product(probabilities, value).transpose(0, 2, 1, 3)
+    probabilities = grid_codes(twin.probability_quantizer, powers / powers.sum(-1, keepdims=True))
+    mixed = matmul(probabilities, value).transpose(0, 2, 1, 3)
     mixed = mixed.reshape(*mixed.shape[:2], -1)
     return (
-        product(twin.out_proj, mixed, twin.out_proj.weight, twin.out_proj.bias, integers),
+        grid_product(twin.out_proj, mixed, twin.out_proj.weight, twin.out_proj.bias, integers),
         probabilities[0] * probabilities[1],
     )
 
@@ -204,7 +164,7 @@ def test_coarse_grids_give_what_numpy_gives(module: str, bits: int, mode: str) -
     arguments = {**arguments_of(module), "batch_first": True, "dtype": torch.float64}
     twin = QuantMultiheadAttention(**arguments, weight_spec=weight, activation_spec=spec)
     inputs = inputs_for(twin, torch.float64)
-    qat.calibrate(twin, [dict(zip(("query", "key", "value"), inputs, strict=True))])
+    qat.calibrate(twin, [(inputs,)])
     twin.train(mode == "train")
     mask = SHORTER[:, None, None] | EARLIER
     expected = reference(twin, [x.numpy() for x in inputs], mask.numpy(), mode == "eval")
@@ -218,7 +178,7 @@ def test_operands_lie_on_their_grids() -> None:
     """The operands of the two matrix products: q, k, v on the same kind of grid as the inputs, probabilities from 0."""
     twin = QuantMultiheadAttention(8, 2, batch_first=True, add_zero_attn=True)
     x = torch.randn(N, L, 8)
-    qat.calibrate(twin, [{"query": x, "key": x, "value": x}])
+    qat.calibrate(twin, [((x, x, x),)])
     seen: dict[str, Tensor] = {}
     for name in ("query_quantizer", "key_quantizer", "value_quantizer", "probability_quantizer"):
         twin.get_submodule(name).register_forward_hook(
@@ -245,10 +205,11 @@ def test_operands_lie_on_their_grids() -> None:
 def test_masked_probabilities_are_exactly_zero(call: str) -> None:
     twin = QuantMultiheadAttention(8, 2)
     inputs = inputs_for(twin)
-    qat.calibrate(twin, [dict(zip(("query", "key", "value"), inputs, strict=True))])
+    qat.calibrate(twin, [(inputs,)])
     options = {**CALLS[call], "need_weights": True, "average_attn_weights": False}
     weights = twin(*inputs, **options)[1]
     mask = additive_mask(options.get("attn_mask"), options.get("key_padding_mask"), 2, torch.float32)
+    assert mask is None or additive_mask(EARLIER, SHORTER, 2, torch.bfloat16).dtype == torch.bfloat16
     masked = torch.zeros_like(weights) if mask is None else mask.expand_as(weights)
     assert bool((weights[masked == -torch.inf] == 0).all())
     assert bool(((weights == 0) & (masked != -torch.inf)).float().mean() < 0.2), "and the others are not"
@@ -257,9 +218,7 @@ def test_masked_probabilities_are_exactly_zero(call: str) -> None:
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_rows_masked_entirely_are_what_torch_makes_of_them(need_weights: bool) -> None:
     """Fully masked rows: NaN with need_weights, zeros before out_proj without."""
-    layer = float_layer("plain")
-    twin = fine_twin(layer)
-    inputs = inputs_for(layer)
+    layer, twin, inputs = fine_pair("plain")
     mask = EARLIER.clone()
     mask[1] = True
     options = {"attn_mask": mask, "need_weights": need_weights}
@@ -272,7 +231,7 @@ def test_rows_masked_entirely_are_what_torch_makes_of_them(need_weights: bool) -
 def test_rows_masked_entirely_keep_gradients_finite() -> None:
     twin = QuantMultiheadAttention(8, 2, batch_first=True)
     x = torch.randn(N, L, 8)
-    qat.calibrate(twin, [{"query": x, "key": x, "value": x}])
+    qat.calibrate(twin, [((x, x, x),)])
     x.requires_grad_()
     padding = torch.zeros(N, L, dtype=torch.bool)
     padding[1] = True
@@ -294,25 +253,9 @@ def test_attend_is_scaled_dot_product_attention_without_quantizers() -> None:
 # --- training ---
 
 
-@modules
-def test_everything_learns(module: str) -> None:
-    layer = float_layer(module)
-    twin = QuantMultiheadAttention.from_float(layer)
-    inputs = inputs_for(layer)
-    qat.calibrate(twin, [dict(zip(("query", "key", "value"), inputs, strict=True))])
-    twin.train()(*inputs)[0].square().sum().backward()
-    for name, parameter in twin.named_parameters():
-        assert parameter.grad is not None and bool(torch.isfinite(parameter.grad).all()), name
-        assert bool((parameter.grad != 0).any()), f"{name} does not learn"
-    for name, parameter in layer.named_parameters():
-        assert parameter is twin.get_parameter(name), name
-
-
 def test_dropout_is_torchs() -> None:
     """The same seed drops the same probabilities, in training only."""
-    layer = float_layer("plain", dropout=0.5)
-    twin = fine_twin(layer)
-    inputs = inputs_for(layer)
+    layer, twin, inputs = fine_pair("plain", dropout=0.5)
     torch.manual_seed(7)
     expected = layer(*inputs)
     torch.manual_seed(7)
@@ -363,72 +306,12 @@ def test_weights_alone_are_quantized_without_an_activation_spec() -> None:
 
 
 @modules
-def test_construction_state_and_way_back(module: str) -> None:
-    torch.manual_seed(3)
-    layer = nn.MultiheadAttention(**arguments_of(module))
-    torch.manual_seed(3)
-    twin = QuantMultiheadAttention(**arguments_of(module))
-    own = {name: value for name, value in twin.state_dict().items() if name in layer.state_dict()}
-    assert list(own) == list(layer.state_dict())
-    assert all(torch.equal(own[name], value) for name, value in layer.state_dict().items()), "the same first weights"
-    assert all("quantizer" in name for name in set(twin.state_dict()) - set(own))
-    random = torch.get_rng_state()
-    from_float = QuantMultiheadAttention.from_float(layer.eval())
-    back = from_float.to_float()
-    assert torch.equal(torch.get_rng_state(), random), "from_float draws random numbers"
-    assert type(back) is nn.MultiheadAttention and not back.training and not from_float.training
-    assert all(one is other for one, other in zip(back.parameters(), layer.parameters(), strict=True))
-    inputs = inputs_for(layer)
-    assert torch.equal(back(*inputs)[0], layer(*inputs)[0])
-
-
-def test_copies_and_dtypes() -> None:
-    torch.manual_seed(0)
-    twin = QuantMultiheadAttention(8, 2, batch_first=True)
-    x = torch.randn(N, L, 8)
-    qat.calibrate(twin, [{"query": x, "key": x, "value": x}])
-    expected = twin.eval()(x, x, x)[0]
-    fresh = QuantMultiheadAttention(8, 2, batch_first=True).eval()
-    fresh.load_state_dict(twin.state_dict(), strict=True)
-    for again in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin)), fresh):
-        assert torch.equal(again(x, x, x)[0], expected)
-        again.in_proj_weight.data.zero_()
-        assert not torch.equal(again(x, x, x)[0], expected), "its own weights count"
-    assert torch.equal(twin(x, x, x)[0], expected)
-    for dtype in (torch.float64, torch.bfloat16):
-        other = copy.deepcopy(twin).to(dtype)
-        for mode in (True, False):
-            output, weights = other.train(mode)(*[x.to(dtype)] * 3, attn_mask=EARLIER[:, :L])
-            assert output.dtype == weights.dtype == dtype and bool(output.isfinite().all())
-        atol = 0.1 if dtype == torch.bfloat16 else 0.02
-        torch.testing.assert_close(other(*[x.to(dtype)] * 3)[0].float(), expected, rtol=0, atol=atol)
-
-
-def test_a_parametrised_weight_stays_parametrised() -> None:
-    class Doubled(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return 2 * weight
-
-    layer = float_layer("batch first")
-    parametrize.register_parametrization(layer, "in_proj_weight", Doubled())
-    twin = fine_twin(layer)
-    inputs = inputs_for(layer)
-    qat.calibrate(twin, [dict(zip(("query", "key", "value"), inputs, strict=True))])
-    assert_same(twin(*inputs), layer(*inputs))
-    twin(*inputs)[0].sum().backward()
-    originals: Any = layer.parametrizations
-    assert originals.in_proj_weight.original.grad is not None
-    assert_same(twin.to_float()(*inputs), layer(*inputs))
-
-
-@modules
 def test_inner_weights_are_what_forward_passes(module: str) -> None:
-    layer = float_layer(module)
-    twin = fine_twin(layer)
+    _, twin, inputs = fine_pair(module)
     passed: dict[str, Any] = {}
     for name in twin.inner_weights():
         twin.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: passed.update({name: args[1:]}))
-    twin(*inputs_for(layer))
+    twin(*inputs)
     assert list(passed) == ["query_projection", "key_projection", "value_projection"]
     for name, operands in twin.inner_weights().items():
         for one, other in zip(operands, passed[name], strict=True):
@@ -489,9 +372,8 @@ def test_fx_traces_the_arithmetic_for_all_sizes() -> None:
 
 @pytest.mark.parametrize("module", ["batch first", "bias_kv and zero attention", "other widths"])
 def test_export_runs(module: str) -> None:
-    layer = float_layer(module)
-    twin = fine_twin(layer).eval()
-    inputs = inputs_for(layer)
+    layer, twin, inputs = fine_pair(module)
+    twin.eval()
     axis = {0 if layer.batch_first else 1: torch.export.Dim("batch")}
     options = {"key_padding_mask": SHORTER}
     shapes = {"query": axis, "key": axis, "value": axis, "key_padding_mask": {0: axis[next(iter(axis))]}}
@@ -505,9 +387,8 @@ def test_export_runs(module: str) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_compile_takes_the_whole_graph(training: bool) -> None:
-    layer = float_layer("batch first")
-    twin = fine_twin(layer).train(training)
-    inputs = inputs_for(layer)
+    _, twin, inputs = fine_pair("batch first")
+    twin.train(training)
     compiled = torch.compile(twin, fullgraph=True, backend="eager")
     for got, expected in zip(compiled(*inputs, attn_mask=EARLIER), twin(*inputs, attn_mask=EARLIER), strict=True):
         torch.testing.assert_close(got, expected)

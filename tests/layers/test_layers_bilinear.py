@@ -1,7 +1,5 @@
 """QuantBilinear: two inputs with a grid each, against torch's layer and NumPy's integers."""
 
-import copy
-import pickle
 from typing import Any
 
 import numpy as np
@@ -9,21 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations
+from twin_case import grid_for
 
 import qat
 from qat.layers import QuantBilinear
-from qat.quantizer import Quantizer, create_quantizer
 from qat.spec import QuantSpec
-
-QUANTIZER_KEYS = {f"weight_quantizer.{name}" for name in ("scale", "smallest_scale", "calibrated")}
-
-
-def grid_for(x: torch.Tensor, bits: int = 8) -> Quantizer:
-    """A calibrated unsigned affine quantizer for x."""
-    quantizer = create_quantizer(QuantSpec(bits=bits, signed=False, symmetric=False))
-    quantizer.set_range(x.min().clamp(max=0), x.max().clamp(min=0))
-    return quantizer
 
 
 def example(shape: tuple[int, ...] = (6,), **options: Any) -> tuple[QuantBilinear, Any]:
@@ -103,104 +91,18 @@ def test_without_two_integer_grids_it_is_evaluated_as_trained() -> None:
         assert torch.equal(other(**again), other.eval()(**again))
 
 
-def test_its_own_quantizers_calibrate_and_learn() -> None:
-    torch.manual_seed(0)
-    layer = QuantBilinear(5, 7, 4)
-    batch = {"x1": torch.randn(8, 5), "x2": 30 * torch.rand(8, 7)}
-    qat.calibrate(layer, [batch])
-    assert layer.input_quantizer is not None and layer.other_quantizer is not None
-    assert layer.other_quantizer.scale.item() > 3 * layer.input_quantizer.scale.item()
-    layer(**batch).square().sum().backward()
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
-        assert bool((parameter.grad != 0).any()), f"{name} does not learn"
-    trained = layer(**batch)
-    layer.eval()
-    expected = layer(**batch)
-    torch.testing.assert_close(expected, trained, rtol=1e-3, atol=1e-2)
-    assert torch.equal(copy.deepcopy(layer)(**batch), expected)
-    assert torch.equal(pickle.loads(pickle.dumps(layer))(**batch), expected)
-    fresh = QuantBilinear(5, 7, 4).eval()
-    fresh.load_state_dict(layer.state_dict())
-    assert torch.equal(fresh(**batch), expected)
-    layer.zero_grad()
-    expected.sum().backward()
-    assert all(parameter.grad is not None for parameter in layer.parameters()), "evaluation is differentiable"
-
-
-@pytest.mark.parametrize("plain", [nn.Bilinear(5, 7, 4), nn.Bilinear(5, 7, 4, bias=False).double().eval()])
-def test_from_float_and_back(plain: nn.Bilinear) -> None:
-    state = torch.get_rng_state()
-    layer = QuantBilinear.from_float(plain)
-    back = layer.to_float()
-    assert torch.equal(torch.get_rng_state(), state), "from_float or to_float draws random numbers"
-    assert type(back) is nn.Bilinear and back.weight is layer.weight is plain.weight and back.bias is plain.bias
-    assert back.extra_repr() == plain.extra_repr() and back.training == layer.training == plain.training
-    assert isinstance(layer, QuantBilinear) and layer.input_quantizer is None and layer.other_quantizer is None
-    x1, x2 = torch.randn(3, 5, dtype=plain.weight.dtype), torch.randn(3, 7, dtype=plain.weight.dtype)
-    torch.testing.assert_close(layer(x1, x2), plain(x1, x2), rtol=0.05, atol=0.05)
-    assert set(layer.state_dict()) == set(plain.state_dict()) | QUANTIZER_KEYS
-    state_of_float = {name: value for name, value in layer.state_dict().items() if "_quantizer." not in name}
-    nn.Bilinear(5, 7, 4, bias=plain.bias is not None).load_state_dict(state_of_float, strict=True)
-
-
 def test_from_float_with_an_activation_spec_gives_both_inputs_a_quantizer() -> None:
     layer = QuantBilinear.from_float(nn.Bilinear(5, 7, 4), activation_spec=QuantSpec(bits=4))
     keys = {name for name in layer.state_dict() if name.endswith("quantizer.scale")}
     assert keys == {f"{name}_quantizer.scale" for name in ("weight", "input", "other")}
+    qat.calibrate(layer, [{"x1": torch.randn(8, 5), "x2": 30 * torch.rand(8, 7)}])
+    assert layer.other_quantizer.scale.item() > 3 * layer.input_quantizer.scale.item()
 
 
-@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
-def test_a_parametrised_layer(wrap: Any) -> None:
-    torch.manual_seed(0)
-    plain = wrap(nn.Bilinear(5, 7, 4)).eval()
-    layer = QuantBilinear.from_float(plain)
-    x1, x2 = torch.randn(3, 5), torch.randn(3, 7)
-    torch.testing.assert_close(layer(x1, x2), plain(x1, x2), rtol=0.05, atol=0.05)
-    assert set(layer.state_dict()) == set(plain.state_dict()) | QUANTIZER_KEYS
-    for shown in (layer, copy.deepcopy(layer)):
-        shown.zero_grad()
-        shown(x1, x2).square().sum().backward()
-        for name, parameter in shown.named_parameters():
-            assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
-            assert bool((parameter.grad != 0).any()), f"{name} does not learn"
-    assert torch.equal(layer.to_float()(x1, x2), plain(x1, x2))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    layer, inputs = example(dtype=dtype)
-    inputs.update(x1=inputs["x1"].to(dtype), x2=inputs["x2"].to(dtype))
-    trained = layer(**inputs)
-    deployed = layer.eval()(**inputs)
-    assert trained.dtype == deployed.dtype == dtype
-    torch.testing.assert_close(deployed, trained, rtol=0.02, atol=0.5 if dtype is torch.bfloat16 else 0.01)
-
-
-def test_integers_ignore_autocast() -> None:
-    layer, inputs = example()
-    layer.eval()
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed = layer(**inputs)
-    assert torch.equal(mixed, layer(**inputs))
-
-
-def test_meta_device() -> None:
-    layer = QuantBilinear(5, 7, 4, device="meta")
-    assert all(tensor.is_meta for tensor in layer.state_dict().values())
-    assert layer.weight_quantizer.scale.shape == (4, 1, 1)
-
-
-def test_two_inputs_two_grids() -> None:
-    assert QuantBilinear.quantizer_arguments == ("input_quantizer", "other_quantizer")
-
-
-def test_what_is_refused() -> None:
+def test_its_integers_need_both_grids() -> None:
     layer, inputs = example()
     with pytest.raises(
         ValueError,
         match=r"^QuantBilinear\.integers: other_quantizer must be the quantizer of the second input, got None$",
     ):
         layer.integers(inputs["input_quantizer"])
-    with pytest.raises(TypeError, match=r"^QuantBilinear\.from_float: expected Bilinear, got Linear$"):
-        QuantBilinear.from_float(nn.Linear(1, 1))

@@ -1,78 +1,29 @@
 """Convolutions and transposed convolutions of one, two and three axes, against torch's layers and NumPy's integers."""
 
-import copy
 import itertools
-import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.nn.utils import parametrizations
+from twin_case import GEOMETRIES, SHAPES, convolution, grid_for, trained_norm
 
 import qat
-from qat.layers import (
-    QuantConv1d,
-    QuantConv2d,
-    QuantConv3d,
-    QuantConvTranspose1d,
-    QuantConvTranspose2d,
-    QuantConvTranspose3d,
-    QuantLayer,
-)
+from qat.layers import QuantConvTranspose1d, QuantConvTranspose2d
 from qat.layers.conv_transpose import channels_first, torch_layout
-from qat.quantizer import Quantizer, create_quantizer
 from qat.spec import QuantSpec
 
-PLAIN: dict[int, Any] = {1: QuantConv1d, 2: QuantConv2d, 3: QuantConv3d}
-TRANSPOSED: dict[int, Any] = {1: QuantConvTranspose1d, 2: QuantConvTranspose2d, 3: QuantConvTranspose3d}
-NORMS: dict[int, Any] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-SHAPES = {1: (13,), 2: (9, 7), 3: (6, 5, 7)}
-QUANTIZER_KEYS = {f"weight_quantizer.{name}" for name in ("scale", "smallest_scale", "calibrated")}
-
-GEOMETRIES: list[tuple[bool, dict[str, Any]]] = [
-    (False, {"kernel_size": 3, "padding": 1}),
-    (False, {"kernel_size": 3, "stride": 2, "padding": 2, "dilation": 2}),
-    (False, {"kernel_size": 2, "groups": 4, "bias": False}),
-    (False, {"kernel_size": 3, "padding": 2, "padding_mode": "replicate", "groups": 2}),
-    (False, {"kernel_size": 3, "padding": 1, "padding_mode": "reflect"}),
-    (False, {"kernel_size": 2, "padding": 1, "padding_mode": "circular"}),
-    (True, {"kernel_size": 3}),
-    (True, {"kernel_size": 3, "stride": 2, "padding": 1, "output_padding": 1}),
-    (True, {"kernel_size": 2, "stride": 3, "groups": 4, "bias": False}),
-    (True, {"kernel_size": 3, "stride": 2, "padding": 2, "dilation": 2, "groups": 2, "output_padding": 1}),
-]
 CASES = [(axes, *geometry) for axes in (1, 2, 3) for geometry in GEOMETRIES]
 
 
 def twin(axes: int, transposed: bool) -> Any:
-    return (TRANSPOSED if transposed else PLAIN)[axes]
+    return getattr(qat.layers, f"Quant{convolution(axes, transposed).__name__}")
 
 
 def example(axes: int, transposed: bool, options: dict[str, Any]) -> tuple[Any, torch.Tensor]:
     """A layer from 8 to 12 channels and an input for it."""
     torch.manual_seed(axes)
     return twin(axes, transposed)(8, 12, **options, activation_spec=None), torch.randn(2, 8, *SHAPES[axes])
-
-
-def grid_for(x: torch.Tensor) -> Quantizer:
-    """A calibrated 8-bit unsigned affine quantizer for x."""
-    quantizer = create_quantizer(QuantSpec(signed=False, symmetric=False))
-    quantizer.set_range(x.min().clamp(max=0), x.max().clamp(min=0))
-    return quantizer
-
-
-def trained_norm(axes: int, channels: int) -> Any:
-    """A BatchNorm with gammas of both signs, one of them exactly zero."""
-    norm = NORMS[axes](channels).eval()
-    with torch.no_grad():
-        norm.weight.copy_(torch.randn(channels))
-        norm.weight[0], norm.weight[1] = 0.0, -0.7
-        norm.bias.copy_(torch.randn(channels))
-        norm.running_mean.copy_(torch.randn(channels))
-        norm.running_var.copy_(torch.rand(channels) + 0.1)
-    return norm
 
 
 def output_channel(weight_shape: tuple[int, ...], index: tuple[int, ...], groups: int, transposed: bool) -> int:
@@ -154,7 +105,7 @@ def test_evaluation_is_integer_arithmetic(
 ) -> None:
     layer, raw = example(axes, transposed, options)
     layer.eval()
-    norm = trained_norm(axes, 12) if with_norm else None
+    norm = trained_norm(12, axes) if with_norm else None
     grid = grid_for(raw)
     x = grid(raw).detach()
     scale_x = grid.scale.item()
@@ -192,70 +143,6 @@ def test_torch_layout_is_the_inverse_of_channels_first(axes: int, groups: int) -
     for index in np.ndindex(12, 18 // groups):
         group, within = divmod(index[0], 12 // groups)
         assert torch.equal(rows[group * (18 // groups) + index[1], within], weight[index])
-
-
-@pytest.mark.parametrize(("axes", "transposed", "options"), CASES)
-def test_from_float_and_back(axes: int, transposed: bool, options: dict[str, Any]) -> None:
-    cls = twin(axes, transposed)
-    plain = cls.float_type(8, 12, **options).eval()
-    state = torch.get_rng_state()
-    layer = cls.from_float(plain)
-    back = layer.to_float()
-    assert torch.equal(torch.get_rng_state(), state), "from_float or to_float draws random numbers"
-    assert type(back) is cls.float_type and back.weight is plain.weight and back.bias is plain.bias
-    assert back.extra_repr() == plain.extra_repr() == layer.extra_repr()
-    assert not layer.training and not back.training
-    x = torch.randn(2, 8, *SHAPES[axes])
-    assert torch.equal(back(x), plain(x))
-    torch.testing.assert_close(layer(x), plain(x), rtol=0.05, atol=0.05)
-    assert set(layer.state_dict()) == set(plain.state_dict()) | QUANTIZER_KEYS
-
-
-@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("axes", [1, 2, 3])
-def test_parametrised_layers(axes: int, transposed: bool, wrap: Any) -> None:
-    torch.manual_seed(axes)
-    cls = twin(axes, transposed)
-    plain = wrap(cls.float_type(4, 6, 3)).eval()
-    layer = cls.from_float(plain)
-    x = torch.randn(2, 4, *SHAPES[axes])
-    torch.testing.assert_close(layer(x), plain(x), rtol=0.05, atol=0.05)
-    assert set(layer.state_dict()) == set(plain.state_dict()) | QUANTIZER_KEYS
-    for shown in (layer, copy.deepcopy(layer)):
-        shown.zero_grad()
-        shown(x).square().sum().backward()
-        grads = {name: parameter.grad for name, parameter in shown.named_parameters()}
-        assert all(grad is not None and bool(grad.isfinite().all()) for grad in grads.values())
-        for name, grad in grads.items():
-            assert grad is not None and bool((grad != 0).any()), f"{name} does not learn"
-    originals = dict(plain.named_parameters())
-    assert all(parameter is originals[name] for name, parameter in layer.to_float().named_parameters())
-    assert torch.equal(layer.to_float()(x), plain(x))
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("axes", [1, 2, 3])
-def test_layers_of_their_own_calibrate_train_save_and_copy(axes: int, transposed: bool) -> None:
-    torch.manual_seed(0)
-    layer = twin(axes, transposed)(4, 6, 3, stride=2, groups=2, padding=1)
-    x = torch.randn(2, 4, *SHAPES[axes])
-    qat.calibrate(layer, [x, 0.5 * x])
-    layer(x).square().sum().backward()
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
-        assert bool((parameter.grad != 0).any()), f"{name} does not learn"
-    layer.eval()
-    expected = layer(x)
-    assert torch.equal(copy.deepcopy(layer)(x), expected)
-    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), expected)
-    fresh = twin(axes, transposed)(4, 6, 3, stride=2, groups=2, padding=1).eval()
-    fresh.load_state_dict(layer.state_dict())
-    assert torch.equal(fresh(x), expected)
-    state = {name: value for name, value in layer.state_dict().items() if "_quantizer." not in name}
-    plain = layer.float_type(4, 6, 3, stride=2, groups=2, padding=1)
-    plain.load_state_dict(state, strict=True)
-    assert torch.equal(plain.weight, layer.weight)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -296,28 +183,6 @@ def test_an_output_size_in_the_grids_place_is_refused() -> None:
         layer(torch.zeros(1, 2, 6), [8])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("axes", [1, 2, 3])
-def test_other_dtypes(axes: int, transposed: bool, dtype: torch.dtype) -> None:
-    layer = twin(axes, transposed)(4, 6, 3, activation_spec=None, dtype=dtype)
-    raw = torch.randn(1, 4, *SHAPES[axes], dtype=dtype)
-    grid = grid_for(raw.float())
-    x = grid(raw)
-    trained, deployed = layer.train()(x, grid), layer.eval()(x, grid)
-    assert trained.dtype == deployed.dtype == dtype
-    tolerance = 0.05 if dtype is torch.bfloat16 else 1e-3
-    torch.testing.assert_close(deployed, trained, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("axes", [1, 2, 3])
-def test_meta_device(axes: int, transposed: bool) -> None:
-    layer = twin(axes, transposed)(4, 6, 3, device="meta")
-    assert all(tensor.is_meta for tensor in layer.state_dict().values())
-    assert layer.weight_quantizer.scale.shape == (6, *[1] * (axes + 1))
-
-
 @pytest.mark.parametrize(("axes", "transposed"), [(1, False), (2, True), (3, True)])
 def test_a_scale_per_group_of_inputs(axes: int, transposed: bool) -> None:
     """Groups are along the input axis of channels_first, so they never mix output channels."""
@@ -331,17 +196,6 @@ def test_a_scale_per_group_of_inputs(axes: int, transposed: bool) -> None:
     assert layer.eval()(x).shape == layer.to_float()(x).shape
 
 
-@pytest.mark.parametrize("layer", [twin(axes, transposed) for axes in (1, 2, 3) for transposed in (False, True)])
-def test_from_float_refuses_another_type(layer: type[QuantLayer]) -> None:
-    sentence = f"^{layer.__name__}\\.from_float: expected {layer.float_type.__name__}, got Linear$"
-    with pytest.raises(TypeError, match=sentence):
-        layer.from_float(nn.Linear(1, 1))
-
-
 def test_a_transposed_convolution_pads_with_zeros_only() -> None:
     with pytest.raises(ValueError, match=r'^Only "zeros" padding mode is supported for QuantConvTranspose2d$'):
         QuantConvTranspose2d(1, 1, 1, padding_mode="reflect")
-
-
-def test_one_input_one_grid() -> None:
-    assert all(cls.quantizer_arguments == ("input_quantizer",) for cls in (*PLAIN.values(), *TRANSPOSED.values()))

@@ -1,45 +1,27 @@
 """QuantLSTM, QuantGRU, QuantRNN: torch's results on fine grids, a NumPy reference on coarse ones, and the plumbing."""
 
 import copy
-import pickle
 import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from twin_case import RECURRENT, Array, activations, grid_product
 
 import qat
 from qat.layers.recurrent.base import QuantRecurrent
 from qat.layers.recurrent.cells import StepProduct
 from qat.layers.recurrent.twins import QuantGRU, QuantLSTM, QuantRNN
-from qat.quantizer import Quantizer
 from qat.spec import QuantSpec
 
 FINE_WEIGHT = QuantSpec(bits=16, granularity="channel", narrow_range=True)
 FINE = QuantSpec(bits=16, signed=False, symmetric=False, init="minmax")
 TWINS: dict[Any, type[QuantRecurrent]] = {nn.LSTM: QuantLSTM, nn.GRU: QuantGRU, nn.RNN: QuantRNN}
-VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "lstm": (nn.LSTM, {}),
-    "lstm without bias": (nn.LSTM, {"bias": False}),
-    "lstm projected": (nn.LSTM, {"proj_size": 3, "num_layers": 2, "bidirectional": True}),
-    "lstm stacked": (nn.LSTM, {"num_layers": 3, "batch_first": True}),
-    "gru": (nn.GRU, {}),
-    "gru without bias": (nn.GRU, {"bias": False, "batch_first": True}),
-    "gru both ways": (nn.GRU, {"num_layers": 2, "bidirectional": True}),
-    "rnn": (nn.RNN, {"batch_first": True}),
-    "rnn relu": (nn.RNN, {"nonlinearity": "relu", "num_layers": 2, "bidirectional": True, "bias": False}),
-}
-variants = pytest.mark.parametrize("variant", VARIANTS)
+variants = pytest.mark.parametrize("variant", RECURRENT)
 kinds = pytest.mark.parametrize("kind", TWINS, ids=lambda kind: kind.__name__)
-
-
-def activations(model: nn.Module) -> list[Quantizer]:
-    return [module for module in model.modules() if isinstance(module, Quantizer) and module.role == "activation"]
 
 
 def flat(result: Any) -> list[Tensor]:
@@ -50,7 +32,7 @@ def flat(result: Any) -> list[Tensor]:
 
 def fine_pair(variant: str, **changes: Any) -> tuple[nn.Module, QuantRecurrent]:
     """A float layer, and its twin on 16-bit grids from -5 to 5."""
-    kind, arguments = VARIANTS[variant]
+    kind, arguments = RECURRENT[variant]
     torch.manual_seed(0)
     layer = kind(4, 6, **{**arguments, **changes})
     twin = TWINS[kind].from_float(layer, FINE_WEIGHT, FINE)
@@ -75,7 +57,7 @@ def test_fine_grids_give_what_torch_gives(variant: str, mode: str) -> None:
     layer.train(mode == "train")
     twin.train(mode == "train")
     inputs: list[tuple[Any, int | None]] = [
-        (torch.randn(5, 3, 4), 5 if VARIANTS[variant][1].get("batch_first") else 3),
+        (torch.randn(5, 3, 4), 5 if RECURRENT[variant][1].get("batch_first") else 3),
         (torch.randn(3, 4), None),
         (pack_sequence([torch.randn(n, 4) for n in (2, 5, 1)], enforce_sorted=False), 3),
         (pack_sequence([torch.randn(n, 4) for n in (4, 4, 1)]), 3),
@@ -107,32 +89,14 @@ def test_fine_grids_give_the_gradients_that_torch_gives(variant: str) -> None:
 
 # --- the same grids in NumPy, float64 ---
 
-Array = NDArray[np.float64]
-
 
 def sigmoid(x: Array) -> Array:
     return 1 / (1 + np.exp(-x))
 
 
-def grid_of(quantizer: Quantizer) -> tuple[Array, Array, int, int]:
-    scale, zero_point = (value.detach().double().numpy() for value in quantizer.grid())
-    return scale, zero_point, quantizer.spec.qmin, quantizer.spec.qmax
-
-
 def product(twin: Any, kind: str, suffix: str, x: Array, integers: bool) -> Array:
-    """x W^T + b on the layer's grids: in float, or int64 sums with the bias rounded to their unit."""
-    layer = getattr(twin, f"product_{kind}_{suffix}")
-    step, zero, qmin, qmax = grid_of(layer.input_quantizer)
-    x_codes = np.clip(np.rint(x / step) + zero, qmin, qmax) - zero
-    w_step, _, qmin, qmax = grid_of(layer.weight_quantizer)
-    w_codes = np.clip(np.rint(getattr(twin, f"weight_{kind}_{suffix}").detach().numpy() / w_step), qmin, qmax)
-    parameter = getattr(twin, f"bias_{kind}_{suffix}", None)
-    bias = np.zeros(len(w_codes)) if parameter is None else parameter.detach().numpy()
-    if not integers:
-        return (x_codes * step) @ (w_codes * w_step).T + bias
-    unit = step * w_step.reshape(-1)
-    total = x_codes.astype(np.int64) @ w_codes.astype(np.int64).T + np.rint(bias / unit).astype(np.int64)
-    return total * unit
+    name = f"product_{kind}_{suffix}"
+    return grid_product(twin.get_submodule(name), x, *twin.inner_weights()[name], integers)
 
 
 def step_reference(twin: Any, suffix: str, x: Array, h: Array, c: Array, integers: bool) -> tuple[Array, Array]:
@@ -171,7 +135,7 @@ def reference(twin: Any, x: Array, integers: bool) -> Array:
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_coarse_grids_give_what_numpy_gives(variant: str, bits: int, mode: str) -> None:
     """In evaluation the reference computes in int64; the layer's bias and unit are float32."""
-    kind, arguments = VARIANTS[variant]
+    kind, arguments = RECURRENT[variant]
     torch.manual_seed(1)
     weight = QuantSpec(bits=bits, granularity="channel", narrow_range=True)
     spec = QuantSpec(bits=bits, signed=False, symmetric=False)
@@ -201,22 +165,6 @@ def test_weights_alone_are_quantized_without_an_activation_spec() -> None:
 
 
 # --- training ---
-
-
-@variants
-def test_everything_learns(variant: str) -> None:
-    kind, arguments = VARIANTS[variant]
-    torch.manual_seed(2)
-    layer = kind(4, 6, **arguments)
-    twin = TWINS[kind].from_float(layer)
-    batches = [torch.randn(4, 3, 4) for _ in range(2)]
-    qat.calibrate(twin, batches)
-    sum(part.square().sum() for part in flat(twin.train()(batches[0]))).backward()
-    for name, parameter in twin.named_parameters():
-        assert parameter.grad is not None and bool(torch.isfinite(parameter.grad).all()), name
-        assert bool((parameter.grad != 0).any()), f"{name} does not learn"
-    for name, parameter in layer.named_parameters():
-        assert parameter is twin.get_parameter(name), name
 
 
 @kinds
@@ -299,48 +247,6 @@ def test_calibration_sees_weights_that_changed() -> None:
 # --- plumbing ---
 
 
-@variants
-def test_construction_state_and_way_back(variant: str) -> None:
-    kind, arguments = VARIANTS[variant]
-    torch.manual_seed(3)
-    layer = kind(4, 6, **arguments)
-    torch.manual_seed(3)
-    twin = TWINS[kind](4, 6, **arguments)
-    own = {name: value for name, value in twin.state_dict().items() if "product" not in name}
-    assert list(own) == list(layer.state_dict())
-    assert all(torch.equal(own[name], value) for name, value in layer.state_dict().items()), "the same first weights"
-    random = torch.get_rng_state()
-    from_float = TWINS[kind].from_float(layer.eval())
-    back: Any = from_float.to_float()
-    assert torch.equal(torch.get_rng_state(), random), "from_float draws random numbers"
-    assert type(back) is kind and not back.training and not from_float.training
-    assert all(one is other for one, other in zip(back.parameters(), layer.parameters(), strict=True))
-    x = torch.randn(3, 2, 4)
-    assert torch.equal(back(x)[0], layer(x)[0])
-
-
-@kinds
-def test_copies_and_dtypes(kind: Any) -> None:
-    torch.manual_seed(0)
-    twin = TWINS[kind](4, 6, 2, bidirectional=True)
-    x = torch.randn(5, 2, 4)
-    qat.calibrate(twin, [x])
-    expected = twin.eval()(x)[0]
-    fresh = TWINS[kind](4, 6, 2, bidirectional=True).eval()
-    fresh.load_state_dict(twin.state_dict(), strict=True)
-    for again in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin)), fresh):
-        assert torch.equal(again(x)[0], expected)
-        again.get_parameter("weight_hh_l0").data.zero_()
-        assert not torch.equal(again(x)[0], expected), "its own weights count"
-    assert torch.equal(twin(x)[0], expected)
-    for dtype in (torch.float64, torch.bfloat16):
-        other = copy.deepcopy(twin).to(dtype)
-        for mode in (True, False):
-            output, state = other.train(mode)(x.to(dtype))
-            assert output.dtype == dtype and flat((output, state))[-1].dtype == dtype
-            torch.testing.assert_close(output.float(), expected, rtol=0, atol=0.1 if dtype == torch.bfloat16 else 0.02)
-
-
 def test_reset_parameters_draws_as_torch_and_leaves_the_quantizers() -> None:
     layer, twin = nn.GRU(4, 6), QuantGRU(4, 6)
     grids = {name: value.clone() for name, value in twin.state_dict().items() if "product" in name}
@@ -352,24 +258,9 @@ def test_reset_parameters_draws_as_torch_and_leaves_the_quantizers() -> None:
     assert all(torch.equal(state[name], value) for name, value in grids.items())
 
 
-def test_a_parametrised_weight_stays_parametrised() -> None:
-    torch.manual_seed(0)
-    layer = weight_norm(nn.LSTM(4, 6), "weight_hh_l0")
-    twin: Any = QuantLSTM.from_float(layer, FINE_WEIGHT, FINE)
-    x = torch.randn(5, 2, 4)
-    qat.calibrate(twin, [x])
-    torch.testing.assert_close(twin(x)[0], layer(x)[0], rtol=0, atol=1e-3)
-    twin(x)[0].sum().backward()
-    originals: Any = layer.parametrizations
-    for parameter in originals.weight_hh_l0.parameters():
-        assert parameter.grad is not None and bool((parameter.grad != 0).any())
-    torch.testing.assert_close(twin.to_float()(x)[0], layer(x)[0])
-    assert torch.equal(copy.deepcopy(twin)(x)[0], twin(x)[0])
-
-
 @variants
 def test_inner_weights_names_what_forward_multiplies(variant: str) -> None:
-    kind, arguments = VARIANTS[variant]
+    kind, arguments = RECURRENT[variant]
     twin = TWINS[kind](4, 6, **arguments)
     inner = twin.inner_weights()
     shapes = {name: tuple(weight.shape) for name, (weight, _) in inner.items()}

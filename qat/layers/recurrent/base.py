@@ -1,5 +1,6 @@
 """The base of QuantLSTM, QuantGRU and QuantRNN: their products on integer grids, and the loop over the layers."""
 
+import math
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -53,7 +54,7 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
 
     def reset_parameters(self) -> None:
         """Draw weights and biases again, as torch does; the quantizers' parameters stay."""
-        bound = self.hidden_size**-0.5
+        bound = 1 / math.sqrt(self.hidden_size)
         for name in chain.from_iterable(weight_names_of(self)):
             nn.init.uniform_(getattr(self, name), -bound, bound)
 

@@ -1,0 +1,175 @@
+"""What all twins have in common: shared parameters, the way back, copies, state, dtypes, and that they learn."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from twin_case import CASES, Case, activations, assert_learns
+
+import qat
+from qat.layers import QuantLayer
+from qat.quantizer import Quantizer
+
+# torch's own
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
+QUANTIZER_KEYS = {f"weight_quantizer.{name}" for name in ("scale", "smallest_scale", "calibrated")}
+every_twin = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# One of each class.
+FIRST = {case.float_type: case for case in reversed(CASES.values())}
+every_class = pytest.mark.parametrize("case", FIRST.values(), ids=[kind.__name__ for kind in FIRST])
+
+
+def calibrated(layer: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+    if activations(layer):
+        qat.calibrate(layer, [(inputs,)])
+    return layer
+
+
+def result(layer: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+    """The output, without an attention's weights or a final state."""
+    y = layer(*inputs)
+    return y if isinstance(y, Tensor) else y[0]
+
+
+def converted(inputs: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+
+
+@every_twin
+def test_from_float_and_back(case: Case) -> None:
+    torch.manual_seed(0)
+    plain = case.float_type(**case.arguments, dtype=torch.float64).eval()
+    inputs = converted(case.inputs(), torch.float64)
+    random = torch.get_rng_state()
+    layer = case.twin_type.from_float(plain)
+    back = layer.to_float()
+    assert torch.equal(torch.get_rng_state(), random), "from_float or to_float draws random numbers"
+    assert type(back) is case.float_type and not back.training and not layer.training
+    for twin in (layer, back):
+        assert all(twin.get_parameter(name) is parameter for name, parameter in plain.named_parameters())
+    assert back.extra_repr() == plain.extra_repr() == layer.extra_repr()
+    parts = {name: part for name, part in layer.named_modules() if isinstance(part, Quantizer)}
+    added = {f"{name}.{key}" for name, part in parts.items() for key in part.state_dict()}
+    assert list(back.state_dict()) == list(plain.state_dict())
+    assert set(layer.state_dict()) == set(plain.state_dict()) | added
+    if isinstance(layer, QuantLayer):
+        assert added == QUANTIZER_KEYS
+    assert torch.equal(result(back, inputs), result(plain, inputs))
+    torch.testing.assert_close(result(calibrated(layer, inputs), inputs), result(plain, inputs), rtol=0.05, atol=0.05)
+
+
+@every_twin
+def test_it_draws_the_weights_that_torch_draws(case: Case) -> None:
+    torch.manual_seed(3)
+    plain = case.float_type(**case.arguments, dtype=torch.float64)
+    torch.manual_seed(3)
+    state = case.twin_type(**case.arguments, dtype=torch.float64).state_dict()
+    own = [name for name in state if "quantizer" not in name]
+    assert own == list(plain.state_dict())
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+
+
+@every_twin
+def test_everything_learns_and_evaluation_is_near_training(case: Case) -> None:
+    torch.manual_seed(2)
+    inputs = case.inputs()
+    layer = calibrated(case.twin_type(**case.arguments), inputs)
+    for mode in (True, False):
+        layer.train(mode).zero_grad()
+        result(layer, inputs).square().sum().backward()
+        assert_learns(layer)
+    trained = result(layer.train(), inputs)
+    torch.testing.assert_close(result(layer.eval(), inputs), trained, rtol=1e-3, atol=1e-2)
+
+
+@every_twin
+def test_copies_files_and_a_loaded_state_compute_the_same(case: Case) -> None:
+    torch.manual_seed(0)
+    inputs = case.inputs()
+    layer = calibrated(case.twin_type(**case.arguments), inputs).eval()
+    expected = result(layer, inputs)
+    fresh = case.twin_type(**case.arguments).eval()
+    fresh.load_state_dict(layer.state_dict(), strict=True)
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), fresh):
+        assert torch.equal(result(again, inputs), expected)
+        again.get_parameter(case.weight).data.zero_()
+        assert not torch.equal(result(again, inputs), expected), "its own weights count"
+    assert torch.equal(result(layer, inputs), expected)
+
+
+@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
+@every_class
+def test_a_parametrised_weight_stays_parametrised(case: Case, wrap: Any) -> None:
+    torch.manual_seed(0)
+    inputs = case.inputs()
+    plain = wrap(case.float_type(**case.arguments), case.weight).eval()
+    layer = calibrated(case.twin_type.from_float(plain), inputs)
+    torch.testing.assert_close(result(layer, inputs), result(plain, inputs), rtol=0.05, atol=0.05)
+    assert {name for name in layer.state_dict() if "quantizer" not in name} == set(plain.state_dict())
+    for shown in (layer, copy.deepcopy(layer)):
+        shown.zero_grad()
+        result(shown, inputs).square().sum().backward()
+        assert_learns(shown)
+    back = layer.to_float()
+    assert all(back.get_parameter(name) is parameter for name, parameter in plain.named_parameters())
+    assert torch.equal(result(back, inputs), result(plain, inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@every_class
+def test_other_dtypes(case: Case, dtype: torch.dtype) -> None:
+    """Converted, with the quantizers' parameters, and constructed, with these in float32."""
+    torch.manual_seed(0)
+    inputs = case.inputs()
+    layer = calibrated(case.twin_type(**case.arguments), inputs)
+    expected = result(layer.eval(), inputs)
+    made = case.twin_type(**case.arguments, dtype=dtype)
+    made.load_state_dict(layer.state_dict())
+    given = converted(inputs, dtype)
+    tolerance = 1e-3 if dtype == torch.float64 else 0.05
+    for other in (copy.deepcopy(layer).to(dtype), made):
+        for mode in (True, False):
+            other.train(mode).zero_grad()
+            y = result(other, given)
+            assert y.dtype == dtype
+            torch.testing.assert_close(y.float(), expected, rtol=tolerance, atol=tolerance)
+            y.sum().backward()
+            grad = other.get_parameter(case.weight).grad
+            assert grad.dtype == dtype and bool(grad.to_dense().isfinite().all())
+
+
+@every_class
+def test_meta_device(case: Case) -> None:
+    layer = case.twin_type(**case.arguments, device="meta")
+    assert all(tensor.is_meta for tensor in layer.state_dict().values())
+
+
+@every_class
+def test_from_float_refuses_another_type(case: Case) -> None:
+    name = case.float_type.__name__
+    with pytest.raises(TypeError, match=rf"^Quant{name}\.from_float: expected {name}, got Identity$"):
+        case.twin_type.from_float(nn.Identity())
+
+
+@every_class
+def test_integers_ignore_autocast(case: Case) -> None:
+    if not issubclass(case.twin_type, QuantLayer):
+        return  # gates and softmax are float
+    torch.manual_seed(0)
+    inputs = case.inputs()
+    layer = calibrated(case.twin_type(**case.arguments), inputs).eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = result(layer, inputs)
+    assert torch.equal(mixed, result(layer, inputs))
+
+
+@every_class
+def test_each_input_has_a_grid_but_indices(case: Case) -> None:
+    if not issubclass(case.twin_type, QuantLayer):
+        return
+    names = ("input_quantizer", "other_quantizer")[: len(case.inputs())]
+    assert case.twin_type.quantizer_arguments == (() if case.inputs()[0].dtype == torch.int64 else names)
