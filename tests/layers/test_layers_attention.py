@@ -1,7 +1,6 @@
 """QuantMultiheadAttention: torch's results on fine grids, a NumPy reference on coarse ones, masks and the plumbing."""
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from qat.quantizer import Quantizer
 from qat.spec import QuantSpec, default_activation_spec
 
 FINE_WEIGHT = QuantSpec(bits=16, granularity="channel", narrow_range=True)
+NARROW = QuantSpec(bits=4, narrow_range=True, rule="minmax")
 AFFINE_PLUS = QuantSpec(signed=False, symmetric=False, rule="lsq_plus")
 FINE = QuantSpec(bits=16, signed=False, symmetric=False, init="minmax")
 N, L, S = 3, 4, 6
@@ -174,30 +174,6 @@ def test_coarse_grids_give_what_numpy_gives(module: str, bits: int, mode: str) -
         np.testing.assert_allclose(ours.detach().numpy(), theirs, rtol=0, atol=tolerance)
 
 
-def test_operands_lie_on_their_grids() -> None:
-    """The operands of the two matrix products: q, k, v on the same kind of grid as the inputs, probabilities from 0."""
-    twin = QuantMultiheadAttention(8, 2, batch_first=True, add_zero_attn=True)
-    x = torch.randn(N, L, 8)
-    qat.calibrate(twin, [((x, x, x),)])
-    seen: dict[str, Tensor] = {}
-    for name in ("query_quantizer", "key_quantizer", "value_quantizer", "probability_quantizer"):
-        twin.get_submodule(name).register_forward_hook(
-            lambda _, __, output, name=name: seen.__setitem__(name, output.detach())
-        )
-    twin.eval()(x, x, x)
-    for name, tensor in seen.items():
-        quantizer: Any = twin.get_submodule(name)
-        assert (quantizer.zero_point is None) == (name == "probability_quantizer")
-        integers = tensor / quantizer.grid()[0]
-        torch.testing.assert_close(integers, integers.round(), rtol=0, atol=1e-3)
-        assert tensor.shape == (
-            N,
-            2,
-            L + (name in ("key_quantizer", "value_quantizer")),
-            4 if "prob" not in name else 5,
-        )
-
-
 # --- masks ---
 
 
@@ -269,11 +245,7 @@ def test_dropout_is_torchs() -> None:
     ("spec", "operand", "probability"),
     [
         (default_activation_spec(), default_activation_spec(), QuantSpec(signed=False, init="mse")),
-        (
-            QuantSpec(bits=4, narrow_range=True, rule="minmax"),
-            QuantSpec(bits=4, narrow_range=True, rule="minmax"),
-            QuantSpec(bits=4, signed=False, rule="minmax"),
-        ),
+        (NARROW, NARROW, QuantSpec(bits=4, signed=False, rule="minmax")),
         (AFFINE_PLUS, AFFINE_PLUS, QuantSpec(signed=False)),
         (QuantSpec(signed=False, rule="pact"), QuantSpec(), QuantSpec(signed=False, rule="pact")),
         (QuantSpec(rule="fp8_e4m3"), QuantSpec(rule="fp8_e4m3"), QuantSpec(rule="fp8_e4m3")),
@@ -412,59 +384,27 @@ def replaced_out_proj() -> nn.MultiheadAttention:
 X = torch.zeros(L, N, 8)
 
 
+MISTAKES = [
+    (lambda: QuantMultiheadAttention.from_float(replaced_out_proj()), TypeError,
+     "QuantMultiheadAttention.from_float: out_proj must be a Linear, got QuantLinear"),
+    (lambda: QuantMultiheadAttention(8, 2)(X, X, X, is_causal=True), ValueError,
+     "QuantMultiheadAttention: is_causal=True is only a hint and needs the causal mask as attn_mask"),
+    (lambda: QuantMultiheadAttention(8, 2)(X, X, X, attn_mask=torch.zeros(L, L, dtype=torch.int64)), TypeError,
+     "QuantMultiheadAttention: attn_mask must be bool or floating point, got torch.int64"),
+    (lambda: QuantMultiheadAttention(8, 2, kdim=5)(X, X, X), ValueError,
+     "QuantMultiheadAttention: key must have 3 axes, the last of 5, got (4, 3, 8)"),
+    (lambda: QuantMultiheadAttention(8, 2)(X[None], X, X), ValueError,
+     "QuantMultiheadAttention: query must have 2 or 3 axes, the last of 8, got (1, 4, 3, 8)"),
+    (lambda: QuantMultiheadAttention(8, 2, activation_spec=QuantSpec(bits=1, signed=False)), ValueError,
+     "QuantMultiheadAttention: no grid for q, k and v: rule 'lsq': a signed grid needs at least 2 bits, got bits=1;"
+     " use the rule 'binary' for one bit, or signed=False"),
+    (nested_call, ValueError, "QuantMultiheadAttention: query is a nested tensor; pad it"
+     " (nn.TransformerEncoder: enable_nested_tensor=False)"),
+]  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-@pytest.mark.parametrize(
-    ("call", "error", "sentence"),
-    [
-        (
-            lambda: QuantMultiheadAttention.from_float(nn.Linear(2, 2)),
-            TypeError,
-            "QuantMultiheadAttention.from_float: expected MultiheadAttention, got Linear",
-        ),
-        (
-            lambda: QuantMultiheadAttention.from_float(replaced_out_proj()),
-            TypeError,
-            "QuantMultiheadAttention.from_float: out_proj must be a Linear, got QuantLinear",
-        ),
-        (
-            lambda: QuantMultiheadAttention(8, 2)(X, X, X, is_causal=True),
-            ValueError,
-            "QuantMultiheadAttention: is_causal=True is only a hint and needs the causal mask as attn_mask",
-        ),
-        (
-            lambda: QuantMultiheadAttention(8, 2)(X, X, X, attn_mask=torch.zeros(L, L, dtype=torch.int64)),
-            TypeError,
-            "QuantMultiheadAttention: attn_mask must be bool or floating point, got torch.int64",
-        ),
-        (
-            lambda: QuantMultiheadAttention(8, 2, kdim=5)(X, X, X),
-            ValueError,
-            "QuantMultiheadAttention: key must have 3 axes, the last of 5, got (4, 3, 8)",
-        ),
-        (
-            lambda: QuantMultiheadAttention(8, 2)(X[None], X, X),
-            ValueError,
-            "QuantMultiheadAttention: query must have 2 or 3 axes, the last of 8, got (1, 4, 3, 8)",
-        ),
-        (
-            lambda: QuantMultiheadAttention(8, 2, activation_spec=QuantSpec(bits=1, signed=False)),
-            ValueError,
-            "QuantMultiheadAttention: no grid for q, k and v: rule 'lsq': a signed grid needs at least 2 bits, got"
-            " bits=1; use the rule 'binary' for one bit, or signed=False",
-        ),
-        (
-            nested_call,
-            ValueError,
-            "QuantMultiheadAttention: query is a nested tensor; pad it"
-            " (nn.TransformerEncoder: enable_nested_tensor=False)",
-        ),
-        (
-            lambda: QuantMultiheadAttention(8, 2, activation_spec=replace(FINE, granularity="channel")),
-            ValueError,
-            "activation_spec: granularity 'channel' is for weights; use granularity='tensor'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "sentence"), MISTAKES)
 def test_mistakes_are_named(call: Any, error: type[Exception], sentence: str) -> None:
     with pytest.raises(error) as caught:
         call()

@@ -322,42 +322,23 @@ def test_compile_takes_the_whole_graph(kind: Any, training: bool) -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "sentence"),
-    [
-        (lambda: QuantLSTM.from_float(nn.GRU(4, 6)), TypeError, "QuantLSTM.from_float: expected LSTM, got GRU"),
-        (
-            lambda: QuantGRU(4, 6)(torch.zeros(2, 3, 5)),
-            ValueError,
-            "QuantGRU: input must have shape (L, N, 4) or (L, 4), got (2, 3, 5)",
-        ),
-        (
-            lambda: QuantGRU(4, 6, batch_first=True)(torch.zeros(4)),
-            ValueError,
-            "QuantGRU: input must have shape (N, L, 4) or (L, 4), got (4,)",
-        ),
-        (
-            lambda: QuantRNN(4, 6, batch_first=True)(torch.zeros(2, 0, 4)),
-            ValueError,
-            "QuantRNN: the sequence must have at least one step, got shape (2, 0, 4)",
-        ),
-        (
-            lambda: QuantRNN(4, 6)(torch.zeros(2, 3, 4), torch.zeros(1, 6)),
-            ValueError,
-            "QuantRNN: h_0 must have shape (1, 3, 6), got (1, 6)",
-        ),
-        (
-            lambda: QuantLSTM(4, 6)(torch.zeros(2, 4), (torch.zeros(1, 6), torch.zeros(1, 5))),
-            ValueError,
-            "QuantLSTM: c_0 must have shape (1, 6), got (1, 5)",
-        ),
-        (
-            lambda: QuantLSTM(4, 6)(torch.zeros(2, 3, 4), torch.zeros(1, 3, 6)),
-            TypeError,
-            "QuantLSTM: hx must be a pair (h_0, c_0), got Tensor",
-        ),
-    ],
-)
+MISTAKES = [
+    (lambda: QuantGRU(4, 6)(torch.zeros(2, 3, 5)), ValueError,
+     "QuantGRU: input must have shape (L, N, 4) or (L, 4), got (2, 3, 5)"),
+    (lambda: QuantGRU(4, 6, batch_first=True)(torch.zeros(4)), ValueError,
+     "QuantGRU: input must have shape (N, L, 4) or (L, 4), got (4,)"),
+    (lambda: QuantRNN(4, 6, batch_first=True)(torch.zeros(2, 0, 4)), ValueError,
+     "QuantRNN: the sequence must have at least one step, got shape (2, 0, 4)"),
+    (lambda: QuantRNN(4, 6)(torch.zeros(2, 3, 4), torch.zeros(1, 6)), ValueError,
+     "QuantRNN: h_0 must have shape (1, 3, 6), got (1, 6)"),
+    (lambda: QuantLSTM(4, 6)(torch.zeros(2, 4), (torch.zeros(1, 6), torch.zeros(1, 5))), ValueError,
+     "QuantLSTM: c_0 must have shape (1, 6), got (1, 5)"),
+    (lambda: QuantLSTM(4, 6)(torch.zeros(2, 3, 4), torch.zeros(1, 3, 6)), TypeError,
+     "QuantLSTM: hx must be a pair (h_0, c_0), got Tensor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "sentence"), MISTAKES)
 def test_mistakes_are_named(call: Any, error: type[Exception], sentence: str) -> None:
     with pytest.raises(error) as caught:
         call()
