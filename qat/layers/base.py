@@ -125,12 +125,17 @@ class QuantLayer(QuantTwin):
             weight: a weight to use instead of the layer's own weight and bias.
             bias: the bias that belongs to `weight`; None for none.
         """
+        return self._folded(input_quantizer.grid()[0].float(), norm, weight, bias)
+
+    def _folded(
+        self, input_scale: Tensor, norm: nn.Module | None, weight: Tensor | None, bias: Tensor | None
+    ) -> IntegerWeight:
         if weight is None:
             weight, bias = self.weight, self.bias if bias is None else bias
         rows = self.channels_first(weight)
         scale, zero_point = self.weight_quantizer.grid(rows)
         codes = self.weight_quantizer.codes(rows) - zero_point
-        return fold_weight(codes, scale, bias, input_quantizer.grid()[0].float(), norm)
+        return fold_weight(codes, scale, bias, input_scale, norm)
 
     def _runs_on_integers(self, input_quantizer: Quantizer) -> bool:
         observes = input_quantizer.observer is not None

@@ -1,6 +1,6 @@
 """QuantBilinear: a product of two inputs and a weight on integer grids."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qat.functional import round_ste
 from qat.layers.base import QuantLayer, default_input_spec
-from qat.layers.folding import IntegerWeight, fold_weight
+from qat.layers.folding import IntegerWeight
 from qat.layers.twins import register_twin
 from qat.quantizer import Quantizer, create_quantizer
 from qat.spec import QuantSpec
@@ -41,6 +41,8 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
 
     other_quantizer: Quantizer | None
 
+    argument_names = ("in1_features", "in2_features", "out_features")
+
     def __init__(
         self,
         in1_features: int,
@@ -63,17 +65,6 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
         if activation_spec is not None:
             self.other_quantizer = create_quantizer(activation_spec, "activation", (), self.weight.device)
 
-    @staticmethod
-    def constructor_arguments(layer: Any) -> dict[str, Any]:
-        """Arguments that make a bilinear layer like this one."""
-        return {
-            "in1_features": layer.in1_features,
-            "in2_features": layer.in2_features,
-            "out_features": layer.out_features,
-            "bias": layer.bias is not None,
-            "dtype": layer.weight.dtype,
-        }
-
     def forward(  # type: ignore[override]
         self, x1: Tensor, x2: Tensor, input_quantizer: Quantizer | None = None, other_quantizer: Quantizer | None = None
     ) -> Tensor:
@@ -90,19 +81,14 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
             other_quantizer, x2 = self.other_quantizer, self.other_quantizer(x2)
         weight = self.weight
         if (
-            input_quantizer is None
+            self.training
+            or input_quantizer is None
             or other_quantizer is None
-            or self.training
-            or not self._is_deployed_on(input_quantizer, other_quantizer)
+            or not (self._runs_on_integers(input_quantizer) and self._runs_on_integers(other_quantizer))
         ):
             return self.operate(x1, self.quantized(weight), self.bias, x2)
-        return self._sum_of_integers(
-            x1,
-            x2,
-            self.integers(input_quantizer, None, weight, self.bias, other_quantizer),
-            input_quantizer,
-            other_quantizer,
-        )
+        integers = self.integers(input_quantizer, None, weight, self.bias, other_quantizer)
+        return self._sum_of_integers(x1, x2, integers, input_quantizer, other_quantizer)
 
     def operate(  # type: ignore[override]
         self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor
@@ -136,16 +122,8 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
             raise ValueError(
                 "QuantBilinear.integers: other_quantizer must be the quantizer of the second input, got None"
             )
-        if weight is None:
-            weight, bias = self.weight, self.bias if bias is None else bias
-        scale, zero_point = self.weight_quantizer.grid(weight)
-        codes = self.weight_quantizer.codes(weight) - zero_point
-        return fold_weight(
-            codes, scale, bias, input_quantizer.grid()[0].float() * other_quantizer.grid()[0].float(), norm
-        )
-
-    def _is_deployed_on(self, *grids: Quantizer) -> bool:
-        return all(self._runs_on_integers(grid) for grid in grids)
+        input_scale = input_quantizer.grid()[0].float() * other_quantizer.grid()[0].float()
+        return self._folded(input_scale, norm, weight, bias)
 
     def _sum_of_integers(
         self, x1: Tensor, x2: Tensor, integers: IntegerWeight, input_quantizer: Quantizer, other_quantizer: Quantizer

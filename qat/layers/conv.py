@@ -16,7 +16,17 @@ class QuantConvolution(QuantLayer):
     y = conv(quantize(x), quantize(weight)) + bias, both quantizers with a learned scale. Evaluation
     computes the same as the deployed integers do, with the bias rounded to int32 at scale_x * scale_weight. Padding
     adds the value 0.0 or copies of x, which lie on the grid of x.
+
+    Args:
+        in_channels ... dtype: as in torch's layer, in the same order.
+        weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
+        activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
+            quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
     """
+
+    argument_names = (
+        "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -41,24 +51,6 @@ class QuantConvolution(QuantLayer):
         )  # fmt: skip
         self.add_quantizers(weight_spec, default_input_spec(activation_spec))
 
-    @staticmethod
-    def constructor_arguments(layer: Any) -> dict[str, Any]:
-        """Arguments that make a convolution like this one."""
-        names = (
-            "in_channels",
-            "out_channels",
-            "kernel_size",
-            "stride",
-            "padding",
-            "dilation",
-            "groups",
-            "padding_mode",
-        )
-        return {name: getattr(layer, name) for name in names} | {
-            "bias": layer.bias is not None,
-            "dtype": layer.weight.dtype,
-        }
-
     def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """torch's own convolution, padding modes included."""
         layer: Any = self
@@ -68,13 +60,7 @@ class QuantConvolution(QuantLayer):
 
 @register_twin(nn.Conv1d)
 class QuantConv1d(QuantConvolution, nn.Conv1d):
-    """`torch.nn.Conv1d` with quantized weight and input; see `QuantConvolution`.
-
-    Args:
-        in_channels ... dtype: as in `torch.nn.Conv1d`, in the same order.
-        weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
-        activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
-            quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
+    """`torch.nn.Conv1d` with quantized weight and input; see `QuantConvolution` for its arguments.
 
     Shapes: input (N, in_channels, L) or (in_channels, L), output (N, out_channels, L') or (out_channels, L').
 
@@ -88,13 +74,7 @@ class QuantConv1d(QuantConvolution, nn.Conv1d):
 
 @register_twin(nn.Conv2d)
 class QuantConv2d(QuantConvolution, nn.Conv2d):
-    """`torch.nn.Conv2d` with quantized weight and input; see `QuantConvolution`.
-
-    Args:
-        in_channels ... dtype: as in `torch.nn.Conv2d`, in the same order.
-        weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
-        activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
-            quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
+    """`torch.nn.Conv2d` with quantized weight and input; see `QuantConvolution` for its arguments.
 
     Shapes: input (N, in_channels, H, W), output (N, out_channels, H', W'), N absent in both or in neither.
 
@@ -108,13 +88,7 @@ class QuantConv2d(QuantConvolution, nn.Conv2d):
 
 @register_twin(nn.Conv3d)
 class QuantConv3d(QuantConvolution, nn.Conv3d):
-    """`torch.nn.Conv3d` with quantized weight and input; see `QuantConvolution`.
-
-    Args:
-        in_channels ... dtype: as in `torch.nn.Conv3d`, in the same order.
-        weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
-        activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
-            quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
+    """`torch.nn.Conv3d` with quantized weight and input; see `QuantConvolution` for its arguments.
 
     Shapes: input (N, in_channels, D, H, W), output (N, out_channels, D', H', W'), N absent in both or in neither.
 

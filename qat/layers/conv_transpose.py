@@ -17,39 +17,12 @@ FUNCTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_
 """The function for each number of spatial axes."""
 
 
-def channels_first(weight: Tensor, groups: int = 1) -> Tensor:
-    """A transposed convolution's weight with its output channels on axis 0, as in a plain convolution.
+def swapped_in_groups(weight: Tensor, groups: int) -> Tensor:
+    """Axes 0 and 1 exchanged within each group: (groups * a, b, k...) becomes (groups * b, a, k...), and back.
 
-    Args:
-        weight: (in, out / groups, k...), torch's layout, with the groups one after the other along the inputs.
-        groups: number of groups; divides in.
-
-    Shapes: result (out, in / groups, k...).
-
-    >>> channels_first(torch.zeros(6, 4, 3), groups=2).shape
+    >>> swapped_in_groups(torch.zeros(6, 4, 3), groups=2).shape
     torch.Size([8, 3, 3])
     """
-    return _swapped(weight, groups)
-
-
-def torch_layout(rows: Tensor, groups: int = 1) -> Tensor:
-    """The inverse of `channels_first`.
-
-    Args:
-        rows: (out, in / groups, k...).
-        groups: number of groups; divides out.
-
-    Shapes: result (in, out / groups, k...).
-
-    >>> weight = torch.randn(6, 4, 3)
-    >>> torch.equal(torch_layout(channels_first(weight, 2), 2), weight)
-    True
-    """
-    return _swapped(rows, groups)
-
-
-def _swapped(weight: Tensor, groups: int) -> Tensor:
-    """Axes 0 and 1 exchanged within each group; (g*a, b, k...) becomes (g*b, a, k...), and back."""
     return weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
 
 
@@ -59,9 +32,20 @@ class QuantTransposedConvolution(QuantLayer):
     y = conv_transpose(quantize(x), quantize(weight)) + bias, both quantizers with a learned scale. Evaluation
     computes the same as the deployed integers do, with the bias rounded to int32 at scale_x * scale_weight. "channel"
     means output channel here too, although torch keeps the input channels on the weight's axis 0.
+
+    Args:
+        in_channels ... dtype: as in torch's layer, in the same order.
+        weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
+        activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
+            quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
     """
 
     groups: int
+
+    argument_names = (
+        "in_channels", "out_channels", "kernel_size", "stride", "padding", "output_padding", "groups", "dilation",
+        "padding_mode",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -86,25 +70,6 @@ class QuantTransposedConvolution(QuantLayer):
             padding_mode, device, dtype,
         )  # fmt: skip
         self.add_quantizers(weight_spec, default_input_spec(activation_spec))
-
-    @staticmethod
-    def constructor_arguments(layer: Any) -> dict[str, Any]:
-        """Arguments that make a transposed convolution like this one."""
-        names = (
-            "in_channels",
-            "out_channels",
-            "kernel_size",
-            "stride",
-            "padding",
-            "output_padding",
-            "groups",
-            "dilation",
-            "padding_mode",
-        )
-        return {name: getattr(layer, name) for name in names} | {
-            "bias": layer.bias is not None,
-            "dtype": layer.weight.dtype,
-        }
 
     def forward(
         self,
@@ -144,22 +109,16 @@ class QuantTransposedConvolution(QuantLayer):
 
     def channels_first(self, weight: Tensor) -> Tensor:
         """(in, out / groups, k...) to (out, in / groups, k...)."""
-        return channels_first(weight, self.groups)
+        return swapped_in_groups(weight, self.groups)
 
     def torch_layout(self, weight: Tensor) -> Tensor:
         """(out, in / groups, k...) to (in, out / groups, k...)."""
-        return torch_layout(weight, self.groups)
+        return swapped_in_groups(weight, self.groups)
 
 
 @register_twin(nn.ConvTranspose1d)
 class QuantConvTranspose1d(QuantTransposedConvolution, nn.ConvTranspose1d):  # type: ignore[misc]
-    """`torch.nn.ConvTranspose1d` with quantized weight and input; see `QuantTransposedConvolution`.
-
-    Args:
-        in_channels ... dtype: as in `torch.nn.ConvTranspose1d`, in the same order.
-        weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
-        activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
-            quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
+    """`torch.nn.ConvTranspose1d` with quantized weight and input; see `QuantTransposedConvolution` for its arguments.
 
     Shapes: input (N, in_channels, L), output (N, out_channels, L'), N absent in both or in neither.
 
@@ -173,13 +132,7 @@ class QuantConvTranspose1d(QuantTransposedConvolution, nn.ConvTranspose1d):  # t
 
 @register_twin(nn.ConvTranspose2d)
 class QuantConvTranspose2d(QuantTransposedConvolution, nn.ConvTranspose2d):  # type: ignore[misc]
-    """`torch.nn.ConvTranspose2d` with quantized weight and input; see `QuantTransposedConvolution`.
-
-    Args:
-        in_channels ... dtype: as in `torch.nn.ConvTranspose2d`, in the same order.
-        weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
-        activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
-            quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
+    """`torch.nn.ConvTranspose2d` with quantized weight and input; see `QuantTransposedConvolution` for its arguments.
 
     Shapes: input (N, in_channels, H, W), output (N, out_channels, H', W'), N absent in both or in neither.
 
@@ -191,13 +144,7 @@ class QuantConvTranspose2d(QuantTransposedConvolution, nn.ConvTranspose2d):  # t
 
 @register_twin(nn.ConvTranspose3d)
 class QuantConvTranspose3d(QuantTransposedConvolution, nn.ConvTranspose3d):  # type: ignore[misc]
-    """`torch.nn.ConvTranspose3d` with quantized weight and input; see `QuantTransposedConvolution`.
-
-    Args:
-        in_channels ... dtype: as in `torch.nn.ConvTranspose3d`, in the same order.
-        weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
-        activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
-            quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
+    """`torch.nn.ConvTranspose3d` with quantized weight and input; see `QuantTransposedConvolution` for its arguments.
 
     Shapes: input (N, in_channels, D, H, W), output (N, out_channels, D', H', W'), N absent in both or in neither.
 

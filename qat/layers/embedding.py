@@ -164,6 +164,10 @@ class QuantEmbedding(QuantTable, nn.Embedding):
     tensor(127.)
     """
 
+    argument_names = (
+        "num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse",
+    )  # fmt: skip
+
     def __init__(
         self,
         num_embeddings: int,
@@ -186,14 +190,6 @@ class QuantEmbedding(QuantTable, nn.Embedding):
             _freeze, device, dtype,
         )  # fmt: skip
         self.add_quantizers(weight_spec, activation_spec)
-
-    @staticmethod
-    def constructor_arguments(layer: Any) -> dict[str, Any]:
-        """Arguments that make a table like this one."""
-        names = (
-            "num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse",
-        )  # fmt: skip
-        return {name: getattr(layer, name) for name in names} | {"dtype": layer.weight.dtype}
 
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         """The quantized rows at these indices."""
@@ -219,6 +215,8 @@ class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
     >>> layer(torch.tensor([1, 2, 4, 5]), offsets=torch.tensor([0, 3])).shape
     torch.Size([2, 4])
     """
+
+    argument_names = (*QuantEmbedding.argument_names, "mode", "include_last_offset")
 
     def __init__(
         self,
@@ -246,15 +244,6 @@ class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
             include_last_offset, padding_idx, device, dtype,
         )  # fmt: skip
         self.add_quantizers(weight_spec, activation_spec)
-
-    @staticmethod
-    def constructor_arguments(layer: Any) -> dict[str, Any]:
-        """Arguments that make a table like this one."""
-        names = (
-            "num_embeddings", "embedding_dim", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse",
-            "include_last_offset", "padding_idx",
-        )  # fmt: skip
-        return {name: getattr(layer, name) for name in names} | {"dtype": layer.weight.dtype}
 
     def forward(  # type: ignore[override]
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None

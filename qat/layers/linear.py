@@ -1,6 +1,6 @@
 """QuantLinear: a matrix product on integer grids."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,8 @@ class QuantLinear(QuantLayer, nn.Linear):
     torch.Size([2, 4])
     """
 
+    argument_names = ("in_features", "out_features")
+
     def __init__(
         self,
         in_features: int,
@@ -44,16 +46,6 @@ class QuantLinear(QuantLayer, nn.Linear):
     ) -> None:
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         self.add_quantizers(weight_spec, default_input_spec(activation_spec))
-
-    @staticmethod
-    def constructor_arguments(layer: Any) -> dict[str, Any]:
-        """Arguments that make a linear layer like this one."""
-        return {
-            "in_features": layer.in_features,
-            "out_features": layer.out_features,
-            "bias": layer.bias is not None,
-            "dtype": layer.weight.dtype,
-        }
 
     def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """torch's own linear."""

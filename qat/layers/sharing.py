@@ -38,6 +38,9 @@ class QuantTwin(nn.Module):
     float_type: ClassVar[type[nn.Module]]
     """The float layer that this one replaces; `register_twin` sets it."""
 
+    argument_names: ClassVar[tuple[str, ...]] = ()
+    """Arguments of its constructor that it keeps as attributes, besides `bias` and `dtype`."""
+
     @classmethod
     def from_float(
         cls,
@@ -89,10 +92,13 @@ class QuantTwin(nn.Module):
         """Give the target the source's parameters; one of them is the float layer, the other its twin."""
         share_parameters(source, target)
 
-    @staticmethod
-    def constructor_arguments(layer: Any) -> dict[str, Any]:
+    @classmethod
+    def constructor_arguments(cls, layer: Any) -> dict[str, Any]:
         """Constructor arguments of the float layer that make one like it."""
-        raise TypeError(f"{type(layer).__name__} has no quantized twin")
+        if not cls.argument_names:
+            raise TypeError(f"{type(layer).__name__} has no quantized twin")
+        found = {name: getattr(layer, name) for name in cls.argument_names} | {"dtype": layer.weight.dtype}
+        return found | {"bias": layer.bias is not None} if hasattr(layer, "bias") else found
 
     def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: Any) -> None:
         """Create the quantizers; constructors call it once the weights exist."""

@@ -10,7 +10,6 @@ from twin_case import GEOMETRIES, SHAPES, convolution, grid_for, trained_norm
 
 import qat
 from qat.layers import QuantConvTranspose1d, QuantConvTranspose2d
-from qat.layers.conv_transpose import channels_first, torch_layout
 from qat.spec import QuantSpec
 
 CASES = [(axes, *geometry) for axes in (1, 2, 3) for geometry in GEOMETRIES]
@@ -137,9 +136,10 @@ def test_evaluation_is_integer_arithmetic(
 @pytest.mark.parametrize("axes", [1, 2, 3])
 def test_torch_layout_is_the_inverse_of_channels_first(axes: int, groups: int) -> None:
     weight = torch.randn(12, 18 // groups, *range(2, 2 + axes))
-    rows = channels_first(weight, groups)
+    layer = twin(axes, True)(12, 18, tuple(range(2, 2 + axes)), groups=groups, activation_spec=None)
+    rows = layer.channels_first(weight)
     assert rows.shape == (18, 12 // groups, *range(2, 2 + axes))
-    assert torch.equal(torch_layout(rows, groups), weight)
+    assert torch.equal(layer.torch_layout(rows), weight)
     for index in np.ndindex(12, 18 // groups):
         group, within = divmod(index[0], 12 // groups)
         assert torch.equal(rows[group * (18 // groups) + index[1], within], weight[index])

@@ -2,13 +2,14 @@
 
 import math
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from qat.layers.base import default_input_spec
 from qat.layers.composite import CompositeTwin
 from qat.layers.function import QuantFunction
 from qat.layers.recurrent.cells import Cell, State, StepProduct, run_steps
@@ -20,14 +21,35 @@ from qat.torch_internals import parameters_of, weight_names_of
 class QuantRecurrent(CompositeTwin, nn.RNNBase):
     """Base of the three: one product for each weight matrix, and the loop over layers and directions.
 
+    Evaluation computes the products on integers, with biases rounded to int32. The number of steps is part of an
+    exported graph. As for torch's own layers, `torch.compile` needs `torch._dynamo.config.allow_rnn = True`.
+
     The weights stay parameters of this layer, under torch's names. `weight_ih_l0` has a `product_ih_l0`, a
     `QuantFunction` that holds the quantizers of the weight and of the tensor that it multiplies: the layer's input (all
     steps at once), the hidden state (one grid for all steps), or the hidden state before its projection. Biases,
     gates and cell state are float. So are outputs: the next step or layer quantizes what it reads.
+
+    Args:
+        input_size ... dtype: as in torch's layer, in the same order.
+        weight_spec: grid of the weights; default: 8 bits, symmetric, per output channel.
+        activation_spec: grid of inputs and hidden states; "default": 8 bits unsigned with a zero point; None: weights
+            only. Before the first use call `qat.calibrate(layer, batches)`.
+
+    Shapes: as torch's; see `forward`.
     """
 
     state_size: ClassVar[int] = 1
     """Number of tensors in the state: 2 for an LSTM."""
+
+    def __init__(
+        self,
+        *args: Any,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: QuantSpec | Literal["default"] | None = "default",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_quantizers(weight_spec, default_input_spec(activation_spec))
 
     def cell(self) -> Cell:
         """The arithmetic of one step."""
