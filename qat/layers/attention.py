@@ -10,7 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from qat.layers.attention_core import OPERANDS, PROBABILITIES, PROJECTIONS, additive_mask, multihead_attention
-from qat.layers.base import default_input_spec
+from qat.layers.base import default_input_spec, quantizer_or_none
 from qat.layers.composite import CompositeTwin
 from qat.layers.function import QuantFunction
 from qat.layers.linear import QuantLinear
@@ -127,15 +127,11 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
                 projection.fit_weight(weight)
             self.add_module(name, projection)
         self.out_proj.add_quantizers(weight_spec, activation_spec)
-        specs: dict[str, QuantSpec] = {}
-        if activation_spec is not None:
-            specs = {
-                **dict.fromkeys(OPERANDS, operand_spec(activation_spec)),
-                PROBABILITIES: probability_spec(activation_spec),
-            }
-        for name in (*OPERANDS, PROBABILITIES):
-            quantizer = create_quantizer(specs[name], "activation", (), device) if name in specs else None
-            self.register_module(name, quantizer)
+        operand = None if activation_spec is None else operand_spec(activation_spec)
+        probability = None if activation_spec is None else probability_spec(activation_spec)
+        for name in OPERANDS:
+            self.register_module(name, quantizer_or_none(operand, device))
+        self.register_module(PROBABILITIES, quantizer_or_none(probability, device))
 
     def inner_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
         """See `CompositeTwin.inner_weights`."""

@@ -35,9 +35,7 @@ class QuantLayer(QuantTwin):
         spec = weight_spec or default_weight_spec()
         shape = scale_shape(spec, tuple(self.channels_first(self.weight).shape))
         self.weight_quantizer = create_quantizer(spec, "weight", shape, self.weight.device)
-        self.input_quantizer = None
-        if activation_spec is not None:
-            self.input_quantizer = create_quantizer(activation_spec, "activation", (), self.weight.device)
+        self.input_quantizer = quantizer_or_none(activation_spec, self.weight.device)
         if not self.weight.is_meta:
             self.calibrate_weight()
 
@@ -166,6 +164,11 @@ def with_strides_of(x: Tensor, y: Tensor) -> Tensor:
 def exact_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
     """A context without autocast, for sums of integers; the meta device has no autocast."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def quantizer_or_none(activation_spec: QuantSpec | None, device: torch.device | str | None) -> Quantizer | None:
+    """The quantizer of an input; None without a spec."""
+    return None if activation_spec is None else create_quantizer(activation_spec, "activation", (), device)
 
 
 def default_input_spec(activation_spec: QuantSpec | str | None) -> QuantSpec | None:

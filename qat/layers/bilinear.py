@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.functional import round_ste
-from qat.layers.base import QuantLayer, default_input_spec
+from qat.layers.base import QuantLayer, default_input_spec, quantizer_or_none
 from qat.layers.folding import IntegerWeight
 from qat.layers.twins import register_twin
-from qat.quantizer import Quantizer, create_quantizer
+from qat.quantizer import Quantizer
 from qat.spec import QuantSpec
 
 
@@ -61,9 +61,7 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
     def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
         """One quantizer for the weight and one for each input."""
         super().add_quantizers(weight_spec, activation_spec)
-        self.other_quantizer = None
-        if activation_spec is not None:
-            self.other_quantizer = create_quantizer(activation_spec, "activation", (), self.weight.device)
+        self.other_quantizer = quantizer_or_none(activation_spec, self.weight.device)
 
     def forward(  # type: ignore[override]
         self, x1: Tensor, x2: Tensor, input_quantizer: Quantizer | None = None, other_quantizer: Quantizer | None = None

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.layers.base import QuantLayer
+from qat.layers.base import QuantLayer, quantizer_or_none
 from qat.quantizer import Quantizer, create_quantizer, scale_shape
 from qat.spec import QuantSpec, default_weight_spec
 
@@ -63,9 +63,7 @@ class QuantFunction(QuantLayer):
         self.options = dict(options or {})
         spec = weight_spec or default_weight_spec()
         self.weight_quantizer = create_quantizer(spec, "weight", scale_shape(spec, weight_shape), device)
-        self.input_quantizer = None
-        if activation_spec is not None:
-            self.input_quantizer = create_quantizer(activation_spec, "activation", (), device)
+        self.input_quantizer = quantizer_or_none(activation_spec, device)
         self.calibrating = False
 
     @property

@@ -72,10 +72,7 @@ def quantizer_class(rule: str) -> type[Quantizer]:
 
 
 def create_quantizer(
-    spec: QuantSpec,
-    role: Role = "activation",
-    shape: tuple[int, ...] = (),
-    device: torch.device | str | None = None,
+    spec: QuantSpec, role: Role = "activation", shape: tuple[int, ...] = (), device: torch.device | str | None = None
 ) -> Quantizer:
     """A new quantizer of the rule that the spec names; arguments as of `Quantizer`.
 

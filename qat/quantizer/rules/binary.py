@@ -1,7 +1,7 @@
 """One and two bits as modules: `binary` (XNOR-Net, Bi-Real, IR-Net), `ternary` (TWN) and `ttq`."""
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,22 @@ from qat.quantizer.base import Quantizer
 from qat.quantizer.granularity import shared_axes
 from qat.quantizer.registry import register_quantizer
 from qat.ranges import require_finite
+
+
+class FixedBits(Quantizer):
+    """Base of the rules that have one width only, with a sign and around zero, and no grid of even steps."""
+
+    uniform = False
+    bits: ClassVar[int]
+
+    def check_spec(self) -> None:
+        """So many bits, signed and symmetric."""
+        super().check_spec()
+        spec, bits = self.spec, self.bits
+        if spec.bits != bits:
+            raise ValueError(f"rule {spec.rule!r} has {bits} bit{'s' * (bits > 1)}; set bits={bits}, got {spec.bits}")
+        if not (spec.signed and spec.symmetric):
+            raise ValueError(f"rule {spec.rule!r} has a sign and no zero point; set signed=True and symmetric=True")
 
 
 @dataclass(frozen=True)
@@ -34,23 +50,21 @@ class BinaryOptions:
 
 
 @register_quantizer("binary")
-class BinaryQuantizer(Quantizer):
+class BinaryQuantizer(FixedBits):
     """Two levels, bits=1: weights at their mean magnitude (arXiv:1603.05279), activations at a learned scale.
 
     A signed activation of one bit is no rounding to an integer grid with a zero (0 becomes +scale), so it is not
     exportable; weights are.
     """
 
-    uniform = False
+    bits = 1
     needs_sample = True
     options_type = BinaryOptions
-    options: Any
     progress: Tensor
 
     def check_spec(self) -> None:
-        """One bit, signed and symmetric."""
+        """Only weights are exportable."""
         super().check_spec()
-        require_bits(self, 1)
         self.exportable = self.role == "weight"
 
     def add_parameters(self, device: torch.device | str | None) -> None:
@@ -105,16 +119,11 @@ class BinaryQuantizer(Quantizer):
 
 
 @register_quantizer("ternary")
-class TernaryQuantizer(Quantizer):
+class TernaryQuantizer(FixedBits):
     """Weights -scale, 0 and scale, bits=2; threshold and scale follow the weights (TWN, arXiv:1605.04711)."""
 
-    uniform = False
+    bits = 2
     roles = ("weight",)
-
-    def check_spec(self) -> None:
-        """Two bits, signed and symmetric."""
-        super().check_spec()
-        require_bits(self, 2)
 
     def add_parameters(self, device: torch.device | str | None) -> None:
         """Nothing to learn."""
@@ -160,21 +169,15 @@ class TTQOptions:
 
 
 @register_quantizer("ttq")
-class TTQQuantizer(Quantizer):
+class TTQQuantizer(FixedBits):
     """Weights -negative, 0 and positive, both learned (arXiv:1612.01064), bits=2; on no integer grid."""
 
     exportable = False
-    uniform = False
+    bits = 2
     roles = ("weight",)
     options_type = TTQOptions
-    options: Any
     positive_scale: Tensor
     negative_scale: Tensor
-
-    def check_spec(self) -> None:
-        """Two bits, signed and symmetric."""
-        super().check_spec()
-        require_bits(self, 2)
 
     def add_parameters(self, device: torch.device | str | None) -> None:
         """Both levels."""
@@ -197,19 +200,6 @@ class TTQQuantizer(Quantizer):
         self.set_positive("positive_scale", start)
         self.set_positive("negative_scale", start)
         self.mark_calibrated()
-
-
-def require_bits(quantizer: Quantizer, bits: int) -> None:
-    """Refuse a grid other than the one that the rule has: so many bits with a sign, around zero.
-
-    Raises:
-        ValueError: saying what to set.
-    """
-    spec = quantizer.spec
-    if spec.bits != bits:
-        raise ValueError(f"rule {spec.rule!r} has {bits} bit{'s' * (bits > 1)}; set bits={bits}, got {spec.bits}")
-    if not (spec.signed and spec.symmetric):
-        raise ValueError(f"rule {spec.rule!r} has a sign and no zero point; set signed=True and symmetric=True")
 
 
 def sign_codes(x: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,18 +1,11 @@
 """PACT and DoReFa as modules: a learned clipping level, and fixed ranges."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from qat.functional import (
-    clamp_ste,
-    dorefa_quantize_weight,
-    fake_quantize,
-    pact_quantize,
-    round_ste,
-)
+from qat.functional import clamp_ste, dorefa_quantize_weight, fake_quantize, pact_quantize, round_ste
 from qat.functional.codebooks.binary import binary_scale
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
 from qat.quantizer.granularity import shared_axes
@@ -47,7 +40,6 @@ class PACTQuantizer(Quantizer):
     roles = ("activation",)
     integers_from_bits = True
     options_type = PACTOptions
-    options: Any
     alpha: Tensor
 
     def check_spec(self) -> None:
@@ -120,7 +112,6 @@ class DoReFaQuantizer(Quantizer):
     uniform = False
     integers_from_bits = True
     options_type = DoReFaOptions
-    options: Any
 
     def check_spec(self) -> None:
         """Signed and symmetric weights, unsigned activations."""

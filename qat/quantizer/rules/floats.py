@@ -1,31 +1,26 @@
 """Low-precision floating point as modules: `fp8_e4m3`, `fp8_e5m2`, and the block-scaled `mxfp8`, `mxfp6`, `mxfp4`."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qat.functional import FLOAT_FORMATS, float_quantize, mx_quantize, scale_gradient
-from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
+from qat.quantizer.base import UNCALIBRATED_REACH
 from qat.quantizer.registry import register_quantizer
-from qat.quantizer.rules.binary import require_bits
+from qat.quantizer.rules.binary import FixedBits
 from qat.ranges import require_finite
 
 
-class FloatQuantizer(Quantizer):
+class FloatQuantizer(FixedBits):
     """Base of the 8-bit floats: a learned scale puts the tensor into the format's range; on no integer grid."""
 
     exportable = False
-    uniform = False
     integers_from_bits = True
+    bits = 8
     format: ClassVar[str]
-
-    def check_spec(self) -> None:
-        """Eight bits with a sign."""
-        super().check_spec()
-        require_bits(self, 8)
 
     def add_parameters(self, device: torch.device | str | None) -> None:
         """The scale."""
@@ -60,70 +55,69 @@ class E5M2Quantizer(FloatQuantizer):
 
 
 @dataclass(frozen=True)
-class MXFP8Options:
-    """Options of `mxfp8`.
+class MXOptions:
+    """Options of the Microscaling rules.
 
     Attributes:
-        format: "e4m3" or "e5m2".
+        format: of the numbers.
         block_size: neighbours along the input axis that share a scale; the standard's is 32.
     """
 
-    format: str = "e4m3"
+    formats: ClassVar[tuple[str, ...]]
+    format: str
     block_size: int = 32
 
     def __post_init__(self) -> None:
-        _check_block(self, ("e4m3", "e5m2"))
+        if self.format not in self.formats:
+            raise ValueError(f"option 'format' must be one of {', '.join(self.formats)}, got {self.format!r}")
+        if self.block_size < 1:
+            raise ValueError(f"option 'block_size' must be at least 1, got {self.block_size!r}")
 
 
 @dataclass(frozen=True)
-class MXFP6Options:
+class MXFP8Options(MXOptions):
+    """Options of `mxfp8`: format "e4m3" or "e5m2", and block_size."""
+
+    formats = ("e4m3", "e5m2")
+    format: str = "e4m3"
+
+
+@dataclass(frozen=True)
+class MXFP6Options(MXOptions):
     """Options of `mxfp6`: format "e2m3" or "e3m2", and block_size."""
 
+    formats = ("e2m3", "e3m2")
     format: str = "e2m3"
-    block_size: int = 32
-
-    def __post_init__(self) -> None:
-        _check_block(self, ("e2m3", "e3m2"))
 
 
 @dataclass(frozen=True)
-class MXFP4Options:
+class MXFP4Options(MXOptions):
     """Options of `mxfp4`: format "e2m1", and block_size."""
 
+    formats = ("e2m1",)
     format: str = "e2m1"
-    block_size: int = 32
-
-    def __post_init__(self) -> None:
-        _check_block(self, ("e2m1",))
 
 
 @dataclass(frozen=True)
-class MXINT8Options:
+class MXINT8Options(MXOptions):
     """Options of `mxint8`: format "int8", and block_size."""
 
+    formats = ("int8",)
     format: str = "int8"
-    block_size: int = 32
-
-    def __post_init__(self) -> None:
-        _check_block(self, ("int8",))
 
 
-class MXQuantizer(Quantizer):
+class MXQuantizer(FixedBits):
     """Base of the Microscaling formats (arXiv:2310.10537): the scale of a block follows its values; nothing to learn.
 
     Blocks run along the input axis: axis 1 of weights and of images, the last of other activations.
     """
 
     exportable = False
-    uniform = False
     integers_from_bits = True
-    bits: ClassVar[int]
-    options: Any
 
     def check_spec(self) -> None:
-        """The format's bits; blocks take the place of a granularity."""
+        """Blocks take the place of a granularity."""
         super().check_spec()
-        require_bits(self, self.bits)
         if self.spec.granularity == "group":
             raise ValueError(
                 f"rule {self.spec.rule!r} has blocks of its own; use options={{'block_size': ...}} instead of groups"
@@ -177,10 +171,3 @@ class MXINT8Quantizer(MXQuantizer):
 
     bits = 8
     options_type = MXINT8Options
-
-
-def _check_block(options: Any, formats: tuple[str, ...]) -> None:
-    if options.format not in formats:
-        raise ValueError(f"option 'format' must be one of {', '.join(formats)}, got {options.format!r}")
-    if options.block_size < 1:
-        raise ValueError(f"option 'block_size' must be at least 1, got {options.block_size!r}")

@@ -1,7 +1,6 @@
 """A quantizer that learns how many bits its tensor needs, against a cost."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +40,6 @@ class LearnedBitsQuantizer(Quantizer):
 
     integers_from_bits = True
     options_type = LearnedBitsOptions
-    options: Any
     reach: Tensor
     bits: Tensor
     elements: Tensor
@@ -52,10 +50,10 @@ class LearnedBitsQuantizer(Quantizer):
         spec = self.spec
         if not spec.symmetric:
             raise ValueError("rule 'learned_bits' has no zero point and needs symmetric=True")
-        least = max(self.options.least, 1 + int(spec.signed))
-        if least > spec.bits:
+        self.least = max(self.options.least, 1 + int(spec.signed))
+        if self.least > spec.bits:
             raise ValueError(
-                f"rule 'learned_bits': option 'least' is {least}, more than the {spec.bits} bits of the spec"
+                f"rule 'learned_bits': option 'least' is {self.least}, more than the {spec.bits} bits of the spec"
             )
 
     def add_parameters(self, device: torch.device | str | None) -> None:
@@ -66,9 +64,8 @@ class LearnedBitsQuantizer(Quantizer):
 
     def effective_bits(self) -> Tensor:
         """The learned width, within its limits; not yet rounded."""
-        least = max(self.options.least, 1 + int(self.spec.signed))
         bits = torch.where(self.bits.isnan(), float(self.spec.bits), self.bits).float()
-        return clamp_ste(bits, float(least), float(self.spec.bits))
+        return clamp_ste(bits, float(self.least), float(self.spec.bits))
 
     def quantize(self, x: Tensor) -> Tensor:
         """`learned_bits_quantize`."""
@@ -117,8 +114,8 @@ class LearnedBitsQuantizer(Quantizer):
     def repair(self) -> None:
         """Keep the width within its limits, where it has a gradient."""
         super().repair()
-        least = float(max(self.options.least, 1 + int(self.spec.signed)))
-        overwrite(self.bits, torch.nan_to_num(self.bits, float(self.spec.bits)).clamp(least, float(self.spec.bits)))
+        most = float(self.spec.bits)
+        overwrite(self.bits, torch.nan_to_num(self.bits, most).clamp(float(self.least), most))
 
     def penalty(self) -> Tensor | None:
         """cost * bits * elements / 10^6."""

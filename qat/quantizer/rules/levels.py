@@ -1,7 +1,6 @@
 """Rules whose levels or thresholds are not evenly spaced: `apot` and `n2uq`."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +36,6 @@ class APoTQuantizer(Quantizer):
     uniform = False
     integers_from_bits = True
     options_type = APoTOptions
-    options: Any
     alpha: Tensor
 
     def check_spec(self) -> None:

@@ -1,7 +1,6 @@
 """Rules that observe their range instead of learning it: `minmax` and `ema`; only x gets a gradient."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -127,7 +126,6 @@ class EMAQuantizer(ObservedQuantizer):
     """Exponential moving averages of the batches' lowest and highest values (arXiv:1712.05877)."""
 
     options_type = EMAOptions
-    options: Any
 
     def absorb(self, low: Tensor, high: Tensor) -> None:
         """low += momentum * (batch low - low), and so high."""

@@ -1,7 +1,6 @@
 """Soft staircases as modules: `dsq` (hard forward, soft gradient) and `stacked_sigmoid` (soft forward, annealed)."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +47,6 @@ class DSQQuantizer(SoftQuantizer):
     """Rounding whose gradient is that of a tanh staircase of learned softness (arXiv:1908.05033)."""
 
     options_type = DSQOptions
-    options: Any
     alpha: Tensor
 
     def add_parameters(self, device: torch.device | str | None) -> None:
@@ -98,7 +96,6 @@ class StackedSigmoidQuantizer(SoftQuantizer):
     """
 
     options_type = StackedSigmoidOptions
-    options: Any
     temperature: Tensor
 
     def add_parameters(self, device: torch.device | str | None) -> None:
