@@ -155,15 +155,6 @@ def test_lsq_on_an_affine_grid_does_not_learn_the_zero_point():
     assert "zero_point" in quantizer.state_dict()
 
 
-def test_evaluation_and_training_forwards_change_no_range():
-    for spec, shape in SPECS.values():
-        quantizer = calibrated(spec, shape)
-        before = {name: value.clone() for name, value in quantizer.state_dict().items()}
-        for mode in (True, False):
-            quantizer.train(mode)(data(3, 50) * 1000)
-        assert all(torch.equal(value, before[name]) for name, value in quantizer.state_dict().items())
-
-
 def test_unknown_rules_are_refused_with_the_names_there_are():
     assert {"lsq", "lsq_plus"} <= set(registered_quantizers())
     names = ", ".join(registered_quantizers())
@@ -200,17 +191,12 @@ def test_wrong_registrations_are_refused(registry):
     assert "mine" not in registered_quantizers()
 
 
-def test_a_rule_without_quantize_and_lsq_plus_on_a_symmetric_grid_are_refused():
+def test_a_rule_without_quantize_is_refused():
     bare = Quantizer(QuantSpec())
     bare.set_range(torch.tensor(-1.0), torch.tensor(1.0))
     with pytest.raises(TypeError) as refusal:
         bare(torch.ones(2))
     assert str(refusal.value) == "Quantizer: a quantizer must implement quantize(x)"
-    with pytest.raises(ValueError) as refused:
-        create_quantizer(QuantSpec(rule="lsq_plus"))
-    assert str(refused.value) == (
-        "lsq_plus learns a zero point and needs symmetric=False; use 'lsq' on a symmetric grid"
-    )
 
 
 @pytest.mark.parametrize(("grad_scale", "kept"), [("sample", False), ("relative", True)])

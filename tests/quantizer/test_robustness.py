@@ -6,7 +6,8 @@ import math
 import pytest
 import rule_specs as specs
 import torch
-from rule_specs import activation, every_quantizer, tensor_of
+from rule_specs import activation, every_quantizer, in_groups, tensor_of
+from rule_training import same_state, state_of
 from torch import nn
 
 import qat
@@ -23,13 +24,9 @@ LEARNED = [
 ]
 
 
+@pytest.mark.parametrize("broken", [0.0, -3.0, NAN, INF, -INF])
 @pytest.mark.parametrize(("name", "parameter"), LEARNED, ids=str)
-def test_a_broken_parameter_leaves_everything_finite(name, parameter):
-    for broken in (0.0, -3.0, NAN, INF, -INF):
-        assert_finite_with(name, parameter, broken)
-
-
-def assert_finite_with(name: str, parameter: str, broken: float) -> None:
+def test_a_broken_parameter_leaves_everything_finite(name, parameter, broken):
     role, spec = specs.QUANTIZERS[name]
     quantizer = specs.fitted(role, spec)
     x = tensor_of(role, spec, seed=1).requires_grad_()
@@ -155,36 +152,31 @@ def test_a_constant_tensor(role, spec):
     assert y[0, 0, 0, 0].item() == pytest.approx(0.7, rel=0.13 if spec.rule[:2] in ("mx", "fp") else 0.07)
 
 
-ALONE = {name: spec for name, spec in specs.WEIGHTS.items() if spec.granularity == "group"}
-
-
-@pytest.mark.parametrize("spec", ALONE.values(), ids=ALONE.keys())
-def test_groups_of_one_element(spec):
+@in_groups
+def test_groups_of_one_element(role, spec):
     spec = dataclasses.replace(spec, group_size=1)
     torch.manual_seed(0)
     w = torch.randn(4, 3)
     w[0, 0] = 0.0
-    quantizer = specs.fitted("weight", spec, w)
+    quantizer = specs.fitted(role, spec, w)
     y = quantizer(w.requires_grad_())
     assert y.shape == (4, 3) and y.isfinite().all()
     y.square().sum().backward()
-    assert w.grad.isfinite().all() and all(
-        p.grad.isfinite().all() for p in quantizer.parameters() if p.grad is not None
-    )
+    assert all(p.grad.isfinite().all() for p in (w, *quantizer.parameters()) if p.grad is not None)
     if spec.rule == "apot":
         assert (y == 0).all()  # an element less its own mean
     elif spec.rule not in ("dorefa", "power_of_two"):
         torch.testing.assert_close(y, w, rtol=0.08, atol=0)  # every element is its scale's largest
 
 
-@pytest.mark.parametrize("spec", ALONE.values(), ids=ALONE.keys())
-def test_a_group_size_that_does_not_divide_is_refused(spec):
+@in_groups
+def test_a_group_size_that_does_not_divide_is_refused(role, spec):
     spec = dataclasses.replace(spec, group_size=5)
     sentence = "group_size=5 does not divide the weight's 8 inputs; use 1, 2, 4, 8"
     for make in (
         lambda: qat.QuantLinear(8, 3, weight_spec=spec),
         lambda: qat.QuantConv2d(8, 3, 3, weight_spec=spec),
-        lambda: create_quantizer(spec, "weight", scale_shape(spec, (6, 8))),
+        lambda: create_quantizer(spec, role, scale_shape(spec, (6, 8))),
     ):
         with pytest.raises(ValueError) as refusal:
             make()
@@ -204,14 +196,14 @@ def test_an_empty_batch_passes(role, spec):
             y.sum().backward()
     else:
         quantizer = specs.fitted(role, spec)
-        before = {name: value.clone() for name, value in quantizer.state_dict().items()}
+        before = state_of(quantizer)
         for mode in (True, False):
             x = torch.empty(0, 8, 3, 3, requires_grad=True)
             y = quantizer.train(mode)(x)
             assert y.shape == x.shape
             y.sum().backward()
             assert all((p.grad == 0).all() for p in quantizer.parameters())
-        assert all(torch.equal(value, before[name]) for name, value in quantizer.state_dict().items())
+        assert same_state(state_of(quantizer), before)
         if quantizer.has_integers:
             assert quantizer.codes(x).shape == x.shape
 
@@ -234,7 +226,7 @@ def test_nan_stays_nan_and_does_no_other_harm(role, spec):
     quantizer = specs.fitted(role, spec)
     x = tensor_of(role, spec)
     x[0, 0, 0, 0] = NAN
-    before = {name: value.clone() for name, value in quantizer.state_dict().items()}
+    before = state_of(quantizer)
     for mode in (True, False):
         given = x.clone().requires_grad_()
         y = quantizer.train(mode)(given)
@@ -243,7 +235,7 @@ def test_nan_stays_nan_and_does_no_other_harm(role, spec):
         if role == "activation" and not spec.rule.startswith("mx"):
             assert y.isnan().sum() == 1
     if spec.rule != "ema":
-        assert all(torch.equal(value, before[name]) for name, value in quantizer.state_dict().items())
+        assert same_state(state_of(quantizer), before)
     for name, value in quantizer.state_dict().items():
         assert value.isfinite().all(), name
 

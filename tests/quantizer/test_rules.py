@@ -9,7 +9,7 @@ import pytest
 import reference
 import rule_specs as specs
 import torch
-from rule_specs import every_quantizer, fitted, grid_values, tensor_of
+from rule_specs import every_quantizer, fitted, grid_values, in_groups, quantizers, tensor_of
 from rule_training import same_state, state_of
 
 import qat
@@ -85,10 +85,7 @@ def test_bounds_are_the_integers_of_the_rule(role, spec):
     assert quantizer.bounds() == expected
 
 
-BLOCKED = {name: row for name, row in specs.QUANTIZERS.items() if row[1].rule.startswith("mx")}
-
-
-@pytest.mark.parametrize(("role", "spec"), BLOCKED.values(), ids=BLOCKED.keys())
+@quantizers(lambda role, spec: spec.rule.startswith("mx"))
 def test_blocks_run_along_the_inputs(role, spec):
     quantizer = fitted(role, spec)
     shapes = {(6, 8, 3, 3): 1, (6, 8): 1} if role == "weight" else {(2, 8, 3, 3): 1, (2, 3, 8): -1, (4, 8): -1}
@@ -108,10 +105,7 @@ def is_idempotent(role: Role, spec: QuantSpec) -> bool:
     return role == "activation" or spec.rule != "apot" or spec.options.get("normalize") is False
 
 
-IDEMPOTENT = {name: row for name, row in specs.QUANTIZERS.items() if is_idempotent(*row)}
-
-
-@pytest.mark.parametrize(("role", "spec"), IDEMPOTENT.values(), ids=IDEMPOTENT.keys())
+@quantizers(is_idempotent)
 def test_what_is_quantized_stays_as_it_is(role, spec):
     quantizer = fitted(role, spec).eval()
     once = quantizer(tensor_of(role, spec, seed=1) * 1.5)
@@ -119,12 +113,13 @@ def test_what_is_quantized_stays_as_it_is(role, spec):
 
 
 @every_quantizer
-def test_evaluation_changes_no_state(role, spec):
-    quantizer = fitted(role, spec).eval()
+def test_only_observed_ranges_follow_the_data_and_only_in_training(role, spec):
+    quantizer = fitted(role, spec)
     before = state_of(quantizer)
     x = (tensor_of(role, spec, seed=1) * 100).requires_grad_()
-    quantizer(x).sum().backward()
-    assert same_state(state_of(quantizer), before)
+    for mode in (False, True):
+        quantizer.train(mode)(x).sum().backward()
+        assert same_state(state_of(quantizer), before) == (not mode or spec.rule not in ("minmax", "ema"))
 
 
 @every_quantizer
@@ -220,15 +215,12 @@ def test_an_uncalibrated_quantizer_warns_and_runs(role, spec):
     assert y.isfinite().all()
 
 
-GROUPED = {name: spec for name, spec in specs.WEIGHTS.items() if spec.granularity == "group"}
-
-
-@pytest.mark.parametrize("spec", GROUPED.values(), ids=GROUPED.keys())
-def test_groups_are_the_channels_of_a_weight_with_a_row_for_each_group(spec):
-    x = tensor_of("weight", spec)
+@in_groups
+def test_groups_are_the_channels_of_a_weight_with_a_row_for_each_group(role, spec):
+    x = tensor_of(role, spec)
     rows = x.reshape(12, 4, 3, 3)
-    by_group = fitted("weight", spec, x)
-    by_row = fitted("weight", dataclasses.replace(spec, granularity="channel", group_size=None), rows)
+    by_group = fitted(role, spec, x)
+    by_row = fitted(role, dataclasses.replace(spec, granularity="channel", group_size=None), rows)
     for quantizer in (by_group, by_row):
         quantizer.train()
     y, expected = by_group(x), by_row(rows)
@@ -242,10 +234,7 @@ def test_groups_are_the_channels_of_a_weight_with_a_row_for_each_group(spec):
             torch.testing.assert_close(ours.grad.flatten(), theirs.grad.flatten())
 
 
-CORRECTED = {name: row for name, row in specs.QUANTIZERS.items() if row[1].ewgs != "none"}
-
-
-@pytest.mark.parametrize(("role", "spec"), CORRECTED.values(), ids=CORRECTED.keys())
+@quantizers(lambda role, spec: spec.ewgs != "none")
 def test_ewgs_scales_the_gradient_by_the_distance_to_the_level(role, spec):
     corrected, plain = fitted(role, spec), fitted(role, dataclasses.replace(spec, ewgs="none", ewgs_delta=None))
     delta = 1e-3 if spec.ewgs_delta is None else spec.ewgs_delta
@@ -283,10 +272,7 @@ def extremes(batch: np.ndarray, axes: tuple[int, ...] | None) -> tuple[np.ndarra
     return np.minimum(batch.min(axes), 0), np.maximum(batch.max(axes), 0)
 
 
-OBSERVED = {name: row for name, row in specs.QUANTIZERS.items() if row[1].rule in ("minmax", "ema")}
-
-
-@pytest.mark.parametrize(("role", "spec"), OBSERVED.values(), ids=OBSERVED.keys())
+@quantizers(lambda role, spec: spec.rule in ("minmax", "ema"))
 def test_observed_ranges_are_those_that_numpy_finds(role, spec):
     quantizer = fitted(role, spec)
     axes = {"tensor": None, "channel": (1, 2, 3), "group": (2, 3, 4)}[spec.granularity]
@@ -321,10 +307,7 @@ def test_a_binary_activation_starts_at_its_mean_magnitude():
         assert quantizer.scale.item() == pytest.approx(torch.cat(batches).abs().mean().item(), rel=1e-5), spec.init
 
 
-POWERS = {name: row for name, row in specs.QUANTIZERS.items() if row[1].rule == "power_of_two"}
-
-
-@pytest.mark.parametrize(("role", "spec"), POWERS.values(), ids=POWERS.keys())
+@quantizers(lambda role, spec: spec.rule == "power_of_two")
 def test_a_power_of_two_covers_the_range_it_is_given_and_not_twice_that(role, spec):
     x = tensor_of(role, spec)
     quantizer = fitted(role, spec, x)

@@ -12,6 +12,7 @@ import rule_specs as specs
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from rule_training import Layers, images_for
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,25 +22,9 @@ from qat.spec import QuantSpec
 STEPS = 2
 
 
-class Layers(nn.Module):
-    """Two layers of one rule, without a BatchNorm, whose statistics would differ between ranks."""
-
-    def __init__(self, weight_spec: QuantSpec, activation_spec: QuantSpec) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        rules: dict[str, Any] = {"weight_spec": weight_spec, "activation_spec": activation_spec}
-        self.conv = qat.QuantConv2d(4, 8, 3, **rules)
-        self.clip = nn.Hardtanh() if activation_spec.rule == "binary" else nn.ReLU()
-        self.fc = qat.QuantLinear(8, 5, **rules)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.clip(self.conv(x)).mean((2, 3)))
-
-
 def inputs(activation_spec: QuantSpec, rank: int, step: int) -> Tensor:
     """A different batch for each rank, with larger values for higher ranks."""
-    x = specs.images(10 * rank + step) * (1 + rank)
-    return x.abs() if activation_spec.symmetric and not activation_spec.signed else x
+    return images_for(activation_spec, 10 * rank + step) * (1 + rank)
 
 
 def train(weight_spec: QuantSpec, activation_spec: QuantSpec, rank: int) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ WEIGHTS and ACTIVATIONS are the table; the functions below make quantizers, laye
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -162,7 +162,15 @@ QUANTIZERS: dict[str, tuple[Role, QuantSpec]] = {
     **{f"activation {name}": ("activation", spec) for name, spec in ACTIVATIONS.items()},
 }
 
-every_quantizer = pytest.mark.parametrize(("role", "spec"), QUANTIZERS.values(), ids=QUANTIZERS.keys())
+
+def quantizers(chosen: Callable[[Role, QuantSpec], bool]) -> pytest.MarkDecorator:
+    """Parametrizes a test with the rows of the table for which this holds."""
+    rows = {name: row for name, row in QUANTIZERS.items() if chosen(*row)}
+    return pytest.mark.parametrize(("role", "spec"), rows.values(), ids=rows.keys())
+
+
+every_quantizer = quantizers(lambda role, spec: True)
+in_groups = quantizers(lambda role, spec: spec.granularity == "group")
 
 
 def paired(weights: dict[str, QuantSpec], activations: dict[str, QuantSpec]) -> dict[str, tuple[QuantSpec, QuantSpec]]:

@@ -1,6 +1,7 @@
 """Training any rule for a few steps and comparing states, for the tests of the rules."""
 
 from collections.abc import Callable
+from typing import Any
 
 import rule_specs as specs
 import torch
@@ -9,6 +10,28 @@ from torch import Tensor, nn
 
 import qat
 from qat.quantizer import Quantizer
+from qat.spec import QuantSpec
+
+
+class Layers(nn.Module):
+    """Two layers of one rule, without a BatchNorm, whose statistics would differ between ranks."""
+
+    def __init__(self, weight_spec: QuantSpec, activation_spec: QuantSpec) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        rules: dict[str, Any] = {"weight_spec": weight_spec, "activation_spec": activation_spec}
+        self.conv = qat.QuantConv2d(4, 8, 3, **rules)
+        self.clip = nn.Hardtanh() if activation_spec.rule == "binary" else nn.ReLU()
+        self.fc = qat.QuantLinear(8, 5, **rules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.clip(self.conv(x)).mean((2, 3)))
+
+
+def images_for(activation_spec: QuantSpec, seed: int) -> Tensor:
+    """`rule_specs.images`, without negative values if the grid of the first input has none."""
+    x = specs.images(seed)
+    return x.abs() if activation_spec.symmetric and not activation_spec.signed else x
 
 
 def quantizers_of(model: nn.Module) -> dict[str, Quantizer]:
