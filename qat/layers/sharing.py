@@ -25,11 +25,10 @@ def share_parameters(source: nn.Module, target: nn.Module) -> None:
         transferred: Any = target.parametrizations
         for key, parameter in originals.named_parameters(recurse=False):
             setattr(transferred[name], key, parameter)
-    owned: Any = ((parameters_of(target), parameters_of(source)), (buffers_of(target), buffers_of(source)))
-    for mine, theirs in owned:
-        for name in mine:
-            if name in theirs:
-                mine[name] = theirs[name]
+    for owned in (parameters_of, buffers_of):
+        mine: dict[str, Any] = owned(target)
+        theirs = owned(source)
+        mine.update({name: theirs[name] for name in mine if name in theirs})
 
 
 class QuantTwin(nn.Module):

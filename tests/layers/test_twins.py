@@ -18,9 +18,13 @@ from qat.quantizer import Quantizer
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 QUANTIZER_KEYS = {f"weight_quantizer.{name}" for name in ("scale", "smallest_scale", "calibrated")}
 every_twin = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-# One of each class.
-FIRST = {case.float_type: case for case in reversed(CASES.values())}
-every_class = pytest.mark.parametrize("case", FIRST.values(), ids=[kind.__name__ for kind in FIRST])
+FIRST = {case.float_type.__name__: case for case in reversed(CASES.values())}
+"""One of each class."""
+
+every_class = pytest.mark.parametrize("case", FIRST.values(), ids=FIRST)
+one_weight = pytest.mark.parametrize(
+    "case", [each for each in FIRST.values() if issubclass(each.twin_type, QuantLayer)]
+)
 
 
 def calibrated(layer: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
@@ -155,10 +159,8 @@ def test_from_float_refuses_another_type(case: Case) -> None:
         case.twin_type.from_float(nn.Identity())
 
 
-@every_class
+@one_weight
 def test_integers_ignore_autocast(case: Case) -> None:
-    if not issubclass(case.twin_type, QuantLayer):
-        return  # gates and softmax are float
     torch.manual_seed(0)
     inputs = case.inputs()
     layer = calibrated(case.twin_type(**case.arguments), inputs).eval()
@@ -167,9 +169,7 @@ def test_integers_ignore_autocast(case: Case) -> None:
     assert torch.equal(mixed, result(layer, inputs))
 
 
-@every_class
+@one_weight
 def test_each_input_has_a_grid_but_indices(case: Case) -> None:
-    if not issubclass(case.twin_type, QuantLayer):
-        return
     names = ("input_quantizer", "other_quantizer")[: len(case.inputs())]
     assert case.twin_type.quantizer_arguments == (() if case.inputs()[0].dtype == torch.int64 else names)
