@@ -1,7 +1,5 @@
 """Compares tensors and reports where the first difference is."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -51,25 +49,14 @@ def require_none(what: str, wrong: Tensor, got: Tensor, expected: Tensor, x: Ten
     raise GradcheckError(f"{what}{place}: got {number(got[index])}, expected {number(expected[index])}{others}")
 
 
-def require_same_gradients(
-    what: str,
-    got: Sequence[Tensor | None],
-    expected: Sequence[Tensor | None],
-    inputs: Sequence[Tensor],
-    rtol: float,
-    atol: float,
-) -> None:
-    """Compare the gradients of all slots; None counts as zero.
+def index_of(place: int, shape: torch.Size) -> tuple[int, ...]:
+    """The index of the element at this place of the flattened tensor."""
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(place), shape))
 
-    Raises:
-        GradcheckError: with the first slot and element that differ.
-    """
-    for slot, (mine, theirs, x) in enumerate(zip(got, expected, inputs, strict=True)):
-        if mine is None and theirs is None:
-            continue
-        mine = torch.zeros_like(x) if mine is None else mine
-        theirs = torch.zeros_like(x) if theirs is None else theirs
-        require_close(f"{what}gradient of slot {slot}", mine, theirs, rtol, atol, inputs[0])
+
+def short(dtype: torch.dtype) -> str:
+    """'float32'."""
+    return str(dtype).removeprefix("torch.")
 
 
 def number(value: Tensor) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.testing.comparison import largest, number, require_close, require_same_gradients, uneven
+from qat.testing.comparison import index_of, largest, number, require_close, uneven
 from qat.testing.estimator import Estimator, Gradients, Inputs, as_leaves, filled, pull_back
 from qat.testing.report import GradcheckError, Skipped, plural, raising
 from qat.testing.variants import parameter_shapes, per_channel, with_axes
@@ -16,11 +16,7 @@ MOST_BLAMED = 2000
 
 
 def check_gradient(estimator: Estimator, inputs: Inputs) -> str:
-    """Every slot's gradient equals the declared one, and is None exactly where that is None.
-
-    Raises:
-        GradcheckError: with the first slot and element that differ.
-    """
+    """Every slot's gradient equals the declared one, and is None exactly where that is None."""
     before = [tensor.clone() for tensor in inputs]
     y, got = estimator.gradients(inputs)
     for slot, (old, new) in enumerate(zip(before, inputs, strict=True)):
@@ -36,11 +32,7 @@ def check_gradient(estimator: Estimator, inputs: Inputs) -> str:
 
 
 def check_slots(estimator: Estimator, inputs: Inputs) -> str:
-    """Each subset of slots gets the same gradients; none is computed for the others (`ctx.needs_input_grad`).
-
-    Raises:
-        GradcheckError: with the subset of slots for which it fails.
-    """
+    """Each subset of slots gets the same gradients; none is computed for the others (`ctx.needs_input_grad`)."""
     y, full = estimator.gradients(inputs)
     subsets = list(itertools.product((False, True), repeat=len(inputs)))
     for wanted in subsets:
@@ -51,23 +43,18 @@ def check_slots(estimator: Estimator, inputs: Inputs) -> str:
         own = estimator.function(*leaves)
         if own.requires_grad and not asking:
             raise GradcheckError(f"{words}the output requires a gradient")
-        require_close(f"{words}output", own, y, estimator.rtol, estimator.atol, inputs[0])
+        estimator.require_close(f"{words}output", own, y, inputs[0])
         unasked = _watch(own)
         got = pull_back(own, leaves, uneven(own))
-        expected = [gradient if asks else None for gradient, asks in zip(full, wanted, strict=True)]
-        require_same_gradients(words, got, expected, inputs, estimator.rtol, estimator.atol)
+        expected = tuple(gradient if asks else None for gradient, asks in zip(full, wanted, strict=True))
+        estimator.require_same_gradients(words, got, expected, inputs)
         if unasked:
             raise GradcheckError(f"{words}{unasked[0]} (see ctx.needs_input_grad)")
     return plural(len(subsets), "subset") + " of slots"
 
 
 def check_broadcast(estimator: Estimator, inputs: Inputs) -> str:
-    """The slots in `broadcast` work per tensor and per channel, all together and one at a time.
-
-    Raises:
-        Skipped: if no slot broadcasts.
-        GradcheckError: with the first shape, slot and element that differ.
-    """
+    """The slots in `broadcast` work per tensor and per channel, all together and one at a time."""
     if not estimator.broadcast:
         raise Skipped("no slot is named in broadcast")
     x = with_axes(estimator, inputs[0], 3)
@@ -94,9 +81,6 @@ def check_second_order(estimator: Estimator, inputs: Inputs) -> str:
     """The gradients, differentiated again by every slot and by the cotangent, equal the declared ones.
 
     Terms as large as the gradients cancel here, so `atol` is relative to the largest gradient.
-
-    Raises:
-        GradcheckError: with the first pair of slots and element that differ.
     """
     cotangent = uneven(estimator.output(inputs))
     got, expected = estimator.second_order(inputs, cotangent), estimator.declared_second_order(inputs, cotangent)
@@ -113,7 +97,7 @@ def check_second_order(estimator: Estimator, inputs: Inputs) -> str:
 def _require_declared(estimator: Estimator, words: str, inputs: Inputs, got: Gradients, expected: Gradients) -> None:
     """Compare gradients; if a parameter's is wrong, name the element of the output that causes it."""
     try:
-        require_same_gradients(words, got, expected, inputs, estimator.rtol, estimator.atol)
+        estimator.require_same_gradients(words, got, expected, inputs)
     except GradcheckError:
         _blame(estimator, words, inputs)
         raise
@@ -127,7 +111,7 @@ def _blame(estimator: Estimator, words: str, inputs: Inputs) -> None:
         one.view(-1)[position] = 1.0
         got = filled(estimator.gradients(inputs, one)[1], inputs)
         expected = filled(estimator.declared_gradients(inputs, one), inputs)
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position), whole.shape))
+        index = index_of(position, whole.shape)
         there = f", where x = {number(x[index])}" if x.shape == whole.shape else ""
         for slot, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
             wrong = ~torch.isclose(mine, theirs, rtol=estimator.rtol, atol=estimator.atol, equal_nan=True)
@@ -149,8 +133,7 @@ def _require_each_channel(estimator: Estimator, words: str, inputs: Inputs, y: T
             alone.append(parameter.flatten()[channel] if own else parameter)
         expected, part = estimator.output(tuple(alone)), y.narrow(along, channel, 1)
         if expected.shape == part.shape:  # otherwise another parameter still has all channels
-            name = f"{words}output of channel {channel}"
-            require_close(name, part, expected, estimator.rtol, estimator.atol, alone[0])
+            estimator.require_close(f"{words}output of channel {channel}", part, expected, alone[0])
 
 
 def _watch(y: Tensor) -> list[str]:

@@ -3,18 +3,14 @@
 import torch
 from torch import Tensor
 
-from qat.testing.comparison import number, require_close, uneven
+from qat.testing.comparison import index_of, number, require_close, uneven
 from qat.testing.estimator import Estimator, Inputs
 from qat.testing.report import GradcheckError, raising
 from qat.testing.variants import without_elements
 
 
 def check_empty(estimator: Estimator, inputs: Inputs) -> str:
-    """Where x has no element, gradients have the shapes of their inputs, and those of parameters are zero.
-
-    Raises:
-        GradcheckError: with the slot that is wrong.
-    """
+    """Where x has no element, gradients have the shapes of their inputs, and those of parameters are zero."""
     usual = estimator.gradients(inputs)[1]
     empty = without_elements(estimator, inputs)
     words = f"x of shape {tuple(empty[0].shape)}: "
@@ -34,15 +30,12 @@ def check_nan_inf(estimator: Estimator, inputs: Inputs) -> str:
 
     If the function is not elementwise, NaN in x only has to give NaN somewhere. -inf is tried only if x has values
     below zero, which shows that they belong to its domain.
-
-    Raises:
-        GradcheckError: with the element that is wrong.
     """
     x = inputs[0]
     values = [float("nan"), float("inf"), *[-float("inf")] * bool((x < 0).any())]
     places = sorted({0, x.numel() // 2, x.numel() - 1})
     for place in places:
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), x.shape))
+        index = index_of(place, x.shape)
         if not estimator.elementwise:
             y = estimator.output((_with(x, place, float("nan")), *inputs[1:]))
             if not y.isnan().any():
@@ -67,11 +60,10 @@ def _check_one(estimator: Estimator, inputs: Inputs, place: int, index: tuple[in
         raise GradcheckError(f"{words}the output there is {number(own)}, expected nan")
     if value == value and own.isnan():
         raise GradcheckError(f"{words}the output there is nan")
-    rtol, atol = estimator.rtol, estimator.atol
-    require_close(f"{words}output", _with(got, place, 0), _with(y, place, 0), rtol, atol, x)
+    estimator.require_close(f"{words}output", _with(got, place, 0), _with(y, place, 0), x)
     if gradients[0] is not None and disturbed[0] is not None:
         mine, theirs = _with(disturbed[0], place, 0), _with(gradients[0], place, 0)
-        require_close(f"{words}gradient of slot 0", mine, theirs, rtol, atol, x)
+        estimator.require_close(f"{words}gradient of slot 0", mine, theirs, x)
 
 
 def _with(x: Tensor, place: int, value: float) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.testing.comparison import uneven
+from qat.testing.comparison import require_close, uneven
 
 Gradients = tuple[Tensor | None, ...]
 Inputs = tuple[Tensor, ...]
@@ -72,6 +72,15 @@ class Estimator:
         total = sum(terms, start=torch.zeros((), dtype=torch.float64))
         (tangent,) = pull_back(total, [cotangent], torch.ones_like(total))
         return torch.zeros_like(cotangent) if tangent is None else tangent
+
+    def require_close(self, what: str, got: Tensor, expected: Tensor, x: Tensor | None = None) -> None:
+        """`comparison.require_close` with this estimator's tolerances."""
+        require_close(what, got, expected, self.rtol, self.atol, x)
+
+    def require_same_gradients(self, what: str, got: Gradients, expected: Gradients, inputs: Inputs) -> None:
+        """Compare the gradients of all slots; None counts as zero."""
+        for slot, pair in enumerate(zip(filled(got, inputs), filled(expected, inputs), strict=True)):
+            self.require_close(f"{what}gradient of slot {slot}", *pair, inputs[0])
 
     def _declared(self, leaves: list[Tensor], cotangent: Tensor, create_graph: bool) -> Gradients:
         if self.surrogate is not None:

@@ -33,7 +33,7 @@ CHECKS: dict[str, Check] = {
     "nan_inf": check_nan_inf,
 }
 """The checks, in the order in which they run. Each takes an `Estimator` and one tuple of inputs, returns what it
-checked, and raises `GradcheckError` with the first offending element."""
+checked, and raises `GradcheckError` with the first offending element, or `Skipped` where it does not apply."""
 
 
 def ste_gradcheck(

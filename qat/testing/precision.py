@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from qat.testing.comparison import largest, require_none, uneven
+from qat.testing.comparison import largest, require_none, short, uneven
 from qat.testing.estimator import Estimator, Inputs, filled
 from qat.testing.report import GradcheckError, raising
 
@@ -24,19 +24,16 @@ def check_dtypes(estimator: Estimator, inputs: Inputs) -> str:
     bound), anything between the outcomes passes. Gradients have the dtype of their input. They are compared where the
     output and the gradient of x do not jump, within 4 epsilons of that dtype and 64 float32 epsilons of the slot's
     largest gradient. Values of x beyond the range of a dtype are clamped to it.
-
-    Raises:
-        GradcheckError: with the dtype, slot and element that differ.
     """
     inputs = _swept(estimator, inputs)
     for dtype in DTYPES:
         for own in dict.fromkeys((dtype, torch.float32 if dtype.itemsize < 4 else dtype)):
             reach = torch.finfo(dtype).max
             narrow = (inputs[0].clamp(-reach, reach).to(dtype), *(parameter.to(own) for parameter in inputs[1:]))
-            words = _short(dtype) if own == dtype or len(inputs) == 1 else f"{_short(dtype)} with float32 parameters"
+            words = short(dtype) if own == dtype or len(inputs) == 1 else f"{short(dtype)} with float32 parameters"
             with raising(f"{words}: "):
                 _check_one(estimator, f"{words}: ", narrow)
-    return f"{', '.join(map(_short, DTYPES))} at {inputs[0].numel()} values of x"
+    return f"{', '.join(map(short, DTYPES))} at {inputs[0].numel()} values of x"
 
 
 def _check_one(estimator: Estimator, words: str, narrow: Inputs) -> None:
@@ -73,10 +70,10 @@ def _check_one(estimator: Estimator, words: str, narrow: Inputs) -> None:
 
 def _require_dtypes(words: str, y: Tensor, gradients: Sequence[Tensor | None], inputs: Inputs) -> None:
     if y.dtype != inputs[0].dtype:
-        raise GradcheckError(f"{words}the output is {_short(y.dtype)}, expected {_short(inputs[0].dtype)}")
+        raise GradcheckError(f"{words}the output is {short(y.dtype)}, expected {short(inputs[0].dtype)}")
     for slot, (gradient, tensor) in enumerate(zip(gradients, inputs, strict=True)):
         if gradient is not None and gradient.dtype != tensor.dtype:
-            found, right = _short(gradient.dtype), _short(tensor.dtype)
+            found, right = short(gradient.dtype), short(tensor.dtype)
             raise GradcheckError(f"{words}the gradient of slot {slot} is {found}, expected {right}")
 
 
@@ -110,7 +107,3 @@ def _moved(estimator: Estimator, inputs: Inputs) -> Iterator[Inputs]:
 def _envelope(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     together = torch.stack(list(values))
     return together.amin(0), together.amax(0)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -8,43 +8,37 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from qat.silence import warnings_ignored
-from qat.testing.comparison import require_close, require_same_gradients, uneven
+from qat.testing.comparison import uneven
 from qat.testing.estimator import Estimator, Inputs, filled
 from qat.testing.report import plural, raising
-from qat.testing.variants import batches
+from qat.testing.variants import COPIES, batches
 
 LARGEST_JACOBIAN = 64
 SMALL = 8
 
 
 def check_func_grad(estimator: Estimator, inputs: Inputs) -> str:
-    """`torch.func.grad`, for all slots and for each alone, and `torch.func.vjp` equal autograd.
-
-    Raises:
-        GradcheckError: with the first slot and element that differ.
-    """
+    """`torch.func.grad`, for all slots and for each alone, and `torch.func.vjp` equal autograd."""
     y, found = estimator.gradients(inputs)
     expected = filled(found, inputs)
-    rtol, atol = estimator.rtol, estimator.atol
 
     def loss(*tensors: Tensor) -> Tensor:
-        total: Tensor = (estimator.function(*tensors) * uneven(y)).sum()
-        return total
+        return torch.sum(estimator.function(*tensors) * uneven(y))
 
     slots = tuple(range(len(inputs)))
     with raising("torch.func.grad "):
         got = torch.func.grad(loss, argnums=slots)(*inputs)
-    require_same_gradients("torch.func.grad: ", got, expected, inputs, rtol, atol)
+    estimator.require_same_gradients("torch.func.grad: ", got, expected, inputs)
     for slot in slots:
         words = f"torch.func.grad for slot {slot} only"
         with raising(f"{words} "):
             alone = torch.func.grad(loss, argnums=slot)(*inputs)
-        require_close(words, alone, expected[slot], rtol, atol, inputs[0])
+        estimator.require_close(words, alone, expected[slot], inputs[0])
     with raising("torch.func.vjp "):
         value, pull = torch.func.vjp(estimator.function, *inputs)[:2]
         pulled = pull(uneven(y))
-    require_close("torch.func.vjp: output", value, y, rtol, atol, inputs[0])
-    require_same_gradients("torch.func.vjp: ", pulled, expected, inputs, rtol, atol)
+    estimator.require_close("torch.func.vjp: output", value, y, inputs[0])
+    estimator.require_same_gradients("torch.func.vjp: ", pulled, expected, inputs)
     return f"grad and vjp for {plural(len(inputs), 'slot')}"
 
 
@@ -52,12 +46,8 @@ def check_vmap(estimator: Estimator, inputs: Inputs) -> str:
     """`torch.func.vmap` of the function and of its gradient equals a loop, with x, parameters or both batched.
 
     Noise is drawn once for the whole batch, so that a function that seeds each call equals the loop too.
-
-    Raises:
-        GradcheckError: with the first batched slots, slot and element that differ.
     """
-    many, count = batches(inputs), 3
-    rest = len(inputs) - 1
+    many, rest = batches(inputs), len(inputs) - 1
     in_dims: dict[str, tuple[int | None, ...]] = {
         "x": (0, *[None] * rest),
         "x along its last axis": (-1, *[None] * rest),
@@ -65,45 +55,37 @@ def check_vmap(estimator: Estimator, inputs: Inputs) -> str:
     if rest:
         in_dims |= {"x and parameters": (0,) * len(inputs), "parameters": (None, *[0] * rest)}
     for words, dims in in_dims.items():
-        _vmap(estimator, f"{words} batched: ", inputs, many, dims, count)
+        _vmap(estimator, f"{words} batched: ", inputs, many, dims)
     return f"output and gradients, batched in {len(in_dims)} ways"
 
 
-def _vmap(
-    estimator: Estimator, words: str, inputs: Inputs, many: Inputs, dims: tuple[int | None, ...], count: int
-) -> None:
+def _vmap(estimator: Estimator, words: str, inputs: Inputs, many: Inputs, dims: tuple[int | None, ...]) -> None:
     batched = [one if dim is None else all_.movedim(0, dim) for one, all_, dim in zip(inputs, many, dims, strict=True)]
     singles = [
         tuple(one if dim is None else all_[k] for one, all_, dim in zip(inputs, many, dims, strict=True))
-        for k in range(count)
+        for k in range(COPIES)
     ]
     looped = [estimator.gradients(single) for single in singles]
     outputs = torch.stack([y for y, _ in looped])
     cotangent = uneven(looped[0][0])
-    rtol, atol = estimator.rtol, estimator.atol
 
     def loss(*tensors: Tensor) -> Tensor:
-        total: Tensor = (estimator.function(*tensors) * cotangent).sum()
-        return total
+        return torch.sum(estimator.function(*tensors) * cotangent)
 
     with raising(f"{words}torch.func.vmap "):
         together = torch.func.vmap(estimator.function, in_dims=dims, randomness="same")(*batched)
-    require_close(f"{words}output", together, outputs, rtol, atol)
+    estimator.require_close(f"{words}output", together, outputs)
     slots = tuple(range(len(inputs)))
     with raising(f"{words}torch.func.vmap of torch.func.grad "):
         got = torch.func.vmap(torch.func.grad(loss, argnums=slots), in_dims=dims, randomness="same")(*batched)
     expected = [filled(gradients, single) for (_, gradients), single in zip(looped, singles, strict=True)]
     for slot in slots:
-        name = f"{words}gradient of slot {slot}"
-        require_close(name, got[slot], torch.stack([each[slot] for each in expected]), rtol, atol)
+        looped_slot = torch.stack([each[slot] for each in expected])
+        estimator.require_close(f"{words}gradient of slot {slot}", got[slot], looped_slot)
 
 
 def check_jvp(estimator: Estimator, inputs: Inputs) -> str:
-    """`torch.func.jvp`, dual tensors, `jacfwd` and `jacrev` agree with the declared gradient.
-
-    Raises:
-        GradcheckError: with the first slots and element that differ.
-    """
+    """`torch.func.jvp`, dual tensors, `jacfwd` and `jacrev` agree with the declared gradient."""
     slots = range(len(inputs))
     with warnings_ignored("`torch.jit.script` is"):  # torch's own, when it loads its decompositions
         for moved in [tuple(slots), *((slot,) for slot in slots if len(inputs) > 1)]:
@@ -113,7 +95,7 @@ def check_jvp(estimator: Estimator, inputs: Inputs) -> str:
                 words = f"{name} along slot{'s' if len(moved) > 1 else ''} {', '.join(map(str, moved))}"
                 with raising(f"{words} "):
                     got = push(estimator.function, inputs, tangents)
-                require_close(words, got, expected, estimator.rtol, estimator.atol, inputs[0])
+                estimator.require_close(words, got, expected, inputs[0])
         jacobians = _check_jacobians(estimator, inputs)
     return f"jvp and dual tensors; {jacobians}"
 
@@ -152,15 +134,11 @@ def _check_jacobians(estimator: Estimator, inputs: Inputs) -> str:
         by_columns = torch.func.jacfwd(estimator.function, argnums=slots, randomness="same")(*inputs)
     for slot, x in enumerate(inputs):
         expected = torch.stack([row[slot] for row in rows]).reshape(*y.shape, *x.shape)
-        words = f"torch.func.jacrev for slot {slot}"
-        require_close(words, by_rows[slot], expected, estimator.rtol, estimator.atol)
-        columns = []
-        for one in _units(x):
-            tangents = [one if other == slot else None for other in slots]
-            columns.append(estimator.declared_tangent(inputs, tangents))
+        estimator.require_close(f"torch.func.jacrev for slot {slot}", by_rows[slot], expected)
+        moves = [[one if other == slot else None for other in slots] for one in _units(x)]
+        columns = [estimator.declared_tangent(inputs, tangents) for tangents in moves]
         expected = torch.stack(columns, dim=-1).reshape(*y.shape, *x.shape)
-        words = f"torch.func.jacfwd for slot {slot}"
-        require_close(words, by_columns[slot], expected, estimator.rtol, estimator.atol)
+        estimator.require_close(f"torch.func.jacfwd for slot {slot}", by_columns[slot], expected)
     return f"Jacobians of {plural(y.numel(), 'element')}"
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from qat.testing.estimator import Estimator, Inputs
 
 LEADING = (2, 3, 2, 2)
+COPIES = 3
 
 
 def with_axes(estimator: Estimator, x: Tensor, axes: int) -> Tensor:
@@ -38,10 +39,10 @@ def per_channel(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     return (first * factors).reshape(shape)
 
 
-def batches(inputs: Inputs, count: int = 3) -> tuple[Tensor, ...]:
-    """Each input `count` times along a new first axis: x with its values in another order, parameters times 1 + k/8."""
-    x = torch.stack([inputs[0].detach().flatten().roll(k).reshape(inputs[0].shape) for k in range(count)])
-    return x, *(torch.stack([p.detach() * (1 + k / 8) for k in range(count)]) for p in inputs[1:])
+def batches(inputs: Inputs) -> Inputs:
+    """Each input COPIES times along a new first axis: x with its values in another order, parameters times 1 + k/8."""
+    x = torch.stack([inputs[0].detach().flatten().roll(k).reshape(inputs[0].shape) for k in range(COPIES)])
+    return x, *(torch.stack([p.detach() * (1 + k / 8) for k in range(COPIES)]) for p in inputs[1:])
 
 
 def without_elements(estimator: Estimator, inputs: Inputs) -> Inputs:
