@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import apply, as_dtype, check_bounds, require_floating, scaled, sum_to_shape
+from qat.functional.tensors import STEFunction, apply, as_dtype, check_bounds, require_floating, scaled, sum_to_shape
 from qat.kernels import choose
 
 
-class LSQPlusFunction(torch.autograd.Function):
+class LSQPlusFunction(STEFunction):
     """Round onto an affine integer grid whose step and zero point are learned.
 
     Forward, with v = x / scale and z = clamp(round(zero_point), qmin, qmax):
@@ -24,8 +24,6 @@ class LSQPlusFunction(torch.autograd.Function):
     Shapes: x any; scale and zero_point () or 1 outside the channel axis. Unit of zero_point: integers.
     Source: Bhalgat et al., "LSQ+", arXiv:2004.09576, whose float offset is -scale * zero_point here.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, grad_factor: float) -> Tensor:

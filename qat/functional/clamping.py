@@ -5,12 +5,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import apply, check_gradient, require_floating, sum_to_shape, tensor_beside
+from qat.functional.tensors import STEFunction, apply, check_gradient, require_floating, sum_to_shape, tensor_beside
 
 ClampGradient = Literal["clipped", "straight_through"]
 
 
-class ClampSTEFunction(torch.autograd.Function):
+class ClampSTEFunction(STEFunction):
     """Clamp, with a gradient for the bounds too.
 
     Forward:     y = min(max(x, low), high)
@@ -23,8 +23,6 @@ class ClampSTEFunction(torch.autograd.Function):
 
     Shapes: x, low and high broadcast as in `torch.clamp`. Unit of the bounds: that of x.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, low: Tensor, high: Tensor, gradient: str) -> Tensor:

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.codebooks.binary import BinaryFunction, mean_magnitude
-from qat.functional.tensors import ChannelAxis, apply, as_dtype, axes_within_channel, check_bits, require_floating
+from qat.functional.channels import ChannelAxis, axes_within_channel, mean_magnitude
+from qat.functional.codebooks.binary import BinaryFunction
+from qat.functional.tensors import STEFunction, apply, as_dtype, check_bits, require_floating
 
 
-class DoReFaWeightFunction(torch.autograd.Function):
+class DoReFaWeightFunction(STEFunction):
     """Squash by tanh, divide by the largest magnitude, round onto 2^bits levels from -1 to 1.
 
     Forward, with n = 2^bits - 1, t = tanh(weight), M = max|t| over `axes` and u = t / M:
@@ -24,8 +25,6 @@ class DoReFaWeightFunction(torch.autograd.Function):
     Shapes: weight any; axes: the axes that share one M, none for one M an element. y has no unit.
     Source: Zhou et al., "DoReFa-Net", arXiv:1606.06160.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(weight: Tensor, bits: int, axes: tuple[int, ...]) -> Tensor:
@@ -54,7 +53,7 @@ class DoReFaWeightFunction(torch.autograd.Function):
         return grad_weight.to(weight.dtype), None, None
 
 
-class DoReFaActivationFunction(torch.autograd.Function):
+class DoReFaActivationFunction(STEFunction):
     """Clip to 0 .. 1 and round onto 2^bits - 1 equal steps.
 
     Forward, with n = 2^bits - 1:    y = round(clip(x, 0, 1) * n) / n
@@ -62,8 +61,6 @@ class DoReFaActivationFunction(torch.autograd.Function):
 
     Shapes: x any. x has no unit. Source: Zhou et al., "DoReFa-Net", arXiv:1606.06160.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, bits: int) -> Tensor:

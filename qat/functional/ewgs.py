@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import apply, require_floating, setting_beside
+from qat.functional.tensors import STEFunction, apply, require_floating, setting_beside
 
 
 def scaled_gradient(grad: Tensor, v: Tensor, delta: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def scaled_gradient(grad: Tensor, v: Tensor, delta: Tensor) -> Tensor:
     return grad * (1 + delta.detach().to(v.dtype) * torch.sign(grad).detach() * residual)
 
 
-class EWGSRoundFunction(torch.autograd.Function):
+class EWGSRoundFunction(STEFunction):
     """Round; the gradient grows where descent takes x towards its integer and shrinks where it takes x away.
 
     Forward:    y = round(x), ties to even
@@ -29,17 +29,10 @@ class EWGSRoundFunction(torch.autograd.Function):
     Shapes: x any; delta () or broadcastable to x. Source: Lee et al., arXiv:2104.00903.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(x: Tensor, delta: Tensor) -> Tensor:
         """Round half to even, as ONNX QuantizeLinear does."""
         return torch.round(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        """Keep both inputs: the residual is cheaper to compute again than to store."""
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
@@ -50,7 +43,7 @@ class EWGSRoundFunction(torch.autograd.Function):
         return scaled_gradient(grad, x.to(wide), delta).to(x.dtype), None
 
 
-class EWGSGradientFunction(torch.autograd.Function):
+class EWGSGradientFunction(STEFunction):
     """The identity, with EWGS's gradient for a uniform quantizer that comes after it.
 
     Forward:    y = x
@@ -61,16 +54,10 @@ class EWGSGradientFunction(torch.autograd.Function):
     Source: Lee et al., arXiv:2104.00903.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(x: Tensor, scale: Tensor, delta: Tensor) -> Tensor:
         """A new tensor: torch 2.11's compiler loses the gradient of a forward that returns its input."""
         return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from qat.functional.rounding import round_ste
-from qat.functional.tensors import MOST_BITS, apply, as_dtype, require_floating, sum_to_shape
+from qat.functional.tensors import MOST_BITS, STEFunction, apply, as_dtype, require_floating, sum_to_shape
 
 
-class LearnedBitsFunction(torch.autograd.Function):
+class LearnedBitsFunction(STEFunction):
     """Round onto an integer grid whose range and bit-width are learned.
 
     With n = round(bits), qmax = 2^(n-1) - 1 and qmin = -qmax if signed, else qmax = 2^n - 1 and qmin = 0,
@@ -27,8 +27,6 @@ class LearnedBitsFunction(torch.autograd.Function):
     Shapes: x any; reach and bits () per tensor, or 1 outside the channel axis. Unit of reach: that of x.
     Source: Uhlich et al., "Mixed Precision DNNs", ICLR 2020, arXiv:1905.11452.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, reach: Tensor, bits: Tensor, signed: bool, grad_factor: float) -> Tensor:

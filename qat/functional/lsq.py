@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import apply, as_dtype, check_bounds, require_floating, scaled, sum_to_shape
+from qat.functional.tensors import STEFunction, apply, as_dtype, check_bounds, require_floating, scaled, sum_to_shape
 from qat.kernels import choose
 
 
-class LSQFunction(torch.autograd.Function):
+class LSQFunction(STEFunction):
     """Round onto an integer grid whose step is learned.
 
     Forward, with v = x / scale:    y = scale * clamp(round(v), qmin, qmax)
@@ -22,8 +22,6 @@ class LSQFunction(torch.autograd.Function):
     Shapes: x any; scale () per tensor, or 1 outside the channel axis. Unit of scale: that of x.
     Source: Esser et al., "Learned Step Size Quantization", ICLR 2020, arXiv:1902.08153.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor, qmin: int, qmax: int, grad_factor: float) -> Tensor:

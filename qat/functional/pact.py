@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import apply, as_dtype, check_bits, require_floating, sum_to_shape
+from qat.functional.tensors import STEFunction, apply, as_dtype, check_bits, require_floating, sum_to_shape
 
 
-class PACTFunction(torch.autograd.Function):
+class PACTFunction(STEFunction):
     """Clip to 0 .. alpha and round onto 2^bits - 1 equal steps.
 
     Forward, with n = 2^bits - 1 and step = alpha / n:    y = step * clamp(round(x / step), 0, n)
@@ -20,8 +20,6 @@ class PACTFunction(torch.autograd.Function):
     Shapes: x any; alpha () per tensor, or 1 outside the channel axis. Unit of alpha: that of x.
     Source: Choi et al., "PACT", arXiv:1805.06085.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, alpha: Tensor, bits: int) -> Tensor:

@@ -6,12 +6,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import apply, as_dtype, require_floating
+from qat.functional.tensors import STEFunction, apply, as_dtype, require_floating
 
 Rounding = Literal["nearest", "up"]
 
 
-class PowerOfTwoFunction(torch.autograd.Function):
+class PowerOfTwoFunction(STEFunction):
     """Replace a scale by a power of two.
 
     Forward:    y = 2^round(log2(scale)), or 2^ceil(log2(scale))
@@ -22,8 +22,6 @@ class PowerOfTwoFunction(torch.autograd.Function):
     Shapes: scale any. Unit of y: that of scale.
     Source: Jain et al., "Trained Quantization Thresholds", arXiv:1903.08066.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(scale: Tensor, rounding: Rounding) -> Tensor:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from qat.functional.tensors import apply, as_dtype, require_floating
+from qat.functional.tensors import STEFunction, apply, as_dtype, require_floating
 
 
-class RoundSTEFunction(torch.autograd.Function):
+class RoundSTEFunction(STEFunction):
     """Round to the nearest integer, ties to even, as if it were the identity.
 
     Forward:    y = round(x)
@@ -17,8 +17,6 @@ class RoundSTEFunction(torch.autograd.Function):
 
     Shapes: x any. Source: Bengio et al., arXiv:1308.3432.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -73,7 +71,7 @@ class TruncSTEFunction(RoundSTEFunction):
         return torch.trunc(x)
 
 
-class StochasticRoundSTEFunction(torch.autograd.Function):
+class StochasticRoundSTEFunction(STEFunction):
     """Round up with a probability equal to the fraction, as if it were the identity.
 
     Forward:    y = floor(x) + 1 where noise < x - floor(x), else floor(x)
@@ -84,8 +82,6 @@ class StochasticRoundSTEFunction(torch.autograd.Function):
     Shapes: x any; noise as x, uniform in [0, 1), float32 at least.
     Source: Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:1502.02551.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, noise: Tensor) -> Tensor:

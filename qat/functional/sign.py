@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import apply, as_dtype, check_gradient, require_floating, setting_beside
+from qat.functional.tensors import STEFunction, apply, as_dtype, check_gradient, require_floating, setting_beside
 
 SignGradient = Literal["clipped", "straight_through", "approximate"]
 TernarySignGradient = Literal["clipped", "straight_through"]
@@ -45,7 +45,7 @@ def error_decay_gradient(grad: Tensor, x: Tensor, progress: Tensor) -> Tensor:
     return (grad.to(wide) * (torch.clamp(t, min=1) * slope)).to(x.dtype)  # k t = max(1/t, 1) t
 
 
-class SignSTEFunction(torch.autograd.Function):
+class SignSTEFunction(STEFunction):
     """Two levels, -1 and +1.
 
     Forward:    y = 1 where x >= 0, else -1
@@ -55,8 +55,6 @@ class SignSTEFunction(torch.autograd.Function):
 
     Shapes: x any. Source: see `sign_ste`.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, gradient: str) -> Tensor:
@@ -78,7 +76,7 @@ class SignSTEFunction(torch.autograd.Function):
         return (clipped_gradient if ctx.gradient == "clipped" else approximate_gradient)(grad, x), None
 
 
-class ErrorDecaySignFunction(torch.autograd.Function):
+class ErrorDecaySignFunction(STEFunction):
     """Two levels whose gradient sharpens as training proceeds.
 
     Forward:    y = 1 where x >= 0, else -1
@@ -88,16 +86,9 @@ class ErrorDecaySignFunction(torch.autograd.Function):
     Shapes: x any; progress () or broadcastable to x. Source: Qin et al., IR-Net, arXiv:1909.10788.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(x: Tensor, progress: Tensor) -> Tensor:
         return two_levels(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        """Keep both inputs: they shape the gradient."""
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
@@ -105,7 +96,7 @@ class ErrorDecaySignFunction(torch.autograd.Function):
         return (error_decay_gradient(grad, x, progress) if ctx.needs_input_grad[0] else None), None
 
 
-class TernarySignSTEFunction(torch.autograd.Function):
+class TernarySignSTEFunction(STEFunction):
     """Three levels, -1, 0 and +1.
 
     Forward:    y = 0 where |x| <= threshold, else sign(x)
@@ -114,8 +105,6 @@ class TernarySignSTEFunction(torch.autograd.Function):
 
     Shapes: x any; threshold () or broadcastable to x, in the unit of x, without a gradient.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, threshold: Tensor, gradient: str) -> Tensor:

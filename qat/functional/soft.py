@@ -6,7 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import apply, as_dtype, require_floating, setting_beside, sum_to_shape, tensor_beside
+from qat.functional.tensors import (
+    STEFunction,
+    apply,
+    as_dtype,
+    require_floating,
+    setting_beside,
+    sum_to_shape,
+    tensor_beside,
+)
 
 
 def centred_fraction(x: Tensor) -> Tensor:
@@ -54,7 +62,7 @@ def _sinh_series(square: Tensor) -> Tensor:
     return total
 
 
-class SoftRoundFunction(torch.autograd.Function):
+class SoftRoundFunction(STEFunction):
     """Round softly: a sigmoid from each integer to the next.
 
     Forward, with r = x - floor(x), T the temperature and sig the sigmoid:
@@ -64,8 +72,6 @@ class SoftRoundFunction(torch.autograd.Function):
     Shapes: x and temperature broadcast; temperature > 0. Source: Yang et al., arXiv:1911.09464.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(x: Tensor, temperature: Tensor) -> Tensor:
         """The quotient is (1 + tanh(T (r - 1/2) / 2) / tanh(T/4)) / 2, exactly 0 at r = 0, for any T."""
@@ -73,10 +79,6 @@ class SoftRoundFunction(torch.autograd.Function):
         value, slope = x.to(wide), temperature.to(wide)
         step = torch.tanh(slope * centred_fraction(value) / 2) / torch.tanh(slope / 4)
         return as_dtype(torch.floor(value) + (0.5 + 0.5 * step), x.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -93,7 +95,7 @@ class SoftRoundFunction(torch.autograd.Function):
         return grad_x, grad_temperature
 
 
-class DSQRoundFunction(torch.autograd.Function):
+class DSQRoundFunction(STEFunction):
     """Round, with the gradient of DSQ's soft staircase.
 
     Forward:    y = round(x), ties to even
@@ -107,16 +109,10 @@ class DSQRoundFunction(torch.autograd.Function):
     Shapes: x any; alpha () or broadcastable to x, 0 < alpha < 1. Source: Gong et al., DSQ, arXiv:1908.05033.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(x: Tensor, alpha: Tensor) -> Tensor:
         """Round half to even, as ONNX QuantizeLinear does."""
         return torch.round(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -14,13 +14,24 @@ from torch import Tensor
 MOST_BITS = 16
 """The widest grids."""
 
-ChannelAxis = int | tuple[int, ...] | None
-"""The axis, or axes, for every index of which a statistic is taken by itself; None: one of the whole tensor."""
-
 SMALLEST_SCALE = 1e-12
 """A learned scale never acts as less than this: still a normal float32 after multiplication with another one."""
 
 LARGEST_SCALE = 1e12
+
+
+class STEFunction(torch.autograd.Function):
+    """What the Functions here share: `torch.func` may map them, and they keep all inputs for the backward.
+
+    A Function with inputs that are no tensors, or that it does not need again, has a `setup_context` of its own.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the inputs only: what follows from them is cheaper to compute again than to store."""
+        ctx.save_for_backward(*inputs)
 
 
 def apply(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
@@ -155,25 +166,6 @@ def setting_beside(x: Tensor, value: Tensor | float, name: str, caller: str) -> 
     return setting
 
 
-def axes_within_channel(weight: Tensor, channel_axis: ChannelAxis, caller: str) -> tuple[int, ...]:
-    """The axes of weight that are no channel axis: those over which a statistic of a channel is taken.
-
-    Raises:
-        ValueError: if weight has no such axis.
-
-    >>> axes_within_channel(torch.zeros(4, 3, 2, 2), (0, -1), "caller")
-    (1, 2)
-    """
-    given = () if channel_axis is None else channel_axis if isinstance(channel_axis, tuple) else (channel_axis,)
-    for axis in given:
-        if not -weight.ndim <= axis < weight.ndim:
-            right = f"in {-weight.ndim}..{weight.ndim - 1}" if weight.ndim else "None"
-            shape = tuple(weight.shape)
-            raise ValueError(f"{caller}: channel_axis must be {right} for a weight of shape {shape}, got {axis}")
-    channels = {axis % weight.ndim for axis in given}
-    return tuple(axis for axis in range(weight.ndim) if axis not in channels)
-
-
 def as_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
     """y in this dtype; y itself if it is of it already.
 
@@ -202,7 +194,7 @@ def overwrite(parameter: Tensor, values: Tensor) -> None:
     target.copy_(values)
 
 
-class PositiveScaleFunction(torch.autograd.Function):
+class PositiveScaleFunction(STEFunction):
     """Read a learned scale as a positive, finite number, whatever the optimizer made of it.
 
     Forward:    y = min(max(scale, smallest), 1e12); NaN is read as smallest
@@ -213,18 +205,11 @@ class PositiveScaleFunction(torch.autograd.Function):
     Shapes: scale any; smallest broadcastable to it.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(scale: Tensor, smallest: Tensor) -> Tensor:
         """The comparison is false for NaN, so NaN becomes smallest."""
         largest = min(LARGEST_SCALE, torch.finfo(scale.dtype).max)
         return torch.where(scale >= smallest, scale, smallest).clamp(max=largest)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        """Keep both inputs: which side scale lies on decides the gradient."""
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
@@ -250,14 +235,12 @@ def positive_scale(scale: Tensor, smallest: Tensor | None = None) -> Tensor:
     return apply(PositiveScaleFunction, scale, smallest.to(scale.dtype))
 
 
-class ScaleGradientFunction(torch.autograd.Function):
+class ScaleGradientFunction(STEFunction):
     """The identity, with a smaller or larger gradient.
 
     Forward:    y = x
     Backward:   dy/dx = factor
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, factor: Tensor) -> Tensor:

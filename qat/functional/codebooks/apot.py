@@ -7,21 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import (
-    ChannelAxis,
-    apply,
-    as_dtype,
-    axes_within_channel,
-    check_bits,
-    require_floating,
-    sum_to_shape,
-)
+from qat.functional.channels import ChannelAxis, axes_within_channel
+from qat.functional.tensors import STEFunction, apply, as_dtype, check_bits, require_floating, sum_to_shape
 
 MOST_MAGNITUDE_BITS = 8
 SMALLEST_DEVIATION = 1e-5
 
 
-class APoTFunction(torch.autograd.Function):
+class APoTFunction(STEFunction):
     """Round to the nearest additive power of two.
 
     Forward, with v = clip(x / alpha, -1, 1), or clip(x / alpha, 0, 1) if unsigned:
@@ -32,8 +25,6 @@ class APoTFunction(torch.autograd.Function):
     Shapes: x any; alpha () per tensor, or 1 outside the channel axis. Unit of alpha: that of x.
     Source: Li et al., "Additive Powers-of-Two Quantization", ICLR 2020, arXiv:1909.13144.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, alpha: Tensor, bits: int, signed: bool) -> Tensor:

@@ -5,13 +5,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from qat.functional.channels import ChannelAxis, axes_within_channel, mean_magnitude
 from qat.functional.sign import approximate_gradient, clipped_gradient, error_decay_gradient
-from qat.functional.tensors import ChannelAxis, apply, as_dtype, axes_within_channel, require_floating, tensor_beside
+from qat.functional.tensors import STEFunction, apply, as_dtype, require_floating, tensor_beside
 
 BinaryGradient = Literal["clipped", "approximate", "error_decay", "straight_through"]
 
 
-class BinaryFunction(torch.autograd.Function):
+class BinaryFunction(STEFunction):
     """The sign of every weight times a scale that does not show in the gradient.
 
     Forward:    y = scale where weight >= 0, else -scale
@@ -24,8 +25,6 @@ class BinaryFunction(torch.autograd.Function):
     Shapes: weight any; scale broadcastable to it; progress (), or None where the gradient is not "error_decay".
     Source: see `binary_quantize`.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(weight: Tensor, scale: Tensor, gradient: BinaryGradient, progress: Tensor | None) -> Tensor:
@@ -128,16 +127,3 @@ def binary_scale(weight: Tensor, channel_axis: ChannelAxis = 0) -> Tensor:
     require_floating(weight, "binary_scale")
     mean = mean_magnitude(weight, axes_within_channel(weight, channel_axis, "binary_scale"))
     return torch.where(mean == 0, torch.finfo(mean.dtype).tiny, mean)
-
-
-def mean_magnitude(weight: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """mean|weight| over these axes, kept with length 1, in float32 at least; 0 over nothing.
-
-    >>> mean_magnitude(torch.tensor([[0.5, -1.5]]), (1,))
-    tensor([[1.]])
-    """
-    magnitude = weight.to(torch.promote_types(weight.dtype, torch.float32)).abs()
-    if not axes:  # torch reads an empty list of axes as all of them
-        return magnitude
-    total = magnitude.sum(axes, keepdim=True)
-    return total / max(magnitude.numel() // max(total.numel(), 1), 1)

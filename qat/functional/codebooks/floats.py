@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import apply, as_dtype, require_floating, sum_to_shape
+from qat.functional.tensors import STEFunction, apply, as_dtype, require_floating, sum_to_shape
 
 
 class FloatFormat(NamedTuple):
@@ -51,7 +51,7 @@ SHIFTS = 30
 """How far 1 can be shifted in 32 bits."""
 
 
-class FloatFunction(torch.autograd.Function):
+class FloatFunction(STEFunction):
     """Round onto the numbers of a low-precision float, times a scale.
 
     Forward, with v = x / scale:    y = scale * cast(v), cast rounds half to even and saturates at +-largest
@@ -61,8 +61,6 @@ class FloatFunction(torch.autograd.Function):
     Shapes: x any; scale () or broadcastable to x. Unit of scale: that of x. Both slopes are constants.
     Source: Micikevicius et al., arXiv:2209.05433 (the formats); Esser et al., arXiv:1902.08153 (the scale's gradient).
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor, format: str) -> Tensor:

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import apply, as_dtype, require_floating, sum_to_shape
+from qat.functional.tensors import STEFunction, apply, as_dtype, require_floating, sum_to_shape
 
 FEW = 63
 """Up to so many thresholds, those of 6 bits, comparing with each of them is faster than looking some up."""
 
 
-class N2UQFunction(torch.autograd.Function):
+class N2UQFunction(STEFunction):
     """A staircase with equal heights and learned widths, with the gradient of the broken line along it.
 
     The knots are S[0] = start and S[k] = start + widths[0] + .. + widths[k - 1], for k up to n = len(widths).
@@ -27,8 +27,6 @@ class N2UQFunction(torch.autograd.Function):
     Shapes: x any; start one element; widths (n,); step broadcastable to x. Unit of start and widths: that of x.
     Source: Liu et al., "Nonuniform-to-Uniform Quantization", CVPR 2022, arXiv:2111.14826.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, start: Tensor, widths: Tensor, step: Tensor, qmin: int) -> Tensor:

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.codebooks.binary import mean_magnitude
-from qat.functional.tensors import ChannelAxis, apply, as_dtype, axes_within_channel, require_floating, sum_to_shape
+from qat.functional.channels import ChannelAxis, axes_within_channel, mean_magnitude
+from qat.functional.tensors import STEFunction, apply, as_dtype, require_floating, sum_to_shape
 
 
-class TernaryFunction(torch.autograd.Function):
+class TernaryFunction(STEFunction):
     """Three levels whose scale and threshold do not show in the gradient.
 
     Forward:    y = scale * sign(weight) where |weight| > threshold, else 0
@@ -17,8 +17,6 @@ class TernaryFunction(torch.autograd.Function):
 
     Shapes: weight any; scale and threshold broadcastable to it. Source: Li et al., arXiv:1605.04711.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(weight: Tensor, scale: Tensor, threshold: Tensor) -> Tensor:
@@ -35,7 +33,7 @@ class TernaryFunction(torch.autograd.Function):
         return grad, None, None
 
 
-class TTQFunction(torch.autograd.Function):
+class TTQFunction(STEFunction):
     """Three levels, of which the outer two are learned.
 
     Forward:    y = positive where weight > threshold, -negative where weight < -threshold, else 0
@@ -46,8 +44,6 @@ class TTQFunction(torch.autograd.Function):
     Shapes: weight any; positive, negative and threshold broadcastable to it. Source: Zhu et al., arXiv:1612.01064.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(weight: Tensor, positive: Tensor, negative: Tensor, threshold: Tensor) -> Tensor:
         """A weight that compares as nothing, because it or the threshold is NaN, gives NaN."""
@@ -56,10 +52,6 @@ class TTQFunction(torch.autograd.Function):
         rest = torch.where(values.abs() <= threshold, 0, values + threshold)
         y = torch.where(values > threshold, up, torch.where(values < -threshold, down, rest))
         return as_dtype(y, weight.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:

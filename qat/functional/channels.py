@@ -1,0 +1,39 @@
+"""Statistics of the channels of a weight, or of the whole weight."""
+
+import torch
+from torch import Tensor
+
+ChannelAxis = int | tuple[int, ...] | None
+"""The axis, or axes, for every index of which a statistic is taken by itself; None: one of the whole tensor."""
+
+
+def axes_within_channel(weight: Tensor, channel_axis: ChannelAxis, caller: str) -> tuple[int, ...]:
+    """The axes of weight that are no channel axis: those over which a statistic of a channel is taken.
+
+    Raises:
+        ValueError: if weight has no such axis.
+
+    >>> axes_within_channel(torch.zeros(4, 3, 2, 2), (0, -1), "caller")
+    (1, 2)
+    """
+    given = () if channel_axis is None else channel_axis if isinstance(channel_axis, tuple) else (channel_axis,)
+    for axis in given:
+        if not -weight.ndim <= axis < weight.ndim:
+            right = f"in {-weight.ndim}..{weight.ndim - 1}" if weight.ndim else "None"
+            shape = tuple(weight.shape)
+            raise ValueError(f"{caller}: channel_axis must be {right} for a weight of shape {shape}, got {axis}")
+    channels = {axis % weight.ndim for axis in given}
+    return tuple(axis for axis in range(weight.ndim) if axis not in channels)
+
+
+def mean_magnitude(weight: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """mean|weight| over these axes, kept with length 1, in float32 at least; 0 over nothing.
+
+    >>> mean_magnitude(torch.tensor([[0.5, -1.5]]), (1,))
+    tensor([[1.]])
+    """
+    magnitude = weight.to(torch.promote_types(weight.dtype, torch.float32)).abs()
+    if not axes:  # torch reads an empty list of axes as all of them
+        return magnitude
+    total = magnitude.sum(axes, keepdim=True)
+    return total / max(magnitude.numel() // max(total.numel(), 1), 1)
