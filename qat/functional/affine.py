@@ -64,8 +64,7 @@ class LSQPlusFunction(STEFunction):
             grad_scale = sum_to_shape(grad.to(wide) * slope, scale.shape).mul(ctx.grad_factor).to(scale.dtype)
         if ctx.needs_input_grad[2]:
             slope = torch.where(inside, 0, -step)
-            grad_zero = sum_to_shape(grad.to(wide) * slope, zero_point.shape).mul(ctx.grad_factor)
-            grad_zero = grad_zero.to(zero_point.dtype)
+            grad_zero = sum_to_shape(grad.to(wide) * slope, zero_point.shape).mul(ctx.grad_factor).to(zero_point.dtype)
         return grad_x, grad_scale, grad_zero, None, None, None
 
 

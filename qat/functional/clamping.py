@@ -1,11 +1,11 @@
 """Clamping whose gradient at a bound does not depend on the torch version."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import STEFunction, apply, check_gradient, require_floating, sum_to_shape, tensor_beside
+from qat.functional.tensors import STEFunction, apply, check_known, require_floating, sum_to_shape, tensor_beside
 
 ClampGradient = Literal["clipped", "straight_through"]
 
@@ -31,7 +31,6 @@ class ClampSTEFunction(STEFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: Tensor) -> None:
-        """Keep the inputs: they say which side of the bounds an element lies on."""
         x, low, high, ctx.gradient = inputs
         ctx.save_for_backward(x, low, high)
 
@@ -82,7 +81,7 @@ def clamp_ste(x: Tensor, low: Tensor | float, high: Tensor | float, gradient: Cl
     >>> [round(value, 2) for value in y.tolist()], x.grad.tolist(), high.grad.item()
     ([-1.0, -1.0, 0.3, 2.0], [0.0, 1.0, 1.0, 0.0], 1.0)
     """
-    check_gradient(gradient, ("clipped", "straight_through"), "clamp_ste")
+    check_known("gradient", gradient, get_args(ClampGradient), "clamp_ste")
     require_floating(x, "clamp_ste")
     if not isinstance(low, Tensor) and not isinstance(high, Tensor) and not low <= high:
         raise ValueError(f"clamp_ste: low must be at most high, got low={low} and high={high}")

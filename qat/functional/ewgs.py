@@ -31,7 +31,6 @@ class EWGSRoundFunction(STEFunction):
 
     @staticmethod
     def forward(x: Tensor, delta: Tensor) -> Tensor:
-        """Round half to even, as ONNX QuantizeLinear does."""
         return torch.round(x)
 
     @staticmethod

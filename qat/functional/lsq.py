@@ -35,7 +35,6 @@ class LSQFunction(STEFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int, int, float], output: Tensor) -> None:
-        """Keep the inputs only: v is cheaper to compute again than to store."""
         x, scale, ctx.qmin, ctx.qmax, ctx.grad_factor = inputs
         ctx.save_for_backward(x, scale)
 

@@ -31,7 +31,6 @@ class PACTFunction(STEFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-        """Keep the tensors; the number of bits is not in the gradient."""
         x, alpha, _ = inputs
         ctx.save_for_backward(x, alpha)
 

@@ -1,12 +1,12 @@
 """Scales that are powers of two: multiplying by them is a shift."""
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import STEFunction, apply, as_dtype, require_floating
+from qat.functional.tensors import STEFunction, apply, as_dtype, check_known, require_floating
 
 Rounding = Literal["nearest", "up"]
 
@@ -81,6 +81,5 @@ def power_of_two_scale(scale: Tensor, rounding: Rounding = "nearest") -> Tensor:
     [0.833, 1.0, 0.8]
     """
     require_floating(scale, "power_of_two_scale")
-    if rounding not in ("nearest", "up"):
-        raise ValueError(f"power_of_two_scale: unknown rounding '{rounding}'; known: nearest, up")
+    check_known("rounding", rounding, get_args(Rounding), "power_of_two_scale")
     return apply(PowerOfTwoFunction, scale, rounding)

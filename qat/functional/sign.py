@@ -1,11 +1,11 @@
 """Two and three levels: signs with the gradients that binary and ternary networks are trained with."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import STEFunction, apply, as_dtype, check_gradient, require_floating, setting_beside
+from qat.functional.tensors import STEFunction, apply, as_dtype, check_known, require_floating, setting_beside
 
 SignGradient = Literal["clipped", "straight_through", "approximate"]
 TernarySignGradient = Literal["clipped", "straight_through"]
@@ -63,7 +63,6 @@ class SignSTEFunction(STEFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-        """Keep x where the gradient depends on it."""
         x, ctx.gradient = inputs
         if ctx.gradient != "straight_through":
             ctx.save_for_backward(x)
@@ -117,7 +116,6 @@ class TernarySignSTEFunction(STEFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
-        """Keep x where the gradient depends on it."""
         x, _, ctx.gradient = inputs
         if ctx.gradient != "straight_through":
             ctx.save_for_backward(x)
@@ -154,7 +152,7 @@ def sign_ste(x: Tensor, gradient: SignGradient = "clipped") -> Tensor:
     >>> y.tolist(), x.grad.tolist()
     ([-1.0, -1.0, 1.0, 1.0], [0.0, 1.5, 2.0, 0.0])
     """
-    check_gradient(gradient, ("clipped", "straight_through", "approximate"), "sign_ste")
+    check_known("gradient", gradient, get_args(SignGradient), "sign_ste")
     return apply(SignSTEFunction, require_floating(x, "sign_ste"), gradient)
 
 
@@ -212,7 +210,7 @@ def ternary_sign_ste(x: Tensor, threshold: Tensor | float = 0.5, gradient: Terna
     >>> y.tolist(), x.grad.tolist()
     ([-1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0])
     """
-    check_gradient(gradient, ("clipped", "straight_through"), "ternary_sign_ste")
+    check_known("gradient", gradient, get_args(TernarySignGradient), "ternary_sign_ste")
     require_floating(x, "ternary_sign_ste")
     if not isinstance(threshold, Tensor) and not threshold >= 0:
         raise ValueError(f"ternary_sign_ste: threshold must be at least 0, got {threshold}")

@@ -111,7 +111,6 @@ class DSQRoundFunction(STEFunction):
 
     @staticmethod
     def forward(x: Tensor, alpha: Tensor) -> Tensor:
-        """Round half to even, as ONNX QuantizeLinear does."""
         return torch.round(x)
 
     @staticmethod

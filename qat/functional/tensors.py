@@ -6,6 +6,7 @@ map, and differentiating `backward` gives it. So no rule writes its formula twic
 """
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -126,14 +127,14 @@ def check_bits(bits: int, caller: str, fewest: int = 1, most: int = MOST_BITS) -
         raise ValueError(f"{caller}: bits must be a whole number from {fewest} to {most}, got {bits!r}")
 
 
-def check_gradient(gradient: str, known: tuple[str, ...], caller: str) -> None:
-    """Refuse the name of a gradient that the estimator does not have.
+def check_known(what: str, name: str, known: Collection[str], caller: str) -> None:
+    """Refuse the name of a gradient, format or rounding that the estimator does not have.
 
     Raises:
-        ValueError: if gradient is not among the known ones.
+        ValueError: if name is not among the known ones.
     """
-    if gradient not in known:
-        raise ValueError(f"{caller}: unknown gradient {gradient!r}; known: {', '.join(known)}")
+    if name not in known:
+        raise ValueError(f"{caller}: unknown {what} {name!r}; known: {', '.join(known)}")
 
 
 def tensor_beside(x: Tensor, value: Tensor | float) -> Tensor:
@@ -156,14 +157,17 @@ def setting_beside(x: Tensor, value: Tensor | float, name: str, caller: str) -> 
         ValueError: if value does not broadcast to x; the gradient would be summed over copies of x that never were.
     """
     setting = tensor_beside(x, value)
-    fits = setting.ndim <= x.ndim
-    for size, target in zip(reversed(setting.shape), reversed(x.shape), strict=False):
-        fits = fits and size in (1, target)
-    if not fits:
+    if not broadcasts(setting.shape, x.shape):
         raise ValueError(
             f"{caller}: {name} must broadcast to x, got shapes {tuple(setting.shape)} and {tuple(x.shape)}"
         )
     return setting
+
+
+def broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    """Whether a tensor of this shape expands to the target without enlarging it."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
 
 
 def as_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:

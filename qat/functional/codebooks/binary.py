@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qat.functional.channels import ChannelAxis, axes_within_channel, mean_magnitude
 from qat.functional.sign import approximate_gradient, clipped_gradient, error_decay_gradient
-from qat.functional.tensors import STEFunction, apply, as_dtype, require_floating, tensor_beside
+from qat.functional.tensors import STEFunction, apply, as_dtype, check_known, require_floating, tensor_beside
 
 BinaryGradient = Literal["clipped", "approximate", "error_decay", "straight_through"]
 
@@ -33,7 +33,6 @@ class BinaryFunction(STEFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, BinaryGradient, Tensor | None], output: Tensor) -> None:
-        """Keep the weight and the progress where the gradient depends on them."""
         weight, _, ctx.gradient, progress = inputs
         if ctx.gradient != "straight_through":
             ctx.save_for_backward(weight, progress)
@@ -90,9 +89,7 @@ def binary_quantize(
     ([[1.0, -1.0], [0.125, 0.125]], [[1.0, 0.0], [1.0, 1.0]])
     """
     require_floating(weight, "binary_quantize")
-    if gradient not in get_args(BinaryGradient):
-        known = ", ".join(get_args(BinaryGradient))
-        raise ValueError(f"binary_quantize: unknown gradient '{gradient}'; known: {known}")
+    check_known("gradient", gradient, get_args(BinaryGradient), "binary_quantize")
     if progress is None and gradient == "error_decay":
         raise ValueError("binary_quantize: gradient 'error_decay' needs progress, a number in 0..1, got None")
     if progress is not None:

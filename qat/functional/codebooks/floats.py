@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import STEFunction, apply, as_dtype, require_floating, sum_to_shape
+from qat.functional.tensors import STEFunction, apply, as_dtype, check_known, require_floating, sum_to_shape
 
 
 class FloatFormat(NamedTuple):
@@ -156,6 +156,5 @@ def float_quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
     ([0.3125, 1.0, 448.0], [1.0, 1.0, 0.0])
     """
     require_floating(x, "float_quantize")
-    if format not in FLOAT_FORMATS:
-        raise ValueError(f"float_quantize: unknown format '{format}'; known: {', '.join(FLOAT_FORMATS)}")
+    check_known("format", format, FLOAT_FORMATS, "float_quantize")
     return apply(FloatFunction, x, scale, format)

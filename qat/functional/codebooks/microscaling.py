@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qat.functional.codebooks.floats import ELEMENT_FORMATS, FloatFunction, leading_power
-from qat.functional.tensors import apply, require_floating
+from qat.functional.tensors import apply, check_known, require_floating
 
 SCALE_EXPONENTS = (-127, 127)
 """The exponents of E8M0, in which the scale of a block is stored."""
@@ -40,8 +40,7 @@ def mx_quantize(x: Tensor, format: str, block_size: int = 32, axis: int = -1) ->
     [[0.5, -6.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.01171875]]
     """
     require_floating(x, "mx_quantize")
-    if format not in ELEMENT_FORMATS:
-        raise ValueError(f"mx_quantize: unknown format '{format}'; known: {', '.join(ELEMENT_FORMATS)}")
+    check_known("format", format, ELEMENT_FORMATS, "mx_quantize")
     rows = x if x.ndim else x.unsqueeze(0)
     if not -rows.ndim <= axis < rows.ndim:
         raise ValueError(
@@ -52,8 +51,7 @@ def mx_quantize(x: Tensor, format: str, block_size: int = 32, axis: int = -1) ->
     size = min(block_size, max(length, 1))
     _check_blocks(length, size, axis)
     blocks = rows.reshape(*rows.shape[:-1], length // size, size)
-    y = apply(FloatFunction, blocks, mx_scale(blocks.detach(), format), format)
-    y = y.flatten(-2).movedim(-1, axis)
+    y = apply(FloatFunction, blocks, mx_scale(blocks.detach(), format), format).flatten(-2).movedim(-1, axis)
     return y if x.ndim else y.squeeze(0)
 
 

@@ -37,7 +37,6 @@ class N2UQFunction(STEFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor, int], output: Tensor) -> None:
-        """Keep the inputs only: the level is cheaper to find again than to store."""
         x, start, widths, step, ctx.qmin = inputs
         ctx.save_for_backward(x, start, widths, step)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qat.functional.channels import ChannelAxis, axes_within_channel, mean_magnitude
-from qat.functional.tensors import STEFunction, apply, as_dtype, require_floating, sum_to_shape
+from qat.functional.tensors import STEFunction, apply, as_dtype, broadcasts, require_floating, sum_to_shape
 
 
 class TernaryFunction(STEFunction):
@@ -63,11 +63,9 @@ class TTQFunction(STEFunction):
         if ctx.needs_input_grad[0]:
             grad_weight = torch.where(above, grad * up, torch.where(below, grad * down, grad)).to(weight.dtype)
         if ctx.needs_input_grad[1]:
-            grad_positive = sum_to_shape(torch.where(above, grad, 0), positive.shape)
-            grad_positive = grad_positive.to(positive.dtype)
+            grad_positive = sum_to_shape(torch.where(above, grad, 0), positive.shape).to(positive.dtype)
         if ctx.needs_input_grad[2]:
-            grad_negative = sum_to_shape(torch.where(below, -grad, 0), negative.shape)
-            grad_negative = grad_negative.to(negative.dtype)
+            grad_negative = sum_to_shape(torch.where(below, -grad, 0), negative.shape).to(negative.dtype)
         return grad_weight, grad_positive, grad_negative, None
 
 
@@ -171,18 +169,12 @@ def ttq_quantize(weight: Tensor, positive: Tensor, negative: Tensor, threshold: 
     if not 0 <= threshold < 1:
         raise ValueError(f"ttq_quantize: threshold must be in 0..1 and below 1, got {threshold}")
     for name, level in (("positive", positive), ("negative", negative)):
-        if not _broadcasts(level.shape, weight.shape):
+        if not broadcasts(level.shape, weight.shape):
             raise ValueError(
                 f"ttq_quantize: {name} must broadcast to the weight's shape {tuple(weight.shape)}, "
                 f"got shape {tuple(level.shape)}"
             )
     return apply(TTQFunction, weight, positive, negative, threshold * _largest(weight.detach(), positive.shape))
-
-
-def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
-    """Whether a tensor of this shape expands to the target without enlarging it."""
-    pairs = zip(reversed(shape), reversed(target), strict=False)
-    return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
 
 
 def _largest(weight: Tensor, shape: torch.Size) -> Tensor:
