@@ -13,7 +13,6 @@ import cases_weights
 import numpy as np
 import reference_codebooks as reference
 import torch
-from cases_weights import without
 from estimator_case import Case
 from surrogates import clip, straight_through, tensor
 from torch import Tensor
@@ -26,17 +25,16 @@ from qat.functional.dorefa import dorefa_quantize_activation
 
 
 def dorefa_activation_case(bits: int) -> Case:
-    n = 2**bits - 1
+    n, rule = 2**bits - 1, reference.dorefa_activation(bits)
     points = [-20.0, -0.25, -0.0, 0.0, 0.125, 0.28125, 0.5, 0.71875, 0.9375, 1.0, 1.0078125, 1.5, 20.0]  # 0.5: a tie
     return Case(
         name=f"dorefa_quantize_activation, {bits} bits",
         function=partial(dorefa_quantize_activation, bits=bits),
         inputs=(tensor(points),),
         surrogate=lambda x: straight_through(torch.round(clip(x, 0.0, 1.0) * n) / n, clip(x, 0.0, 1.0)),
-        reference=lambda x: reference.dorefa_activation(x, bits),
-        reference_gradient=lambda grad, x: reference.dorefa_activation_gradients(x, bits, grad),
+        reference=rule.forward,
+        reference_gradient=rule.backward,
         levels=2**bits,
-        outside=lambda x: (x < 0) | (x > 1),
     )
 
 
@@ -59,23 +57,21 @@ def apot_surrogate(x: Tensor, alpha: Tensor, bits: int, signed: bool) -> Tensor:
 
 def apot_case(bits: int, signed: bool) -> Case:
     """The points include every tie of the grid; alpha is chosen so that alpha * (sum of two levels) / 2 is exact."""
-    levels = reference.apot_levels(bits - 1 if signed else bits)
+    levels, rule = reference.apot_levels(bits - 1 if signed else bits), reference.apot(bits, signed)
     alpha = float({2: 2.0, 3: 1.25, 4: 1.5}[bits - 1 if signed else bits])
     ties = [float((low + high) / 2 * reference.Fraction(alpha)) for low, high in pairwise(levels)]
     points = [0.0, 0.34375, 0.71875, 0.9375, 1.0625, alpha / 2, alpha, alpha + 0.0625, 1.5 * alpha, 20.0, *ties]
     points = points[: len(points) // 2 * 2]
     x = tensor([points, [-point for point in points]]).reshape(2, -1, 2)
-    low = -1 if signed else 0
     return Case(
         name=f"apot_quantize, {'signed' if signed else 'unsigned'} {bits} bits",
         function=partial(apot_quantize, bits=bits, signed=signed),
         inputs=(x, tensor(alpha)),
         surrogate=partial(apot_surrogate, bits=bits, signed=signed),
-        reference=lambda x, alpha: reference.apot(x, alpha, bits, signed),
-        reference_gradient=lambda grad, x, alpha: reference.apot_gradients(x, alpha, bits, grad, signed),
+        reference=rule.forward,
+        reference_gradient=rule.backward,
         broadcast=(1,),
         levels=2**bits - 1 if signed else 2**bits,
-        outside=lambda x, alpha: (x < low * alpha) | (x > alpha),
     )
 
 
@@ -105,8 +101,6 @@ def n2uq_case(qmin: int) -> Case:
         reference=partial(reference.n2uq, qmin=qmin),
         reference_gradient=lambda grad, *inputs: reference.n2uq_gradients(*inputs, grad, qmin),
         levels=5,
-        outside=lambda x, start, widths, step: (x < start) | (x > start + widths.sum()),
-        properties=without("idempotent", "zero"),
         excused={
             "idempotent": "input thresholds and output levels are independent of each other",
             "zero": "the learned thresholds decide which level 0 falls to",
@@ -139,18 +133,16 @@ def float_surrogate(x: Tensor, scale: Tensor, name: str) -> Tensor:
 
 
 def float_case(name: str) -> Case:
-    points = float_points(name)
-    largest = reference.float_levels(name)[-1]
+    points, rule = float_points(name), reference.float_quantize(name)
     return Case(
         name=f"float_quantize, {name}",
         function=partial(float_quantize, format=name),
         inputs=(0.25 * tensor([points, [-point for point in points]]).reshape(2, -1, 2), tensor(0.25)),
         surrogate=partial(float_surrogate, name=name),
-        reference=lambda x, scale: reference.float_quantize(x, scale, name),
-        reference_gradient=lambda grad, x, scale: reference.float_gradients(x, scale, name, grad),
+        reference=rule.forward,
+        reference_gradient=rule.backward,
         broadcast=(1,),
         levels=2 * len(reference.float_levels(name)) - 1,
-        outside=lambda x, scale: np.abs(x) > largest * scale,
     )
 
 
@@ -181,8 +173,6 @@ def mx_case(name: str, axis: int = -1) -> Case:
         reference=partial(reference.mx, name=name, **settings),
         reference_gradient=lambda grad, x: reference.mx_gradients(x, name, grad=grad, **settings),
         elementwise=False,
-        outside=partial(reference.mx_saturated, name=name, **settings),
-        properties=without("monotone", "levels"),
         excused=dict.fromkeys(("monotone", "levels"), "each block has its own scale"),
     )
 

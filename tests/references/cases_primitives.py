@@ -58,7 +58,6 @@ def stochastic_cases(x: Tensor) -> list[Case]:
         Case(
             "stochastic_round_ste", stochastic_seeded, (x,), torch.clone,
             reference=stochastic_reference, reference_gradient=ref.ROUND.backward,
-            properties=("idempotent", "zero"),
             excused=shared | {
                 "monotone": "every element has noise of its own: the larger of two numbers may be rounded down",
                 "dtypes": "the noise is drawn in the type of the arithmetic: another type, another draw",
@@ -68,8 +67,7 @@ def stochastic_cases(x: Tensor) -> list[Case]:
         Case(
             "stochastic_round_ste, noise given", stochastic_at, (x,), torch.clone,
             reference=lambda x: ref.STOCHASTIC_ROUND.forward(x, np.float64(0.3125)),
-            reference_gradient=ref.ROUND.backward,
-            properties=("idempotent", "monotone", "zero"), excused=shared,
+            reference_gradient=ref.ROUND.backward, excused=shared,
         ),
     ]  # fmt: skip
 
@@ -81,7 +79,6 @@ def rounding_cases() -> list[Case]:
         Case(
             function.__name__, function, (x,), torch.clone,
             reference=rule.forward, reference_gradient=rule.backward,
-            properties=("idempotent", "monotone", "zero"),
             excused={"levels": UNBOUNDED, "outside": NO_RANGE},
         )
         for function, rule in rules
@@ -103,22 +100,18 @@ def clamp_cases() -> list[Case]:
         straight = gradient == "straight_through"
         rule = ref.clamp(straight)
         excused = {"levels": CONTINUOUS} | ({"outside": NO_RANGE} if straight else {})
-        shared = {
-            "properties": ("idempotent", "monotone", "zero") + (() if straight else ("outside",)),
-            "outside": None if straight else (lambda x, *_: (x < -1.5) | (x > 2.0)),
-            "excused": excused,
-        }
         function = functools.partial(clamp_ste, gradient=gradient)
         cases.append(Case(
             f"clamp_ste, tensor bounds, {gradient}", function, (x, *tensors), surrogate,
-            reference=rule.forward, reference_gradient=rule.backward, broadcast=(1, 2), **shared,
+            reference=rule.forward, reference_gradient=rule.backward, broadcast=(1, 2),
+            excused=excused,
         ))  # fmt: skip
         cases.append(Case(
             f"clamp_ste, float bounds, {gradient}", lambda x, call=function: call(x, *bounds), (x,),
             lambda x, call=surrogate: call(x, *tensors),
             reference=lambda x, rule=rule: rule.forward(x, *map(np.float64, bounds)),
             reference_gradient=lambda grad, x, rule=rule: rule.backward(grad, x, *map(np.float64, bounds))[:1],
-            **shared,
+            excused=excused,
         ))  # fmt: skip
     return cases
 
@@ -130,44 +123,31 @@ SIGN_SURROGATES = {
 }
 
 
-def beyond_one(x: Array, *_: Array) -> Array:
-    return np.abs(x) > 1
-
-
 def sign_cases() -> list[Case]:
     x, cases, ternary = tensor(AROUND_ONE, 4, 6), [], []
     for gradient, surrogate in SIGN_SURROGATES.items():
-        bounded = gradient != "straight_through"
-        excused = {} if bounded else {"outside": NO_RANGE}
-        properties = ("idempotent", "monotone", "levels", *(("outside",) if bounded else ()))
-        outside = beyond_one if bounded else None
+        excused = {"outside": NO_RANGE} if gradient == "straight_through" else {}
         rule = ref.sign(gradient)
         cases.append(Case(
             f"sign_ste, {gradient}", functools.partial(sign_ste, gradient=gradient), (x,), surrogate,
-            reference=rule.forward, reference_gradient=rule.backward, levels=2, outside=outside,
-            properties=properties, excused={"zero": TWO_LEVELS} | excused,
+            reference=rule.forward, reference_gradient=rule.backward, levels=2,
+            excused={"zero": TWO_LEVELS} | excused,
         ))  # fmt: skip
         if gradient != "approximate":
-            ternary.append(ternary_sign_case(gradient, x, surrogate, (*properties, "zero"), outside, excused))
+            rule = ref.ternary_sign(gradient)
+            ternary.append(Case(
+                f"ternary_sign_ste, {gradient}", functools.partial(ternary_sign_ste, gradient=gradient),
+                (x, tensor(0.5)), lambda x, threshold, call=surrogate: call(x),
+                reference=rule.forward, reference_gradient=rule.backward, broadcast=(1,), levels=3, excused=excused,
+            ))  # fmt: skip
     for progress in (0.0, 0.37, 0.5, 1.0):
         cases.append(Case(
             f"error_decay_sign, progress {progress}", error_decay_sign, (x, tensor(progress)),
             error_decay_surrogate,
             reference=ref.ERROR_DECAY_SIGN.forward, reference_gradient=ref.ERROR_DECAY_SIGN.backward, levels=2,
-            properties=("idempotent", "monotone", "levels"),
             excused={"zero": TWO_LEVELS, "outside": "the published gradient fades, but has no edge"},
         ))  # fmt: skip
     return cases + ternary
-
-
-def ternary_sign_case(gradient, x, surrogate, properties, outside, excused) -> Case:
-    rule = ref.ternary_sign(gradient)
-    return Case(
-        f"ternary_sign_ste, {gradient}", functools.partial(ternary_sign_ste, gradient=gradient), (x, tensor(0.5)),
-        lambda x, threshold: surrogate(x),
-        reference=rule.forward, reference_gradient=rule.backward, broadcast=(1,), levels=3, outside=outside,
-        properties=properties, excused=excused,
-    )  # fmt: skip
 
 
 def error_decay_surrogate(x: Tensor, progress: Tensor) -> Tensor:
@@ -189,26 +169,23 @@ def ewgs_gradient_gradient(grad: Tensor, x: Tensor, scale: Tensor, delta: Tensor
 
 
 def ewgs_cases() -> list[Case]:
-    x = tensor(ANY, 4, 6)
-    rounding = {
-        "properties": ("idempotent", "monotone", "zero"),
-        "excused": {"levels": UNBOUNDED, "outside": NO_RANGE},
-    }
+    x, excused = tensor(ANY, 4, 6), {"levels": UNBOUNDED, "outside": NO_RANGE}
     return [
         Case(
             "ewgs_round, tensor delta", ewgs_round, (x, tensor(0.2)), gradient=ewgs_round_gradient,
-            reference=ref.EWGS_ROUND.forward, reference_gradient=ref.EWGS_ROUND.backward, broadcast=(1,), **rounding,
+            reference=ref.EWGS_ROUND.forward, reference_gradient=ref.EWGS_ROUND.backward, broadcast=(1,),
+            excused=excused,
         ),
         Case(
             "ewgs_round, float delta", lambda x: ewgs_round(x, 0.2), (x,),
             gradient=lambda grad, x: ewgs_round_gradient(grad, x, tensor(0.2))[:1],
             reference=lambda x: ref.EWGS_ROUND.forward(x, np.float64(0.2)),
-            reference_gradient=lambda grad, x: ref.EWGS_ROUND.backward(grad, x, np.float64(0.2))[:1], **rounding,
+            reference_gradient=lambda grad, x: ref.EWGS_ROUND.backward(grad, x, np.float64(0.2))[:1], excused=excused,
         ),
         Case(
             "ewgs_gradient", ewgs_gradient, (x, tensor(0.25), tensor(0.2)), gradient=ewgs_gradient_gradient,
             reference=ref.EWGS_GRADIENT.forward, reference_gradient=ref.EWGS_GRADIENT.backward, broadcast=(1, 2),
-            properties=("idempotent", "monotone", "zero"), excused={"levels": CONTINUOUS, "outside": NO_RANGE},
+            excused={"levels": CONTINUOUS, "outside": NO_RANGE},
         ),
     ]  # fmt: skip
 
@@ -231,7 +208,6 @@ def soft_cases() -> list[Case]:
         Case(
             f"soft_round, temperature {temperature}", soft_round, (x, tensor(temperature)), soft_round_surrogate,
             reference=ref.SOFT_ROUND.forward, reference_gradient=ref.SOFT_ROUND.backward, broadcast=(1,),
-            properties=("monotone", "zero"),
             excused={
                 "idempotent": "a soft step moves towards its level and does not reach it",
                 "levels": CONTINUOUS,
@@ -244,7 +220,6 @@ def soft_cases() -> list[Case]:
         Case(
             f"dsq_round, alpha {alpha}", dsq_round, (x, tensor(alpha)), dsq_surrogate,
             reference=ref.DSQ_ROUND.forward, reference_gradient=ref.DSQ_ROUND.backward, broadcast=(1,),
-            properties=("idempotent", "monotone", "zero"),
             excused={"levels": UNBOUNDED, "outside": NO_RANGE},
         )
         for alpha in (0.2, 0.5)
@@ -258,7 +233,6 @@ def positive_scale_cases() -> list[Case]:
         Case(
             "positive_scale", positive_scale, (scales, tensor(0.25)), gradient=positive_scale_gradient,
             reference=ref.POSITIVE_SCALE.forward, reference_gradient=ref.POSITIVE_SCALE.backward, broadcast=(1,),
-            properties=("idempotent", "monotone"),
             excused={
                 "zero": NO_OWN_ZERO,
                 "levels": CONTINUOUS,

@@ -10,7 +10,7 @@ import numpy as np
 import reference
 import reference_primitives as ref
 import torch
-from estimator_case import Array, Case
+from estimator_case import Case
 from surrogates import straight_through, tensor
 from torch import Tensor
 
@@ -43,15 +43,12 @@ def lsq_surrogate(x: Tensor, scale: Tensor, grad_factor: float = 1.0) -> Tensor:
 def lsq_cases() -> list[Case]:
     x, cases = STEP * tensor(SIGNED_V, 4, 6), []
     for factor in (1.0, 0.125):
+        rule = reference.lsq(-8, 7, factor)
         cases.append(Case(
             f"lsq_quantize, grad_factor {factor:g}",
             functools.partial(lsq_quantize, qmin=-8, qmax=7, grad_factor=factor), (x, tensor(STEP)),
             functools.partial(lsq_surrogate, grad_factor=factor),
-            reference=lambda x, scale: reference.lsq(x, scale, -8, 7),
-            reference_gradient=lambda grad, x, scale, factor=factor: reference.lsq_gradients(
-                x, scale, -8, 7, grad, factor
-            ),
-            broadcast=(1,), levels=16, outside=lambda x, scale: (x < -8 * scale) | (x > 7 * scale),
+            reference=rule.forward, reference_gradient=rule.backward, broadcast=(1,), levels=16,
         ))  # fmt: skip
     return cases
 
@@ -78,11 +75,6 @@ def lsq_plus_gradient(
     )
 
 
-def affine_outside(x: Array, scale: Array, zero_point: Array, qmin: int, qmax: int) -> Array:
-    v, zero = x / scale, reference.integer_zero(zero_point, qmin, qmax)
-    return (v < qmin - zero) | (v > qmax - zero)
-
-
 def affine_points(zero: float, qmin: int, qmax: int) -> Tensor:
     """Around both bounds of the grid, in units of x; ties stay ties because the zero point is an integer."""
     middle = (-2.5, -1.5, -0.5, -0.25, -0.0, 0.0, 0.5, 1.5, 2.5, 3.3)
@@ -96,7 +88,7 @@ def lsq_plus_cases() -> list[Case]:
     for zero_point, qmin, qmax, factor in (
         (3.0, 0, 15, 1.0), (2.5, 0, 15, 1.0), (-5.0, -8, 7, 1.0), (-40.0, -8, 7, 1.0), (3.0, 0, 15, 0.125),
     ):  # fmt: skip
-        grid = {"qmin": qmin, "qmax": qmax}
+        grid, rule = {"qmin": qmin, "qmax": qmax}, reference.lsq_plus(qmin, qmax, factor)
         x = affine_points(float(reference.integer_zero(np.float64(zero_point), qmin, qmax)), qmin, qmax)
         proof = (
             {"surrogate": functools.partial(lsq_plus_surrogate, **grid)}
@@ -107,28 +99,21 @@ def lsq_plus_cases() -> list[Case]:
             f"lsq_plus_quantize, {qmin}..{qmax}, zero point {zero_point:g}, grad_factor {factor:g}",
             functools.partial(lsq_plus_quantize, grad_factor=factor, **grid),
             (x, tensor(STEP), tensor(zero_point)), **proof,
-            reference=functools.partial(reference.lsq_plus, **grid),
-            reference_gradient=lambda grad, *arrays, grid=grid, factor=factor: reference.lsq_plus_gradients(
-                *arrays, **grid, grad=grad, grad_factor=factor
-            ),
-            broadcast=(1, 2), levels=16, outside=functools.partial(affine_outside, **grid),
+            reference=rule.forward, reference_gradient=rule.backward, broadcast=(1, 2), levels=16,
         ))  # fmt: skip
     return cases
 
 
 def fake_quantize_cases() -> list[Case]:
     """The grid of LSQ+ where only x gets a gradient."""
-    grid = {"qmin": 0, "qmax": 15}
+    grid, rule = {"qmin": 0, "qmax": 15}, reference.lsq_plus(0, 15)
     return [
         Case(
             "fake_quantize", functools.partial(fake_quantize, **grid),
             (affine_points(3.0, **grid), tensor(STEP), tensor(3.0)),
             lambda x, scale, zero_point: lsq_plus_surrogate(x, scale.detach(), zero_point.detach(), **grid),
-            reference=functools.partial(reference.lsq_plus, **grid),
-            reference_gradient=lambda grad, *arrays: (
-                reference.lsq_plus_gradients(*arrays, **grid, grad=grad)[0], None, None
-            ),
-            broadcast=(1, 2), levels=16, outside=functools.partial(affine_outside, **grid),
+            reference=rule.forward,
+            reference_gradient=lambda *arrays: (rule.backward(*arrays)[0], None, None), broadcast=(1, 2), levels=16,
         )
     ]  # fmt: skip
 
@@ -151,7 +136,6 @@ def pact_cases() -> list[Case]:
             f"pact_quantize, {bits} bits", functools.partial(pact_quantize, bits=bits),
             (STEP * tensor(v, 4, 5), tensor(STEP * steps)), pact_surrogate,
             reference=rule.forward, reference_gradient=rule.backward, broadcast=(1,), levels=2**bits,
-            outside=lambda x, alpha: (x < 0) | (x > alpha),
         ))  # fmt: skip
     return cases
 
@@ -185,9 +169,6 @@ def learned_bits_cases() -> list[Case]:
             functools.partial(learned_bits_surrogate, signed=signed),
             reference=rule.forward, reference_gradient=rule.backward, broadcast=(1,),
             levels=2 * qmax + 1 if signed else qmax + 1,
-            outside=lambda x, reach, bits, signed=signed, qmax=qmax: (
-                (x / (reach / qmax) > qmax) | (x / (reach / qmax) < (-qmax if signed else 0))
-            ),
         ))  # fmt: skip
     return cases
 
@@ -210,7 +191,6 @@ def power_of_two_cases() -> list[Case]:
             functools.partial(power_of_two_surrogate, rounding=rounding),
             reference=ref.power_of_two(rounding == "up").forward,
             reference_gradient=ref.power_of_two(rounding == "up").backward,
-            properties=("idempotent", "monotone", "zero"),
             excused={
                 "levels": "the levels are all powers of two",
                 "outside": "every positive scale has its power of two: there is no outside",

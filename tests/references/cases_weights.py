@@ -8,10 +8,11 @@ Input points are multiples of small powers of two, so that bounds and ties stay 
 from functools import partial
 from typing import Any
 
-import numpy as np
 import reference_codebooks as reference
+import reference_primitives as signs
 import torch
-from estimator_case import PROPERTIES, Case
+from cases_primitives import SIGN_SURROGATES, error_decay_surrogate
+from estimator_case import Case
 from surrogates import clip, straight_through, tensor
 from torch import Tensor
 
@@ -38,10 +39,6 @@ def reduced(x: Tensor, channel_axis: reference.ChannelAxis) -> list[int]:
 def scales_of(x: Tensor, channel_axis: reference.ChannelAxis) -> int:
     """The number of parts of x with a scale of their own."""
     return len(list(reference.groups(tuple(x.shape), channel_axis)))
-
-
-def without(*missing: str) -> tuple[str, ...]:
-    return tuple(name for name in PROPERTIES if name not in missing)
 
 
 def own_scales(channel_axis: reference.ChannelAxis) -> dict[str, str]:
@@ -84,7 +81,6 @@ def dorefa_weight_case(bits: int, channel_axis: reference.ChannelAxis) -> Case:
         reference_gradient=lambda grad, w: reference.dorefa_weight_gradients(w, bits, grad, channel_axis),
         elementwise=False,
         levels=2 * scales_of(w, channel_axis) if bits == 1 else 2**bits,
-        properties=without(*excused),
         excused=excused,
     )
 
@@ -105,7 +101,6 @@ def normalize_case(channel_axis: reference.ChannelAxis) -> Case:
         reference=lambda w: reference.normalize(w, channel_axis),
         reference_gradient=lambda grad, w: reference.normalize_gradients(w, grad, channel_axis),
         elementwise=False,
-        properties=without(*excused),
         excused=excused,
     )
 
@@ -115,27 +110,18 @@ def normalize_case(channel_axis: reference.ChannelAxis) -> Case:
 
 def binary_surrogate(w: Tensor, progress: Tensor | None, gradient: str, channel_axis: reference.ChannelAxis) -> Tensor:
     scale = w.abs().mean(reduced(w, channel_axis), keepdim=True)
-    shape = clip(w, -1.0, 1.0)
-    if gradient == "approximate":
-        shape = 2 * shape - shape * shape.abs()
-    elif gradient == "straight_through":
-        shape = w
-    elif progress is not None:
-        t = 0.1 * 10 ** (2 * progress.detach())
-        shape = torch.clamp(1 / t, min=1) * torch.tanh(t * w)
+    shape = SIGN_SURROGATES[gradient](w) if progress is None else error_decay_surrogate(w, progress)
     return straight_through(torch.where(w >= 0, scale, -scale), shape)
 
 
 def binary_case(gradient: str, channel_axis: reference.ChannelAxis, progress: float | None = None) -> Case:
     """`progress`, if given, is a second input, which gets no gradient."""
-    clipped = gradient in ("clipped", "approximate")
-    excused = {"zero": "two levels, neither of them 0", **own_scales(channel_axis), **({} if clipped else UNBOUNDED)}
+    excused = {"zero": "two levels, neither of them 0", **own_scales(channel_axis)}
+    if gradient not in ("clipped", "approximate"):
+        excused |= UNBOUNDED
     variant = gradient if progress is None else f"{gradient} at {progress}"
 
-    def reference_gradient(grad: reference.Array, w: reference.Array, *rest: reference.Array) -> tuple[Any, ...]:
-        gradients = reference.binary_gradients(w, gradient, grad, *(float(value) for value in rest))
-        return (*gradients, *(None for _ in rest))
-
+    rule = signs.sign(gradient) if progress is None else signs.ERROR_DECAY_SIGN
     w = channels(1.0, 0.25, 0.0, 2.0)
     return Case(
         name=f"binary_quantize, {variant}, channel_axis {channel_axis}",
@@ -143,11 +129,9 @@ def binary_case(gradient: str, channel_axis: reference.ChannelAxis, progress: fl
         inputs=(w, *([] if progress is None else [tensor(progress)])),
         surrogate=lambda w, progress=None: binary_surrogate(w, progress, gradient, channel_axis),
         reference=lambda w, *_: reference.binary(w, channel_axis),
-        reference_gradient=reference_gradient,
+        reference_gradient=rule.backward,
         elementwise=False,
         levels=2 * scales_of(w, channel_axis),
-        outside=(lambda w, *_: np.abs(w) > 1) if clipped else None,
-        properties=without(*excused),
         excused=excused,
     )
 
@@ -171,7 +155,6 @@ def ternary_case(channel_axis: reference.ChannelAxis) -> Case:
         reference_gradient=lambda grad, w: (grad.copy(),),
         elementwise=False,
         levels=2 * scales_of(w, channel_axis) + 1,
-        properties=without(*excused),
         excused=excused,
     )
 
@@ -200,7 +183,6 @@ def ttq_case(name: str, positive: Any, negative: Any, channel_axis: reference.Ch
         broadcast=(1, 2),
         elementwise=False,
         levels=2 * scales_of(w, channel_axis) + 1,
-        properties=without(*excused),
         excused=excused,
     )
 

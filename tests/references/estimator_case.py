@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,7 @@ Array = npt.NDArray[np.float64]
 
 PROPERTIES = ("idempotent", "monotone", "levels", "zero", "outside")
 """idempotent: f(f(x)) = f(x); monotone: x <= x' gives f(x) <= f(x'); levels: at most `levels` distinct values;
-zero: f(0) = 0 exactly; outside: where the reference says that x is out of range its gradient is exactly 0."""
+zero: f(0) = 0 exactly; outside: where the reference gives x no gradient, its gradient is exactly 0."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,8 @@ class Case:
         broadcast: slots of `inputs` that broadcast against x (scales, bounds): tried in every shape.
         elementwise: whether y[i] depends on x[i] and the parameters only.
         levels: the most distinct values of the output for parameters of one element; None: unbounded.
-        outside: mask of x (NumPy) where the gradient of x is exactly 0; None if it never is.
-        properties: which of PROPERTIES the published rule has.
-        excused: check or property -> why the published rule cannot have it (shown in the table as a footnote).
+        excused: check or property -> why the published rule cannot have it (shown in the table as a footnote). It
+            must have all others.
     """
 
     name: str
@@ -46,6 +44,4 @@ class Case:
     broadcast: tuple[int, ...] = ()
     elementwise: bool = True
     levels: int | None = None
-    outside: Callable[..., Any] | None = None
-    properties: tuple[str, ...] = PROPERTIES
     excused: Mapping[str, str] = field(default_factory=dict)

@@ -1,16 +1,19 @@
 """LSQ, affine LSQ+ and the range rules in NumPy float64, element by element, from the published formulas.
 
-Written from shared/RECIPES.md (arXiv:1902.08153, arXiv:2004.09576) and the docstrings, not from the torch code. The
-functions that return gradients take `grad`, the gradient of the loss with respect to the output.
+Written from shared/RECIPES.md (arXiv:1902.08153, arXiv:2004.09576) and the docstrings, not from the torch code.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+Slopes = tuple[float | None, ...]
 
 
 def bounds(bits: int, signed: bool, narrow: bool = False) -> tuple[int, int]:
@@ -20,64 +23,14 @@ def bounds(bits: int, signed: bool, narrow: bool = False) -> tuple[int, int]:
     return -(2 ** (bits - 1)) + (1 if narrow else 0), 2 ** (bits - 1) - 1
 
 
-def codes(x: Array, scale: Array, zero_point: Array, qmin: int, qmax: int) -> Array:
+def codes(x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int) -> Any:
     """ONNX QuantizeLinear: round half to even first, add the zero point after, saturate last."""
     return np.clip(np.rint(x / scale) + zero_point, qmin, qmax)
 
 
-def integer_zero(zero_point: Array, qmin: int, qmax: int) -> Array:
+def integer_zero(zero_point: Any, qmin: int, qmax: int) -> Any:
     """The integer of the grid as which a learned zero point acts."""
     return np.clip(np.rint(zero_point), qmin, qmax)
-
-
-def lsq(x: Array, scale: Array, qmin: int, qmax: int) -> Array:
-    """The paper's order of operations: clip, then round."""
-    return scale * np.rint(np.clip(x / scale, qmin, qmax))
-
-
-def lsq_gradients(
-    x: Array, scale: Array, qmin: int, qmax: int, grad: Array, grad_factor: float = 1.0
-) -> tuple[Array, Array]:
-    """Gradients of x and scale; a value exactly on a bound is inside."""
-    full = np.broadcast_to(scale, x.shape)
-    grad_x, slope = np.empty_like(x), np.empty_like(x)
-    for index in np.ndindex(*x.shape):
-        v = x[index] / full[index]
-        if v < qmin:
-            grad_x[index], slope[index] = 0.0, qmin
-        elif v > qmax:
-            grad_x[index], slope[index] = 0.0, qmax
-        else:
-            grad_x[index], slope[index] = grad[index], np.rint(v) - v
-    return grad_x, grad_factor * sum_to(grad * slope, scale.shape)
-
-
-def lsq_plus(x: Array, scale: Array, zero_point: Array, qmin: int, qmax: int) -> Array:
-    """LSQ+ with the offset -scale * z, z the zero point on the integer grid."""
-    zero = integer_zero(zero_point, qmin, qmax)
-    return scale * codes(x, scale, zero, qmin, qmax) - scale * zero
-
-
-def lsq_plus_gradients(
-    x: Array, scale: Array, zero_point: Array, qmin: int, qmax: int, grad: Array, grad_factor: float = 1.0
-) -> tuple[Array, Array, Array]:
-    """Gradients of x, scale and zero_point; outside they are those of y = scale * (bound - zero_point)."""
-    full_scale = np.broadcast_to(scale, x.shape)
-    full_zero = np.broadcast_to(integer_zero(zero_point, qmin, qmax), x.shape)
-    grad_x, slope_scale, slope_zero = np.empty_like(x), np.empty_like(x), np.empty_like(x)
-    for index in np.ndindex(*x.shape):
-        step, zero = full_scale[index], full_zero[index]
-        v = x[index] / step
-        if qmin <= v + zero <= qmax:
-            grad_x[index], slope_scale[index], slope_zero[index] = grad[index], np.rint(v) - v, 0.0
-        else:
-            bound = qmin if v + zero < qmin else qmax
-            grad_x[index], slope_scale[index], slope_zero[index] = 0.0, bound - zero, -step
-    return (
-        grad_x,
-        grad_factor * sum_to(grad * slope_scale, scale.shape),
-        grad_factor * sum_to(grad * slope_zero, zero_point.shape),
-    )
 
 
 def sum_to(values: Array, shape: tuple[int, ...]) -> Array:
@@ -85,6 +38,81 @@ def sum_to(values: Array, shape: tuple[int, ...]) -> Array:
     padded = (1,) * (values.ndim - len(shape)) + shape
     axes = tuple(axis for axis, size in enumerate(padded) if size == 1)
     return np.asarray(values.sum(axis=axes, keepdims=True)).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A published rule in scalars, run over arrays: `value(x, *parameters)` and `slopes(x, *parameters)`.
+
+    The slopes are the derivatives that its paper assigns to x and to each parameter (None: the rule gives it no
+    gradient). With `of_gradient`, slopes takes the incoming gradient first: EWGS looks at its sign.
+    """
+
+    value: Callable[..., float]
+    slopes: Callable[..., Slopes]
+    of_gradient: bool = False
+
+    def forward(self, x: Array, *parameters: Array) -> Array:
+        full = [np.broadcast_to(parameter, x.shape) for parameter in parameters]
+        y = np.empty_like(x)
+        for index in np.ndindex(*x.shape):
+            y[index] = self.value(float(x[index]), *(float(each[index]) for each in full))
+        return y
+
+    def backward(self, grad: Array, x: Array, *parameters: Array) -> tuple[Array | None, ...]:
+        """Gradients of x and of each parameter, summed over the axes along which it was broadcast."""
+        full = [np.broadcast_to(parameter, x.shape) for parameter in parameters]
+        parts: list[Array | None] = [np.zeros_like(x) for _ in range(1 + len(full))]
+        for index in np.ndindex(*x.shape):
+            incoming = (float(grad[index]),) if self.of_gradient else ()
+            numbers = (float(x[index]), *(float(each[index]) for each in full))
+            for slot, slope in enumerate(self.slopes(*incoming, *numbers)):
+                part = parts[slot]
+                if slope is None or part is None:
+                    parts[slot] = None
+                else:
+                    part[index] = grad[index] * slope
+        shapes = (x.shape, *(parameter.shape for parameter in parameters))
+        return tuple(None if part is None else sum_to(part, shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def rint(x: float) -> float:
+    """Nearest integer, ties to even."""
+    return float(np.rint(x))
+
+
+def within(x: float, low: float, high: float) -> float:
+    """1 inside, the bounds included, else 0."""
+    return 1.0 if low <= x <= high else 0.0
+
+
+def lsq(qmin: int, qmax: int, grad_factor: float = 1.0) -> Rule:
+    """The paper's order of operations: clip, then round; a value exactly on a bound is inside."""
+
+    def slopes(x: float, scale: float) -> Slopes:
+        v = x / scale
+        if within(v, qmin, qmax):
+            return 1.0, grad_factor * (rint(v) - v)
+        return 0.0, grad_factor * (qmin if v < qmin else qmax)
+
+    return Rule(lambda x, scale: scale * rint(min(max(x / scale, qmin), qmax)), slopes)
+
+
+def lsq_plus(qmin: int, qmax: int, grad_factor: float = 1.0) -> Rule:
+    """LSQ+ with the offset -scale * z, z the zero point on the integer grid; outside y = scale * (bound - z)."""
+
+    def value(x: float, scale: float, zero_point: float) -> float:
+        zero = integer_zero(zero_point, qmin, qmax)
+        return scale * codes(x, scale, zero, qmin, qmax) - scale * zero
+
+    def slopes(x: float, scale: float, zero_point: float) -> Slopes:
+        v, zero = x / scale, integer_zero(zero_point, qmin, qmax)
+        if within(v + zero, qmin, qmax):
+            return 1.0, grad_factor * (rint(v) - v), 0.0
+        bound = qmin if v + zero < qmin else qmax
+        return 0.0, grad_factor * (bound - zero), -grad_factor * scale
+
+    return Rule(value, slopes)
 
 
 def grid_of(low: float, high: float, qmin: int, qmax: int, symmetric: bool) -> tuple[float, float]:

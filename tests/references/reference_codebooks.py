@@ -1,8 +1,9 @@
 """Estimators whose levels are no plain integer grid, in NumPy float64, element by element, from the published formulas.
 
 DoReFa, APoT, binary and ternary weights, N2UQ, low-precision floats and MX blocks. Written from shared/RECIPES.md, the
-papers and the OCP specifications, not from the torch code. `*_gradients` take `grad`, the gradient of the loss with
-respect to the output; float levels are decoded from every bit pattern, so nothing here rounds a mantissa.
+papers and the OCP specifications, not from the torch code: as a `Rule` where it is one, else with `*_gradients` that
+take `grad`, the gradient of the loss with respect to the output. Float levels are decoded from every bit pattern, so
+nothing here rounds a mantissa.
 """
 
 import itertools
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
-from reference import Array, sum_to
+from reference import Array, Rule, Slopes, rint, sum_to, within
 
 ChannelAxis = int | tuple[int, ...] | None
 
@@ -61,13 +62,9 @@ def dorefa_weight_gradients(w: Array, bits: int, grad: Array, channel_axis: Chan
     return (grad_w,)
 
 
-def dorefa_activation(x: Array, bits: int) -> Array:
+def dorefa_activation(bits: int) -> Rule:
     n = 2**bits - 1
-    return np.rint(np.clip(x, 0, 1) * n) / n
-
-
-def dorefa_activation_gradients(x: Array, bits: int, grad: Array) -> tuple[Array]:
-    return (np.where((x >= 0) & (x <= 1), grad, 0),)
+    return Rule(lambda x: rint(min(max(x, 0.0), 1.0) * n) / n, lambda x: (within(x, 0.0, 1.0),))
 
 
 # APoT, arXiv:1909.13144
@@ -95,26 +92,17 @@ def apot_level(x: float, alpha: float, bits: int, signed: bool) -> float:
     return math.copysign(float(nearest), x) if nearest else 0.0
 
 
-def apot(x: Array, alpha: Array, bits: int, signed: bool = True) -> Array:
-    full = np.broadcast_to(alpha, x.shape)
-    y = np.empty_like(x)
-    for index in np.ndindex(*x.shape):
-        y[index] = full[index] * apot_level(x[index], full[index], bits, signed)
-    return y
+def apot(bits: int, signed: bool = True) -> Rule:
+    """Reparameterised clipping, equation 8 of the paper."""
+    lowest = -1.0 if signed else 0.0
 
+    def slopes(x: float, alpha: float) -> Slopes:
+        v = x / alpha
+        if within(v, lowest, 1.0):
+            return 1.0, apot_level(x, alpha, bits, signed) - v
+        return 0.0, 1.0 if v > 1 else lowest
 
-def apot_gradients(x: Array, alpha: Array, bits: int, grad: Array, signed: bool = True) -> tuple[Array, Array]:
-    """Gradients of x and alpha: reparameterised clipping, equation 8 of the paper."""
-    full = np.broadcast_to(alpha, x.shape)
-    grad_x, slope = np.empty_like(x), np.empty_like(x)
-    for index in np.ndindex(*x.shape):
-        v = x[index] / full[index]
-        if (-1 if signed else 0) <= v <= 1:
-            grad_x[index] = grad[index]
-            slope[index] = apot_level(x[index], full[index], bits, signed) - v
-        else:
-            grad_x[index], slope[index] = 0, 1 if v > 1 else -1 if signed else 0
-    return grad_x, sum_to(grad * slope, alpha.shape)
+    return Rule(lambda x, alpha: alpha * apot_level(x, alpha, bits, signed), slopes)
 
 
 def normalize(w: Array, channel_axis: ChannelAxis = None) -> Array:
@@ -139,23 +127,6 @@ def normalize_gradients(w: Array, grad: Array, channel_axis: ChannelAxis = None)
 def binary(w: Array, channel_axis: ChannelAxis) -> Array:
     """XNOR-Net, arXiv:1603.05279."""
     return dorefa_weight(w, 1, channel_axis)
-
-
-def binary_gradients(w: Array, gradient: str, grad: Array, progress: float = 0.0) -> tuple[Array]:
-    """The derivative that stands in for that of sign(w); the channel's mean is a constant factor left out of it."""
-    grad_w = np.empty_like(w)
-    for index in np.ndindex(*w.shape):
-        if gradient == "straight_through":
-            slope = 1.0
-        elif gradient == "clipped":
-            slope = 1.0 if abs(w[index]) <= 1 else 0.0
-        elif gradient == "approximate":  # Bi-Real, arXiv:1808.00278
-            slope = 2 - 2 * abs(w[index]) if abs(w[index]) <= 1 else 0.0
-        else:  # error_decay: IR-Net, arXiv:1909.10788
-            t = 0.1 * 10 ** (2 * progress)
-            slope = max(1 / t, 1) * t * (1 - math.tanh(t * w[index]) ** 2)
-        grad_w[index] = grad[index] * slope
-    return (grad_w,)
 
 
 def ternary(w: Array, channel_axis: ChannelAxis) -> Array:
@@ -250,22 +221,16 @@ def float_cast(v: float, levels: Array) -> float:
     return math.copysign(levels[nearest[nearest % 2 == 0][0] if len(nearest) > 1 else nearest[0]], v)
 
 
-def float_quantize(x: Array, scale: Array, name: str) -> Array:
-    full, levels = np.broadcast_to(scale, x.shape), float_levels(name)
-    cast = [step * float_cast(value / step, levels) for value, step in zip(x.flat, full.flat, strict=True)]
-    return np.reshape(cast, x.shape)
+def float_quantize(name: str) -> Rule:
+    levels = float_levels(name)
 
-
-def float_gradients(x: Array, scale: Array, name: str, grad: Array) -> tuple[Array, Array]:
-    full, levels = np.broadcast_to(scale, x.shape), float_levels(name)
-    grad_x, slope = np.empty_like(x), np.empty_like(x)
-    for index in np.ndindex(*x.shape):
-        v = x[index] / full[index]
+    def slopes(x: float, scale: float) -> Slopes:
+        v = x / scale
         if abs(v) <= levels[-1]:
-            grad_x[index], slope[index] = grad[index], float_cast(v, levels) - v
-        else:
-            grad_x[index], slope[index] = 0, math.copysign(levels[-1], v)
-    return grad_x, sum_to(grad * slope, scale.shape)
+            return 1.0, float_cast(v, levels) - v
+        return 0.0, math.copysign(levels[-1], v)
+
+    return Rule(lambda x, scale: scale * float_cast(x / scale, levels), slopes)
 
 
 def mx_scales(x: Array, name: str, block_size: int, axis: int) -> Array:
@@ -283,12 +248,10 @@ def mx_scales(x: Array, name: str, block_size: int, axis: int) -> Array:
 
 
 def mx(x: Array, name: str, block_size: int, axis: int) -> Array:
-    return float_quantize(x, mx_scales(x, name, block_size, axis), name)
-
-
-def mx_saturated(x: Array, name: str, block_size: int, axis: int) -> Array:
-    return np.abs(x) > float_levels(name)[-1] * mx_scales(x, name, block_size, axis)
+    return float_quantize(name).forward(x, mx_scales(x, name, block_size, axis))
 
 
 def mx_gradients(x: Array, name: str, block_size: int, axis: int, grad: Array) -> tuple[Array]:
-    return (np.where(mx_saturated(x, name, block_size, axis), 0, grad),)
+    """The scales are constants."""
+    saturated = np.abs(x) > float_levels(name)[-1] * mx_scales(x, name, block_size, axis)
+    return (np.where(saturated, 0, grad),)

@@ -1,60 +1,13 @@
-"""The primitives and the uniform rules in NumPy float64, one number at a time, from the published formulas.
+"""The primitives and the uniform rules as `Rule`s, from the published formulas.
 
-Each rule is two scalar functions: `value(x, *parameters)`, and `slopes(x, *parameters)`, the derivatives that its
-paper assigns to x and to each parameter (None: the rule gives it no gradient). `Rule` runs them over arrays. Written
-from shared/RECIPES.md, the papers and the signatures, not from the torch code; LSQ and LSQ+ are in reference.py.
+Written from shared/RECIPES.md, the papers and the signatures, not from the torch code; LSQ and LSQ+ are in
+reference.py.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
-from reference import Array, sum_to
-
-Slopes = tuple[float | None, ...]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A published rule. With `of_gradient`, slopes takes the incoming gradient first: EWGS looks at its sign."""
-
-    value: Callable[..., float]
-    slopes: Callable[..., Slopes]
-    of_gradient: bool = False
-
-    def forward(self, x: Array, *parameters: Array) -> Array:
-        full = [np.broadcast_to(parameter, x.shape) for parameter in parameters]
-        y = np.empty_like(x)
-        for index in np.ndindex(*x.shape):
-            y[index] = self.value(float(x[index]), *(float(each[index]) for each in full))
-        return y
-
-    def backward(self, grad: Array, x: Array, *parameters: Array) -> tuple[Array | None, ...]:
-        """Gradients of x and of each parameter, summed over the axes along which it was broadcast."""
-        full = [np.broadcast_to(parameter, x.shape) for parameter in parameters]
-        parts: list[Array | None] = [np.zeros_like(x) for _ in range(1 + len(full))]
-        for index in np.ndindex(*x.shape):
-            incoming = (float(grad[index]),) if self.of_gradient else ()
-            numbers = (float(x[index]), *(float(each[index]) for each in full))
-            for slot, slope in enumerate(self.slopes(*incoming, *numbers)):
-                part = parts[slot]
-                if slope is None or part is None:
-                    parts[slot] = None
-                else:
-                    part[index] = grad[index] * slope
-        shapes = (x.shape, *(parameter.shape for parameter in parameters))
-        return tuple(None if part is None else sum_to(part, shape) for part, shape in zip(parts, shapes, strict=True))
-
-
-def rint(x: float) -> float:
-    """Nearest integer, ties to even."""
-    return float(np.rint(x))
-
-
-def within(x: float, low: float, high: float) -> float:
-    """1 inside, the bounds included, else 0."""
-    return 1.0 if low <= x <= high else 0.0
+from reference import Rule, Slopes, rint, within
 
 
 def sech_squared(z: float) -> float:
