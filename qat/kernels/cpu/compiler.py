@@ -80,7 +80,8 @@ def _built(compiler: str) -> Path:
     key = hashlib.sha256()
     for source in (*HEADERS, *SOURCES):
         key.update(source.read_bytes() + b"\0")
-    for part in (compiler, _version(compiler), _processor(), *FLAGS, *more):
+    _, version, _ = _ran([*compiler.split(), "--version"])
+    for part in (compiler, version, _processor(), *FLAGS, *more):
         key.update(part.encode() + b"\0")
     name = f"cpu-{key.hexdigest()[:24]}"
     folder = cache_folder()
@@ -115,10 +116,6 @@ def _ran(command: list[str], **environment: str) -> tuple[int, str, str]:
                 os.killpg(process.pid, signal.SIGKILL)
             raise
     return process.returncode, said, errors
-
-
-def _version(compiler: str) -> str:
-    return _ran([*compiler.split(), "--version"])[1]
 
 
 def _processor() -> str:

@@ -116,7 +116,7 @@ void curve_quantize(const float *x, uint8_t *codes, i64 n, LearnedGrid q, int cu
   float bad = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK)
-    bad += quantize_chosen(x + start, codes + start, n - start < CHUNK ? n - start : CHUNK, g, curve);
+    bad += quantize_chosen(x + start, codes + start, at_most(n - start, CHUNK), g, curve);
   write_qparams(qparams, g, bad);
 }
 
@@ -126,7 +126,7 @@ void curve_quantize_backward(const float *grad, const float *x, float *grad_x, i
   double sum = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK)
-    sum += backward_chosen(grad + start, x + start, grad_x + start, n - start < CHUNK ? n - start : CHUNK, g, curve);
+    sum += backward_chosen(grad + start, x + start, grad_x + start, at_most(n - start, CHUNK), g, curve);
   *grad_scale = gradient_of(sum, q);
 }
 

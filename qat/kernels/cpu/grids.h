@@ -26,6 +26,8 @@ typedef struct {
   float step, zero, low, high;
 } Grid;
 
+static inline i64 at_most(i64 a, i64 b) { return a < b ? a : b; }
+
 static inline float clampf(float v, float low, float high) {
   v = v < low ? low : v; /* NaN stays NaN */
   return v > high ? high : v;

@@ -20,7 +20,7 @@ void quantize_codes(const float *x, uint8_t *codes, i64 n, LearnedGrid q, float 
   float bad = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK)
-    bad += quantize_span(x + start, codes + start, n - start < CHUNK ? n - start : CHUNK, g);
+    bad += quantize_span(x + start, codes + start, at_most(n - start, CHUNK), g);
   write_qparams(qparams, g, bad);
 }
 
@@ -52,7 +52,7 @@ void fake_quantize_backward(const float *grad, const float *x, float *grad_x, i6
   const i64 chunks = (n + CHUNK - 1) / CHUNK;
 #pragma omp parallel for num_threads(threads) reduction(+ : sum, sum_out) schedule(static)
   for (i64 k = 0; k < chunks; k++) {
-    const i64 end = (k + 1) * CHUNK < n ? (k + 1) * CHUNK : n;
+    const i64 end = at_most((k + 1) * CHUNK, n);
     float part = 0, part_out = 0;
     if (grad_x) {
 #pragma omp simd reduction(+ : part, part_out)
@@ -91,7 +91,7 @@ double squared_error(const float *x, i64 n, Grid g, int threads) {
   double sum = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK) {
-    const i64 end = start + CHUNK < n ? start + CHUNK : n;
+    const i64 end = at_most(start + CHUNK, n);
     float part = 0;
 #pragma omp simd reduction(+ : part)
     for (i64 i = start; i < end; i++) {
@@ -115,7 +115,7 @@ void gradient_by_slopes(const float *a, const float *b, i64 n, LearnedGrid q, fl
   double sum = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK) {
-    const i64 end = start + CHUNK < n ? start + CHUNK : n;
+    const i64 end = at_most(start + CHUNK, n);
     float part = 0;
 #pragma omp simd reduction(+ : part)
     for (i64 i = start; i < end; i++) part += a[i] * b[i];
@@ -173,7 +173,7 @@ void quantize_rows_backward(const float *grad, const float *w, Rows rows, float 
     const Grid g = {step_of(rows, c), 0, rows.low, rows.high};
     double sum = 0;
     for (i64 start = 0; start < inner; start += CHUNK) {
-      const i64 end = start + CHUNK < inner ? start + CHUNK : inner;
+      const i64 end = at_most(start + CHUNK, inner);
       float part = 0;
 #pragma omp simd reduction(+ : part)
       for (i64 i = c * inner + start; i < c * inner + end; i++) {
@@ -228,8 +228,8 @@ void add_quantize(Operand a, Operand b, uint8_t *codes, i64 n, LearnedGrid q, fl
   float bad = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : bad) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK)
-    bad += add_span(a.codes + start, b.codes + start, codes + start, n - start < CHUNK ? n - start : CHUNK, first,
-                    second, g, floor, ceiling);
+    bad += add_span(a.codes + start, b.codes + start, codes + start, at_most(n - start, CHUNK), first, second, g, floor,
+                    ceiling);
   write_qparams(qparams, g, bad);
 }
 
@@ -257,6 +257,6 @@ void add_quantize_backward(const float *grad, Operand a, Operand b, float *grad_
 #pragma omp parallel for num_threads(threads) reduction(+ : sum) schedule(static)
   for (i64 start = 0; start < n; start += CHUNK)
     sum += add_backward_span(grad + start, a.codes + start, b.codes + start, grad_sum + start,
-                             n - start < CHUNK ? n - start : CHUNK, first, second, g, floor, ceiling);
+                             at_most(n - start, CHUNK), first, second, g, floor, ceiling);
   *grad_scale = gradient_of(sum, q);
 }

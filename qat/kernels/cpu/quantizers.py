@@ -92,14 +92,9 @@ class CPUKernels:
 
     @staticmethod
     def gradients(
-        grad: Tensor,
-        x: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        qmin: int,
-        qmax: int,
+        grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int,
         needs: tuple[bool, ...] = (True, True, True),
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """All gradients in one pass over x and grad, without any factor."""
         grad = like(grad, x)
         if scale.numel() > 1:

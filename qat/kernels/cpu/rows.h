@@ -20,8 +20,6 @@ typedef struct {
   i64 width, pitch, rows;
 } Joined;
 
-static inline i64 at_most(i64 a, i64 b) { return a < b ? a : b; }
-
 static inline Joined joined(Extent s) {
   i64 several = s.channels < WIDE ? WIDE / s.channels : 1;
   several -= several >= LINE ? several % LINE : several > 1 ? several % 2 : 0; /* with even channels: whole lines */

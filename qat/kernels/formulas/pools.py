@@ -19,10 +19,7 @@ def max_pool_codes(
 
     A window that lies in the padding entirely, as a dilated one can, gets some code and no gradient.
     """
-    sizes = [
-        pooled_size(*numbers, ceil_mode)
-        for numbers in zip(codes.shape[2:], kernel, stride, padding, dilation, strict=True)
-    ]
+    sizes = pooled_sizes(codes, kernel, stride, padding, dilation, ceil_mode)
     around = _pads(list(codes.shape[2:]), sizes, kernel, stride, padding, dilation)
     padded = F.pad(codes.to(torch.int16), around, "constant", OUTSIDE)
     largest = _slice(padded, 0, sizes, kernel, stride, dilation)
@@ -31,7 +28,7 @@ def max_pool_codes(
         each = _slice(padded, k, sizes, kernel, stride, dilation)
         where.masked_fill_(each > largest, k)
         largest = torch.maximum(largest, each)
-    layout = _layout(codes)
+    layout = layout_of(codes)
     out = torch.empty(largest.shape, dtype=torch.uint8, device=codes.device, memory_format=layout)
     return out.copy_(largest), torch.empty_like(out).copy_(where)
 
@@ -43,13 +40,21 @@ def max_pool_codes_backward(
     """The gradient of the pooled images (height x width): every window gives its own to its largest element."""
     sizes = list(where.shape[2:])
     left, right, above, below = _pads([height, width], sizes, kernel, stride, padding, dilation)
-    layout, full = _layout(where), grad.to(torch.float32)
+    layout, full = layout_of(where), grad.to(torch.float32)
     shape = (*where.shape[:2], above + height + below, left + width + right)
     padded = torch.empty(shape, dtype=torch.float32, device=grad.device, memory_format=layout).zero_()
     for k in range(kernel[0] * kernel[1]):
         _slice(padded, k, sizes, kernel, stride, dilation).add_(torch.where(where == k, full, 0.0))
     image = padded[:, :, above : above + height, left : left + width]
     return torch.empty(image.shape, dtype=grad.dtype, device=grad.device, memory_format=layout).copy_(image)
+
+
+def pooled_sizes(
+    images: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
+) -> list[int]:
+    """Height and width after pooling."""
+    numbers = zip(images.shape[2:], kernel, stride, padding, dilation, strict=True)
+    return [pooled_size(*each, ceil_mode) for each in numbers]
 
 
 def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
@@ -82,5 +87,6 @@ def _slice(
     return padded[:, :, rows, x : x + (sizes[1] - 1) * stride[1] + 1 : stride[1]]
 
 
-def _layout(x: Tensor) -> torch.memory_format:
+def layout_of(x: Tensor) -> torch.memory_format:
+    """The memory format of images."""
     return torch.contiguous_format if x.is_contiguous() else torch.channels_last

@@ -15,18 +15,11 @@ LARGEST_WINDOW = 256
 """Most elements of a window, because the place of the largest one is stored in one byte."""
 
 
-def _layout(codes: Tensor) -> torch.memory_format:
-    return torch.contiguous_format if codes.is_contiguous() else torch.channels_last
-
-
 def _pooled(
     codes: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
 ) -> tuple[Tensor, Tensor]:
-    sizes = [
-        formulas.pooled_size(*numbers, ceil_mode)
-        for numbers in zip(codes.shape[2:], kernel, stride, padding, dilation, strict=True)
-    ]
-    out = torch.empty((*codes.shape[:2], *sizes), dtype=torch.uint8, memory_format=_layout(codes))
+    sizes = formulas.pooled_sizes(codes, kernel, stride, padding, dilation, ceil_mode)
+    out = torch.empty((*codes.shape[:2], *sizes), dtype=torch.uint8, memory_format=formulas.layout_of(codes))
     return out, torch.empty_like(out)
 
 
@@ -60,7 +53,7 @@ def _pool(
 
 
 def _unpooled(grad: Tensor, where: Tensor, height: int, width: int, *rest: object) -> Tensor:
-    return torch.empty((*where.shape[:2], height, width), dtype=grad.dtype, memory_format=_layout(where))
+    return torch.empty((*where.shape[:2], height, width), dtype=grad.dtype, memory_format=formulas.layout_of(where))
 
 
 @operator(_unpooled, formulas.max_pool_codes_backward)

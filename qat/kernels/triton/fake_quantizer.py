@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.triton.layout import Layout, Tiling, layout_of, tiling_of
-from qat.kernels.triton.trial import Kind, difference, plain_gradients, plain_quantize
+from qat.kernels.triton.trial import Gradients, Kind, difference, plain_gradients, plain_quantize
 
 Result = TypeVar("Result")
 
@@ -126,14 +126,9 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qma
 
 
 def gradients(
-    grad: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    qmin: int,
-    qmax: int,
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int,
     needs: tuple[bool, ...] = (True, True, True),
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> Gradients:  # fmt: skip
     """The gradients of `quantize` as `LSQPlusFunction` declares them, without grad_factor, from one pass over x.
 
     The gradients of scale and zero point are summed in two stages, by program and then over the programs, in a fixed
@@ -172,13 +167,9 @@ def gradients(
 
 
 def _launch(
-    name: str,
-    tensors: tuple[Tensor | None, ...],
-    bounds: tuple[int, int],
-    layout: Layout,
-    tiling: Tiling,
+    name: str, tensors: tuple[Tensor | None, ...], bounds: tuple[int, int], layout: Layout, tiling: Tiling,
     constants: dict[str, Any],
-) -> None:
+) -> None:  # fmt: skip
     """Run one of the kernels on the device of its first tensor."""
     first = tensors[0]
     assert first is not None

@@ -72,35 +72,18 @@ def grid_at(
 
 
 @jit
-def quantize_tiles(
-    x: tensor,
-    y: tensor,
-    scale: tensor,
-    zero_point: tensor,
-    qmin: tensor,
-    qmax: tensor,
-    height: tensor,
-    width: tensor,
-    cycle: tensor,
-    channels: tensor,
-    across: tensor,
-    PER_COLUMN: constexpr,
-    LARGE: constexpr,
-    LONG: constexpr,
+def tile_at(
+    x: tensor, scale: tensor, zero_point: tensor, qmin: tensor, qmax: tensor, band: tensor, col: tensor,
+    height: tensor, width: tensor, cycle: tensor, channels: tensor, PER_COLUMN: constexpr, LARGE: constexpr,
     ROWS: constexpr,
-    COLS: constexpr,
-) -> None:
-    """Write y, one tile per program. `across` is the number of tiles side by side in the width."""
-    program = tl.program_id(0)
-    if LONG:
-        program = program.to(tl.int64)
-    col = (program % across) * COLS + tl.arange(0, COLS)[None, :]
+) -> tensor:  # fmt: skip
+    """Of the tile in a band of ROWS rows: the elements' offsets, which of them are there, x / step, and their grid."""
     if ROWS == 1:  # height is 1: offsets consist of col alone, so they stay aligned for 16-byte accesses
         row = tl.arange(0, 1)[:, None]
         offset = col
         there = col < width
     else:
-        row = (program // across) * ROWS + tl.arange(0, ROWS)[:, None]
+        row = band * ROWS + tl.arange(0, ROWS)[:, None]
         offset = row * width + col
         there = (row < height) & (col < width)
     if PER_COLUMN:
@@ -108,34 +91,34 @@ def quantize_tiles(
     else:
         channel = row // cycle * channels + row % channels
         step, low, high = grid_at(scale, zero_point, channel, row < height, qmin, qmax, LARGE)
-    v = tl.div_rn(tl.load(x + offset, mask=there).to(tl.float32), step)
+    return offset, there, tl.div_rn(tl.load(x + offset, mask=there).to(tl.float32), step), step, low, high
+
+
+@jit
+def quantize_tiles(
+    x: tensor, y: tensor, scale: tensor, zero_point: tensor, qmin: tensor, qmax: tensor, height: tensor, width: tensor,
+    cycle: tensor, channels: tensor, across: tensor, PER_COLUMN: constexpr, LARGE: constexpr, LONG: constexpr,
+    ROWS: constexpr, COLS: constexpr,
+) -> None:  # fmt: skip
+    """Write y, one tile per program. `across` is the number of tiles side by side in the width."""
+    program = tl.program_id(0)
+    if LONG:
+        program = program.to(tl.int64)
+    col = (program % across) * COLS + tl.arange(0, COLS)[None, :]
+    band = program // across
+    offset, there, v, step, low, high = tile_at(
+        x, scale, zero_point, qmin, qmax, band, col, height, width, cycle, channels, PER_COLUMN, LARGE, ROWS
+    )
     level = rounded(clamped(v, low, high), LARGE)  # = clamp(round(v), low, high): the bounds are integers
     tl.store(y + offset, level * step, mask=there)
 
 
 @jit
 def gradient_tiles(
-    grad: tensor,
-    x: tensor,
-    scale: tensor,
-    zero_point: tensor,
-    grad_x: tensor,
-    scale_sums: tensor,
-    zero_sums: tensor,
-    qmin: tensor,
-    qmax: tensor,
-    height: tensor,
-    width: tensor,
-    cycle: tensor,
-    channels: tensor,
-    across: tensor,
-    PER_COLUMN: constexpr,
-    LARGE: constexpr,
-    LONG: constexpr,
-    ROWS: constexpr,
-    COLS: constexpr,
-    STEPS: constexpr,
-) -> None:
+    grad: tensor, x: tensor, scale: tensor, zero_point: tensor, grad_x: tensor, scale_sums: tensor, zero_sums: tensor,
+    qmin: tensor, qmax: tensor, height: tensor, width: tensor, cycle: tensor, channels: tensor, across: tensor,
+    PER_COLUMN: constexpr, LARGE: constexpr, LONG: constexpr, ROWS: constexpr, COLS: constexpr, STEPS: constexpr,
+) -> None:  # fmt: skip
     """Write grad_x, and for every row (column) of the tile its part of the sums for scale and zero point.
 
     A program processes STEPS tiles, one below the other; None for an output means that it is not needed. The sums have
@@ -148,20 +131,10 @@ def gradient_tiles(
     scale_sum = tl.zeros((ROWS, COLS), tl.float32)
     zero_sum = tl.zeros((ROWS, COLS), tl.float32)
     for turn in range(STEPS):
-        if ROWS == 1:
-            row = tl.arange(0, 1)[:, None]
-            offset = col
-            there = col < width
-        else:
-            row = ((program // across) * STEPS + turn) * ROWS + tl.arange(0, ROWS)[:, None]
-            offset = row * width + col
-            there = (row < height) & (col < width)
-        if PER_COLUMN:
-            step, low, high = grid_at(scale, zero_point, col, col < width, qmin, qmax, LARGE)
-        else:
-            channel = row // cycle * channels + row % channels
-            step, low, high = grid_at(scale, zero_point, channel, row < height, qmin, qmax, LARGE)
-        v = tl.div_rn(tl.load(x + offset, mask=there).to(tl.float32), step)
+        band = (program // across) * STEPS + turn
+        offset, there, v, step, low, high = tile_at(
+            x, scale, zero_point, qmin, qmax, band, col, height, width, cycle, channels, PER_COLUMN, LARGE, ROWS
+        )
         given = tl.load(grad + offset, mask=there)
         bounded = clamped(v, low, high)
         inside = bounded == v

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qat.kernels.formulas.grids import slopes
+
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -40,13 +42,12 @@ def plain_gradients(
 ) -> Gradients:  # fmt: skip
     """The gradients of x, scale and zero point, as `qat.kernels.triton.fake_quantizer.gradients` gives them."""
     step, zero, v = _ratio(x, scale, zero_point, qmin, qmax)
-    bounded = torch.clamp(v, qmin - zero, qmax - zero)
-    inside, full = bounded == v, grad.to(torch.float32)
-    of_scale = full * torch.where(inside, v.round() - v, bounded)
+    inside, slope = slopes(v, qmin - zero, qmax - zero)
+    full = grad.to(torch.float32)
     of_zero = full * torch.where(inside, 0.0, -step)
     return (
         torch.where(inside, grad, 0).to(x.dtype) if needs[0] else None,
-        of_scale.sum_to_size(scale.shape) if needs[1] else None,
+        (full * slope).sum_to_size(scale.shape) if needs[1] else None,
         None if zero_point is None or not needs[2] else of_zero.sum_to_size(scale.shape),
     )
 
