@@ -84,10 +84,8 @@ def test_a_wrong_estimator_makes_its_cell_red(name: str, mutant: Callable[..., T
 
 
 def test_the_command_writes_the_table_and_tells_when_it_is_out_of_date(tmp_path: Path, capsys):
-    path, cases = (
-        tmp_path / "docs" / "table.md",
-        [case for case in CASES if case.name in ("round_ste", "sign_ste, clipped")],
-    )
+    path = tmp_path / "docs" / "table.md"
+    cases = [case for case in CASES if case.name in ("round_ste", "sign_ste, clipped")]
     assert matrix.main(["--check"], cases, path) == 1 and not path.exists()
     assert matrix.main([], cases, path) == 0
     text = path.read_text(encoding="utf-8")

@@ -35,6 +35,10 @@ class Quantized(nn.Module):
         return self.quantizer(self.tensor)
 
 
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
 def quadratic(model: Quantized, batch: tuple[Tensor, Tensor]) -> Tensor:
     """sum(c/2 q^2 + b q): the Hessian by q is diagonal, c, so random signs give its trace exactly."""
     q = model()
@@ -89,7 +93,7 @@ def test_random_signs_estimate_a_trace_that_is_not_diagonal():
 
 def test_nothing_but_delta_changes():
     model = Quantized(*ROWS["activation ema"])
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = state_of(model)
     qat.update_ewgs(model, quadratic, [(torch.ones(model.tensor.shape), torch.ones(model.tensor.shape))])
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {"quantizer.ewgs_delta"} and "norm.running_mean" in before and "quantizer.low" in before
@@ -109,9 +113,8 @@ def test_a_prepared_model_gets_a_delta_everywhere_and_the_gradient_follows_it():
     loss(model, specs.images()).backward()
     corrected = model.conv1.weight.grad
     assert corrected.isfinite().all() and not torch.equal(corrected, plain)
-    assert qat.update_ewgs(model, loss, [specs.images(1), specs.images(2)]) == deltas, (
-        "the same batches, the same delta"
-    )
+    # the same batches, the same delta
+    assert qat.update_ewgs(model, loss, [specs.images(1), specs.images(2)]) == deltas
 
 
 @pytest.mark.parametrize(
@@ -139,7 +142,7 @@ def test_models_that_ask_for_no_delta_are_left_alone():
 
 def test_no_batches_and_evaluation_mode_are_sentences():
     model = Quantized(*ROWS["lsq"])
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = state_of(model)
     with pytest.raises(ValueError) as refusal:
         qat.update_ewgs(model, quadratic, iter(()))
     assert str(refusal.value) == ("update_ewgs: batches is empty; at least one batch is needed to estimate the Hessian")
@@ -154,7 +157,7 @@ def test_no_batches_and_evaluation_mode_are_sentences():
 
 def test_a_failing_batch_leaves_no_traces():
     model = Quantized(*ROWS["activation ema"])
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = state_of(model)
 
     def loss(model: Quantized, batch: Tensor) -> Tensor:
         model()

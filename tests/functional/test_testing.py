@@ -14,7 +14,6 @@ from cases_uniform import lsq_surrogate
 from surrogates import clip
 from torch import Tensor
 
-import qat.testing
 from qat.functional import lsq_quantize, positive_scale, round_ste
 from qat.functional.tensors import apply
 from qat.testing import CHECKS, CheckResult, GradcheckError, GradcheckReport, grid_points, ste_gradcheck
@@ -115,6 +114,12 @@ def called(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
     return function.apply if own else partial(apply, function)
 
 
+def says(detail: str, message: str) -> bool:
+    """Whether they are equal, up to the message's dots if it has some."""
+    start, dots, _ = message.partition("...")
+    return detail.startswith(start) if dots else detail == message
+
+
 @pytest.mark.parametrize(("function", "failing", "check", "message"), CAUGHT, ids=[each[0].__name__ for each in CAUGHT])
 def test_mistakes_are_caught_where_they_belong(
     function: type[torch.autograd.Function], failing: set[str], check: str, message: str
@@ -130,22 +135,16 @@ def test_mistakes_are_caught_where_they_belong(
     )
     assert {each.name for each in report.failures} == failing, str(report)
     if failing:
-        start, dots, _ = message.partition("...")
-        detail = report[check].detail
-        assert detail.startswith(start) if dots else detail == message, detail
+        assert says(report[check].detail, message), report[check].detail
     assert all("\n" not in each.detail for each in report.results)
 
 
 @pytest.mark.parametrize(
     ("function", "surrogate", "inputs", "message"),
     [
-        (
-            broken.Alias,
-            torch.clone,
-            (X,),
-            "the output shares its memory with slot 0: return a new tensor, else the compiler of torch 2.11 loses the "
-            "gradient",
-        ),
+        (broken.Alias, torch.clone, (X,),
+         "the output shares its memory with slot 0: return a new tensor, else the compiler of torch 2.11 loses the "
+         "gradient"),
         (broken.WrongTangent, lsq_surrogate, (X, number(0.5)), "torch.compile raised Unsupported: ..."),
         (broken.BranchesOnTheData, lsq_surrogate, (X, number(0.5)), "torch.compile raised Unsupported: ..."),
     ],
@@ -155,9 +154,7 @@ def test_what_the_compiler_cannot_take_is_caught(
 ) -> None:
     report = ste_gradcheck(called(function), surrogate, inputs, checks=["compile"], raise_exception=False)
     assert not report.passed
-    start, dots, _ = message.partition("...")
-    detail = report["compile"].detail
-    assert detail.startswith(start) if dots else detail == message
+    assert says(report["compile"].detail, message)
 
 
 def test_the_compilers_gradients_are_compared() -> None:
@@ -278,29 +275,20 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"checks": "gradient"}, TypeError, "checks must be a list of names, got the string 'gradient'"),
     ({"checks": []}, ValueError, "checks names no check; None runs all of them"),
     ({"surrogate": None}, ValueError, "neither surrogate nor gradient is given: declare the gradient in one of them"),
-    (
-        {"gradient": lambda grad, x: (grad,)},
-        ValueError,
-        "surrogate and gradient are both given: declare the gradient in one of them",
-    ),
+    ({"gradient": lambda grad, x: (grad,)}, ValueError,
+     "surrogate and gradient are both given: declare the gradient in one of them"),
     ({"surrogate": lambda x: x[:2]}, ValueError, "surrogate returns shape (2,), function returns (41,)"),
     ({"surrogate": lambda x: (x,)}, TypeError, "surrogate must return one tensor, got tuple"),
     ({"function": lambda x: 3.0}, TypeError, "function must return one tensor, got float"),
     ({"broadcast": (1,)}, ValueError, "broadcast names slot 1, but x is the only input"),
-    (
-        {"broadcast": (0,), "inputs": (X, X), "surrogate": lambda x, y: x, "function": lambda x, y: x},
-        ValueError,
-        "broadcast names slot 0, but the parameters are slots 1 to 1",
-    ),
+    ({"broadcast": (0,), "inputs": (X, X), "surrogate": lambda x, y: x, "function": lambda x, y: x}, ValueError,
+     "broadcast names slot 0, but the parameters are slots 1 to 1"),
     ({"surrogate": None, "gradient": lambda grad, x: grad}, ValueError,
      "gradient must return a tuple with one gradient or None for each of the 1 inputs, got Tensor"),
     ({"surrogate": None, "gradient": lambda grad, x: (grad, None)}, ValueError,
      "gradient must return a tuple with one gradient or None for each of the 1 inputs, got a tuple of 2"),
-    (
-        {"surrogate": None, "gradient": lambda grad, x: (grad[:3],)},
-        ValueError,
-        "gradient returns shape (3,) for slot 0, which has shape (41,)",
-    ),
+    ({"surrogate": None, "gradient": lambda grad, x: (grad[:3],)}, ValueError,
+     "gradient returns shape (3,) for slot 0, which has shape (41,)"),
 ]  # fmt: skip
 
 
@@ -325,7 +313,3 @@ def test_importing_it_loads_no_compiler() -> None:
     program = "import sys, qat.testing; print([m for m in ('torch._dynamo', 'torch._inductor') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_its_names_are_there() -> None:
-    assert all(hasattr(qat.testing, name) for name in qat.testing.__all__)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from cases_formulas import draw
 from cases_fused import two_threads
 from torch import Tensor
 
@@ -23,10 +24,6 @@ CASES = {
     "channels_last": lambda x: x.reshape(2, 5, 3, -1).to(memory_format=torch.channels_last),
     "transposed": lambda x: x.reshape(10, -1).t(),
 }
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def reference(
@@ -56,11 +53,8 @@ def test_per_tensor(layout: str, count: int, zero: float | None, qmin: int, qmax
     scale = torch.tensor(0.037, requires_grad=True)
     point = None if zero is None else torch.tensor(zero + 0.2, requires_grad=True)
     assert choose(x, scale, point) is not None
-    y = (
-        lsq_quantize(x, scale, qmin, qmax, 0.5)
-        if point is None
-        else lsq_plus_quantize(x, scale, point, qmin, qmax, 0.5)
-    )
+    rest = (qmin, qmax, 0.5)
+    y = lsq_quantize(x, scale, *rest) if point is None else lsq_plus_quantize(x, scale, point, *rest)
     y.backward(grad)
     expected = reference(x, grad, scale, zero or 0.0, qmin, qmax)
     assert y.stride() == x.stride() and x.grad is not None and scale.grad is not None
@@ -141,11 +135,9 @@ def test_second_derivatives_are_those_of_the_formula() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("nearest", [False, True])
-def test_moments_keep_their_digits_far_from_zero(nearest: bool) -> None:
-    y = draw(6, 20, 31, 33) * 0.01 + 1000
-    if nearest:
-        y = y.to(memory_format=torch.channels_last)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_moments_keep_their_digits_far_from_zero(layout: torch.memory_format) -> None:
+    y = (draw(6, 20, 31, 33) * 0.01 + 1000).to(memory_format=layout)
     running = torch.zeros(20), torch.ones(20)
     mean, inverse = statistics(y, 1e-9, running, 0.25)
     expected = y.double().var((0, 2, 3), correction=0)
@@ -157,13 +149,12 @@ def test_moments_keep_their_digits_far_from_zero(nearest: bool) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("outlier", [1e3, 1e4, -3e5])
-@pytest.mark.parametrize("nearest", [False, True])
-def test_moments_keep_their_digits_behind_an_outlier(nearest: bool, outlier: float) -> None:
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_moments_keep_their_digits_behind_an_outlier(layout: torch.memory_format, outlier: float) -> None:
     """In the first place, which the sums are shifted by, and in the middle."""
-    y = draw(6, 20, 64, 64)
+    without = draw(6, 20, 64, 64).to(memory_format=layout)
+    y = without.clone()
     y[0, 3, 0, 0] = y[2, 7, 5, 5] = outlier
-    y = y.to(memory_format=torch.channels_last) if nearest else y
-    without = draw(6, 20, 64, 64).to(memory_format=torch.channels_last) if nearest else draw(6, 20, 64, 64)
     running = torch.zeros(20), torch.zeros(20)
     mean, inverse = statistics(y, 0.0, running, 1.0)
     assert torch.allclose(mean.double(), y.double().mean((0, 2, 3)), rtol=2e-5, atol=1e-6)

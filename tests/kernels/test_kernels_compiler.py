@@ -30,6 +30,12 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     compiler.library.cache_clear()
 
 
+def library_of_another_process() -> Path:
+    program = "from qat.kernels.cpu import compiler; print(compiler.library()._name)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return Path(ran.stdout.strip())
+
+
 @needs_kernels
 def test_the_library_is_built_once_into_a_private_folder(fresh: Path) -> None:
     assert compiler.library() is not None
@@ -44,9 +50,7 @@ def test_the_library_is_built_once_into_a_private_folder(fresh: Path) -> None:
 def test_a_folder_that_others_can_write_to_is_not_used(fresh: Path) -> None:
     fresh.mkdir(parents=True)
     fresh.chmod(0o777)
-    program = "from qat.kernels.cpu import compiler; print(compiler.library()._name)"
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    used = Path(ran.stdout.strip())
+    used = library_of_another_process()
     assert used.parent.name.startswith("qat-kernels-") and list(fresh.iterdir()) == []
     assert not used.parent.exists()  # it was for that run only
 
@@ -90,9 +94,7 @@ def test_a_library_that_was_cut_off_is_built_anew(fresh: Path) -> None:
     compiler.library.cache_clear()
     built.unlink()  # what this process has loaded stays as it was
     built.write_bytes(whole[:5000])
-    program = "from qat.kernels.cpu import compiler; print(compiler.library()._name)"
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    used = Path(ran.stdout.strip())
+    used = library_of_another_process()
     assert [used] == list(fresh.iterdir()) and len(used.read_bytes()) == len(whole)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from cases_formulas import draw
 from cases_fused import two_threads
 from torch import Tensor
 
@@ -55,10 +56,6 @@ FORMULAS: dict[str, Callable[[Array], tuple[Array, Array]]] = {
 }  # fmt: skip
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def quantizer(y: Array, step: float, zero: float) -> tuple[Array, Array, Array]:
     """Of every element the code before rounding, whether the gradient passes, and the slope with respect to step."""
     v = y / step
@@ -106,16 +103,13 @@ def test_curves(curve: str, shape: tuple[int, ...]) -> None:
 def test_curves_far_out(curve: str) -> None:
     """No overflow on the way, NaN is told, and far below zero there is nothing."""
     x = torch.tensor([-3e38, -1e4, -100.0, -13.0, 0.0, 100.0, 1e4, 3e38])
-    scale, zero = torch.tensor(1.0), torch.tensor(3.0)
-    codes, numbers = curve_quantize(x, curve, scale, SMALLEST, zero, LOW, HIGH, 0, 1.0, False)
+    grid = (torch.tensor(1.0), SMALLEST, torch.tensor(3.0), LOW, HIGH, 0, 1.0, False)
+    codes, numbers = curve_quantize(x, curve, *grid)
     assert codes.tolist() == [3, 3, 3, 3, 3, 103, 255, 255] and numbers.tolist() == [1.0, 3.0]
-    grad_x, _ = curve_quantize_backward(torch.ones(8), x, curve, scale, SMALLEST, zero, LOW, HIGH, 0, 1.0, False)
+    grad_x, _ = curve_quantize_backward(torch.ones(8), x, curve, *grid)
     assert grad_x[:3].abs().max() < 1e-30 and grad_x[3:].tolist()[1:] == [0.5, 1.0, 0.0, 0.0]
     x[2] = math.nan
-    assert curve_quantize(x, curve, scale, SMALLEST, zero, LOW, HIGH, 0, 1.0, False)[1].isnan().tolist() == [
-        True,
-        False,
-    ]
+    assert curve_quantize(x, curve, *grid)[1].isnan().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (2, 3, 50, 197)])

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases_formulas import Grid, draw, draw_codes, grids, scale_factor, slopes, weight_of
+from cases_formulas import Grid, dense, draw, draw_codes, grids, scale_factor, slopes, weight_of
 from torch import Tensor
 
 from qat.kernels.cpu import compiler
@@ -55,10 +55,6 @@ def values_of(weight: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     w, scales, smallest = (each.float() for each in weight)
     steps = torch.maximum(scales, smallest)
     return (w / steps).round().clamp(-127, 127).double() * steps.double()
-
-
-def dense(x: Tensor) -> tuple[int, ...]:
-    return tuple(step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1)
 
 
 def near(found: Tensor, expected: Tensor, allowed: Tensor | float) -> None:
@@ -236,9 +232,8 @@ def test_float16_does_not_overflow() -> None:
     y = f_products.codes_product(codes, numbers, *given, None, -127, 127, *geometry, False)
     near(y, torch.full((20, 16), 0.5 * 2.55 * 64), 0.2)
     grad = torch.full((20, 16), 1000.0).half()  # what a loss scale makes of them
-    found = f_products.codes_product_backward(
-        grad, codes, numbers, *given, -127, 127, 1.0, False, *geometry, True, True, True
-    )  # fmt: skip
+    rest = (-127, 127, 1.0, False, *geometry, True, True, True)
+    found = f_products.codes_product_backward(grad, codes, numbers, *given, *rest)
     assert all(each.isfinite().all() for each in found)
     near(found[1], torch.full((16, 64), 2.55 * 20_000), 100.0)
     with torch.autocast("cpu", dtype=torch.float16):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases_formulas import calls
+from cases_formulas import calls, dense
 from cases_waiting import Watch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,11 +24,6 @@ def _tried() -> None:
 
 def tensors(result: Any) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
-
-
-def dense(tensor: Tensor) -> tuple[int, ...]:
-    """Strides of the axes that have some length."""
-    return tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -60,24 +55,22 @@ def test_results_have_the_operators_shapes_types_and_strides(name: str) -> None:
         assert dense(found) == dense(expected)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_torch_compile_traces_it_whole(name: str) -> None:
+MULTIPLYING = ["codes_product", "codes_product in integers", "codes_matmul"]
+
+
+@pytest.mark.parametrize(
+    ("name", "autocast"), [*((name, False) for name in CALLS), *((name, True) for name in MULTIPLYING)]
+)
+def test_torch_compile_traces_it_whole(name: str, autocast: bool) -> None:
     """Functionalised, too; the result is that of the eager formula."""
     _, formula, arguments = CALLS[name]
     torch.compiler.reset()
     traced = torch.compile(formula, fullgraph=True, backend="aot_eager")
-    for found, expected in zip(tensors(traced(*arguments)), tensors(formula(*arguments)), strict=True):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        results = zip(tensors(traced(*arguments)), tensors(formula(*arguments)), strict=True)
+    for found, expected in results:
         assert torch.equal(found, expected) and dense(found) == dense(expected)
-
-
-@pytest.mark.parametrize("name", ["codes_product", "codes_product in integers", "codes_matmul"])
-def test_torch_compile_traces_autocast(name: str) -> None:
-    _, formula, arguments = CALLS[name]
-    torch.compiler.reset()
-    traced = torch.compile(formula, fullgraph=True, backend="aot_eager")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = traced(*arguments), formula(*arguments)
-    assert found.dtype == expected.dtype == torch.bfloat16 and torch.equal(found, expected)
+        assert found.dtype == expected.dtype and (not autocast or found.dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -105,8 +98,6 @@ def test_new_tensors_are_where_the_arguments_are(name: str) -> None:
     """On pretended CUDA: a tensor made on the CPU would not mix with the others."""
     _, formula, arguments = CALLS[name]
     with FakeTensorMode() as fake:
-        pretended = [
-            fake.from_tensor(each).to("cuda") if isinstance(each, Tensor) else each for each in arguments
-        ]  # fmt: skip
+        pretended = [fake.from_tensor(each).to("cuda") if isinstance(each, Tensor) else each for each in arguments]
         results = tensors(formula(*pretended))
     assert {result.device.type for result in results} == {"cuda"}

@@ -155,13 +155,8 @@ def test_a_kind_that_is_wrong_is_not_used(wrong: str, monkeypatch: pytest.Monkey
         ((16, 96, 28, 28), (96, 1, 3, 3), 96, 0.0, True),
         ((16, 96, 28, 28), (96, 1, 3, 3), 96, 9.0, False),  # a zero point makes packing dearer
         ((16, 192, 14, 14), (192, 1, 3, 3), 192, 0.0, False),
-        (
-            (16, 96, 56, 56),
-            (192, 1, 7, 7),
-            96,
-            0.0,
-            False,
-        ),  # exact on some processors where the self-test is, not on all
+        # exact on some processors where the self-test is, not on all
+        ((16, 96, 56, 56), (192, 1, 7, 7), 96, 0.0, False),
     ],
 )
 def test_when_integers_pay(

@@ -81,14 +81,8 @@ def child(what: str, folder: Path, **environment: str) -> Any:
     """Run the cases' file as a script, and load what it saved."""
     answers = folder / f"{what}.pt"
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder / "cache"), **environment}
-    command = [
-        sys.executable,
-        "-W",
-        "error",
-        str(ROOT / "tests" / "kernels" / "cases_kernels_triton.py"),
-        what,
-        str(answers),
-    ]
+    script = Path(__file__).with_name("cases_kernels_triton.py")
+    command = [sys.executable, "-W", "error", str(script), what, str(answers)]
     result = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=ROOT)
     assert result.returncode == 0, result.stderr[-3000:]
     return torch.load(answers)
@@ -116,10 +110,8 @@ def test_edges(interpreted: Any) -> None:
     for bad, expected in zip(found["bad grid"], [0.0, 1.0, math.nan, math.nan], strict=True):
         assert torch.equal(bad.nan_to_num(99), torch.tensor(expected).nan_to_num(99))
     with plain_formulas():
-        plain = [
-            lsq_plus_quantize(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(z), -4, 3)
-            for z in (math.inf, -math.inf)
-        ]
+        one = torch.tensor(1.0)
+        plain = [lsq_plus_quantize(one, one, torch.tensor(z), -4, 3) for z in (math.inf, -math.inf)]
     assert found["bad zero point"][0].isnan()
     assert found["bad zero point"][1:] == [plain[0], plain[1], plain[0]]
 

@@ -15,6 +15,16 @@ from qat.kernels.formulas import products as f_products
 from qat.kernels.formulas import quantizers as f_quantizers
 from qat.kernels.operators import curves, matmuls, norms, pools, products, quantizers
 
+OPERATORS = {
+    name: value
+    for module in (cpu_quantizers, curves, matmuls, norms, pools, products, quantizers)
+    for name, value in vars(module).items()
+}
+FORMULAS = {
+    name: value
+    for module in (f_curves, f_matmuls, f_norms, f_pools, f_products, f_quantizers)
+    for name, value in vars(module).items()
+}
 Grid = tuple[Tensor, Tensor, Tensor | None, int, int, int, float, bool]
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -69,6 +79,11 @@ def scale_factor(grid: Grid) -> float:
     return grid[6] * (step**2 if grid[7] else 1.0)
 
 
+def dense(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of the axes that have some length."""
+    return tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+
+
 class Call(NamedTuple):
     """An operator, the formula with its name, and arguments."""
 
@@ -96,43 +111,29 @@ def calls() -> dict[str, Call]:
     bounds, window = (0.0, 2.0), ([3, 2], [2, 1], [1, 1], [1, 1])
     weight, rows = weight_of(16, 8, 3, 3), draw_codes(20, 8)
     grad_y, geometry = draw(4, 16, 5, 6, seed=2), ([1, 1], [1, 1], [1, 1], 1)
-    found: dict[str, tuple[Any, Any, tuple[Any, ...]]] = {
-        "quantize_codes": (quantizers, f_quantizers, (x, *affine)),
-        "quantize_codes_backward": (quantizers, f_quantizers, (grad, x, *affine, True)),
-        "add_quantize": (quantizers, f_quantizers, (a, b, *numbers, *bounds, *affine)),
-        "add_quantize_backward": (quantizers, f_quantizers, (grad, a, b, *numbers, *bounds, *affine)),
-        "dequantize": (cpu_quantizers, f_quantizers, (a, numbers[0])),
-        "batch_statistics": (norms, f_norms, (x, 1e-5)),
-        "norm_quantize": (norms, f_norms, (x, *norm, *bounds, *signed)),
-        "norm_quantize_backward": (norms, f_norms, (grad, x, *norm, *bounds, *signed, True, True)),
-        "softmax_quantize": (curves, f_curves, (x, 0.3, *affine)),
-        "softmax_quantize_backward": (curves, f_curves, (grad, x.softmax(-1), 0.3, *affine)),
-        "max_pool_codes": (pools, f_pools, (a, *window, True)),
-        "max_pool_codes_backward": (pools, f_pools, (draw(4, 8, 3, 7), draw_codes(4, 8, 3, 7) % 6, 5, 6, *window)),
-        "codes_matmul": (matmuls, f_matmuls, (a, b.mT.contiguous(), *numbers)),
-        "codes_matmul_backward": (
-            matmuls, f_matmuls, (draw(4, 8, 5, 5), a, b.mT.contiguous(), *numbers),
-        ),
-        "codes_product": (
-            products, f_products, (a, numbers[0], *weight, draw(16), -127, 127, *geometry, False),
-        ),
-        "codes_product in integers": (
-            products, f_products,
-            (rows, numbers[0], *weight_of(16, 8), None, -127, 127, [], [], [], 1, True),
-        ),
+    found: dict[str, tuple[Any, ...]] = {
+        "quantize_codes": (x, *affine),
+        "quantize_codes_backward": (grad, x, *affine, True),
+        "add_quantize": (a, b, *numbers, *bounds, *affine),
+        "add_quantize_backward": (grad, a, b, *numbers, *bounds, *affine),
+        "dequantize": (a, numbers[0]),
+        "batch_statistics": (x, 1e-5),
+        "norm_quantize": (x, *norm, *bounds, *signed),
+        "norm_quantize_backward": (grad, x, *norm, *bounds, *signed, True, True),
+        "softmax_quantize": (x, 0.3, *affine),
+        "softmax_quantize_backward": (grad, x.softmax(-1), 0.3, *affine),
+        "max_pool_codes": (a, *window, True),
+        "max_pool_codes_backward": (draw(4, 8, 3, 7), draw_codes(4, 8, 3, 7) % 6, 5, 6, *window),
+        "codes_matmul": (a, b.mT.contiguous(), *numbers),
+        "codes_matmul_backward": (draw(4, 8, 5, 5), a, b.mT.contiguous(), *numbers),
+        "codes_product": (a, numbers[0], *weight, draw(16), -127, 127, *geometry, False),
+        "codes_product in integers": (rows, numbers[0], *weight_of(16, 8), None, -127, 127, [], [], [], 1, True),
         "codes_product_backward": (
-            products, f_products,
-            (grad_y, a, numbers[0], *weight, -127, 127, 0.1, True, *geometry, True, True, True),
+            grad_y, a, numbers[0], *weight, -127, 127, 0.1, True, *geometry, True, True, True,
         ),
-        "input_scale_gradient": (
-            products, f_products, (grad_y, x, *affine, *weight, -127, 127, *geometry),
-        ),
+        "input_scale_gradient": (grad_y, x, *affine, *weight, -127, 127, *geometry),
     }  # fmt: skip
     for curve in f_curves.CURVES:
-        found[f"curve_quantize {curve}"] = (curves, f_curves, (x, curve, *affine))
-        found[f"curve_quantize_backward {curve}"] = (curves, f_curves, (grad, x, curve, *affine))
-    named = {name: (name.split()[0], *each) for name, each in found.items()}
-    return {
-        name: Call(getattr(module, function), getattr(formulas, function), arguments)
-        for name, (function, module, formulas, arguments) in named.items()
-    }
+        found[f"curve_quantize {curve}"] = (x, curve, *affine)
+        found[f"curve_quantize_backward {curve}"] = (grad, x, curve, *affine)
+    return {name: Call(OPERATORS[name.split()[0]], FORMULAS[name.split()[0]], given) for name, given in found.items()}

@@ -39,8 +39,8 @@ class Case:
     inputs: tuple[Tensor, ...]
     surrogate: Callable[..., Tensor] | None = None
     gradient: Callable[..., tuple[Tensor | None, ...]] | None = None
-    reference: Callable[..., Array] | None = None
-    reference_gradient: Callable[..., tuple[Array, ...]] | None = None
+    reference: Callable[..., Array] = field(kw_only=True)
+    reference_gradient: Callable[..., tuple[Array | None, ...]] = field(kw_only=True)
     broadcast: tuple[int, ...] = ()
     elementwise: bool = True
     levels: int | None = None

@@ -22,13 +22,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def numbers_at(what: str, x: Tensor, count: int, dtype: torch.dtype = torch.float32) -> int:
-    """The address of `count` consecutive numbers.
-
-    Args:
-        what: the tensor's name, for the message.
-        x: on the CPU, contiguous.
-        count: the number of its elements, at least 1.
-        dtype: the type of its elements.
+    """The address of `count` consecutive numbers, at least 1; `what` names the tensor in the message.
 
     Raises:
         ValueError: if the tensor is anything else.
@@ -44,11 +38,7 @@ def numbers_at(what: str, x: Tensor, count: int, dtype: torch.dtype = torch.floa
 def elements_at(what: str, x: Tensor, pattern: Tensor, dtype: torch.dtype = torch.float32) -> int:
     """The address of a tensor's elements, which lie next to each other in the same order as those of `pattern`.
 
-    Args:
-        what: the tensor's name, for the message.
-        x: on the CPU, with elements.
-        pattern: a tensor with x's shape and strides, dense in any memory format; x itself if there is no other.
-        dtype: the type of x's elements.
+    The pattern has x's shape and strides, dense in any memory format; it is x itself if there is no other.
 
     Raises:
         ValueError: if the tensor is anything else.

@@ -25,13 +25,7 @@ def convolution(
 ) -> Tensor:  # fmt: skip
     """conv((codes - zero) * step, weight * steps) + bias in float32, the sums in int32.
 
-    Args:
-        codes: uint8, (N, C, H, W).
-        step, zero: those of the codes.
-        weight: int8, (O, C / groups, kh, kw).
-        steps: (O,), those of the weight.
-        bias: (O,) or None.
-        stride, padding, dilation, groups: as for torch's convolution.
+    Shapes: codes uint8, (N, C, H, W); weight int8, (O, C / groups, kh, kw); steps and bias (O,).
     """
     multiply = _emulated_convolution if is_emulated() else _convolution
     return multiply(codes, step, zero, weight, steps, bias, stride, padding, dilation, groups)
@@ -73,12 +67,7 @@ def _emulated_convolution(
 def linear(codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None) -> Tensor:
     """((codes - zero) * step) @ (weight * steps).T + bias in float32, the sums in int32.
 
-    Args:
-        codes: uint8, (..., inputs).
-        step, zero: those of the codes.
-        weight: int8, (outputs, inputs).
-        steps: (outputs,), those of the weight.
-        bias: (outputs,) or None.
+    Shapes: codes uint8, (..., inputs); weight int8, (outputs, inputs); steps and bias (outputs,).
     """
     # As a 1x1 convolution over an image of one column: its weight packs four times as fast as a matrix.
     rows = codes.reshape(1, -1, 1, codes.shape[-1]).permute(0, 3, 1, 2)

@@ -136,12 +136,11 @@ def quantize_rows(
 
     Args:
         w: (channels, ...), dense, the channels outermost in memory.
-        scales: channels numbers, contiguous.
+        scales: channels numbers, contiguous, as are smallest and steps.
         qmin, qmax: lowest and highest integer.
         smallest: lower bounds of the scales; None: the scales are > 0 and used as they are.
-        codes: int8, with w's strides; written to.
-        values: float32, with w's strides; written to.
-        steps: channels numbers, contiguous; the bounded scales are written there.
+        codes, values: int8 and float32, with w's strides; written to.
+        steps: the bounded scales are written there.
     """
     rows = scales.numel()
     compiled().quantize_rows(

@@ -15,13 +15,7 @@ LARGEST = 1e12
 
 
 class TensorGrid(NamedTuple):
-    """An integer grid whose numbers are tensors.
-
-    Attributes:
-        step: float32, no axes.
-        zero: like step; a plain number for a symmetric grid.
-        low, high: lowest and highest code.
-    """
+    """An integer grid: step in float32, without axes; zero as well, or a plain number; lowest and highest code."""
 
     step: Tensor
     zero: Tensor | float
@@ -71,12 +65,8 @@ def integers_again(codes: Tensor, zero: Tensor) -> Tensor:
 def slopes(v: Tensor, low: Any, high: Any) -> tuple[Tensor, Tensor]:
     """Whether the gradient passes at v = x / step, and the derivative by the step.
 
-        inside:  low <= v <= high
-        slope:   round(v) - v inside, the bound outside
-
-    Args:
-        v: float32.
-        low, high: bounds of v, numbers or tensors without axes.
+    inside:  low <= v <= high, numbers or tensors without axes
+    slope:   round(v) - v inside, the bound outside
     """
     bounded = torch.clamp(v, low, high)
     inside = bounded == v
@@ -97,12 +87,8 @@ def clipped_slopes(values: Tensor, floor: float, ceiling: float, grid: TensorGri
 def learned_gradient(total: Tensor, scale: Tensor, smallest: Tensor, factor: float, relative: bool) -> Tensor:
     """The gradient of scales, in their shape and dtype: total * factor, times step^2 if `relative`.
 
-    A scale below its lower bound gets no gradient that would lower it further.
-
-    Args:
-        total: float32, the gradients of the steps.
-        scale, smallest: as many numbers as total.
-        factor, relative: of the quantizer's `Levels`.
+    `total` are the gradients of the steps in float32. A scale below its lower bound gets no gradient that would lower
+    it further.
     """
     gradient = total.reshape(scale.shape) * factor
     least = smallest.reshape(scale.shape)

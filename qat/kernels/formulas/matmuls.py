@@ -13,11 +13,6 @@ def codes_matmul(a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor) -> 
 
     The integers are multiplied, which bfloat16 and TF32 hold exactly. In float16 the values are multiplied instead:
     sums of integers overflow beyond 65504, and the values' sums are no larger than in any model in float16.
-
-    Args:
-        a: uint8, (..., L, E).
-        b: uint8, (..., E, S), with a's sizes before the last two axes.
-        a_qparams, b_qparams: step and zero of each.
     """
     dtype = result_dtype(a, torch.float32)
     with without_autocast(a):

@@ -44,11 +44,7 @@ def _addresses(gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, exten
 def statistics(y: Tensor, eps: float, running: tuple[Tensor, Tensor], share: float) -> tuple[Tensor, Tensor]:
     """Mean and 1 / sqrt(variance + eps) of every channel, summed in float64.
 
-    Args:
-        y: the tensor.
-        eps: of the norm.
-        running: mean and variance, moved in place towards the batch's mean and unbiased variance by `share`.
-        share: the momentum.
+    The running mean and variance are moved in place towards the batch's mean and unbiased variance by `share`.
     """
     mean, inverse, _ = _statistics(y, eps, running, share)
     return mean, inverse

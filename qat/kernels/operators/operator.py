@@ -40,11 +40,11 @@ def operator(
         def call(*args: Any) -> Result:
             if by_formula(args[0]) or args[0].dtype in DTYPES[1:]:  # half precision, in a backward outside the context
                 found: Result = formula(*args)
-                return found
-            if torch.compiler.is_compiling():
-                result: Result = registered(*args)
-                return result
-            return function(*args)
+            elif torch.compiler.is_compiling():
+                found = registered(*args)
+            else:
+                found = function(*args)
+            return found
 
         call.library = library  # type: ignore[attr-defined]  # keeps the operator alive
         return call

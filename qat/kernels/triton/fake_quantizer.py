@@ -108,12 +108,8 @@ def applies(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> bool:
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
     """y = scale * (clamp(round(x / scale) + z, qmin, qmax) - z) with z = clamp(round(zero_point), qmin, qmax).
 
-    Args:
-        x, scale, zero_point: tensors for which `applies` is true; zero_point None: 0.
-        qmin, qmax: lowest and highest integer.
-
-    Returns:
-        Tensor of the shape, dtype and memory format of x. NaN where x is NaN.
+    Takes tensors for which `applies` is true; without a zero point z is 0. y has the shape, dtype and memory format of
+    x, and NaN where x is NaN.
 
     Raises:
         ValueError: if the kernels do not support the layout of x.
@@ -134,13 +130,8 @@ def gradients(
     The gradients of scale and zero point are summed in two stages, by program and then over the programs, in a fixed
     order: the same inputs give the same bits.
 
-    Args:
-        grad: the gradient of y, in the shape of x; copied if its strides are not those of x.
-        x, scale, zero_point, qmin, qmax: as for `quantize`.
-        needs: which of grad_x, grad_scale and grad_zero_point are needed.
-
-    Returns:
-        grad_x like x; grad_scale and grad_zero_point float32 in the shape of scale; None where not needed.
+    grad has the shape of x; it is copied if its strides are not those of x. grad_x is like x, the others are float32 in
+    the shape of scale; each is None where `needs` says that it is not needed.
 
     Raises:
         ValueError: if the kernels do not support the layout of x.

@@ -58,15 +58,10 @@ class Tiling(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def layout_of(shape: tuple[int, ...], stride: tuple[int, ...], scale_shape: tuple[int, ...]) -> Layout | None:
-    """The Layout of a tensor and its scales; None if the kernels cannot process it.
+    """The Layout of a tensor, whose shape and strides are given, and its scales.
 
-    Args:
-        shape, stride: those of x, in elements.
-        scale_shape: broadcastable to shape.
-
-    Returns:
-        None if x is not dense (gaps, or expanded), scale_shape does not broadcast to shape, or the axes with
-        scales alternate with the others in memory more often than a Layout can express.
+    None if x is not dense (gaps, or expanded), scale_shape does not broadcast to shape, or the axes with scales
+    alternate with the others in memory more often than a Layout can express.
 
     >>> layout_of((8, 3, 5, 5), (75, 25, 5, 1), (8, 1, 1, 1))
     Layout(outer=1, repeats=1, channels=8, inner=75)
@@ -102,12 +97,9 @@ def layout_of(shape: tuple[int, ...], stride: tuple[int, ...], scale_shape: tupl
 
 @functools.lru_cache(maxsize=4096)
 def tiling_of(layout: Layout, itemsize: int, sums: bool) -> Tiling:
-    """The tiles for a Layout.
+    """The tiles for a Layout of elements of `itemsize` bytes.
 
-    Args:
-        layout: that of x.
-        itemsize: bytes of an element of x.
-        sums: whether a program sums over what it reads; if so, it processes more rows where the sums are long.
+    With `sums`, a program sums over what it reads, and processes more rows where the sums are long.
 
     >>> tiling_of(Layout(1, 1, 512, 4608), 4, True)
     Tiling(rows=2, cols=1024, steps=1, across=5, down=256)
