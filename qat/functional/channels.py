@@ -1,5 +1,7 @@
 """Statistics of the channels of a weight, or of the whole weight."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,11 @@ def axes_within_channel(weight: Tensor, channel_axis: ChannelAxis, caller: str) 
     return tuple(axis for axis in range(weight.ndim) if axis not in channels)
 
 
+def over(reduce: Callable[..., Tensor], x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """reduce over these axes, kept as 1; for no axes x itself, where torch would reduce over all of them."""
+    return reduce(x, axes, keepdim=True) if axes else x
+
+
 def mean_magnitude(weight: Tensor, axes: tuple[int, ...]) -> Tensor:
     """mean|weight| over these axes, kept with length 1, in float32 at least; 0 over nothing.
 
@@ -33,7 +40,5 @@ def mean_magnitude(weight: Tensor, axes: tuple[int, ...]) -> Tensor:
     tensor([[1.]])
     """
     magnitude = weight.to(torch.promote_types(weight.dtype, torch.float32)).abs()
-    if not axes:  # torch reads an empty list of axes as all of them
-        return magnitude
-    total = magnitude.sum(axes, keepdim=True)
+    total = over(torch.sum, magnitude, axes)
     return total / max(magnitude.numel() // max(total.numel(), 1), 1)

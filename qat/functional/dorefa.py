@@ -1,12 +1,11 @@
 """DoReFa-Net: weights squashed by tanh and scaled by their largest one, activations clipped to 0 .. 1."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qat.functional.channels import ChannelAxis, axes_within_channel, mean_magnitude
+from qat.functional.channels import ChannelAxis, axes_within_channel, mean_magnitude, over
 from qat.functional.codebooks.binary import BinaryFunction
 from qat.functional.tensors import STEFunction, apply, as_dtype, check_bits, require_floating
 
@@ -47,8 +46,8 @@ class DoReFaWeightFunction(STEFunction):
         squashed, largest = _squash(weight, ctx.axes)
         upstream = grad.to(squashed.dtype)
         ties = (squashed.abs() == largest).to(squashed.dtype)
-        share = ties / _over(torch.sum, ties, ctx.axes).clamp(min=1)
-        through_largest = _over(torch.sum, upstream * (squashed / largest), ctx.axes) * share * torch.sign(squashed)
+        share = ties / over(torch.sum, ties, ctx.axes).clamp(min=1)
+        through_largest = over(torch.sum, upstream * (squashed / largest), ctx.axes) * share * torch.sign(squashed)
         grad_weight = (upstream - through_largest) / largest * (1 - squashed**2)
         return grad_weight.to(weight.dtype), None, None
 
@@ -149,14 +148,9 @@ def dorefa_quantize_activation(x: Tensor, bits: int) -> Tensor:
     return apply(DoReFaActivationFunction, x, bits)
 
 
-def _over(reduce: Callable[..., Tensor], x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """reduce over these axes, kept as 1; for no axes x itself, where torch would reduce over all of them."""
-    return reduce(x, axes, keepdim=True) if axes else x
-
-
 def _squash(weight: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """tanh(weight) and its largest magnitude over axes, 1 where that is zero (or too small to divide by)."""
     squashed = torch.tanh(weight.to(torch.promote_types(weight.dtype, torch.float32)))
     size = squashed.abs()
-    largest = _over(torch.amax, size, axes) if size.numel() else size  # amax refuses an empty axis
+    largest = over(torch.amax, size, axes) if size.numel() else size  # amax refuses an empty axis
     return squashed, torch.where(largest < torch.finfo(size.dtype).tiny, 1, largest)

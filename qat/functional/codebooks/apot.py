@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.channels import ChannelAxis, axes_within_channel
+from qat.functional.channels import ChannelAxis, axes_within_channel, over
 from qat.functional.tensors import STEFunction, apply, as_dtype, check_bits, require_floating, sum_to_shape
 
 MOST_MAGNITUDE_BITS = 8
@@ -180,8 +180,6 @@ def normalize_weight(weight: Tensor, channel_axis: ChannelAxis = None) -> Tensor
     axes = axes_within_channel(weight, channel_axis, "normalize_weight")
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     constant = wide.detach()
-    if not axes:  # every element is its own mean
-        return as_dtype((wide - constant) / SMALLEST_DEVIATION, weight.dtype)
-    mean = constant.mean(axes, keepdim=True)
-    deviation = (constant - mean).square().mean(axes, keepdim=True).sqrt().clamp(min=SMALLEST_DEVIATION)
+    mean = over(torch.mean, constant, axes)
+    deviation = over(torch.mean, (constant - mean).square(), axes).sqrt().clamp(min=SMALLEST_DEVIATION)
     return as_dtype((wide - mean) / deviation, weight.dtype)

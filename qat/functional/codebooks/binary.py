@@ -16,11 +16,7 @@ class BinaryFunction(STEFunction):
     """The sign of every weight times a scale that does not show in the gradient.
 
     Forward:    y = scale where weight >= 0, else -scale
-    Backward:   "clipped":          dy/dweight = 1               where |weight| <= 1, else 0
-                "approximate":      dy/dweight = 2 - 2 |weight|  where |weight| <= 1, else 0
-                "straight_through": dy/dweight = 1
-                "error_decay":      dy/dweight = k t (1 - tanh(t weight)^2)
-                                    with t = 0.1 * 10^(2 progress) and k = max(1/t, 1)
+    Backward:   dy/dweight as `binary_quantize` lists it by gradient
 
     Shapes: weight any; scale broadcastable to it; progress (), or None where the gradient is not "error_decay".
     Source: see `binary_quantize`.

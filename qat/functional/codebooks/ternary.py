@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.channels import ChannelAxis, axes_within_channel, mean_magnitude
+from qat.functional.channels import ChannelAxis, axes_within_channel, mean_magnitude, over
 from qat.functional.tensors import STEFunction, apply, as_dtype, broadcasts, require_floating, sum_to_shape
 
 
@@ -130,10 +130,8 @@ def _scale_and_threshold(weight: Tensor, axes: tuple[int, ...]) -> tuple[Tensor,
     threshold = (0.7 * mean).clamp(max=limits.max)
     magnitude = weight.to(mean.dtype).abs()
     kept = torch.logical_not(magnitude <= threshold)  # so that a NaN, for which each comparison is false, is kept
-    total = torch.where(kept, magnitude, 0)
-    count = kept.to(mean.dtype)
-    if axes:
-        total, count = total.sum(axes, keepdim=True), count.sum(axes, keepdim=True)
+    total = over(torch.sum, torch.where(kept, magnitude, 0), axes)
+    count = over(torch.sum, kept.to(mean.dtype), axes)
     return torch.where(count == 0, limits.tiny, total / count.clamp(min=1)), threshold
 
 
@@ -182,6 +180,6 @@ def _largest(weight: Tensor, shape: torch.Size) -> Tensor:
     lengths = (1,) * (weight.ndim - len(shape)) + tuple(shape)
     axes = tuple(axis for axis, length in enumerate(lengths) if length == 1)
     magnitude = weight.to(torch.promote_types(weight.dtype, torch.float32)).abs()
-    if axes and weight.numel():  # the maximum of nothing is an error, and without axes it would be that of everything
-        magnitude = magnitude.amax(axes, keepdim=True)
+    if weight.numel():  # the maximum of nothing is an error
+        magnitude = over(torch.amax, magnitude, axes)
     return magnitude.clamp(max=torch.finfo(magnitude.dtype).max)
