@@ -174,10 +174,9 @@ def _cases(inputs: Any) -> list[Inputs]:
 
 def _require_sound(estimator: Estimator, case: Inputs) -> None:
     """Refuse what cannot be checked at all; errors that the function itself raises pass unchanged."""
-    if estimator.surrogate is None and estimator.gradient is None:
-        raise ValueError("ste_gradcheck: neither surrogate nor gradient is given: declare the gradient in one of them")
-    if estimator.surrogate is not None and estimator.gradient is not None:
-        raise ValueError("ste_gradcheck: surrogate and gradient are both given: declare the gradient in one of them")
+    if (estimator.surrogate is None) == (estimator.gradient is None):
+        given = "neither surrogate nor gradient is" if estimator.gradient is None else "surrogate and gradient are both"
+        raise ValueError(f"ste_gradcheck: {given} given: declare the gradient in one of them")
     for slot in estimator.broadcast:
         if not 0 < slot < len(case):
             raise ValueError(

@@ -1,5 +1,7 @@
 """Initial ranges against brute force in NumPy float64: every rule, every grid, and difficult rows."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import reference
@@ -40,8 +42,7 @@ def rows() -> Tensor:
 
 
 def with_init(grid: QuantSpec, init: str, percentile: float = 99.99) -> QuantSpec:
-    return QuantSpec(grid.bits, grid.signed, grid.symmetric, narrow_range=grid.narrow_range, init=init,
-                     percentile=percentile)  # fmt: skip
+    return dataclasses.replace(grid, init=init, percentile=percentile)
 
 
 @every_grid
