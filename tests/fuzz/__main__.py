@@ -49,11 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             told = report(program, verdict, runtime, compiled, not options.no_shrink)
             result[verdict.kind].append(told)
             print(told["script"], f"# {verdict.kind}: {verdict.stage}: {verdict.detail}\n", sep="\n", flush=True)
-        result |= {
-            "cases": done,
-            "counts": {**dict.fromkeys(KINDS, 0), **counts},
-            "seconds": round(time.time() - begin),
-        }
+        counted = {**dict.fromkeys(KINDS, 0), **counts}
+        result |= {"cases": done, "counts": counted, "seconds": round(time.time() - begin)}
         if options.out is not None and (done % 50 == 0 or done == options.cases):
             options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: result[key] for key in ("processor", "torch", "cases", "counts", "seconds")}))

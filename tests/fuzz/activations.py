@@ -6,17 +6,15 @@ from tests.fuzz.draft import Draft
 
 MODULES = (
     "nn.ReLU()", "nn.ReLU6()", "nn.Hardtanh()", "nn.Hardtanh(-0.5, 2.0)", "nn.LeakyReLU(0.1)", "nn.SiLU()",
-    "nn.Hardswish()",
-    "nn.GELU()", "nn.GELU(approximate='tanh')", "nn.Sigmoid()", "nn.Tanh()", "nn.ELU()", "nn.Mish()", "nn.PReLU()",
-    "nn.Hardsigmoid()", "nn.Identity()", "nn.Dropout(0.0)", "nn.Dropout(0.3)", "nn.Softplus()",
+    "nn.Hardswish()", "nn.GELU()", "nn.GELU(approximate='tanh')", "nn.Sigmoid()", "nn.Tanh()", "nn.ELU()", "nn.Mish()",
+    "nn.PReLU()", "nn.Hardsigmoid()", "nn.Identity()", "nn.Dropout(0.0)", "nn.Dropout(0.3)", "nn.Softplus()",
 )  # fmt: skip
 
 MODULES_IN_PLACE = (
     "nn.ReLU(inplace=True)", "nn.ReLU(inplace=True)", "nn.ReLU(inplace=True)", "nn.ReLU6(inplace=True)",
     "nn.Hardtanh(inplace=True)", "nn.LeakyReLU(0.1, inplace=True)", "nn.SiLU(inplace=True)",
-    "nn.Hardswish(inplace=True)",
-    "nn.ELU(inplace=True)", "nn.Mish(inplace=True)", "nn.Hardsigmoid(inplace=True)", "nn.Dropout(0.0, inplace=True)",
-    "nn.Dropout(0.3, inplace=True)",
+    "nn.Hardswish(inplace=True)", "nn.ELU(inplace=True)", "nn.Mish(inplace=True)", "nn.Hardsigmoid(inplace=True)",
+    "nn.Dropout(0.0, inplace=True)", "nn.Dropout(0.3, inplace=True)",
 )  # fmt: skip
 
 FUNCTIONS = (
@@ -24,8 +22,7 @@ FUNCTIONS = (
     "{x}.clamp(-0.5, 1.0)", "torch.clamp({x}, min=0)", "F.leaky_relu({x}, 0.1)", "F.silu({x})", "F.hardswish({x})",
     "F.gelu({x})", "F.gelu({x}, approximate='tanh')", "torch.sigmoid({x})", "{x}.sigmoid()", "torch.tanh({x})",
     "F.elu({x})", "F.mish({x})", "F.dropout({x}, 0.3, self.training)", "F.softplus({x})", "{x} * 2", "1.5 - {x}",
-    "-{x}",
-    "{x} + 1", "{x} / 3", "{x}.abs()", "{x}.clone()", "{x}.contiguous()", "{x}.detach()", "{x}.float()",
+    "-{x}", "{x} + 1", "{x} / 3", "{x}.abs()", "{x}.clone()", "{x}.contiguous()", "{x}.detach()", "{x}.float()",
 )  # fmt: skip
 
 FUNCTIONS_IN_PLACE = (
@@ -41,26 +38,31 @@ FUNCTIONS_IN_PLACE = (
 
 STATEMENTS_IN_PLACE = (
     "{x} += 1", "{x} *= 2", "{x} -= 0.5", "{x}[:, 0] = 0", "{x}[:, :1].relu_()", "{x}[:, :1] *= 0.5",
-    "{x}.view(-1).mul_(2)",
-    "{x}.flatten(1).clamp_(min=0)", "{x}.transpose(0, 1).add_(1)", "F.relu({x}, inplace=True)", "{x}.relu_()",
-    "torch.relu_({x})", "self.act({x})",
+    "{x}.view(-1).mul_(2)", "{x}.flatten(1).clamp_(min=0)", "{x}.transpose(0, 1).add_(1)", "F.relu({x}, inplace=True)",
+    "{x}.relu_()", "torch.relu_({x})", "self.act({x})",
+)  # fmt: skip
+
+VIEWS = (
+    "{x}.flatten(1)", "{x}.reshape({x}.shape[0], -1)", "{x}.view({x}.size(0), -1)", "torch.flatten({x}, 1)",
+    "{x}.transpose(0, 1)", "{x}.unsqueeze(1)", "{x}.squeeze()", "{x}[:, :1]", "{x}[:1]", "{x}[:, 1:]", "{x}[..., ::2]",
+    "{x}[:, 0]", "{x}.transpose(1, -1)", "{x}.narrow(1, 0, 1)",
 )  # fmt: skip
 
 
 def activation(draft: Draft, x: str) -> None:
     """An activation that makes a new tensor."""
     if draft.chance(0.5):
-        draft.let(f"{draft.module(draft.pick(MODULES))}({x})")
+        draft.call(draft.pick(MODULES), x)
     else:
-        draft.let(draft.pick(FUNCTIONS).format(x=x))
+        draft.write(FUNCTIONS, x=x)
 
 
 def activation_in_place(draft: Draft, x: str) -> None:
     """An activation that writes into its operand; later lines may read either name."""
     if draft.chance(0.5):
-        draft.let(f"{draft.module(draft.pick(MODULES_IN_PLACE), shared=0.4)}({x})")
+        draft.call(draft.pick(MODULES_IN_PLACE), x, shared=0.4)
     elif draft.chance(0.7):
-        draft.let(draft.pick(FUNCTIONS_IN_PLACE).format(x=x))
+        draft.write(FUNCTIONS_IN_PLACE, x=x)
     else:
         line = draft.pick(STATEMENTS_IN_PLACE).format(x=x)
         if "self.act" in line:
@@ -71,8 +73,8 @@ def activation_in_place(draft: Draft, x: str) -> None:
 def in_place_while_read(draft: Draft, x: str) -> None:
     """y = relu_(x), then an operation on both."""
     activation_in_place(draft, x)
-    y = list(draft.values)[-1]
-    draft.let(draft.pick(("{y} + {x}", "{x} + {y}", "{y} * {x}", "torch.cat([{x}, {y}], 1)")).format(x=x, y=y))
+    y = draft.last
+    draft.write(("{y} + {x}", "{x} + {y}", "{y} * {x}", "torch.cat([{x}, {y}], 1)"), x=x, y=y)
 
 
 def join(draft: Draft, x: str) -> None:
@@ -82,13 +84,10 @@ def join(draft: Draft, x: str) -> None:
     if draft.chance(0.2):
         draft.let(f"torch.cat([{x}, {other}], {draft.pick((0, 1, 1, 1, -1))})")
     elif draft.chance(0.25):
-        draft.do(
-            draft.pick(("{x} += {y}", "{x} *= {y}", "{x}.add_({y})", "{x} -= {y}", "{x}.mul_({y})")).format(
-                x=x, y=other
-            )
-        )
+        writes = ("{x} += {y}", "{x} *= {y}", "{x}.add_({y})", "{x} -= {y}", "{x}.mul_({y})")
+        draft.do(draft.pick(writes).format(x=x, y=other))
     else:
-        draft.let(draft.pick(forms).format(x=x, y=other))
+        draft.write(forms, x=x, y=other)
 
 
 def join_and_clip(draft: Draft, x: str) -> None:
@@ -99,31 +98,15 @@ def join_and_clip(draft: Draft, x: str) -> None:
         return
     y = draft.let(f"{x} + {draft.pick(others)}")
     if draft.chance(0.5):
-        draft.let(f"{draft.module(draft.pick(('nn.ReLU()', 'nn.ReLU(inplace=True)', 'nn.ReLU6()')), shared=0.5)}({y})")
+        draft.call(draft.pick(("nn.ReLU()", "nn.ReLU(inplace=True)", "nn.ReLU6()")), y, shared=0.5)
     else:
-        draft.let(draft.pick(("F.relu({x})", "F.relu({x}, inplace=True)", "{x}.relu_()", "F.relu6({x})")).format(x=y))
+        draft.write(("F.relu({x})", "F.relu({x}, inplace=True)", "{x}.relu_()", "F.relu6({x})"), x=y)
 
 
 def view(draft: Draft, x: str) -> None:
     """A view of the same values."""
     shape = draft.shape(x)
-    forms = [
-        "{x}.flatten(1)",
-        "{x}.reshape({x}.shape[0], -1)",
-        "{x}.view({x}.size(0), -1)",
-        "torch.flatten({x}, 1)",
-        "{x}.transpose(0, 1)",
-        "{x}.unsqueeze(1)",
-        "{x}.squeeze()",
-        "{x}[:, :1]",
-        "{x}[:1]",
-        "{x}[:, 1:]",
-        "{x}[..., ::2]",
-        "{x}[:, 0]",
-        "{x}.transpose(1, -1)",
-        "{x}.narrow(1, 0, 1)",
-        f"torch.permute({{x}}, {tuple(reversed(range(len(shape))))})",
-    ]
+    forms = [*VIEWS, f"torch.permute({{x}}, {tuple(reversed(range(len(shape))))})"]
     if len(shape) > 1 and shape[1] == 1:
         forms += [f"{{x}}.expand(-1, 3{', -1' * (len(shape) - 2)})"] * 3
     if len(shape) == 4:
@@ -132,7 +115,7 @@ def view(draft: Draft, x: str) -> None:
             "{x}.permute(0, 2, 3, 1)",
             f"{{x}}.view(-1, {math.prod(shape[1:])})",
         ]
-    draft.let(draft.pick(forms).format(x=x))
+    draft.write(forms, x=x)
 
 
 def parts(draft: Draft, x: str) -> None:
@@ -142,20 +125,14 @@ def parts(draft: Draft, x: str) -> None:
         view(draft, x)
         return
     half = count // 2
-    a, b = draft.several(
-        draft.pick(
-            (
-                "{x}.chunk(2, 1)",
-                "torch.chunk({x}, 2, dim=1)",
-                f"{{x}}.split({half}, 1)",
-                f"{{x}}[:, :{half}], {{x}}[:, {half}:]",
-            )
-        ).format(x=x),
-        2,
+    halves = (
+        f"{x}.chunk(2, 1)",
+        f"torch.chunk({x}, 2, dim=1)",
+        f"{x}.split({half}, 1)",
+        f"{x}[:, :{half}], {x}[:, {half}:]",
     )
+    a, b = draft.several(draft.pick(halves), 2)
     if draft.chance(0.7):
         draft.attempt(draft.pick((activation, activation_in_place)), draft.pick((a, b)))
-    b = list(draft.values)[-1]
-    draft.let(
-        draft.pick(("torch.cat([{a}, {b}], 1)", "torch.cat([{b}, {a}], 1)", "{a} + {b}", "{a} * {b}")).format(a=a, b=b)
-    )
+    b = draft.last
+    draft.write(("torch.cat([{a}, {b}], 1)", "torch.cat([{b}, {a}], 1)", "{a} + {b}", "{a} * {b}"), a=a, b=b)

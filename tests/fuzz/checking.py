@@ -13,11 +13,12 @@ from torch import nn
 
 import qat
 from qat.fused.graph import FusedGraph
+from qat.kernels import plain_formulas as plain
 from tests.fuzz.agreement import Results, beyond_noise, differing, nudged
 from tests.fuzz.generation import generate
 from tests.fuzz.program import Program
 from tests.fuzz.runtime import against_runtime
-from tests.fuzz.steps import FAST, Context, Stepper, even_dropouts, plain
+from tests.fuzz.steps import Context, Stepper, even_dropouts, fast
 from tests.references.prepared_case import without_quantizers
 
 ATTEMPTS, NEEDED, NOISY_RUNS = 6, 3, 5
@@ -131,36 +132,35 @@ def _float_step(program: Program, model: nn.Module) -> None:
 
 
 def _compare(program: Program, model: nn.Module, prepared: nn.Module, runtime: bool, compiled: bool) -> None:
-    fast = FAST[program.context]
+    engine = fast(program.context)
     first = Stepper(prepared, program.draw, [])
     if program.after:
-        _agree("training", lambda _: first.step(0, fast), lambda _: first.step(0, plain), None)
+        _agree("training", lambda _: first.step(0, engine), lambda _: first.step(0, plain), None)
     try:
         seen = program.change(prepared)
     except Exception as error:
         raise Failure("change raises", _first_line(error)) from error
     stepper = Stepper(prepared, program.draw, seen)
-    _agree(
-        "training",
-        lambda n: stepper.step(n, fast),
-        lambda n: stepper.step(n, plain),
-        lambda n, s: stepper.step(n, plain, seed=s),
-    )
+    _fast_as_plain("training", stepper, engine)
     if compiled:
-        _compiled(stepper, fast)
+        _compiled(stepper, engine)
     with even_dropouts():
         _against_float(program, model, prepared)
     prepared.eval()
-    _agree(
-        "evaluation",
-        lambda n: stepper.step(n, fast, False),
-        lambda n: stepper.step(n, plain, False),
-        lambda n, s: stepper.step(n, plain, False, s),
-    )
+    _fast_as_plain("evaluation", stepper, engine, backward=False)
     ceils = any("AvgPool" in source and "ceil_mode=True" in source for source in program.modules.values())
     # ONNX Runtime divides by another count at the edges of such an average; `verify_onnx` reports it.
     if runtime and not ceils and not any("register" in line for line in program.after):
         _against_runtime(prepared, program)
+
+
+def _fast_as_plain(stage: str, stepper: Stepper, engine: Context, backward: bool = True) -> None:
+    _agree(
+        stage,
+        lambda n: stepper.step(n, engine, backward),
+        lambda n: stepper.step(n, plain, backward),
+        lambda n, s: stepper.step(n, plain, backward, s),
+    )
 
 
 def _no_false_alarm(prepared: nn.Module, program: Program) -> None:
@@ -171,7 +171,7 @@ def _no_false_alarm(prepared: nn.Module, program: Program) -> None:
             raise Failure("the self-check raises an alarm", verdict.reason)
 
 
-def _compiled(stepper: Stepper, fast: Context) -> None:
+def _compiled(stepper: Stepper, engine: Context) -> None:
     """torch.compile draws other random numbers, so dropouts drop nothing."""
     torch._dynamo.reset()
     other = copy.copy(stepper)
@@ -179,7 +179,7 @@ def _compiled(stepper: Stepper, fast: Context) -> None:
     with even_dropouts():
         _agree(
             "compiled",
-            lambda n: {name.replace("_orig_mod.", ""): value for name, value in other.step(n, fast).items()},
+            lambda n: {name.replace("_orig_mod.", ""): value for name, value in other.step(n, engine).items()},
             lambda n: stepper.step(n, plain),
             lambda n, s: stepper.step(n, plain, seed=s),
         )
@@ -220,10 +220,9 @@ def _against_float(program: Program, model: nn.Module, prepared: nn.Module) -> N
     for stage, backward in (("float training", True), ("float evaluation", False)):
         if not backward:
             passing.eval(), expected.eval()
-        fast = FAST[program.context]
-        for context in (plain, fast):
+        for name, context in ((stage, plain), (f"{stage}, fast", fast(program.context))):
             _agree(
-                stage + (", fast" if context is fast else ""),
+                name,
                 lambda n, c=context, b=backward: step(ours, n, c, b),
                 lambda n, b=backward: step(theirs, n, plain, b),
                 lambda n, s, b=backward: near(n, s, b),

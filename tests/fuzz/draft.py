@@ -73,6 +73,19 @@ class Draft:
         self.counts["v"] += 1
         return name
 
+    def write(self, forms: Sequence[str], **operands: str) -> str:
+        """Assign one of these expressions, with its operands put in, to a new variable and return its name."""
+        return self.let(self.pick(forms).format(**operands))
+
+    def call(self, made: str, x: str, shared: float = 0.2) -> str:
+        """Assign what a submodule makes of x to a new variable and return its name; the others are as for `module`."""
+        return self.let(f"{self.module(made, shared)}({x})")
+
+    @property
+    def last(self) -> str:
+        """The newest variable."""
+        return list(self.values)[-1]
+
     def several(self, value: str, count: int) -> list[str]:
         """Assign the items of a tuple to new variables and return their names."""
         names = [f"v{self.counts['v'] + 1 + number}" for number in range(count)]

@@ -41,7 +41,7 @@ def _drawn(seed: int, rng: random.Random) -> Program:
         tried += 1
         x = _variable(draft)
         made += draft.attempt(_move(draft, x, first and made == 0), x)
-    result = list(draft.values)[-1]
+    result = draft.last
     if rng.random() < 0.15:
         result = f"{result}, {rng.choice(list(draft.values))}"
     drawn = replace(program, modules=draft.modules, lines=tuple(draft.lines), result=result)

@@ -6,18 +6,16 @@ from tests.fuzz.draft import Draft, Unfit
 POOLS = (
     "nn.MaxPool2d(2)", "nn.MaxPool2d(3, 2, 1)", "nn.MaxPool2d(2, 1, dilation=2)", "nn.MaxPool2d(3, 2, ceil_mode=True)",
     "nn.MaxPool2d((1, 2), stride=1)", "nn.AvgPool2d(2)", "nn.AvgPool2d(3, 1, 1)",
-    "nn.AvgPool2d(3, 2, 1, ceil_mode=True)",
-    "nn.AvgPool2d(2, count_include_pad=False)", "nn.AdaptiveAvgPool2d(1)", "nn.AdaptiveAvgPool2d((2, 1))",
-    "nn.AdaptiveMaxPool2d(2)", "nn.LPPool2d(2, 2)",
+    "nn.AvgPool2d(3, 2, 1, ceil_mode=True)", "nn.AvgPool2d(2, count_include_pad=False)", "nn.AdaptiveAvgPool2d(1)",
+    "nn.AdaptiveAvgPool2d((2, 1))", "nn.AdaptiveMaxPool2d(2)", "nn.LPPool2d(2, 2)",
 )  # fmt: skip
 
 POOL_FUNCTIONS = (
     "F.max_pool2d({x}, 2)", "F.max_pool2d({x}, 3, 2, 1)", "F.max_pool2d({x}, 2, dilation=2, stride=1)",
     "F.max_pool2d({x}, kernel_size=3, stride=2, ceil_mode=True)", "F.avg_pool2d({x}, 2)",
-    "F.adaptive_avg_pool2d({x}, 1)",
-    "{x}.mean((2, 3), keepdim=True)", "F.interpolate({x}, scale_factor=2)", "F.pad({x}, (1, 0, 2, 1))",
-    "{x}.amax((2, 3), True)",
-    "F.pad({x}, (1, 1, 1, 1), mode='replicate')", "{x}.roll(1, 2)",
+    "F.adaptive_avg_pool2d({x}, 1)", "{x}.mean((2, 3), keepdim=True)", "F.interpolate({x}, scale_factor=2)",
+    "F.pad({x}, (1, 0, 2, 1))", "{x}.amax((2, 3), True)", "F.pad({x}, (1, 1, 1, 1), mode='replicate')",
+    "{x}.roll(1, 2)",
 )  # fmt: skip
 
 
@@ -36,22 +34,20 @@ def convolution(draft: Draft, x: str) -> None:
     options += ["bias=False"] if draft.chance(0.4) else []
     options += [f"padding_mode='{draft.pick(('reflect', 'circular'))}'"] if draft.chance(0.04) else []
     made = ", ".join(options)
-    draft.let(f"{draft.module(f'nn.Conv2d({made})')}({x})")
+    draft.call(f"nn.Conv2d({made})", x)
 
 
 def same_convolution(draft: Draft, x: str) -> None:
     """A convolution that keeps the shape, so that sums fit; sometimes one that exists already."""
     channels = draft.shape(x)[1]
-    kind = draft.pick(
-        ("3, padding=1", "3, padding=1, bias=False", "1", "1, bias=False", f"3, padding=1, groups={channels}")
-    )
-    draft.let(f"{draft.module(f'nn.Conv2d({channels}, {channels}, {kind})')}({x})")
+    kinds = ("3, padding=1", "3, padding=1, bias=False", "1", "1, bias=False", f"3, padding=1, groups={channels}")
+    draft.call(f"nn.Conv2d({channels}, {channels}, {draft.pick(kinds)})", x)
 
 
 def transposed(draft: Draft, x: str) -> None:
     """A transposed convolution."""
     options = f"{draft.shape(x)[1]}, {draft.pick((2, 3, 4))}, {draft.pick((2, 3))}, stride={draft.pick((1, 2))}"
-    draft.let(f"{draft.module(f'nn.ConvTranspose2d({options})')}({x})")
+    draft.call(f"nn.ConvTranspose2d({options})", x)
 
 
 def norm(draft: Draft, x: str) -> None:
@@ -62,68 +58,63 @@ def norm(draft: Draft, x: str) -> None:
         f"nn.BatchNorm2d({channels}, track_running_stats=False)", f"nn.GroupNorm(1, {channels})",
         f"nn.InstanceNorm2d({channels})",
     )  # fmt: skip
-    draft.let(f"{draft.module(draft.pick(kinds))}({x})")
+    draft.call(draft.pick(kinds), x)
 
 
 def pool(draft: Draft, x: str) -> None:
     """A pool, as module or function."""
     if draft.chance(0.6):
-        draft.let(f"{draft.module(draft.pick(POOLS))}({x})")
+        draft.call(draft.pick(POOLS), x)
     else:
-        draft.let(draft.pick(POOL_FUNCTIONS).format(x=x))
+        draft.write(POOL_FUNCTIONS, x=x)
 
 
 def layer_and_act(draft: Draft, x: str) -> None:
     """Convolution, sometimes a norm, and an activation, which are fused."""
     draft.pick((convolution, same_convolution))(draft, x)
     if draft.chance(0.6):
-        norm(draft, list(draft.values)[-1])
-    draft.pick((activation, activation_in_place, activation_in_place))(draft, list(draft.values)[-1])
+        norm(draft, draft.last)
+    draft.pick((activation, activation_in_place, activation_in_place))(draft, draft.last)
 
 
 def sequential(draft: Draft, x: str) -> None:
     """A container, to which hooks may be attached."""
     channels = draft.shape(x)[1]
-    act = draft.pick(
-        ("nn.ReLU()", "nn.ReLU(inplace=True)", "nn.ReLU6(inplace=True)", "nn.SiLU(inplace=True)", "nn.GELU()")
-    )
-    made = f"nn.Sequential(nn.Conv2d({channels}, {channels}, 3, padding=1), nn.BatchNorm2d({channels}), {act})"
-    draft.let(f"{draft.module(made)}({x})")
+    acts = ("nn.ReLU()", "nn.ReLU(inplace=True)", "nn.ReLU6(inplace=True)", "nn.SiLU(inplace=True)", "nn.GELU()")
+    layers = f"nn.Conv2d({channels}, {channels}, 3, padding=1), nn.BatchNorm2d({channels}), {draft.pick(acts)}"
+    draft.call(f"nn.Sequential({layers})", x)
 
 
 def residual(draft: Draft, x: str) -> None:
     """A residual unit that begins with its activation, as in MiDaS and pre-activation ResNets."""
-    act = draft.module(
-        draft.pick(("nn.ReLU(inplace=True)", "nn.ReLU()", "nn.ReLU6(inplace=True)", "nn.SiLU(inplace=True)"))
-    )
+    acts = ("nn.ReLU(inplace=True)", "nn.ReLU()", "nn.ReLU6(inplace=True)", "nn.SiLU(inplace=True)")
+    act = draft.module(draft.pick(acts))
     y = draft.let(f"{act}({x})")
     for _ in range(draft.pick((1, 2))):
         same_convolution(draft, y)
-        y = list(draft.values)[-1]
+        y = draft.last
         if draft.chance(0.5):
             y = draft.let(f"{act}({y})")
-    draft.let(draft.pick(("{y} + {x}", "{x} + {y}", "torch.add({y}, {x})")).format(x=x, y=y))
+    draft.write(("{y} + {x}", "{x} + {y}", "torch.add({y}, {x})"), x=x, y=y)
 
 
 def excitation(draft: Draft, x: str) -> None:
     """Squeeze and excitation."""
     channels = draft.shape(x)[1]
-    s = draft.let(draft.pick(("F.adaptive_avg_pool2d({x}, 1)", "{x}.mean((2, 3), keepdim=True)")).format(x=x))
-    s = draft.let(f"{draft.module(f'nn.Conv2d({channels}, {channels}, 1)')}({s})")
-    s = draft.let(
-        draft.pick(("torch.sigmoid({s})", "F.hardsigmoid({s})", "{s}.sigmoid()", "{s}.sigmoid_()")).format(s=s)
-    )
-    draft.let(draft.pick(("{s} * {x}", "{x} * {s}")).format(s=s, x=x))
+    s = draft.write(("F.adaptive_avg_pool2d({x}, 1)", "{x}.mean((2, 3), keepdim=True)"), x=x)
+    s = draft.call(f"nn.Conv2d({channels}, {channels}, 1)", s)
+    s = draft.write(("torch.sigmoid({s})", "F.hardsigmoid({s})", "{s}.sigmoid()", "{s}.sigmoid_()"), s=s)
+    draft.write(("{s} * {x}", "{x} * {s}"), s=s, x=x)
 
 
 def channels_last_linear(draft: Draft, x: str) -> None:
     """A linear layer over the channels, as in ConvNeXt."""
     channels = draft.shape(x)[1]
     y = draft.let(f"{x}.permute(0, 2, 3, 1)")
-    y = draft.let(f"{draft.module(f'nn.Linear({channels}, {channels})')}({y})")
+    y = draft.call(f"nn.Linear({channels}, {channels})", y)
     if draft.chance(0.5):
         activation_in_place(draft, y)
-        y = list(draft.values)[-1]
+        y = draft.last
     draft.let(f"{y}.permute(0, 3, 1, 2)")
 
 
@@ -134,8 +125,8 @@ def head(draft: Draft, x: str) -> None:
         raise Unfit("too wide")
     flat = ("{x}.flatten(1)", "torch.flatten({x}, 1)", "{x}.view({x}.size(0), -1)", "{x}.reshape({x}.shape[0], -1)",
             f"{{x}}.view(-1, {channels * height * width})")  # fmt: skip
-    y = draft.let(draft.pick(flat).format(x=x))
-    draft.let(f"{draft.module(f'nn.Linear({channels * height * width}, {draft.pick((3, 5, 10))})')}({y})")
+    y = draft.write(flat, x=x)
+    draft.call(f"nn.Linear({channels * height * width}, {draft.pick((3, 5, 10))})", y)
 
 
 def shuffle(draft: Draft, x: str) -> None:

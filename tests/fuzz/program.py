@@ -65,19 +65,10 @@ class Program:
 
     def source(self) -> str:
         """The source of the model's class."""
-        used = [f"        self.{name} = {made}" for name, made in self.used().items()]
-        lines = [f"        {line}" for line in (*self.lines, f"return {self.result}")]
-        return "\n".join(
-            [
-                "class Model(nn.Module):",
-                "    def __init__(self):",
-                "        super().__init__()",
-                *used,
-                "",
-                "    def forward(self, v0):",
-                *lines,
-            ]
-        )
+        begin = ["super().__init__()", *(f"self.{name} = {made}" for name, made in self.used().items())]
+        forward = [*self.lines, f"return {self.result}"]
+        head = ["class Model(nn.Module):", "    def __init__(self):", *(f"        {line}" for line in begin), ""]
+        return "\n".join([*head, "    def forward(self, v0):", *(f"        {line}" for line in forward)])
 
     def used(self) -> dict[str, str]:
         """The modules that a line uses."""

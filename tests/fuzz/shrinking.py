@@ -34,12 +34,8 @@ def _smaller(program: Program) -> Iterator[Program]:
         lines = getattr(program, name)
         for number in range(len(lines)):
             yield replace(program, **{name: lines[:number] + lines[number + 1 :]})
-    plainer = {
-        "recipe": "None",
-        "context": "default",
-        "needs_x": False,
-        "x": re.sub(r"(rand\w*\(.*?\)).*", r"\1", program.x),
-    }
+    x = re.sub(r"(rand\w*\(.*?\)).*", r"\1", program.x)
+    plainer = {"recipe": "None", "context": "default", "needs_x": False, "x": x}
     for name, value in plainer.items():
         if getattr(program, name) != value:
             yield replace(program, **{name: value})

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import qat.kernels
-from qat.kernels import geometry, plain_formulas
+from qat.kernels import geometry
 from tests.fuzz.agreement import Results, noise
+from tests.fuzz.program import CONTEXTS, namespace
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -20,26 +20,15 @@ Context = Callable[[], contextlib.AbstractContextManager[object]]
 @contextlib.contextmanager
 def integers_however_small() -> Iterator[None]:
     """Multiply in integers wherever that is exact, even where the product is too small to be faster."""
-    limits = (
-        "FEWEST_ROWS",
-        "FEWEST_ROWS_QUICKLY_PACKED",
-        "FEWEST_INPUTS",
-        "FEWEST_INPUTS_OF_GROUPS",
-        "SMALLEST_IN_GROUPS",
-        "SMALLEST_DEPTHWISE",
-        "SMALLEST_DEPTHWISE_QUICKLY_PACKED",
-    )
+    limits = [name for name in vars(geometry) if name.startswith(("FEWEST_", "SMALLEST_"))]
     with mock.patch.multiple(geometry, **dict.fromkeys(limits, 1)):
         yield
 
 
-FAST: dict[str, Context] = {
-    "default": contextlib.nullcontext,
-    "float_products": qat.kernels.float_products,
-    "by_formula": qat.kernels.kernels_by_formula,
-    "small_integers": integers_however_small,
-    "device": lambda: torch.device("cpu"),
-}
+def fast(context: str) -> Context:
+    """How training on codes runs; context: one of `CONTEXTS`."""
+    space = {**namespace(), "integers_however_small": integers_however_small}
+    return lambda: eval(CONTEXTS[context], space)
 
 
 @dataclass
@@ -106,8 +95,3 @@ def even_dropouts() -> Iterator[None]:
 
     with mock.patch.object(F, "dropout", even):
         yield
-
-
-def plain() -> contextlib.AbstractContextManager[None]:
-    """The reference computation."""
-    return plain_formulas()

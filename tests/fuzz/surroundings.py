@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from tests.fuzz.program import Program
+from tests.fuzz.program import CONTEXTS, Program
 
 RECIPES = (
     "None", "None", "None", "None", "None", "None",
@@ -27,11 +27,10 @@ HOOKS = (
 REPLACEMENTS = ("nn.Identity()", "nn.ReLU()", "nn.SiLU()", "nn.Hardtanh(-0.3, 0.3)", "nn.GELU()", "nn.LeakyReLU(0.2)")
 
 ATTRIBUTES = {
-    "nn.ReLU6": ("max_val = 1.0",), "nn.Hardtanh": ("max_val = 0.25",
-    "min_val = -0.1"), "nn.LeakyReLU": ("negative_slope = 0.5",),
-    "nn.GELU": ("approximate = 'tanh'", "approximate = 'none'"), "nn.ReLU(": ("inplace = True", "forward = torch.neg"),
-    "nn.SiLU": ("inplace = True",), "nn.MaxPool2d": ("stride = 1", "ceil_mode = True"), "nn.Dropout": ("p = 0.5",
-    "p = 0.0"),
+    "nn.ReLU6": ("max_val = 1.0",), "nn.Hardtanh": ("max_val = 0.25", "min_val = -0.1"),
+    "nn.LeakyReLU": ("negative_slope = 0.5",), "nn.GELU": ("approximate = 'tanh'", "approximate = 'none'"),
+    "nn.ReLU(": ("inplace = True", "forward = torch.neg"), "nn.SiLU": ("inplace = True",),
+    "nn.MaxPool2d": ("stride = 1", "ceil_mode = True"), "nn.Dropout": ("p = 0.5", "p = 0.0"),
     "nn.BatchNorm": ("eps = 0.5", "momentum = 0.9", "training = False"), "nn.Softmax": ("dim = -2",),
 }  # fmt: skip
 """How the expression of a module begins, and the attributes that may be changed."""
@@ -40,8 +39,7 @@ LAYERS = ("nn.Conv", "nn.Linear", "nn.BatchNorm", "nn.Embedding")
 
 SIMPLE = (
     "nn.ReLU", "nn.Hardtanh", "nn.SiLU", "nn.Hardswish", "nn.GELU", "nn.LeakyReLU", "nn.Sigmoid", "nn.Tanh",
-    "nn.MaxPool",
-    "nn.AvgPool", "nn.Dropout", "nn.Identity", "nn.BatchNorm", "nn.ELU", "nn.Mish",
+    "nn.MaxPool", "nn.AvgPool", "nn.Dropout", "nn.Identity", "nn.BatchNorm", "nn.ELU", "nn.Mish",
 )  # fmt: skip
 """Modules that may be replaced by another one."""
 
@@ -68,9 +66,7 @@ def surrounded(program: Program, rng: random.Random) -> Program:
         before=tuple(before),
         after=tuple(after),
         recipe=rng.choice(RECIPES),
-        context=rng.choices(("default", "float_products", "by_formula", "small_integers", "device"), (11, 3, 2, 5, 1))[
-            0
-        ],
+        context=rng.choices(list(CONTEXTS), (11, 3, 2, 5, 1))[0],
         needs_x="randint" not in program.x and rng.random() < 0.4,
     )
 

@@ -10,28 +10,19 @@ import torch
 import torch.nn.functional as F
 
 from qat.fused import activation_table
+from qat.kernels import plain_formulas
 from tests.fuzz.__main__ import main, report
 from tests.fuzz.agreement import beyond_noise, differing
+from tests.fuzz.cases import case
 from tests.fuzz.checking import check, checked
 from tests.fuzz.generation import generate
-from tests.fuzz.program import Program
 from tests.fuzz.shrinking import shrink
-from tests.fuzz.steps import Stepper, plain
+from tests.fuzz.steps import Stepper
 
-CLIPPED = Program(
-    7,
-    "torch.randn(4, 3, 6, 6)",
-    {"m0": "nn.Conv2d(3, 4, 3)", "m1": "nn.Conv2d(4, 4, 1)", "m2": "nn.Linear(4, 2)"},
-    (
-        "v1 = self.m0(v0)",
-        "v2 = v1 * 8",
-        "v3 = F.relu6(v2)",
-        "v4 = self.m1(v3)",
-        "v5 = v4.mean((2, 3))",
-        "v6 = self.m2(v5)",
-    ),
-    "v6",
-)
+CLIPPED = case(
+    "torch.randn(4, 3, 6, 6)", "nn.Conv2d(3, 4, 3); nn.Conv2d(4, 4, 1); nn.Linear(4, 2)",
+    "v1 = m0(v0); v2 = v1 * 8; v3 = F.relu6(v2); v4 = m1(v3); v5 = v4.mean((2, 3)); v6 = m2(v5)",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("first", range(0, 200, 10))
@@ -98,7 +89,7 @@ def test_noise_explains_a_rounding_but_no_larger_difference() -> None:
 def test_a_step_leaves_the_model_as_it_was() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    results = Stepper(model, lambda attempt: torch.randn(4, 2), []).step(0, plain)
+    results = Stepper(model, lambda attempt: torch.randn(4, 2), []).step(0, plain_formulas)
     assert not torch.equal(results["buffer 1.running_mean"], before["1.running_mean"])
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in model.parameters())
