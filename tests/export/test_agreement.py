@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_export_layers import exported
 from torch import Tensor, nn
 
 import qat
@@ -63,6 +64,8 @@ def test_a_value_that_is_not_finite_equals_nothing(bad: float) -> None:
     assert found.agreement == 0.75 and math.isnan(found.max_difference)
     assert found.onnx_top1 == (75.0 if math.isnan(bad) else 100.0)
     assert judge([([torch.full((4,), bad)], [torch.full((4,), bad)], None)]).agreement == 0.0
+    for ours, theirs in ((classes, torch.eye(4)), (torch.eye(4), classes)):  # the largest value is at the same place
+        assert judge([([ours], [theirs], None)]).agreement == 0.75
 
 
 @pytest.mark.parametrize(("outputs", "batches"), [([], 1), ([torch.zeros(0, 10)], 2)])
@@ -100,11 +103,9 @@ def test_labels_of_pixels_count() -> None:
 
 def test_another_regression_model_does_not_agree(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    net, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), torch.randn(64, 8)
-    model = qat.prepare(net)
-    qat.calibrate(model, [x])
-    qat.export_onnx(model, tmp_path / "model.onnx", x)
-    assert qat.verify_onnx(tmp_path / "model.onnx", model, [x]).agreement == 1.0
+    net, x, path = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), torch.randn(64, 8), tmp_path / "a.onnx"
+    model = exported(path, net, {"input": x})
+    assert qat.verify_onnx(path, model, [x]).agreement == 1.0
     with torch.no_grad():
         model.get_submodule("2").weight.neg_()
-    assert qat.verify_onnx(tmp_path / "model.onnx", model, [x]).agreement < 0.2
+    assert qat.verify_onnx(path, model, [x]).agreement < 0.2

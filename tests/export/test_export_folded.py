@@ -5,6 +5,7 @@ from pathlib import Path
 import onnx
 import torch
 import torch.nn.functional as F
+from test_export_layers import exported
 from torch import Tensor, nn
 
 import qat
@@ -28,17 +29,13 @@ class Biased(nn.Module):
 
 def test_the_result_is_stored_and_the_runtime_computes_the_same_integers(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    x = torch.randn(4, 5, 6)
-    model = qat.prepare(Biased().eval(), example_inputs=x)
-    qat.calibrate(model, [x])
-    qat.export_onnx(model, tmp_path / "model.onnx", x)
-    differences, outputs = compare_layers_and_outputs(tmp_path / "model.onnx", model, x)
-    assert {layer.name for layer in differences} == {
-        "input_quantizer", "project_quantizer", "softmax_quantizer",
-    }  # fmt: skip
+    x, path = torch.randn(4, 5, 6), tmp_path / "model.onnx"
+    model = exported(path, Biased(), {"x": x})
+    differences, outputs = compare_layers_and_outputs(path, model, x)
+    assert {layer.name for layer in differences} == {"input_quantizer", "project_quantizer", "softmax_quantizer"}
     assert sum(layer.differing for layer in differences) == 0
     torch.testing.assert_close(*outputs[0])
-    stored = {tuple(tensor.dims) for tensor in onnx.load(tmp_path / "model.onnx").graph.initializer}
+    stored = {tuple(tensor.dims) for tensor in onnx.load(path).graph.initializer}
     assert (64, 2) not in stored and (5, 5) in stored
 
 

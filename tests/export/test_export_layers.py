@@ -1,7 +1,7 @@
 """Export of every kind of layer, prepared or written by the user: integers in the file, equal answers."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,19 @@ def quantized(net: nn.Module, inputs: Inputs, recipe: qat.QuantRecipe | None = N
     model = net.eval() if own else qat.prepare(net.eval(), recipe, inputs)
     qat.calibrate(model, [inputs])
     return model.eval()
+
+
+def exported(path: Path, net: nn.Module, inputs: Inputs, recipe: qat.QuantRecipe | None = None) -> nn.Module:
+    """Writes the file of the model, and returns the model."""
+    model = quantized(net, inputs, recipe)
+    qat.export_onnx(model, path, inputs)
+    return model
+
+
+def assert_same(path: Path, model: nn.Module, inputs: Any) -> None:
+    """The file has the model's answers, and the integers of every quantizer."""
+    assert qat.verify_onnx(path, model, [inputs]).max_difference < 2e-6
+    assert [layer for layer in compare_layers(path, model, inputs) if layer.differing] == []
 
 
 def part_of(inputs: Inputs, samples: int) -> Inputs:
@@ -91,10 +104,10 @@ def assert_exports(
     floats: frozenset[tuple[int, ...]] = frozenset(),
 ) -> nn.Module:
     """Export; the answers are equal for three batch sizes, and for a traced model the integers of every quantizer."""
-    model = quantized(net, inputs, recipe)
-    qat.export_onnx(model, path, inputs)
+    model = exported(path, net, inputs, recipe)
     assert_file_is_in_integers(path, model, floats)
-    assert str(Path(qat.__file__).parent).encode() not in path.read_bytes(), "the file names this machine"
+    content = path.read_bytes()
+    assert str(Path(qat.__file__).parent).encode() not in content and b'File "' not in content, "it names this machine"
     for samples in (len(next(iter(inputs.values()))), 1, 7):
         found = qat.verify_onnx(path, model, [part_of(inputs, samples)])
         assert found.samples == samples and found.agreement == 1.0 and found.max_difference < 2e-6, samples
@@ -122,35 +135,21 @@ class Convolutions(nn.Module):
 
     def __init__(self, form: str) -> None:
         super().__init__()
-        conv = {axes: layer_class(form, f"Conv{axes}d") for axes in (1, 2, 3)}
-        transposed = {axes: layer_class(form, f"ConvTranspose{axes}d") for axes in (1, 2, 3)}
         for axes in (1, 2, 3):
+            conv, transposed = layer_class(form, f"Conv{axes}d"), layer_class(form, f"ConvTranspose{axes}d")
             steps = nn.Sequential(
-                conv[axes](3, 4, 3, padding=1, bias=False, padding_mode="replicate" if axes == 2 else "zeros"),
+                conv(3, 4, 3, padding=1, bias=False, padding_mode="replicate" if axes == 2 else "zeros"),
                 nn.ReLU(),
-                conv[axes](4, 4, 2, groups=2, dilation=2),
+                conv(4, 4, 2, groups=2, dilation=2),
                 nn.ReLU(),
-                transposed[axes](4, 3, 3, stride=2, output_padding=1),
+                transposed(4, 3, 3, stride=2, output_padding=1),
                 nn.ReLU(),
-                transposed[axes](3, 6, 2, groups=3, bias=False),
+                transposed(3, 6, 2, groups=3, bias=False),
             )
             self.add_module(f"axes{axes}", steps)
 
     def forward(self, signal: Tensor, image: Tensor, volume: Tensor) -> dict[str, Tensor]:
         return {"signal": self.axes1(signal), "image": self.axes2(image), "volume": self.axes3(volume)}
-
-
-FORMS = pytest.mark.parametrize("form", ["prepared", "own"])
-OWN_FIRST = pytest.mark.parametrize("form", [pytest.param("prepared", marks=pytest.mark.slow), "own"])
-"""For layers that are the same module once prepared, or that other tests export as part of whole models."""
-
-
-@FORMS
-def test_convolutions(form: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    inputs = {"signal": draw(3, 3, 7), "image": draw(3, 3, 5, 6), "volume": draw(3, 3, 4, 4, 4)}
-    model = assert_exports(tmp_path / "model.onnx", Convolutions(form), inputs)
-    assert sum(isinstance(module, QuantLayer) for module in model.modules()) == 12
 
 
 class LinearAndLookups(nn.Module):
@@ -171,13 +170,6 @@ class LinearAndLookups(nn.Module):
         )
 
 
-@FORMS
-def test_linear_and_lookups(form: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    inputs = {"words": torch.randint(0, 11, (3, 5)), "weights": draw(3, 5).abs()}
-    assert_exports(tmp_path / "model.onnx", LinearAndLookups(form), inputs)
-
-
 class PaddedBags(nn.Module):
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -192,29 +184,6 @@ class PaddedBags(nn.Module):
         return tuple(self.head(table(words)) for table in self.bags)
 
 
-@OWN_FIRST
-def test_the_padding_of_a_bag_is_left_out_whatever_the_size_of_the_batch(form: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    words = torch.randint(0, 11, (3, 4))
-    words[:, 1], words[1, 3] = 2, 2
-    assert_exports(tmp_path / "model.onnx", PaddedBags(form), {"words": words})
-
-
-def test_the_exporter_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its packages log under their own names, and the terminal shows that to users who have not configured logging."""
-    inputs = {"words": torch.randint(0, 11, (3, 5)), "weights": draw(3, 5).abs()}
-    model = quantized(LinearAndLookups("own"), inputs)
-    root = logging.getLogger()
-    handlers = root.handlers[:]
-    root.handlers.clear()  # pytest's own; without any, Python logs to the terminal
-    try:
-        qat.export_onnx(model, tmp_path / "model.onnx", inputs)
-    finally:
-        root.handlers[:] = handlers
-    printed = capfd.readouterr()
-    assert (printed.out, printed.err) == ("", "")
-
-
 class Pair(nn.Module):
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -222,12 +191,6 @@ class Pair(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.pair(x, y)
-
-
-@FORMS
-def test_bilinear(form: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    assert_exports(tmp_path / "model.onnx", Pair(form), {"x": draw(3, 4), "y": draw(3, 5, seed=1)})
 
 
 class Recurrent(nn.Module):
@@ -243,18 +206,74 @@ class Recurrent(nn.Module):
         return {"lstm": output, "h": h[-1], "c": c[-1], "gru": gru, "last": last[-1], "rnn": self.rnn(x)[0]}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["prepared", "own"])
-def test_recurrent_layers(form: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    assert_exports(tmp_path / "model.onnx", Recurrent(form, False, True, 2), {"x": draw(3, 3, 5)})
+class Attention(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        attention = layer_class(form, "MultiheadAttention")
+        self.inner = attention(8, 2, batch_first=True)
+        self.outer = attention(8, 2, batch_first=True, kdim=5, vdim=6, bias=False)
+
+    def forward(self, x: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.inner(x, 2 * x, 3 * x, need_weights=False)[0]
+        y, weights = self.outer(x, key, value, key_padding_mask=padding)
+        return x + y, weights
 
 
-@OWN_FIRST
-def test_bidirectional_recurrent_layers(form: str, tmp_path: Path) -> None:
-    """Both directions read one tensor through two quantizers, whose grids are equal after calibration."""
+class SelfAttention(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.attend = layer_class(form, "MultiheadAttention")(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x, x, x, need_weights=False)[0]
+
+
+LOOKUPS = {"words": torch.tensor([[3, 0, 7, 1, 10], [8, 2, 0, 2, 5], [5, 4, 4, 9, 0]]), "weights": draw(3, 5).abs()}
+PADDING = torch.tensor([[False, False, True], [False, True, True], [False, False, False]])
+LAYERS: dict[str, tuple[Callable[[str], nn.Module], Inputs]] = {
+    "convolutions": (Convolutions, {"signal": draw(3, 3, 7), "image": draw(3, 3, 5, 6), "volume": draw(3, 3, 4, 4, 4)}),
+    "linear layers and look-ups": (LinearAndLookups, LOOKUPS),
+    "bilinear": (Pair, {"x": draw(3, 4), "y": draw(3, 5, seed=1)}),
+    # The padding is left out whatever the size of the batch.
+    "padded bags": (PaddedBags, {"words": torch.tensor([[3, 2, 7, 1], [8, 2, 0, 2], [5, 2, 4, 9]])}),
+    "recurrent": (lambda form: Recurrent(form, False, True, 2), {"x": draw(3, 3, 5)}),
+    # Both directions read one tensor through two quantizers, whose grids are equal after calibration.
+    "bidirectional": (lambda form: Recurrent(form, True, True, 1), {"x": draw(3, 2, 5)}),
+    "attention with a mask": (
+        Attention, {"x": draw(3, 4, 8), "key": draw(3, 3, 5, seed=1), "value": draw(3, 3, 6), "padding": PADDING},
+    ),
+    # Query, key and value are one tensor; a layer of the user's own has three quantizers for it, with equal grids.
+    "self-attention": (SelfAttention, {"x": draw(3, 4, 8)}),
+}  # fmt: skip
+SLOW = {(case, "prepared") for case in list(LAYERS)[3:]} | {("recurrent", "own")}
+"""Layers that are the same module once prepared, or that other tests export as part of whole models."""
+
+
+@pytest.mark.parametrize(
+    ("case", "form"),
+    [
+        pytest.param(case, form, marks=[pytest.mark.slow] * ((case, form) in SLOW))
+        for case in LAYERS
+        for form in ("prepared", "own")
+    ],
+)
+def test_layers(case: str, form: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    assert_exports(tmp_path / "model.onnx", Recurrent(form, True, True, 1), {"x": draw(3, 2, 5)})
+    make, inputs = LAYERS[case]
+    assert_exports(tmp_path / "model.onnx", make(form), inputs)
+
+
+def test_the_exporter_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its packages log under their own names, and the terminal shows that to users who have not configured logging."""
+    model = quantized(LinearAndLookups("own"), LOOKUPS)
+    root = logging.getLogger()
+    handlers = root.handlers[:]
+    root.handlers.clear()  # pytest's own; without any, Python logs to the terminal
+    try:
+        qat.export_onnx(model, tmp_path / "model.onnx", LOOKUPS)
+    finally:
+        root.handlers[:] = handlers
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_file_does_not_claim_a_free_number_of_steps(tmp_path: Path) -> None:
@@ -269,43 +288,6 @@ def test_a_file_does_not_claim_a_free_number_of_steps(tmp_path: Path) -> None:
         qat.verify_onnx(tmp_path / "model.onnx", model, [{"x": torch.cat([x, x])}])
 
 
-class Attention(nn.Module):
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        attention = layer_class(form, "MultiheadAttention")
-        self.inner = attention(8, 2, batch_first=True)
-        self.outer = attention(8, 2, batch_first=True, kdim=5, vdim=6, bias=False)
-
-    def forward(self, x: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-        x = x + self.inner(x, 2 * x, 3 * x, need_weights=False)[0]
-        y, weights = self.outer(x, key, value, key_padding_mask=padding)
-        return x + y, weights
-
-
-@OWN_FIRST
-def test_attention_with_a_mask(form: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    padding = torch.tensor([[False, False, True], [False, True, True], [False, False, False]])
-    inputs = {"x": draw(3, 4, 8), "key": draw(3, 3, 5, seed=1), "value": draw(3, 3, 6, seed=2), "padding": padding}
-    assert_exports(tmp_path / "model.onnx", Attention(form), inputs)
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.attend = layer_class(form, "MultiheadAttention")(8, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attend(x, x, x, need_weights=False)[0]
-
-
-@OWN_FIRST
-def test_attention_of_a_tensor_to_itself(form: str, tmp_path: Path) -> None:
-    """Query, key and value are one tensor; a layer of the user's own has three quantizers for it, with equal grids."""
-    torch.manual_seed(0)
-    assert_exports(tmp_path / "model.onnx", SelfAttention(form), {"x": draw(3, 4, 8)})
-
-
 def test_batch_norms_fold_into_transposed_convolutions_with_groups(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = nn.Sequential()
@@ -317,10 +299,8 @@ def test_batch_norms_fold_into_transposed_convolutions_with_groups(tmp_path: Pat
             norm.weight[2] = 0
             norm.bias.normal_()
             norm.running_mean.normal_()
-    x = draw(4, 4, 5, 5)
-    model = quantized(net, {"input": x})
-    path = tmp_path / "model.onnx"
-    qat.export_onnx(model, path, x)
+    x, path = draw(4, 4, 5, 5), tmp_path / "model.onnx"
+    model = exported(path, net, {"input": x})
     signs = {name: torch.sign(model.get_submodule(name).weight.detach()) for name in ("norm1", "norm2")}
     arrays = [numpy_helper.to_array(initializer) for initializer in onnx.load(path).graph.initializer]
     for layer, norm in (("up", "norm1"), ("grouped", "norm2")):
@@ -329,8 +309,7 @@ def test_batch_norms_fold_into_transposed_convolutions_with_groups(tmp_path: Pat
         rows = (rows * signs[norm].reshape(-1, 1, 1, 1)).numpy()
         stored = rows if layer == "grouped" else rows.swapaxes(0, 1)
         assert any(array.dtype == np.int8 and np.array_equal(array, stored) for array in arrays), layer
-    assert [layer for layer in compare_layers(path, model, x) if layer.differing] == []
-    assert qat.verify_onnx(path, model, [part_of({"x": x}, 7)["x"]]).max_difference < 2e-6
+    assert_same(path, model, x)
 
 
 def test_parametrised_layers(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 import onnx
 import onnxruntime as ort
 import pytest
+import test_export_layers as layers
 import torch
+from prepared_case import Plain
 from torch import Tensor, nn
 
 import qat
@@ -33,40 +35,24 @@ class Shared(nn.Module):
         return self.fc(torch.relu(self.fc(x)))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(16, 8)
-        self.lstm = nn.LSTM(8, 4, bidirectional=True, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(self.table(x))[0]
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x, need_weights=False)[0]
+def recurrent() -> nn.Module:
+    lstm = nn.LSTM(8, 4, bidirectional=True, batch_first=True)
+    return Plain(lambda self, x: self.lstm(self.table(x))[0], table=nn.Embedding(16, 8), lstm=lstm)
 
 
 MODELS = {
     "shared": (Shared, torch.linspace(0, 1, 768).reshape(4, 3, 8, 8)),
-    "recurrent": (Recurrent, torch.arange(12).reshape(3, 4)),
-    "attention": (Attention, torch.linspace(-1, 1, 160).reshape(2, 5, 16).sin()),
+    "recurrent": (recurrent, torch.arange(12).reshape(3, 4)),
+    "attention": (lambda: layers.SelfAttention("prepared"), torch.linspace(-1, 1, 80).reshape(2, 5, 8).sin()),
 }
 
 
 def exported(name: str, folder: Path, target: str = "onnxruntime") -> tuple[Path, nn.Module, Tensor]:
     torch.manual_seed(0)
     make, x = MODELS[name]
-    model = qat.prepare(make(), qat.QuantRecipe(target=target), example_inputs=x)  # type: ignore[arg-type]
-    qat.calibrate(model, [x])
     path = folder / f"{name}.onnx"
-    qat.export_onnx(model, path, x)
-    return path, model.eval(), x
+    recipe = qat.QuantRecipe(target=target)  # type: ignore[arg-type]
+    return path, layers.exported(path, make(), {"x": x}, recipe), x
 
 
 def optimised(path: Path, folder: Path, precision: str) -> list[str]:

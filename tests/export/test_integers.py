@@ -8,9 +8,9 @@ import onnx
 import pytest
 import torch
 from prepared_case import draw
+from test_export_layers import quantized
 from torch import Tensor, nn
 
-import qat
 from qat.export import integers
 from qat.export.integers.evaluation import evaluation_copy
 from qat.export.integers.freezing import freeze, frozen_grids
@@ -70,12 +70,11 @@ class Everything(nn.Module):
 def test_torch_computes_the_model_from_its_integers() -> None:
     torch.manual_seed(0)
     x = torch.arange(20).reshape(4, 5) % 9
-    model = qat.prepare(Everything().eval(), example_inputs=x)
-    qat.calibrate(model, [x])
+    model = quantized(Everything(), {"x": x})
     frozen = freeze(evaluation_copy(model), Operations())
     assert {FrozenLayer, FrozenParameter, FrozenTable} <= {type(module) for module in frozen.modules()}
     with torch.no_grad():
         for parameter in frozen.parameters():
             parameter.fill_(torch.nan)  # no value comes from a float weight or a learned scale
-        torch.testing.assert_close(frozen(x), model.eval()(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(frozen(x), model(x), rtol=1e-5, atol=1e-5)
     assert {"words_quantizer", "mix_quantizer", "lstm.product_ih_l0.input_quantizer"} <= set(frozen_grids(frozen))

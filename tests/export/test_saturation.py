@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_export_layers as layers
 import torch
 from torch import Tensor, nn
 
@@ -52,12 +53,8 @@ class Net(nn.Module):
 
 def exported(folder: Path, recipe: qat.QuantRecipe) -> tuple[Path, Any]:
     torch.manual_seed(0)
-    x = torch.rand(4, 3, 8, 8)
-    model = qat.prepare(Net(), recipe, example_inputs=x)
-    qat.calibrate(model, [x])
     path = folder / "model.onnx"
-    qat.export_onnx(model, path, x)
-    return path, model.eval()
+    return path, layers.exported(path, Net(), {"x": torch.rand(4, 3, 8, 8)}, recipe)
 
 
 def test_layer_by_layer_and_channel_by_channel(tmp_path: Path) -> None:
