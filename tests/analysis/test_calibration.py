@@ -1,16 +1,12 @@
 """`calibrate`: the batches it accepts, the state it does not change, repeatability, and equal ranges on all ranks."""
 
-import os
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import reference
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from tiny_training import on_two_ranks
 from torch import Tensor, nn
 
 from qat import calibrate
@@ -19,6 +15,7 @@ from qat.ranges import initial_range, scale_and_zero_point
 from qat.spec import QuantSpec
 
 AFFINE = QuantSpec(signed=False, symmetric=False)
+INITS = ("minmax", "percentile", "mse", "lsq")
 
 
 class Net(nn.Module):
@@ -69,7 +66,7 @@ def test_minmax_covers_all_batches_and_activations_pass_unquantized():
     model(batches()[0])  # and no warning
 
 
-@pytest.mark.parametrize("init", ["minmax", "percentile", "mse", "lsq"])
+@pytest.mark.parametrize("init", INITS)
 def test_the_range_is_the_one_that_init_finds_for_the_values_seen(init):
     """With few values the observer keeps them all, so the range is that of the tensor itself."""
     spec = QuantSpec(bits=4, init=init, percentile=90.0)
@@ -82,12 +79,10 @@ def test_the_range_is_the_one_that_init_finds_for_the_values_seen(init):
 def test_big_tensors_keep_their_extremes_and_their_percentiles():
     x = torch.randn(500, 1000, generator=torch.Generator().manual_seed(1))
     x[77, 7], x[3, 900] = 11.0, -13.0
-    spec = QuantSpec(signed=False, symmetric=False)
-    model = nn.Sequential(create_quantizer(spec))
+    model = nn.Sequential(create_quantizer(AFFINE))
     calibrate(model, [x])
     assert model[0].scale.item() == pytest.approx(24 / 255, rel=1e-6)
-    spec = QuantSpec(init="percentile", percentile=99.0)
-    model = nn.Sequential(create_quantizer(spec))
+    model = nn.Sequential(create_quantizer(QuantSpec(init="percentile", percentile=99.0)))
     calibrate(model, [x])
     exact = np.percentile(x.numpy(), 99.0)
     assert model[0].scale.item() * 127 == pytest.approx(exact, rel=0.05)
@@ -167,7 +162,7 @@ def test_a_second_calibration_replaces_the_first():
     assert same(ranges(model), ranges(fresh))
 
 
-@pytest.mark.parametrize("init", ["minmax", "percentile", "mse", "lsq"])
+@pytest.mark.parametrize("init", INITS)
 def test_the_same_batches_give_the_same_ranges_and_no_random_number_is_drawn(init):
     spec = QuantSpec(bits=4, init=init, percentile=99.0)
     big = [torch.randn(20, 4000, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6)]
@@ -232,32 +227,30 @@ def test_one_bad_number_among_many_is_found():
 def test_quantizers_that_see_nothing_are_named():
     model = Net()
     model.unused = create_quantizer(AFFINE)
-    sentence = "calibrate: quantizer 'unused' saw no values; is its part of the model ever run?"
-    assert refusal_of(model, batches()) == sentence
-    assert refusal_of(nn.Sequential(create_quantizer(AFFINE)), [torch.empty(0, 4)]) == (
-        "calibrate: quantizer '0' saw no values; is its part of the model ever run?"
-    )
+    sentence = "calibrate: quantizer {!r} saw no values; is its part of the model ever run?"
+    assert refusal_of(model, batches()) == sentence.format("unused")
+    empty = nn.Sequential(create_quantizer(AFFINE))
+    assert refusal_of(empty, [torch.empty(0, 4)]) == sentence.format("0")
 
 
 def rank_batches(rank: int) -> list[Tensor]:
     return [batch * (1 + 9 * rank) + rank for batch in batches(2, seed=rank)]
 
 
-def calibrate_on_a_rank(rank: int, folder: str) -> None:
+def calibrated(init: Any, given: list[Tensor]) -> dict[str, Tensor]:
+    model = Net(QuantSpec(bits=4, symmetric=False, init=init, percentile=99.0))
+    calibrate(model, given)
+    return ranges(model)
+
+
+def calibrate_on_a_rank(rank: int) -> dict[str, Any]:
     """One of two processes: ranges for every `init` on its own batches, then the outcome of a mistake on one side."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", store, timedelta(seconds=20), world_size=2, rank=rank)
     found: dict[str, Any] = {}
-    for init in ("minmax", "percentile", "mse", "lsq"):
-        model = Net(QuantSpec(bits=4, symmetric=False, init=init, percentile=99.0))
-        calibrate(model, rank_batches(rank))
-        found[init] = ranges(model)
+    for init in INITS:
+        found[init] = calibrated(init, rank_batches(rank))
     found["nan"] = outcome([torch.full((2, 4), float("nan") if rank else 1.0)])
     found["empty"] = outcome([] if rank else batches())
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 def outcome(given: list[Tensor]) -> str:
@@ -271,26 +264,14 @@ def outcome(given: list[Tensor]) -> str:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("gloo")
-    context = mp.get_context("spawn")
-    workers = [context.Process(target=calibrate_on_a_rank, args=(rank, str(folder))) for rank in (0, 1)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(120)
-    assert [worker.exitcode for worker in workers] == [0, 0]
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+    return on_two_ranks(calibrate_on_a_rank, tmp_path_factory.mktemp("gloo"))
 
 
-@pytest.mark.parametrize("init", ["minmax", "percentile", "mse", "lsq"])
+@pytest.mark.parametrize("init", INITS)
 def test_two_ranks_with_different_batches_end_with_the_ranges_of_all_of_them(two_ranks, init):
     assert same(two_ranks[0][init], two_ranks[1][init])
-    together = Net(QuantSpec(bits=4, symmetric=False, init=init, percentile=99.0))
-    calibrate(together, rank_batches(0) + rank_batches(1))
-    assert same(two_ranks[0][init], ranges(together))
-    alone = Net(QuantSpec(bits=4, symmetric=False, init=init, percentile=99.0))
-    calibrate(alone, rank_batches(0))
-    assert not same(two_ranks[0][init], ranges(alone))
+    assert same(two_ranks[0][init], calibrated(init, rank_batches(0) + rank_batches(1)))
+    assert not same(two_ranks[0][init], calibrated(init, rank_batches(0)))
 
 
 def test_a_nan_on_one_rank_is_reported_on_both(two_ranks):

@@ -1,6 +1,7 @@
 """The speed benchmark: its arithmetic on made-up timings, its counts of bytes, its cases at toy size."""
 
 import functools
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,10 @@ class Clock:
         return call
 
 
+def by_variant(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {row["variant"]: row for row in rows}
+
+
 def test_the_ratio_is_the_median_of_the_rounds_ratios() -> None:
     # The machine was slow in the second and third round: the ratio of the medians would be 4 / 2.
     timing = compared([1.5, 4.0, 9.0], [1.0, 2.0, 6.0], warm_up=7.0)
@@ -81,19 +86,13 @@ def test_repeats_count_as_one_measurement_and_the_time_limit_leaves_three_rounds
 def test_a_variant_that_does_not_run_is_missing_with_its_reason() -> None:
     clock = Clock()
 
-    def not_installed() -> Any:
-        import qat_peer_that_nobody_has  # type: ignore[import-not-found]
-
-        return qat_peer_that_nobody_has
-
     def broken() -> None:
         raise RuntimeError("the first line\nand a second")
 
     steps = iter(range(4))
 
-    class BreaksDown:
-        def __call__(self) -> None:
-            assert next(steps) < 3, "in the second round"
+    def breaks_down() -> None:
+        assert next(steps) < 3, "in the second round"
 
     class Diverging:
         def __call__(self) -> None:
@@ -104,10 +103,10 @@ def test_a_variant_that_does_not_run_is_missing_with_its_reason() -> None:
 
     makers: dict[str, Any] = {
         "float": lambda: clock.work("float", 1.0),
-        "pt2e": not_installed,
+        "pt2e": lambda: importlib.import_module("qat_peer_that_nobody_has"),
         "ao_fx": lambda: broken,
         "brevitas": Diverging,
-        "qat": BreaksDown,
+        "qat": lambda: breaks_down,
     }
     found = contest(makers, "float", Limits(rounds=3), clock=clock)
     assert list(found.timings) == ["float"]
@@ -146,9 +145,7 @@ def test_saved_bytes_of_known_graphs() -> None:
     assert saved_bytes(lambda: (x * weight).sum()) == 8000
     assert saved_bytes(lambda: (x * weight).sum(), [weight]) == 4000
     assert saved_bytes(lambda: (x.view(10, 100) * x.view(10, 100)).sum()) == 4000  # two views of one storage
-    assert (
-        saved_bytes(lambda: (x[:10] * 2.0).exp().sum()) == 40
-    )  # exp saves its result; multiplying by a number saves nothing
+    assert saved_bytes(lambda: (x[:10] * 2.0).exp().sum()) == 40  # of exp; multiplying by a number saves nothing
     assert saved_bytes(lambda: x.exp().sin().detach().sum() + x.sum()) == 0  # freed before the forward ends
     assert saved_bytes(lambda: Hiding.apply(x).sum()) == 4000 + 20 + 8
 
@@ -202,12 +199,9 @@ def test_operators_put_a_tensor_on_the_same_grid(kind: str) -> None:
         call()
     # LSQ as printed in the paper has the same gradients of x and scale as this project's.
     ours, printed = OPERATORS["qat"](given), OPERATORS["plain"](given)
-    for inputs in zip(
-        torch.autograd.grad(ours.forward(), ours.inputs[:2], given.grad),
-        torch.autograd.grad(printed.forward(), printed.inputs, given.grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(*inputs, rtol=1e-4, atol=1e-4)
+    found = torch.autograd.grad(ours.forward(), ours.inputs[:2], given.grad)
+    expected = torch.autograd.grad(printed.forward(), printed.inputs, given.grad)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_operator_case_at_toy_size() -> None:
@@ -215,11 +209,9 @@ def test_the_operator_case_at_toy_size() -> None:
     (rows,) = speed_cases.op(plan, {"activation": (2, 3, 4, 4)})
     assert [row["variant"] for row in rows] == ["relu", "qat", "plain", "fake_quantize", "learnable"]
     assert all(row["low"] <= row["ratio"] <= row["high"] and row["rounds"] == 2 for row in rows)
-    assert rows[0] | {"seconds": 0, "warm_up": 0} == {
-        **{"case": "op", "subject": "activation", "size": [2, 3, 4, 4], "layout": "channels_last", "device": "cpu"},
-        **{"amp": "none", "variant": "relu", "base": "relu", "seconds": 0, "warm_up": 0},
-        **{"ratio": 1.0, "low": 1.0, "high": 1.0, "rounds": 2},
-    }
+    about = {"case": "op", "subject": "activation", "size": [2, 3, 4, 4], "layout": "channels_last", "device": "cpu"}
+    about |= {"amp": "none", "variant": "relu", "base": "relu", "seconds": 0, "warm_up": 0}
+    assert rows[0] | {"seconds": 0, "warm_up": 0} == about | {"ratio": 1.0, "low": 1.0, "high": 1.0, "rounds": 2}
 
 
 def test_the_command_measures_and_keeps_a_toy_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,9 +236,7 @@ def test_the_command_measures_and_keeps_a_toy_model(tmp_path: Path, capsys: pyte
 
 
 def test_memory_of_a_toy_model_is_that_of_the_graph() -> None:
-    rows = {
-        row["variant"]: row for row in memory_rows(TOY, ["float", "qat", "nobody"], lambda variant: 3 * len(variant))
-    }
+    rows = by_variant(memory_rows(TOY, ["float", "qat", "nobody"], lambda variant: 3 * len(variant)))
     assert rows["float"]["ratio"] == 1.0
     assert rows["qat"]["ratio"] == rows["qat"]["saved_bytes"] / rows["float"]["saved_bytes"]
     assert (rows["qat"]["peak_bytes"], rows["qat"]["peak_ratio"]) == (9, 9 / 15)
@@ -276,7 +266,7 @@ def test_first_steps_are_compared_round_by_round_with_shared_caches(monkeypatch:
         return {"preparation": preparation, "first_step": next(first), "later_step": 0.5, "peak_growth": None}
 
     monkeypatch.setattr(speed_cases, "alone", made_up)
-    rows = {row["variant"]: row for row in cold_rows(TOY, rounds=3, threads=1)}
+    rows = by_variant(cold_rows(TOY, rounds=3, threads=1))
     assert [name for name, _ in caches] == ["float", "qat", "qat"] * 3
     assert len({folder for _, folder in caches}) == 3
     assert (rows["qat"]["seconds"], rows["qat"]["difference"], rows["qat"]["ratio"]) == (9.0, 6.0, 2.5)
@@ -291,7 +281,7 @@ def test_a_first_step_that_fails_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
         return {"preparation": 0.0, "first_step": 1.0, "later_step": 0.5, "peak_growth": None}
 
     monkeypatch.setattr(speed_cases, "alone", made_up)
-    rows = {row["variant"]: row for row in cold_rows(TOY, rounds=2, threads=1)}
+    rows = by_variant(cold_rows(TOY, rounds=2, threads=1))
     assert rows["float"]["ratio"] == 1.0
     assert rows["qat"]["missing"] == rows["qat_kept"]["missing"] == "fails: RuntimeError: status 1: no compiler"
 
@@ -336,26 +326,14 @@ ABOUT = {
 
 
 def made_up_row(variant: str, ratio: float, **more: Any) -> dict[str, Any]:
-    return {
-        **{"case": "step", "subject": "resnet18", "batch": 16, "size": 112, "device": "cpu", "base": "float"},
-        **{
-            "variant": variant,
-            "seconds": ratio / 4,
-            "ratio": ratio,
-            "low": ratio - 0.1,
-            "high": ratio + 0.1,
-            "rounds": 5,
-        },
-        **more,
-        **ABOUT,
-    }
+    row = {"case": "step", "subject": "resnet18", "batch": 16, "size": 112, "device": "cpu", "base": "float"}
+    row |= {"variant": variant, "seconds": ratio / 4, "ratio": ratio, "low": ratio - 0.1, "high": ratio + 0.1}
+    return row | {"rounds": 5} | more | ABOUT
 
 
 def missing_row(variant: str, why: str, **more: Any) -> dict[str, Any]:
     full = made_up_row(variant, 1.0, **more)
-    return {key: value for key, value in full.items() if key not in ("seconds", "ratio", "low", "high")} | {
-        "missing": why
-    }
+    return {key: full[key] for key in full if key not in ("seconds", "ratio", "low", "high")} | {"missing": why}
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -399,9 +377,8 @@ def test_the_tables_of_memory_first_steps_and_kernels(tmp_path: Path) -> None:
     rows = [made_up_row("copy", 1.0, **about, share=1.0), made_up_row("forward", 1.25, **about, share=0.8)]
     for row in rows:
         del row["batch"]
-    assert kernel_table(written(tmp_path / "rows", rows)).splitlines()[2:] == [
-        "| weight, bfloat16, 8 x 4 | 250 ms | 80% |"
-    ]
+    table = kernel_table(written(tmp_path / "rows", rows)).splitlines()[2:]
+    assert table == ["| weight, bfloat16, 8 x 4 | 250 ms | 80% |"]
 
 
 def test_the_conditions_of_a_run(tmp_path: Path) -> None:
@@ -420,19 +397,12 @@ def test_the_page_marks_every_table() -> None:
 
 
 def test_the_picture_shows_what_ran(tmp_path: Path) -> None:
-    rows = [
-        made_up_row("float", 1.0),
-        made_up_row("brevitas", 1.5),
-        made_up_row("qat", 1.0),
-        missing_row("pt2e", "fails"),
-    ]
-    rows += [made_up_row("float", 1.0, batch=32), made_up_row("qat", 0.9, batch=32)]
+    rows = [made_up_row("float", 1.0), made_up_row("brevitas", 1.5), made_up_row("qat", 1.0)]
+    rows += [missing_row("pt2e", "fails"), made_up_row("float", 1.0, batch=32), made_up_row("qat", 0.9, batch=32)]
     names, variants = bars(rows)
     assert names == ["resnet18\nbatch 16", "resnet18\nbatch 32"]
-    assert {name: [row and row["ratio"] for row in own] for name, own in variants.items()} == {
-        "qat": [1.0, 0.9],
-        "brevitas": [1.5, None],
-    }
+    ratios = {name: [row and row["ratio"] for row in own] for name, own in variants.items()}
+    assert ratios == {"qat": [1.0, 0.9], "brevitas": [1.5, None]}
     with pytest.raises(
         ValueError, match=r"speed.png: no training step is kept; run python -m benchmarks.speed --cases"
     ):

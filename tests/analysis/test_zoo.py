@@ -43,9 +43,8 @@ def case_of(model: nn.Module) -> Case:
 def test_all_names_of_torchvision_are_in_one_family() -> None:
     names = [name for family in FAMILIES for name in names_of(family)]
     assert len(names) == len(set(names)) >= 109
-    assert [family_of(name) for name in ("vit_h_14", "fcn_resnet50", "ssd300_vgg16", "s3d", "raft_small")] == list(
-        FAMILIES
-    )
+    one_of_each = ("vit_h_14", "fcn_resnet50", "ssd300_vgg16", "s3d", "raft_small")
+    assert [family_of(name) for name in one_of_each] == list(FAMILIES)
     assert chosen(["swin_?", "raft*"]) == ["swin_b", "swin_s", "swin_t", "raft_large", "raft_small"]
     with pytest.raises(ValueError, match=r"^--only resnet19: no model of torchvision is called so$"):
         chosen(["resnet19"])
@@ -78,22 +77,23 @@ def test_a_green_row_has_every_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert steps["runtime"]["integers"] >= 2 * 3 * 64 and steps["runtime"]["arg_max_compared"] == 2
 
 
-class Unquantizable(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1
-
-
 def test_a_failing_step_is_a_row_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zoo_case, "build", lambda name: case_of(Unquantizable()))
+    monkeypatch.setattr(zoo_case, "build", lambda name: case_of(nn.ReLU()))
     row = zoo_case.measure("resnet18", tmp_path / "row.json")
-    assert verdict(row) == "prepare: ValueError: prepare: Unquantizable has no layer to quantize"
+    assert verdict(row) == "prepare: ValueError: prepare: ReLU has no layer to quantize"
     assert list(row["steps"]) == ["build", "prepare"]
 
 
+def calibrated() -> tuple[nn.Module, Tensor]:
+    """A small prepared model and its input."""
+    case = case_of(Small())
+    model = qat.prepare(case.model)
+    qat.calibrate(model, list(case.inputs))
+    return model, case.inputs[0]
+
+
 def test_a_quantizer_without_a_gradient_is_named() -> None:
-    model = qat.prepare(case_of(Small()).model)
-    x = torch.randn(2, 3, 8, 8)
-    qat.calibrate(model, [x])
+    model, x = calibrated()
     model.conv_quantizer = Detached(model.conv_quantizer)
     facts = zoo_case.train_step(model, Case(model, (x,)))
     assert not facts["ok"] and facts["not_finite"] == []
@@ -113,9 +113,7 @@ class Detached(nn.Module):
 
 
 def test_values_that_are_not_finite_are_named() -> None:
-    model = qat.prepare(case_of(Small()).model)
-    x = torch.randn(2, 3, 8, 8)
-    qat.calibrate(model, [x])
+    model, x = calibrated()
     facts = zoo_case.train_step(model, Case(model, (x.fill_(float("nan")),)))
     assert not facts["ok"] and "fc.weight_quantizer.scale" in facts["not_finite"]
     assert facts["reason"].startswith("0 of ") and " values not finite; first " in facts["reason"]
@@ -177,11 +175,10 @@ def test_rows_are_kept_once_and_in_order(tmp_path: Path) -> None:
 
 def row_of(name: str, **steps: Any) -> dict[str, Any]:
     passed: dict[str, Any] = {step: {"ok": True} for step in ("build", "prepare", "calibrate", "train")}
-    work = {"ok": True, "share": 1.0, "unexplained": 0, "in_float": []}
-    runtime = {
-        "ok": True, "integers": 1000, "differing": 2, "largest": 1, "arg_max_equal": 2, "arg_max_compared": 2,
-    }  # fmt: skip
-    passed |= {"work": work, "export": {"ok": True, "seconds": 2.4}, "runtime": runtime}
+    passed["work"] = {"ok": True, "share": 1.0, "unexplained": 0, "in_float": []}
+    passed["export"] = {"ok": True, "seconds": 2.4}
+    integers = {"integers": 1000, "differing": 2, "largest": 1}
+    passed["runtime"] = {"ok": True, **integers, "arg_max_equal": 2, "arg_max_compared": 2}
     return {"name": name, "family": family_of(name), "family_size": 80, "seconds": 60.0, "steps": passed | steps}
 
 
@@ -220,9 +217,8 @@ def test_limits_of_agreement() -> None:
     assert beyond(LayerDifference("a", 50, 2, 1)) and beyond(LayerDifference("a", 10**6, 1100, 1))
     ours = torch.tensor([[1.0, 3.0], [5.0, 5.0]])
     assert gap(ours, ours) == 0.0 and gap(ours, ours * float("nan")) == float("inf")
-    assert gap(ours, ours + torch.tensor([[0.0, 0.5], [0.0, 0.0]])) == pytest.approx(
-        0.5 / ours.std(correction=0).item()
-    )
+    off = torch.tensor([[0.0, 0.5], [0.0, 0.0]])
+    assert gap(ours, ours + off) == pytest.approx(0.5 / ours.std(correction=0).item())
     assert same_largest(ours, torch.tensor([[2.0, 1.0], [4.0, 6.0]])).tolist() == [[False], [True]]
 
 
@@ -250,15 +246,14 @@ def linear() -> nn.Module:
 def test_parts_are_found_and_compared(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = InParts()
-    parts = parts_of(model, ([torch.randn(3, 8, 8), torch.randn(3, 8, 8)],))
-    assert [(part.name, [tuple(x.shape) for x in part.inputs]) for part in parts] == [
-        ("backbone", [(2, 3, 8, 8)]),
-        ("head", [(2, 5)]),
-    ]
+    inputs = ([torch.randn(3, 8, 8), torch.randn(3, 8, 8)],)
+    parts = parts_of(model, inputs)
+    shapes = {part.name: [tuple(x.shape) for x in part.inputs] for part in parts}
+    assert shapes == {"backbone": [(2, 3, 8, 8)], "head": [(2, 5)]}
     assert bool(parts[1].inputs[0].any())
     files: list[tuple[Part, Path]] = []
     facts: dict[str, Any] = {}
-    zoo_case.export(model, ([torch.randn(3, 8, 8), torch.randn(3, 8, 8)],), tmp_path, files, facts)
+    zoo_case.export(model, inputs, tmp_path, files, facts)
     assert facts["ok"] and facts["parts"] == len(files) == 2
     same = agreement(files)
     assert same["ok"] and same["integers"] >= 2 * 3 * 64 + 10 and same["arg_max_compared"] == 4

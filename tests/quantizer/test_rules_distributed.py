@@ -1,18 +1,13 @@
 """Every rule under DistributedDataParallel: two processes with different data end with the same model."""
 
-import os
 import traceback
 import warnings
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import rule_specs as specs
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from rule_training import Layers, images_for
+from tiny_training import on_two_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,12 +38,9 @@ def train(weight_spec: QuantSpec, activation_spec: QuantSpec, rank: int) -> dict
     return {**{name: value.clone() for name, value in model.state_dict().items()}, **gradients}
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int) -> dict[str, Any]:
     """One of two processes, which trains all rules in turn; a failure is saved as its traceback."""
     warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=60), world_size=2, rank=rank)
     found: dict[str, Any] = {}
     for name, (weight_spec, activation_spec) in specs.LAYERS.items():
         try:
@@ -63,21 +55,12 @@ def work(rank: int, folder: str) -> None:
     found["update_ewgs"] = qat.update_ewgs(
         model, lambda model, x: nn.functional.cross_entropy(model(x), specs.LABELS), [specs.images(rank)]
     )
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("gloo")
-    context = mp.get_context("spawn")
-    workers = [context.Process(target=work, args=(rank, str(folder))) for rank in (0, 1)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(200)
-    assert [worker.exitcode for worker in workers] == [0, 0]
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+    return on_two_ranks(work, tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.parametrize("name", specs.LAYERS)

@@ -1,14 +1,17 @@
-"""A tiny quantized CNN and tiny batches for the tests of training, and what they read: a UserError, the curves."""
+"""A tiny quantized CNN, tiny batches, and two processes that work together, for tests of training and calibration."""
 
 import math
+import os
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from qat.quantizer import create_quantizer
@@ -80,3 +83,23 @@ class Returns(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.wrap(self.fc(x.flatten(1)))
+
+
+def on_two_ranks(work: Callable[[int], dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """What `work(rank)` finds in each of two processes under torch.distributed, each on one thread."""
+    context = mp.get_context("spawn")
+    workers = [context.Process(target=_on_a_rank, args=(work, rank, folder)) for rank in (0, 1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(200)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+def _on_a_rank(work: Callable[[int], dict[str, Any]], rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=60), world_size=2, rank=rank)
+    torch.save(work(rank), folder / f"{rank}.pt")
+    dist.destroy_process_group()
