@@ -39,8 +39,7 @@ class QuantRecipe:
             grid of the layer's input. Later keys win, whatever their kind. A key that matches no layer is an error
             when the model is prepared. A different rule starts with its own default options; a granularity other than
             "group" drops the group_size.
-        target: the runtime for which the grids are made: "onnxruntime", "onnxruntime_x86", "tensorrt", "openvino",
-            "qnnpack", "integer_only" or one from `register_target`; see docs/targets.md.
+        target: the runtime for which the grids are made: one of `qat.targets.PROFILES`, which docs/targets.md explains.
         first_bits: bits of weight and input of the first quantized layer in the order of execution, 1 to 16; None
             treats it like the others. Overrides win over it.
         last_bits: the same for the last one.

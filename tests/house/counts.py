@@ -85,7 +85,8 @@ def imports_of(module: str, known: dict[str, Path], at_once: bool = False) -> se
     for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module and node.level == 0, f"{module}: relative import"
             full = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in known else node.module for name in full}
     return {name for name in found if name in known and name != module}

@@ -1,12 +1,15 @@
-"""The README is true: its Python runs, its commands run (shortened), its links and install lines are real."""
+"""The README and pages of docs are true: their Python runs, commands run (shortened), links and tables are real."""
 
 import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torchvision
 import yaml
 
@@ -18,30 +21,27 @@ from qat.training.loop.preparation import build_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 BASH_LINES = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
 # Random weights, so the statistics of BatchNorm stay as calibration saw them: else scales collapse in two steps.
 SHORT = [
-    "float.epochs=0",
-    "qat.epochs=1",
-    "qat.lr=1e-6",
-    "qat.freeze_bn_epoch=0",
-    "data.limit_train=32",
-    "data.limit_val=16",
-    "data.batch_size=16",
-    "quantization.calibration_batches=1",
-]
+    "float.epochs=0", "qat.epochs=1", "qat.lr=1e-6", "qat.freeze_bn_epoch=0", "data.limit_train=32",
+    "data.limit_val=16", "data.batch_size=16", "quantization.calibration_batches=1",
+]  # fmt: skip
+
+
+def run_blocks(page: str, names: dict[str, Any]) -> Iterator[str]:
+    """Run the Python of a page from top to bottom, and yield each block when it has run."""
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        exec(compile(block, page, "exec"), names)
+        yield block
 
 
 def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_QUANTIZERS", dict(registry._QUANTIZERS))  # the README registers a rule
-    assert len(PYTHON_BLOCKS) == 5
-    names: dict[str, object] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for block in PYTHON_BLOCKS:
-            exec(compile(block, "README.md", "exec"), names)
+        assert len(list(run_blocks("README.md", {}))) == 5
     assert (tmp_path / "model.onnx").stat().st_size > 1_000_000
 
 
@@ -83,15 +83,31 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_rules_page_is_true() -> None:
     page = (ROOT / "docs" / "rules.md").read_text()
-    names: dict[str, object] = {}
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(compile(block, "docs/rules.md", "exec"), names)
+    assert list(run_blocks("docs/rules.md", {}))
     (section,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     config = RunConfig.model_validate(yaml.safe_load(section))
     recipe = build_recipe(config.quantization)
     assert (recipe.weight.rule, recipe.activation.rule) == ("dsq", "pact")
     assert recipe.for_layer("conv1").weight.rule == "lsq"
     qat.prepare(torchvision.models.resnet18(), recipe)
+
+
+def test_the_models_page_runs_and_says_what_happens(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    skipped = "encoder.layers.encoder_layer_0.self_attention.query_projection"
+    for block in run_blocks("docs/models.md", names):
+        if "dry_run" in block:
+            table = capsys.readouterr().out
+            assert skipped in table and "stays float" in table
+    assert capsys.readouterr().out.endswith(
+        "['backbone', 'head']\n{'c3': torch.Size([2, 128, 8, 8]), 'c4': torch.Size([2, 256, 4, 4])}\n"
+    )
+    model = names["model"]
+    assert f"{skipped}  " in qat.summary(model)
+    assert not hasattr(model.get_submodule(skipped.rpartition(".")[0]), "query_projection")
+    layers = ("conv_proj", "heads.head", "encoder.layers.encoder_layer_0.mlp.0")
+    assert [model.get_submodule(layer).weight_quantizer.spec.bits for layer in layers] == [8, 8, 4]
 
 
 def test_every_shipped_config_is_listed() -> None:

@@ -161,11 +161,10 @@ def test_hooks_on_all_modules() -> None:
 
 
 def test_layers() -> None:
-    names = internals.weight_names_of(nn.LSTM(2, 3, bidirectional=True))
-    flat = [name for each in names for name in each]
-    assert len(names) == 2 and flat == list(dict(nn.LSTM(2, 3, bidirectional=True).named_parameters())), changed(
-        "how a recurrent layer names its weights"
-    )
+    recurrent = nn.LSTM(2, 3, bidirectional=True)
+    forwards, backwards = internals.weight_names_of(recurrent)
+    named = [name for name, _ in recurrent.named_parameters()]
+    assert [*forwards, *backwards] == named, changed("how a recurrent layer names its weights")
     layer = nn.ConvTranspose2d(1, 1, 3, stride=2)
     x = torch.zeros(1, 1, 4, 4)
     assert list(internals.output_padding_of(layer, x, [10, 9])) == [1, 0], changed("the padding of outputs")
@@ -189,10 +188,8 @@ def test_layer_versions() -> None:
 
 def test_tensors() -> None:
     x = torch.zeros(4, device="meta")
-    assert internals.storage_id(x) == internals.storage_id(x[1:]), changed("the identity of a storage")
-    assert internals.storage_id(x) != internals.storage_id(torch.zeros(4, device="meta")), changed(
-        "the identity of a storage"
-    )
+    same, other = (internals.storage_id(x) == internals.storage_id(y) for y in (x[1:], torch.zeros(4, device="meta")))
+    assert same and not other, changed("the identity of a storage")
     y = torch.zeros(2)
     before = internals.version_of(y)
     y.add_(1)
@@ -201,8 +198,8 @@ def test_tensors() -> None:
 
 def test_operators() -> None:
     aten = torch.ops.aten
-    assert internals.writes_to_arguments(aten.add_.Tensor), changed("how an operator says that it writes")
-    assert not internals.writes_to_arguments(aten.add.Tensor), changed("how an operator says that it writes")
+    writes, reads = map(internals.writes_to_arguments, (aten.add_.Tensor, aten.add.Tensor))
+    assert writes and not reads, changed("how an operator says that it writes")
     a, b = torch.randint(-128, 128, (2, 32, 8), dtype=torch.int8)
     assert torch.equal(internals.int8_matmul(a, b.T), (a.int() @ b.int().T)), changed("the product of int8 matrices")
     x, y = torch.arange(12.0).view(3, 4), torch.arange(8.0).view(2, 4)
@@ -263,10 +260,6 @@ def test_what_watches_operations() -> None:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-    class Modes(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
     x = torch.ones(2)
     look(x)
     with torch.device("cpu"):
@@ -278,7 +271,7 @@ def test_what_watches_operations() -> None:
         look(x)
     with Watching():
         look(x)
-    with torch.device("cpu"), Modes():
+    with torch.device("cpu"), torch.overrides.BaseTorchFunctionMode():
         look(x)
     torch.jit.trace(look, (x,), check_trace=False)
     kinds = ("torch.vmap", "forward mode", "a dispatch mode", "a function mode", "torch.jit.trace")
@@ -316,7 +309,6 @@ def test_what_tracing_replaces() -> None:
         torch.utils.checkpoint.checkpoint(torch.relu, torch.ones(2, requires_grad=True), use_reentrant=False)
     assert calls, changed("what a checkpoint of activations calls first")
     internals.load_dynamo()
-    leaves, shape = internals.pytree.tree_flatten({"a": [1, (2, 3)]})
-    assert leaves == [1, 2, 3] and internals.pytree.tree_unflatten(leaves, shape) == {"a": [1, (2, 3)]}, changed(
-        "pytree"
-    )
+    tree = {"a": [1, (2, 3)]}
+    leaves, shape = internals.pytree.tree_flatten(tree)
+    assert leaves == [1, 2, 3] and internals.pytree.tree_unflatten(leaves, shape) == tree, changed("pytree")

