@@ -1,6 +1,8 @@
 """`explain`: how every layer of a prepared model trains, and why not faster."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,19 +86,13 @@ def _seen(model: nn.Module, example_inputs: Any) -> tuple[dict[PreparedGraph, An
     if example_inputs is None:
         return {}, shapes
 
-    def note(name: str, args: tuple[Any, ...]) -> None:
+    def note(name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor):
             shapes.setdefault(name, args[0].shape)
 
-    hooks = [
-        module.register_forward_pre_hook(lambda _, args, name=name: note(name, args))
-        for name, module in model.named_modules()
-        if isinstance(module, QuantLayer)
-    ]
-    try:
-        with evaluating(model), torch.no_grad(), first_calls(model) as calls:
-            call_with(model, bind_inputs(model, example_inputs))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, evaluating(model), torch.no_grad(), first_calls(model) as calls:
+        for name, module in model.named_modules():
+            if isinstance(module, QuantLayer):
+                hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
+        call_with(model, bind_inputs(model, example_inputs))
     return calls, shapes

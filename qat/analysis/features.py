@@ -83,12 +83,6 @@ def _is_of(node: fx.Node, name: str) -> bool:
 
 
 def _scopes(nodes: list[fx.Node]) -> set[str]:
-    """The blocks in which nodes run."""
-    paths = {scope_of(node) for node in nodes}
-    return {
-        ".".join(steps[:depth])
-        for path in paths
-        if path
-        for steps in [path.split(".")]
-        for depth in range(1, len(steps) + 1)
-    }
+    """The blocks in which nodes run, and those around them."""
+    paths = {scope_of(node) for node in nodes} - {""}
+    return {".".join(steps[:end]) for steps in (path.split(".") for path in paths) for end in range(1, len(steps) + 1)}

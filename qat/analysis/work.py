@@ -84,13 +84,14 @@ def integer_work(model: nn.Module, example_inputs: Inputs) -> Work:
     ([('0', 1728, True), ('2', 128, True)], 1.0)
     """
     meter = _Meter()
-    with ExitStack() as stack:
-        stack.enter_context(warnings_ignored("a quantizer .* runs on its default range"))
-        stack.enter_context(evaluating(model))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(without_fast_path())  # the fused operators hide the layers inside
-        stack.enter_context(_watched(model, meter))
-        stack.enter_context(meter)
+    with (
+        warnings_ignored("a quantizer .* runs on its default range"),
+        evaluating(model),
+        torch.no_grad(),
+        without_fast_path(),  # the fused operators hide the layers inside
+        _watched(model, meter),
+        meter,
+    ):
         call_model(model, example_inputs)
     return Work(tuple(Place(*key[:2], macs, key[2]) for key, macs in meter.macs.items()))
 
@@ -166,9 +167,8 @@ def _watched(model: nn.Module, meter: _Meter) -> Iterator[None]:
     with ExitStack() as stack:
         for name, module in model.named_modules():
             entering = module.register_forward_pre_hook(_entering(name, meter), with_kwargs=True, prepend=True)
-            leaving = module.register_forward_hook(_leaving(meter), always_call=True)
-            stack.callback(entering.remove)
-            stack.callback(leaving.remove)
+            stack.enter_context(entering)
+            stack.enter_context(module.register_forward_hook(_leaving(meter), always_call=True))
             if isinstance(module, fx.GraphModule):
                 stack.enter_context(_replaced(module, "forward", _node_by_node(module, name, meter)))
             elif isinstance(module, QuantLayer):

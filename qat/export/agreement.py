@@ -48,40 +48,32 @@ def judge(pairs: list[Pair]) -> Verification:
     for expected, got, _ in pairs:
         if [tuple(x.shape) for x in expected] != [tuple(x.shape) for x in got]:
             raise ValueError("verify_onnx: the file's outputs have other shapes than the model's; was it made from it?")
-    outputs = [_joined(pairs, number) for number in range(len(pairs[0][0]))]
-    compared = [(ours, theirs) for ours, theirs in outputs if ours]
+    outputs = zip(*(list(zip(expected, got, strict=True)) for expected, got, _ in pairs), strict=True)
+    compared = [held for both in outputs if (held := [(a, b) for a, b in both if a.numel()])]
     if not compared:
         raise ValueError("verify_onnx: the model's outputs hold no values, so that nothing could be compared")
-    shares = [_equal_predictions(ours, theirs) for ours, theirs in compared]
-    largest = torch.stack([
-        (a.double() - b.double()).abs().max() for ours, theirs in compared for a, b in zip(ours, theirs, strict=True)
-    ])  # fmt: skip
+    largest = torch.stack([(a.double() - b.double()).abs().max() for both in compared for a, b in both])
     return Verification(
         samples=sum(len(expected[0]) if expected[0].dim() else 1 for expected, _, _ in pairs),
-        agreement=min(share.double().mean().item() for share in shares),
+        agreement=min(_equal_predictions(both).double().mean().item() for both in compared),
         torch_top1=_top1(pairs, 0),
         onnx_top1=_top1(pairs, 1),
         max_difference=largest.max().item(),
     )
 
 
-def _joined(pairs: list[Pair], number: int) -> tuple[list[Tensor], list[Tensor]]:
-    """One output of the model and of the file, from every batch where it holds a value."""
-    chosen = [(expected[number], got[number]) for expected, got, _ in pairs if expected[number].numel()]
-    return [ours for ours, _ in chosen], [theirs for _, theirs in chosen]
-
-
-def _equal_predictions(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
-    """Which predictions of one output are equal: one flat tensor for all batches."""
-    if not ours[0].is_floating_point():
-        return torch.cat([(a == b).flatten() for a, b in zip(ours, theirs, strict=True)])
-    if has_classes(ours[0]):
-        return torch.cat([same_class(a, b).flatten() for a, b in zip(ours, theirs, strict=True)])
-    a, b = (torch.cat([x.double().flatten() for x in each]) for each in (ours, theirs))
-    known = a[a.isfinite()]
+def _equal_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Which predictions of one output are equal, of the model and of the file: one flat tensor for all batches."""
+    first = both[0][0]
+    if not first.is_floating_point():
+        return torch.cat([(a == b).flatten() for a, b in both])
+    if has_classes(first):
+        return torch.cat([same_class(a, b).flatten() for a, b in both])
+    ours, theirs = (torch.cat([x.double().flatten() for x in each]) for each in zip(*both, strict=True))
+    known = ours[ours.isfinite()]
     span = known.max() - known.min() if known.numel() else 0.0
     allowed = torch.as_tensor(TOLERANCE * span).clamp(min=ROUNDING * known.abs().max() if known.numel() else 0.0)
-    return (a - b).abs() <= allowed  # false for NaN and infinities
+    return (ours - theirs).abs() <= allowed  # false for NaN and infinities
 
 
 def has_classes(output: Tensor) -> bool:

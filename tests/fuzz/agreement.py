@@ -95,10 +95,8 @@ def noise(model: nn.Module, seed: int) -> Iterator[None]:
             x.register_hook(nudged)
         return x, *args[1:]
 
-    watched = [module for module in model.modules() if isinstance(module, (Quantizer, _BatchNorm))]
-    hooks = [module.register_forward_pre_hook(before) for module in watched]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, (Quantizer, _BatchNorm)):
+                hooks.enter_context(module.register_forward_pre_hook(before))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

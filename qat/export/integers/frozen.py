@@ -58,14 +58,10 @@ class FrozenQuantizer(nn.Module):
         low, high = (bound + stored_offset(quantizer) for bound in quantizer.bounds())
         limits = torch.iinfo(zero_point.dtype)
         self.clips = (low, high) != (limits.min, limits.max)
-        self.scale: Tensor
-        self.zero_point: Tensor
-        self.low: Tensor
-        self.high: Tensor
-        self.register_buffer("scale", scale)
-        self.register_buffer("zero_point", zero_point)
-        self.register_buffer("low", torch.tensor(low, dtype=zero_point.dtype))
-        self.register_buffer("high", torch.tensor(high, dtype=zero_point.dtype))
+        self.scale = nn.Buffer(scale)
+        self.zero_point = nn.Buffer(zero_point)
+        self.low = nn.Buffer(torch.tensor(low, dtype=zero_point.dtype))
+        self.high = nn.Buffer(torch.tensor(high, dtype=zero_point.dtype))
 
     def grid(self) -> tuple[float, ...]:
         """Scale, zero point and bounds: quantizers with equal numbers have one grid."""
@@ -85,12 +81,9 @@ class FrozenParameter(nn.Module):
         super().__init__()
         self.operations = operations
         scale, zero_point = stored_qparams(quantizer)
-        self.codes: Tensor
-        self.scale: Tensor
-        self.zero_point: Tensor
-        self.register_buffer("codes", (quantizer.codes(value).detach() + stored_offset(quantizer)).to(zero_point.dtype))
-        self.register_buffer("scale", scale)
-        self.register_buffer("zero_point", zero_point)
+        self.codes = nn.Buffer((quantizer.codes(value).detach() + stored_offset(quantizer)).to(zero_point.dtype))
+        self.scale = nn.Buffer(scale)
+        self.zero_point = nn.Buffer(zero_point)
 
     def forward(self, *unused: Any) -> Tensor:
         """The values; the float parameter is not read again."""
@@ -133,17 +126,12 @@ class FrozenLayer(nn.Module):
         # A transposed convolution has its output channels on axis 1; with groups, one axis does not hold them all.
         self.in_torch_layout = isinstance(layer, TRANSPOSED) and layer.groups == 1
         codes = layer.torch_layout(integers.codes) if self.in_torch_layout else integers.codes
-        self.weight: Tensor
-        self.weight_scale: Tensor
-        self.weight_zero_point: Tensor
-        self.bias: Tensor
-        self.bias_scale: Tensor
-        self.register_buffer("weight", codes.detach().to(torch.int8).contiguous())
-        self.register_buffer("weight_scale", integers.scale.detach().float().contiguous())
+        self.weight = nn.Buffer(codes.detach().to(torch.int8).contiguous())
+        self.weight_scale = nn.Buffer(integers.scale.detach().float().contiguous())
         # Always 0, and stored anyway: ONNX Runtime fuses a linear layer only if the weight has a zero point.
-        self.register_buffer("weight_zero_point", torch.zeros(self.weight_scale.shape, dtype=torch.int8))
-        self.register_buffer("bias", integers.bias_codes.detach().to(torch.int32))
-        self.register_buffer("bias_scale", integers.accumulator_scale.detach().float().contiguous())
+        self.weight_zero_point = nn.Buffer(torch.zeros(self.weight_scale.shape, dtype=torch.int8))
+        self.bias = nn.Buffer(integers.bias_codes.detach().to(torch.int32))
+        self.bias_scale = nn.Buffer(integers.accumulator_scale.detach().float().contiguous())
 
     def forward(self, x: Tensor, *operands: Any, **options: Any) -> Tensor:
         """The float operation on dequantized operands, which runtimes fuse into an integer one.
@@ -174,14 +162,11 @@ class FrozenTable(nn.Module):
         super().__init__()
         self.operations = operations
         rows = table.codes.shape[0]
-        self.codes: Tensor
-        self.scale: Tensor
-        self.zero_point: Tensor
         container = torch.int8 if bool(table.codes.min() < 0) else torch.uint8
-        self.register_buffer("codes", table.codes.detach().to(container))
-        self.register_buffer("scale", table.scale.detach().float().reshape(-1).expand(rows).contiguous())
+        self.codes = nn.Buffer(table.codes.detach().to(container))
+        self.scale = nn.Buffer(table.scale.detach().float().reshape(-1).expand(rows).contiguous())
         zero_point = torch.as_tensor(table.zero_point).detach().to(container)
-        self.register_buffer("zero_point", zero_point.reshape(-1).expand(rows).contiguous())
+        self.zero_point = nn.Buffer(zero_point.reshape(-1).expand(rows).contiguous())
 
     def forward(self, indices: Tensor) -> Tensor:
         """The values of the rows with these indices."""
