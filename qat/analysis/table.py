@@ -101,16 +101,18 @@ def _row(name: str, module: nn.Module, remarks: dict[str, str]) -> Row:
     assert isinstance(quantizer, Quantizer)
     parts = [remarks.get(name, ""), "" if quantizer.is_calibrated else "not calibrated"]
     remark = "; ".join(part for part in parts if part)
-    count = sum(parameter.numel() for parameter in module.parameters())
-    return name, type(module).__name__, quantizer.describe(), quantizer.spec.rule, f"{count:,}", remark
+    return name, type(module).__name__, quantizer.describe(), quantizer.spec.rule, _size(module), remark
 
 
 def _float_row(name: str, model: nn.Module, reason: str, float_types: Mapping[str, str]) -> Row:
     module = _module(model, name)
     if module is None:
         return name, "-", "float", "-", "-", f"stays float: {reason}"
-    count = sum(parameter.numel() for parameter in module.parameters())
-    return name, float_types.get(name, type(module).__name__), "float", "-", f"{count:,}", f"stays float: {reason}"
+    return name, float_types.get(name, type(module).__name__), "float", "-", _size(module), f"stays float: {reason}"
+
+
+def _size(module: nn.Module) -> str:
+    return f"{sum(parameter.numel() for parameter in module.parameters()):,}"
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:

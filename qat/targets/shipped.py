@@ -9,6 +9,8 @@ from qat.spec import default_activation_spec, default_weight_spec
 from qat.targets.profile import GridLimits, Reason, TargetProfile
 
 _TORCH = "https://github.com/pytorch/pytorch/blob/main/torch/ao/quantization"
+_TRT_TABLE = f"{_TORCH}/backend_config/tensorrt.py"
+_QNNPACK_TABLE = f"{_TORCH}/backend_config/qnnpack.py"
 _ORT = "https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html"
 _TRT = "https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library/work-quantized-types.html"
 _TRT_QUANTIZE = "https://docs.nvidia.com/deeplearning/tensorrt/operators/docs/Quantize.html"
@@ -129,13 +131,11 @@ _TENSORRT = TargetProfile(
         "activation.granularities": Reason(
             "per channel is for weights, per tensor for activations", "https://github.com/NVIDIA/TensorRT/issues/2392"
         ),
-        "shared_grids": Reason(
-            "torch's table of this backend observes them with their input", f"{_TORCH}/backend_config/tensorrt.py"
-        ),
+        "shared_grids": Reason("torch's table of this backend observes them with their input", _TRT_TABLE),
         "float_operations": Reason(
             "torch's table of this backend has no INT8 entry for them; normalisation usually runs in FP32 or FP16"
             " (https://github.com/NVIDIA/TensorRT/issues/4084)",
-            f"{_TORCH}/backend_config/tensorrt.py",
+            _TRT_TABLE,
         ),
     },
 )  # fmt: skip
@@ -183,24 +183,22 @@ _QNNPACK = TargetProfile(
     quantizes_outputs=False,
     reasons={
         "weight": Reason("qint8, symmetric, -127 to 127, a scale per channel", f"{_TORCH}/qconfig.py"),
-        "weight.signed": Reason("its weights are qint8", f"{_TORCH}/backend_config/qnnpack.py"),
+        "weight.signed": Reason("its weights are qint8", _QNNPACK_TABLE),
         "weight.symmetric": _NO_FOLDING,
-        "weight.most_bits": Reason("its integers have 8 bits", f"{_TORCH}/backend_config/qnnpack.py"),
-        "weight.lowest": Reason("XNNPACK's kernels take -127 to 127", f"{_TORCH}/backend_config/qnnpack.py"),
+        "weight.most_bits": Reason("its integers have 8 bits", _QNNPACK_TABLE),
+        "weight.lowest": Reason("XNNPACK's kernels take -127 to 127", _QNNPACK_TABLE),
         "weight.granularities": Reason("per tensor or per channel", _XNNPACK),
         "activation": Reason(
             "quint8 with a zero point is torch's default of this backend; XNNPACK under ExecuTorch takes signed=True",
             f"{_TORCH}/qconfig.py",
         ),
-        "activation.most_bits": Reason("its integers have 8 bits", f"{_TORCH}/backend_config/qnnpack.py"),
+        "activation.most_bits": Reason("its integers have 8 bits", _QNNPACK_TABLE),
         "activation.granularities": Reason("its activations have one scale and zero point", _XNNPACK_QUANTIZER),
         "shared_grids": Reason(
             "torch's table of this backend observes them with their input",
             f"{_TORCH}/backend_config/_common_operator_config_utils.py",
         ),
-        "float_operations": Reason(
-            "torch's table of this backend has no quantized entry for them", f"{_TORCH}/backend_config/qnnpack.py"
-        ),
+        "float_operations": Reason("torch's table of this backend has no quantized entry for them", _QNNPACK_TABLE),
     },
 )  # fmt: skip
 

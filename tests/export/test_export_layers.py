@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
-from prepared_case import draw
+from prepared_case import activation_quantizers, draw
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
@@ -121,13 +121,9 @@ def assert_exports(
 
 def own_names(model: fx.GraphModule) -> set[str]:
     """The activation quantizers that the graph itself calls, without those of parameters."""
-    called = {
-        str(node.target)
-        for node in model.graph.nodes
-        if node.op == "call_module" and node.args and node.args[0].op != "get_attr"
-    }
-    found = {name for name, module in model.named_modules() if isinstance(module, Quantizer) and name in called}
-    return {name for name in found if model.get_submodule(name).role == "activation"}
+    nodes = [node for node in model.graph.nodes if node.op == "call_module" and node.args]
+    called = {str(node.target) for node in nodes if node.args[0].op != "get_attr"}
+    return called & set(activation_quantizers(model))
 
 
 class Convolutions(nn.Module):

@@ -16,6 +16,7 @@ from typing import Any
 import onnxruntime
 import torch
 
+from benchmarks.speed_rows import machine
 from qat.kernels.cpu import onednn
 from tests.fuzz.checking import Verdict, check, checked
 from tests.fuzz.program import Program
@@ -51,9 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(told["script"], f"# {verdict.kind}: {verdict.stage}: {verdict.detail}\n", sep="\n", flush=True)
         counted = {**dict.fromkeys(KINDS, 0), **counts}
         result |= {"cases": done, "counts": counted, "seconds": round(time.time() - begin)}
-        if options.out is not None and (done % 50 == 0 or done == options.cases):
+        if options.out is not None and done % 50 == 0:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({key: result[key] for key in ("processor", "torch", "cases", "counts", "seconds")}))
+    _finish(result, options.out)
     return int(bool(result["fails"]))
 
 
@@ -74,9 +75,14 @@ def _shared(options: argparse.Namespace) -> int:
     result["counts"] = {kind: sum(part["counts"][kind] for part in parts) for kind in KINDS}
     for kind in ("fails", "refused", "unclear"):
         result[kind] = [told for part in parts for told in part[kind]]
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({key: result[key] for key in ("processor", "torch", "cases", "counts", "seconds")}))
+    _finish(result, options.out)
     return status
+
+
+def _finish(result: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: result[key] for key in ("processor", "torch", "cases", "counts", "seconds")}))
 
 
 def _every(number: int, seed: int) -> bool:
@@ -96,18 +102,13 @@ def report(program: Program, verdict: Verdict, runtime: bool, compiled: bool, sh
 
 def surroundings() -> dict[str, Any]:
     """Versions and processor, which the numbers depend on."""
-    model = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "onnxruntime": onnxruntime.__version__,
-        "processor": model[0] if model else platform.processor(),
+        "processor": machine()["processor"],
         "exact integer products": onednn.are_exact("dense"),
     }
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
 if __name__ == "__main__":

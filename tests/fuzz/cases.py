@@ -34,13 +34,10 @@ def _in_place(modules: str, call: str) -> dict[str, Program]:
     }  # fmt: skip
 
 
+MODULES = ("nn.ReLU", "nn.ReLU6", "nn.SiLU", "nn.Hardswish", "nn.Hardtanh")
 WRITING = {
-    "nn.ReLU": ("nn.ReLU(inplace=True)", "m0({x})"),
-    "nn.ReLU6": ("nn.ReLU6(inplace=True)", "m0({x})"),
-    "nn.SiLU": ("nn.SiLU(inplace=True)", "m0({x})"),
-    "nn.Hardswish": ("nn.Hardswish(inplace=True)", "m0({x})"),
-    "nn.Hardtanh": ("nn.Hardtanh(inplace=True)", "m0({x})"),
-    "F.relu": ("", "F.relu({x}, inplace=True)"),
+    **{name: (f"{name}(inplace=True)", "m0({x})") for name in MODULES},
+    **{name: ("", f"{name}({{x}}, inplace=True)") for name in ("F.relu", "F.silu", "F.hardswish", "F.relu6")},
     "F.relu, True": ("", "F.relu({x}, True)"),
     "F.silu": ("", "F.silu({x}, inplace=True)"),
     "F.hardswish": ("", "F.hardswish({x}, inplace=True)"),

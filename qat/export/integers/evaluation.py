@@ -1,6 +1,7 @@
 """What evaluation computes: a model's graph without its training branches, and with the constant parts computed."""
 
 import copy
+from collections import Counter
 
 import torch
 from torch import Tensor, fx, nn
@@ -45,14 +46,18 @@ def call_names(model: fx.GraphModule) -> dict[fx.Node, str]:
         model: from `evaluation_graph` or `evaluation_copy`.
     """
     fixed = fixed_nodes(model.graph)
-    names: dict[fx.Node, str] = {}
-    seen: dict[str, int] = {}
-    for node in model.graph.nodes:
-        if isinstance(submodule_of(model, node), Quantizer) and node not in fixed:
-            name = str(node.target)
-            seen[name] = seen.get(name, -1) + 1
-            names[node] = f"{name}.{seen[name]}" if seen[name] else name
-    return names
+    seen: Counter[str] = Counter()
+    return {
+        node: numbered(str(node.target), seen)
+        for node in model.graph.nodes
+        if isinstance(submodule_of(model, node), Quantizer) and node not in fixed
+    }
+
+
+def numbered(name: str, seen: Counter[str]) -> str:
+    """The name, with a number from its second use on; `seen` counts the uses."""
+    seen[name] += 1
+    return name if seen[name] == 1 else f"{name}.{seen[name] - 1}"
 
 
 def _keep_evaluation(model: fx.GraphModule) -> None:

@@ -35,18 +35,13 @@ def freeze(model: nn.Module, operations: Operations) -> nn.Module:
 
 def frozen_grids(frozen: nn.Module) -> dict[str, tuple[float, ...]]:
     """The grid of every quantizer that runs in a frozen model, by its name."""
-    unused: set[str] = set()
+    running = [""]  # which every name starts with
     if isinstance(frozen, fx.GraphModule):
-        called = {str(node.target) for node in frozen.graph.nodes if node.op == "call_module"}
-        unused = {
-            name
-            for name, module in frozen.named_modules()
-            if isinstance(module, FrozenQuantizer) and not any(name == c or name.startswith(f"{c}.") for c in called)
-        }
+        running = [f"{node.target}." for node in frozen.graph.nodes if node.op == "call_module"]
     return {
         module.quantizer_name: module.grid()
         for name, module in frozen.named_modules()
-        if isinstance(module, FrozenQuantizer) and name not in unused
+        if isinstance(module, FrozenQuantizer) and f"{name}.".startswith(tuple(running))
     }
 
 
@@ -84,10 +79,7 @@ class _Freezer:
     def layer(self, layer: QuantLayer, path: str, inner: dict[str, Any]) -> FrozenLayer:
         """A layer that quantizes its own input, with that quantizer inside.
 
-        Args:
-            layer: the layer.
-            path: its name.
-            inner: weight and bias of the products of a composite layer, by name.
+        `inner`: weight and bias of the products of a composite layer, by name.
         """
         quantizer = layer.input_quantizer
         if quantizer is None:
@@ -99,9 +91,11 @@ class _Freezer:
             other = layer.other_quantizer
             assert other is not None
             inputs.append(FrozenQuantizer(other, f"{path}.other_quantizer", self.operations))
-            return FrozenLayer(layer, path, layer.integers(quantizer, other_quantizer=other), self.operations, inputs)
-        weight, bias = inner.get(path.rpartition(".")[2], (None, None))
-        return FrozenLayer(layer, path, layer.integers(quantizer, None, weight, bias), self.operations, inputs)
+            integers = layer.integers(quantizer, other_quantizer=other)
+        else:
+            weight, bias = inner.get(path.rpartition(".")[2], (None, None))
+            integers = layer.integers(quantizer, None, weight, bias)
+        return FrozenLayer(layer, path, integers, self.operations, inputs)
 
     def graph(self, model: fx.GraphModule, path: str) -> fx.GraphModule:
         """A traced model with its calls rewritten."""

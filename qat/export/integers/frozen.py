@@ -42,13 +42,7 @@ def stored_qparams(quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 
 
 class FrozenQuantizer(nn.Module):
-    """A quantizer of activations: quantize and dequantize on a fixed grid.
-
-    Args:
-        quantizer: whose grid it is.
-        name: of the call in the model.
-        operations: how to compute.
-    """
+    """A quantizer of activations: quantize and dequantize on a fixed grid; name: of the call in the model."""
 
     def __init__(self, quantizer: Quantizer, name: str, operations: Operations) -> None:
         super().__init__()

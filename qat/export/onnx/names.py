@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from qat.export.integers.evaluation import numbered
 from qat.export.onnx.operators import LAYER, QUANTIZER
 
 
@@ -31,7 +32,7 @@ def name_quantizers(proto: Any, expected: Mapping[str, tuple[float, ...]]) -> No
         following = readers.get(node.output[0], [])
         # The last integer tensor of a quantizer: QuantizeLinear, or the Clip behind it.
         last = following[0] if following and following[0].op_type == "Clip" else node
-        new = _numbered(name, seen)
+        new = numbered(name, seen)
         for reader in readers.get(last.output[0], []):
             reader.input[:] = [new if old == last.output[0] else old for old in reader.input]
         last.output[0] = new
@@ -51,7 +52,7 @@ def name_weights(proto: Any) -> None:
     for node in proto.graph.node:
         layer = _metadata(node, LAYER)
         if layer is not None:
-            node.name = _numbered(f"{layer}.weight", seen)
+            node.name = numbered(f"{layer}.weight", seen)
 
 
 def strip_traces(proto: Any) -> None:
@@ -74,9 +75,3 @@ def _strip_graph(graph: Any) -> None:
 
 def _metadata(node: Any, key: str) -> str | None:
     return next((entry.value for entry in node.metadata_props if entry.key == key), None)
-
-
-def _numbered(name: str, seen: Counter[str]) -> str:
-    """The name, with a number from its second use on."""
-    seen[name] += 1
-    return name if seen[name] == 1 else f"{name}.{seen[name] - 1}"

@@ -43,8 +43,7 @@ def needs_option() -> bool:
 def multiplies_exactly(with_option: bool) -> bool:
     """Whether extreme integers are multiplied exactly: one row, many rows, a convolution, and one in groups.
 
-    Args:
-        with_option: whether the session has `EXACT_OPTION`.
+    `with_option`: whether the session has `EXACT_OPTION`.
     """
     import onnxruntime as ort
 

@@ -25,11 +25,7 @@ quantizes its input anew in blocks of its own."""
 
 
 def rewrite_for_runtime(model: nn.Module) -> None:
-    """State grids again where ONNX Runtime loses them, and use its integer global average.
-
-    Args:
-        model: from `evaluation_copy`; its graphs are changed.
-    """
+    """State grids again where ONNX Runtime loses them, and use its integer global average, in an `evaluation_copy`."""
     for path, graph_module in list(model.named_modules()):
         if isinstance(graph_module, fx.GraphModule):
             _rewrite(graph_module, path)
