@@ -4,6 +4,7 @@ Only this file knows both graphs of a prepared model: the plain one, and the one
 """
 
 import copy
+from contextlib import ExitStack
 from typing import Any, Literal, overload
 
 import torch
@@ -45,11 +46,7 @@ def prepare(
 
 
 def prepare(
-    model: nn.Module,
-    recipe: QuantRecipe | None = None,
-    example_inputs: Inputs | None = None,
-    *,
-    dry_run: bool = False,
+    model: nn.Module, recipe: QuantRecipe | None = None, example_inputs: Inputs | None = None, *, dry_run: bool = False
 ) -> nn.Module | str:
     """A copy of the model with quantized layers and quantizers; the float model is untouched.
 
@@ -181,24 +178,14 @@ def _copy_of(model: nn.Module) -> nn.Module:
 
 def probe(model: nn.Module, examples: Examples) -> None:
     """Run the model once in evaluation, and check that every activation quantizer sees a tensor."""
-    silent = {name for name, module in model.named_modules() if isinstance(module, Quantizer)}
-    hooks = [
-        module.register_forward_hook(lambda *_, name=name: silent.discard(name))
-        for name, module in model.named_modules()
-        if name in silent
-    ]
-    quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
-    known = [quantizer.is_calibrated for quantizer in quantizers]
-    try:
-        for quantizer in quantizers:
-            quantizer.is_calibrated = True  # suppresses the warning that it is used uncalibrated
+    quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
+    silent = {name for name in quantizers if not name.endswith("weight_quantizer")}
+    with ExitStack() as undo:
+        for name, quantizer in quantizers.items():
+            undo.enter_context(quantizer.register_forward_hook(lambda *_, name=name: silent.discard(name)))
+            undo.callback(setattr, quantizer, "_is_calibrated", quantizer._is_calibrated)
+            quantizer._is_calibrated = True  # suppresses the warning that it is used uncalibrated
         with evaluating(model), torch.no_grad(), restoring_state(model):
             call_with(model, examples)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for quantizer, flag in zip(quantizers, known, strict=True):
-            quantizer.is_calibrated = flag
-    silent = {name for name in silent if not name.endswith("weight_quantizer")}
     if silent:
         raise ValueError(f"prepare: these quantizers never run: {', '.join(sorted(silent))}")

@@ -14,7 +14,7 @@ from qat.recipe import AnyRecipe
 from qat.torch_internals import has_forward_hooks
 from qat.tracing.attention import LAYER_NAME
 from qat.tracing.constants import constant_nodes, constant_values
-from qat.tracing.nodes import free_name, scope_of
+from qat.tracing.nodes import free_name, given_by_name, scope_of
 
 CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 ARGUMENTS: dict[Any, tuple[str, ...]] = {
@@ -66,7 +66,7 @@ def find_functional_layers(graph_module: fx.GraphModule, root: nn.Module) -> lis
     for node in graph_module.graph.nodes:
         if node.op != "call_function" or node.target not in ARGUMENTS:
             continue
-        given = {**dict(zip(ARGUMENTS[node.target], node.args, strict=False)), **node.kwargs}
+        given = given_by_name(node, ARGUMENTS[node.target])
         if given["weight"] in constant and given["input"] not in constant:
             name, layer = _reader(node, given, root)
             if layer is None:
@@ -103,7 +103,7 @@ def quantize_functional_layers(
         left.pop(layer.name, None)
         for owner in _owners(layer.given["weight"]):  # its own forward may never run, but its weight is quantized here
             left.pop(owner, None)
-        present = _present(graph_module, layer.name)
+        present = dict(graph_module.named_modules(remove_duplicate=False)).get(layer.name)
         if isinstance(present, QuantLayer):  # called before: one layer, one weight quantizer
             _replace(layer, graph_module)
             continue
@@ -115,10 +115,7 @@ def quantize_functional_layers(
                 twin = _function(layer, values[layer.given["weight"]], layer_recipe.weight)
         except ValueError as error:
             raise ValueError(f"prepare: {recipe.full_name(layer.name)} (weight): {error}") from error
-        if present is None:
-            graph_module.add_submodule(layer.name, twin)
-        else:
-            graph_module.set_submodule(layer.name, twin)
+        graph_module.add_submodule(layer.name, twin)
         _replace(layer, graph_module)
 
 
@@ -133,7 +130,7 @@ def _function(layer: FunctionalLayer, weight: Tensor, spec: Any) -> QuantFunctio
 
 def _replace(layer: FunctionalLayer, graph_module: fx.GraphModule) -> None:
     # Its arguments may be functional layers that were replaced since.
-    given = {**dict(zip(ARGUMENTS[layer.node.target], layer.node.args, strict=False)), **layer.node.kwargs}
+    given = given_by_name(layer.node, ARGUMENTS[layer.node.target])
     bias = given.get("bias")
     own = isinstance(bias, fx.Node) and bias.op == "get_attr" and bias.target == f"{layer.name}.bias"
     with graph_module.graph.inserting_before(layer.node):
@@ -181,10 +178,3 @@ def _unused(name: str, graph_module: fx.GraphModule, taken: set[str]) -> str:
 def _is_single(layer: nn.Module) -> bool:
     """Whether a layer has a twin with one weight: then the recipe speaks of it by the layer's name."""
     return float_type_of(layer) is not None and not is_composite(layer)
-
-
-def _present(graph_module: fx.GraphModule, name: str) -> nn.Module | None:
-    try:
-        return graph_module.get_submodule(name)
-    except AttributeError:
-        return None

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from qat.targets.profile import Operation
 from qat.tracing.in_place import written_by
-from qat.tracing.nodes import FACTS, WRITTEN_LATER, is_call
+from qat.tracing.nodes import FACTS, WRITTEN_LATER, given_by_name, is_call
 
 PASSING_MODULES = (
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
@@ -43,8 +43,7 @@ PRODUCTS: Calls = (
 
 FLOAT_PRODUCTS = {
     torch.addmm, torch.addbmm, torch.baddbmm, torch.tensordot, torch.mv, torch.dot, F.bilinear, F.conv1d, F.conv2d,
-    F.conv3d,
-    F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear, F.embedding, F.embedding_bag,
+    F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear, F.embedding, F.embedding_bag,
 }  # fmt: skip
 """Products that stay in float as functions; F.linear and F.conv only if their weight is not a parameter."""
 
@@ -124,17 +123,14 @@ def passes_grid(node: fx.Node, graph_module: fx.GraphModule) -> bool:
         if several or isinstance(index, (int, str)):
             # One of several results. They share a grid only after a split; otherwise they are different tensors. An
             # index into a tensor counts too: the q, k and v of one projection get a grid each.
-            return isinstance(source, fx.Node) and _splits(source, graph_module)
+            splits = ((), SPLITTING_FUNCTIONS, SPLITTING_METHODS)
+            return isinstance(source, fx.Node) and is_call(source, *splits, graph_module)
     return is_call(node, PASSING_MODULES, PASSING_FUNCTIONS, PASSING_METHODS, graph_module)
-
-
-def _splits(node: fx.Node, graph_module: fx.GraphModule) -> bool:
-    return is_call(node, (), SPLITTING_FUNCTIONS, SPLITTING_METHODS, graph_module)
 
 
 def _pads_with_zero(node: fx.Node) -> bool:
     """Whether F.pad(x, pad, mode, value) adds only values on the grid: zeros, or copies of the input's values."""
-    arguments = {**dict(zip(("input", "pad", "mode", "value"), node.args, strict=False)), **node.kwargs}
+    arguments = given_by_name(node, ("input", "pad", "mode", "value"))
     return bool(arguments.get("mode", "constant") != "constant" or arguments.get("value") in (None, 0, 0.0))
 
 

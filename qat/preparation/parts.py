@@ -1,6 +1,8 @@
 """Prepares models that torch.fx cannot trace as a whole: their largest traceable submodules, then single layers."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +26,7 @@ Calls = Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def prepare_parts(
-    root: nn.Module,
-    recipe: QuantRecipe,
-    examples: dict[str, Any] | None,
-    reason: str,
-    graph_class: type[PreparedGraph],
+    root: nn.Module, recipe: QuantRecipe, examples: dict[str, Any] | None, reason: str, graph_class: type[PreparedGraph]
 ) -> nn.Module:
     """Quantize the largest submodules that can be traced, and other layers one by one, in place.
 
@@ -76,21 +74,15 @@ def record_calls(model: nn.Module, examples: dict[str, Any]) -> Calls:
     """The arguments of every submodule's first call, in a run on the example inputs in evaluation."""
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
-    def note(name: str, args: Any, kwargs: Any) -> None:
+    def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if name not in calls:
             calls[name] = copied((args, kwargs))
 
-    hooks = [
-        module.register_forward_pre_hook(lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True)
-        for name, module in model.named_modules()
-        if name and not isinstance(module, torch.jit.ScriptModule)  # these take no hooks
-    ]
-    try:
-        with evaluating(model), torch.no_grad(), restoring_state(model):
-            call_with(model, examples)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, evaluating(model), torch.no_grad(), restoring_state(model):
+        for name, module in model.named_modules():
+            if name and not isinstance(module, torch.jit.ScriptModule):  # these take no hooks
+                hooks.enter_context(module.register_forward_pre_hook(partial(note, name), with_kwargs=True))
+        call_with(model, examples)
     return calls
 
 

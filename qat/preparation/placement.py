@@ -14,15 +14,7 @@ from torch import fx, nn
 from qat.layers import QuantFunction, QuantLayer
 from qat.layers.function import CONVOLUTIONS
 from qat.preparation.functional_weights import RECIPE_NAME
-from qat.preparation.operations import (
-    AVERAGING,
-    JOINING,
-    NONLINEAR,
-    is_product,
-    is_relu,
-    operation_of,
-    passes_grid,
-)
+from qat.preparation.operations import AVERAGING, JOINING, NONLINEAR, is_product, is_relu, operation_of, passes_grid
 from qat.quantizer import Quantizer, create_quantizer
 from qat.recipe import AnyRecipe
 from qat.spec import QuantSpec
@@ -30,7 +22,7 @@ from qat.torch_internals import AnyConvolution
 from qat.tracing.constants import constant_nodes
 from qat.tracing.in_place import Memory, written_by
 from qat.tracing.inputs import model_device
-from qat.tracing.nodes import free_name, scope_of, submodule_of, tensor_nodes
+from qat.tracing.nodes import free_name, join_groups, scope_of, submodule_of, tensor_nodes
 
 
 class Placement:
@@ -162,11 +154,7 @@ def shared_grids(wanted: Mapping[fx.Node, list[QuantSpec]], placement: Placement
         around = [_producer(operand, placement.graph_module) for operand in node.all_input_nodes]
         tied = [end for end in (*around, _end_of_chain(node, placement.graph_module)) if end in wanted]
         for other in tied[1:]:
-            first, second = group_of[tied[0]], group_of[other]
-            if first is not second:
-                first.extend(second)
-                for member in second:
-                    group_of[member] = first
+            join_groups(group_of, tied[0], other)
     groups = {id(group): sorted(group, key=placement.order.__getitem__) for group in group_of.values()}
     return list(groups.values())
 
@@ -202,9 +190,8 @@ def readings(node: fx.Node, graph_module: fx.GraphModule) -> Iterator[tuple[fx.N
 
 def grid_of(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node | None:
     """The node of the quantizer on whose grid a tensor lies, or None."""
-    while passes_grid(node, graph_module) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node if isinstance(submodule_of(graph_module, node), Quantizer) else None
+    producer = _producer(node, graph_module)
+    return producer if isinstance(submodule_of(graph_module, producer), Quantizer) else None
 
 
 def _insert_quantizer(node: fx.Node, spec: QuantSpec, placement: Placement) -> str:
@@ -241,9 +228,7 @@ def _producer_name(node: fx.Node, graph_module: fx.GraphModule) -> str:
     anchor = node
     while is_relu(anchor, graph_module) and anchor.all_input_nodes[0].op != "placeholder":
         anchor = anchor.all_input_nodes[0]
-    if anchor.op == "call_module":
-        return str(anchor.target)
-    if anchor.op == "get_attr":
+    if anchor.op in ("call_module", "get_attr"):
         return str(anchor.target)
     if anchor.op == "placeholder":
         alone = sum(other.op == "placeholder" for other in anchor.graph.nodes) == 1

@@ -1,7 +1,7 @@
 """`self_check`: compares the training step on codes with the plain step, for every traced part of a model."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -45,13 +45,11 @@ def first_calls(model: nn.Module) -> Iterator[dict[PreparedGraph, Any]]:
     def note(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.setdefault(called, (args, kwargs))
 
-    graphs = [module for module in model.modules() if isinstance(module, PreparedGraph)]
-    hooks = [graph.register_forward_pre_hook(note, with_kwargs=True) for graph in graphs]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, PreparedGraph):
+                hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
         yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def prove(model: nn.Module, calls: dict[PreparedGraph, Any]) -> dict[str, Verdict]:

@@ -80,15 +80,11 @@ def projections(module: nn.MultiheadAttention) -> list[tuple[Any, Any]]:
     """Weight and bias of the query's, the key's and the value's projection."""
     size = module.embed_dim
     spans = [slice(size * part, size * (part + 1)) for part in range(3)]
-    biases: list[Any] = [None] * 3
-    if module.in_proj_bias is not None:
-        whole_bias = module.in_proj_bias
-        biases = [whole_bias[span] for span in spans]
-    if module.in_proj_weight is not None:
-        whole = module.in_proj_weight
-        weights = [whole[span] for span in spans]
-    else:
-        weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+    bias = module.in_proj_bias
+    biases = [None] * 3 if bias is None else [bias[span] for span in spans]
+    weight = module.in_proj_weight
+    separate = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+    weights = separate if weight is None else [weight[span] for span in spans]
     return list(zip(weights, biases, strict=True))
 
 

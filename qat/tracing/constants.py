@@ -1,5 +1,6 @@
 """The constants of a graph, which it computes from parameters alone: slices of weights, biases with a part zeroed."""
 
+import operator
 from typing import Any
 
 import torch
@@ -23,21 +24,11 @@ def constant_nodes(graph: fx.Graph) -> set[fx.Node]:
 def constant_values(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
     """The present values of the `constant_nodes`."""
     constant = constant_nodes(graph_module.graph)
-    values: dict[fx.Node, Any] = {}
+    interpreter = fx.Interpreter(graph_module, garbage_collect_values=False)
     for node in graph_module.graph.nodes:
-        if node not in constant:
-            continue
-        if node.op == "get_attr":
-            values[node] = attribute(graph_module, str(node.target))
-            continue
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: values[argument])
-        if node.op == "call_module":
-            values[node] = graph_module.get_submodule(str(node.target))()
-        elif node.op == "call_method":
-            values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            values[node] = node.target(*args, **kwargs)
-    return values
+        if node in constant:
+            interpreter.env[node] = interpreter.run_node(node)
+    return interpreter.env
 
 
 def fixed_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -52,7 +43,4 @@ def fixed_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 def attribute(module: nn.Module, path: str) -> Any:
     """The attribute of a module at a path such as `layer1.0.weight`."""
-    found: Any = module
-    for step in path.split("."):
-        found = getattr(found, step)
-    return found
+    return operator.attrgetter(path)(module)

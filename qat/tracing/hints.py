@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.fx.proxy import Attribute, TraceError
 
+from qat.evaluating import evaluating
 from qat.torch_internals import pytree, trace_in_this_thread_only
 from qat.tracing.constants import attribute
 from qat.tracing.guards import expect_default, expect_same
@@ -171,8 +172,7 @@ class HintTracer(fx.Tracer):
 
     def answer(self, graph: fx.Graph) -> Any:
         """The traced graph's output for the example inputs."""
-        end = next(node for node in graph.nodes if node.op == "output")
-        return fx.node.map_arg(end.args[0], self._known)
+        return fx.node.map_arg(graph.output_node().args[0], self._known)
 
     def replay(self, graph: fx.Graph) -> Any:
         """The graph's output when every node runs again."""
@@ -211,9 +211,5 @@ class HintTracer(fx.Tracer):
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         module = self.root.get_submodule(str(node.target))
-        flags = [(part, part.training) for part in module.modules()]
-        try:
-            return module.eval()(*args, **kwargs)
-        finally:
-            for part, flag in flags:
-                part.training = flag
+        with evaluating(module):
+            return module(*args, **kwargs)

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from qat.layers import QuantLayer
 from qat.quantizer.estimator import estimator_of
-from qat.tracing.nodes import WRITTEN_LATER, submodule_of
+from qat.tracing.nodes import WRITTEN_LATER, join_groups, submodule_of
 
 AUGMENTED = {f"i{name}" for name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
@@ -41,12 +41,7 @@ OWN_MEMORY = {
 
 
 def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
-    """The tensor that a node writes into; None if it changes none of its inputs.
-
-    Args:
-        node: a node of a graph.
-        model: the model whose submodules the graph calls.
-    """
+    """The tensor that a node writes into; None if it changes none of its inputs."""
     target = node.kwargs.get("out")
     if target is None and _writes_into_first(node, model):
         target = node.args[0] if node.args else node.kwargs.get("input")
@@ -109,18 +104,11 @@ class Memory:
         targets = {node: written_by(node, model) for node in self.order}
         for node, target in targets.items():
             if target is not None:
-                self._join(node, target)
+                join_groups(self._home, node, target)
             elif not has_own_memory(node, model):
                 for source in node.all_input_nodes:
-                    self._join(node, source)
+                    join_groups(self._home, node, source)
         self._writers = {node for node, target in targets.items() if target is not None}
-
-    def _join(self, node: fx.Node, other: fx.Node) -> None:
-        mine, theirs = self._home[node], self._home[other]
-        if mine is not theirs:
-            mine.extend(theirs)
-            for member in theirs:
-                self._home[member] = mine
 
     def writers(self, node: fx.Node) -> list[fx.Node]:
         """The nodes that write into the memory of a tensor."""
@@ -142,12 +130,10 @@ class Memory:
     def is_unseen(self, writer: fx.Node) -> bool:
         """Whether no node sees a write: no other name of the memory is read later, or visible outside the graph."""
         now = self.order[writer]
-        for member in self._home[writer]:
-            if member.op in ("placeholder", "get_attr"):
-                return False
-            if self.order[member] < now < self._last_read[member]:
-                return False
-        return True
+        return not any(
+            member.op in ("placeholder", "get_attr") or self.order[member] < now < self._last_read[member]
+            for member in self._home[writer]
+        )
 
     def can_wait(self, source: fx.Node, steps: tuple[fx.Node, ...]) -> bool:
         """Whether steps that start from a tensor may be computed later, from the tensor's later values.

@@ -1,5 +1,7 @@
 """The nodes of a traced graph: facts about them, their notes, and free names for new ones."""
 
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,9 @@ class Facts:
         return cls(value.dim(), floating and (value.is_meta or bool(value.isfinite().all())))
 
 
+PLAIN_RESULTS = ("size", "dim", "numel", "item", "shape", "ndim", "dtype", "device")
+"""Methods and attributes of a tensor that are none themselves."""
+
 Notes = list[tuple[str, str, dict[str, Any]]]
 """For every node that computes something: its target, its scope, and its entries of meta under our own keys."""
 
@@ -66,6 +71,19 @@ def submodule_of(graph_module: nn.Module, node: fx.Node) -> nn.Module | None:
     return graph_module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
+def given_by_name(node: fx.Node, names: Iterable[str]) -> dict[str, Any]:
+    """The arguments that a call gives, by the names of its positional ones."""
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def join_groups(group_of: dict[fx.Node, list[fx.Node]], node: fx.Node, other: fx.Node) -> None:
+    """Make one group of the groups of two nodes."""
+    mine, theirs = group_of[node], group_of[other]
+    if mine is not theirs:
+        mine.extend(theirs)
+        group_of.update(dict.fromkeys(theirs, mine))
+
+
 def is_call(node: fx.Node, modules: tuple[type[nn.Module], ...], functions: set[Any], methods: set[str],
             graph_module: fx.GraphModule) -> bool:  # fmt: skip
     """Whether a node calls one of these modules (exact types), functions or tensor methods."""
@@ -82,21 +100,17 @@ def tensor_nodes(graph: fx.Graph) -> set[fx.Node]:
     Without example inputs the graph does not tell them apart: then indices and masks count as tensors too.
     """
     held: set[fx.Node] = set()
-    plain_results = {"size", "dim", "numel", "item"}
     for node in graph.nodes:
         if FACTS in node.meta:
             facts = node.meta[FACTS]
-            if facts is not None and facts.quantizable:
-                held.add(node)
-        elif node.op in ("placeholder", "get_attr", "call_module"):
+            is_tensor = facts is not None and facts.quantizable
+        elif node.op in ("call_method", "call_function"):
+            asked = node.args[1] if node.target is getattr else node.target
+            is_tensor = asked not in PLAIN_RESULTS and not held.isdisjoint(node.all_input_nodes)
+        else:
+            is_tensor = node.op != "output"
+        if is_tensor:
             held.add(node)
-        elif node.op == "call_method":
-            if node.target not in plain_results and any(argument in held for argument in node.all_input_nodes):
-                held.add(node)
-        elif node.op == "call_function":
-            asks_shape = node.target is getattr and node.args[1] in ("shape", "ndim", "dtype", "device")
-            if not asks_shape and any(argument in held for argument in node.all_input_nodes):
-                held.add(node)
     return held
 
 
@@ -116,9 +130,8 @@ def free_name(graph_module: nn.Module, wanted: str) -> str:
 
 
 def _has(module: nn.Module, path: str) -> bool:
-    found: Any = module
-    for step in path.split("."):
-        if not hasattr(found, step):
-            return False
-        found = getattr(found, step)
+    try:
+        operator.attrgetter(path)(module)
+    except AttributeError:
+        return False
     return True

@@ -42,13 +42,11 @@ def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UntraceableError(f"{name} is a torch.jit.ScriptModule, into which a graph cannot look")
+        shown = name or type(model).__name__
         if type(module).train is not nn.Module.train:
-            raise UntraceableError(f"{name or type(model).__name__} overrides train(), which a graph does not keep")
-        hooked = has_backward_hooks(module)
-        if hooked and any(True for _ in module.children()):
-            raise UntraceableError(
-                f"{name or type(model).__name__} carries backward hooks, which a graph does not keep"
-            )
+            raise UntraceableError(f"{shown} overrides train(), which a graph does not keep")
+        if has_backward_hooks(module) and any(True for _ in module.children()):
+            raise UntraceableError(f"{shown} carries backward hooks, which a graph does not keep")
 
 
 def graph_of(model: nn.Module, examples: Examples | None) -> tuple[fx.Graph, dict[str, str]]:
@@ -101,13 +99,9 @@ def _traced(model: nn.Module, tracer: QuantTracer) -> tuple[fx.Graph, bool]:
     Raises:
         UntraceableError: if forward changes an attribute and no example inputs tell whether it matters.
     """
-
-    def is_paused() -> bool:
-        return tracer.is_paused
-
     with (
-        seeded(0), torch_takes_proxies(), gradients_refused(is_paused), NoDraws(is_paused),
-        restoring_state(model) as changes,
+        seeded(0), torch_takes_proxies(), gradients_refused(lambda: tracer.is_paused),
+        NoDraws(lambda: tracer.is_paused), restoring_state(model) as changes,
     ):  # fmt: skip
         before = python_state()
         graph = tracer.trace(model)

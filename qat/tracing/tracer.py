@@ -1,5 +1,6 @@
 """`QuantTracer`: torch.fx tracing of a float model for preparation."""
 
+import functools
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -53,18 +54,15 @@ class QuantTracer(HintTracer):
         """torch's own modules except attention, modules with a twin, and those that are kept whole."""
         if type(m) in (*TRANSFORMERS, nn.MultiheadAttention):
             return False
-        return (
-            type(m).__name__ in KEPT_WHOLE
-            or float_type_of(m) is not None
-            or super().is_leaf_module(m, module_qualified_name)
-        )
+        known = type(m).__name__ in KEPT_WHOLE or float_type_of(m) is not None
+        return known or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace into attention; run the module itself while tracing is paused."""
         if self.is_paused:
             return forward(*args, **kwargs)
         if type(m) is nn.MultiheadAttention:
-            return super().call_module(m, lambda *a, **k: multi_head_attention(m, *a, **k), args, kwargs)
+            forward = functools.partial(multi_head_attention, m)
         return super().call_module(m, forward, args, kwargs)
 
     def create_proxy(

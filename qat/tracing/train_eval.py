@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.evaluating import evaluating
-from qat.torch_internals import GRAPH_CONSTANT, AnyBatchNorm, buffers_of, children_of, unsaved_buffers_of
+from qat.torch_internals import GRAPH_CONSTANT, AnyBatchNorm, buffers_of, unsaved_buffers_of
 from qat.tracing.in_place import written_by
 from qat.tracing.inputs import Examples
-from qat.tracing.nodes import free_name, scope_of, submodule_of
+from qat.tracing.nodes import free_name, given_by_name, scope_of, submodule_of
 from qat.tracing.recording import check_modules, graph_of
 from qat.tracing.side_effects import UntraceableError
 
@@ -55,8 +55,10 @@ def trace(model: nn.Module, examples: Examples | None, graph_class: type[Graph])
     for name, module in model.named_modules():  # torch 2.11 makes all buffers persistent
         if unsaved := unsaved_buffers_of(module):
             unsaved_buffers_of(graph_module.get_submodule(name)).update(unsaved)
-    for name in [name for name in buffers_of(graph_module) if name.startswith(GRAPH_CONSTANT)]:
-        unsaved_buffers_of(graph_module).add(name)  # not part of the state: forward created it
+    # Constants are not part of the state: forward created them.
+    unsaved_buffers_of(graph_module).update(
+        name for name in buffers_of(graph_module) if name.startswith(GRAPH_CONSTANT)
+    )
     _dropouts_become_modules(graph_module, counterparts)
     _outputs_by_mode(graph_module, in_evaluation, counterparts)
     graph_module.recompile()
@@ -67,20 +69,13 @@ def _keep_state(model: nn.Module, graph_module: fx.GraphModule) -> None:
     """Add the parameters and buffers that no node reads, so that float checkpoints have no unexpected key."""
     present = dict(graph_module.named_parameters(remove_duplicate=False))
     present |= dict(graph_module.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
-    for name, tensor in [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]:
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         if name in present:
             continue
-        owner: nn.Module = graph_module
-        source: nn.Module = model
-        *path, last = name.split(".")
-        for step in path:
-            source = source.get_submodule(step)
-            if step not in children_of(owner):
-                owner.add_module(step, nn.Module())
-            owner = owner.get_submodule(step)
+        path, _, last = name.rpartition(".")
+        if path not in dict(graph_module.named_modules(remove_duplicate=False)):
+            graph_module.add_submodule(path, nn.Module())
+        owner, source = graph_module.get_submodule(path), model.get_submodule(path)
         if isinstance(tensor, nn.Parameter):
             owner.register_parameter(last, tensor)
         else:
@@ -97,7 +92,7 @@ def _merge(model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> dict[f
     for node in training.nodes:
         same.setdefault(_what(node, {}, model), []).append(node)
     counterparts: dict[fx.Node, fx.Node] = {}
-    end = next(node for node in training.nodes if node.op == "output")
+    end = training.output_node()
     for node in evaluation.nodes:
         if node.op == "output":
             continue
@@ -158,15 +153,12 @@ def _without_mode(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _dropouts_become_modules(graph_module: fx.GraphModule, counterparts: dict[fx.Node, fx.Node]) -> None:
     """Replace F.dropout(x, p, training=self.training), traced in one mode, by nn.Dropout(p), which follows the mode."""
-
-    def arguments(node: fx.Node) -> dict[str, Any]:
-        return {**dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)), **node.kwargs}
-
-    here = {node: node for node in graph_module.graph.nodes}
+    names = ("input", "p", "training", "inplace")
+    here = set(graph_module.graph.nodes)
     for other, node in list(counterparts.items()):
         if node.target is not F.dropout or node not in here:
             continue
-        given, in_evaluation = arguments(node), arguments(other)
+        given, in_evaluation = given_by_name(node, names), given_by_name(other, names)
         if given.get("training", True) != in_evaluation.get("training", True):
             name = free_name(graph_module, f"{scope_of(node)}.dropout".lstrip("."))
             graph_module.add_submodule(name, nn.Dropout(given.get("p", 0.5), given.get("inplace", False)))
@@ -180,9 +172,8 @@ def _dropouts_become_modules(graph_module: fx.GraphModule, counterparts: dict[fx
 
 
 def _outputs_by_mode(graph_module: fx.GraphModule, evaluation: fx.Graph, counterparts: dict[fx.Node, fx.Node]) -> None:
-    end = next(node for node in graph_module.graph.nodes if node.op == "output")
-    last = next(node for node in evaluation.nodes if node.op == "output")
-    in_evaluation = fx.node.map_arg(last.args[0], lambda node: counterparts[node])
+    end = graph_module.graph.output_node()
+    in_evaluation = fx.node.map_arg(evaluation.output_node().args[0], lambda node: counterparts[node])
     if repr(in_evaluation) != repr(end.args[0]):
         name = free_name(graph_module, "outputs_by_mode")
         graph_module.add_submodule(name, ByMode())
@@ -194,7 +185,7 @@ def evaluation_only(graph_module: fx.GraphModule) -> None:
     """Leave only what evaluation computes, in place; export needs no more."""
     for node in list(graph_module.graph.nodes):
         if isinstance(submodule_of(graph_module, node), ByMode):
-            end = next(other for other in node.users)
-            assert end.op == "output" and len(node.users) == 1
+            end = graph_module.graph.output_node()
+            assert list(node.users) == [end]
             end.args = (node.args[1],)
             graph_module.graph.erase_node(node)

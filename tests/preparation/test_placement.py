@@ -6,15 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import (
-    Net,
-    Plain,
-    activation_quantizers,
-    assert_close_to_float,
-    assert_computes_as,
-    calls,
-    draw,
-)
+from prepared_case import Net, Plain, activation_quantizers, assert_close_to_float, assert_computes_as, calls, draw
 from torch import Tensor, nn
 from torchvision.ops import SqueezeExcitation
 
