@@ -1,11 +1,9 @@
 """Subclasses of a rule: they train on codes while they compute what the rule computes."""
 
-import copy
-
 import pytest
 import torch
 from cases_fused import Block, assert_same, images, prepared
-from torch import Tensor
+from torch import Tensor, nn
 
 from qat.fused.plan import CodesPlan
 from qat.kernels.cpu import compiler
@@ -41,13 +39,18 @@ class Mixed(_Halving, LSQQuantizer):  # type: ignore[misc]
     """Takes from a mixin what computes something else."""
 
 
-def counts(kind: type[LSQQuantizer]) -> tuple[int, int, bool]:
-    """Quantizers and layers on codes where all quantizers are of a class; whether their outputs own their memory."""
-    torch.manual_seed(0)
-    model = copy.deepcopy(prepared(Block(), images()))
+def of_kind(kind: type[LSQQuantizer]) -> nn.Module:
+    """A model whose quantizers are all of a class."""
+    model = prepared(Block(), images())
     for module in model.modules():
         if type(module) is LSQQuantizer:
             module.__class__ = kind
+    return model
+
+
+def counts(kind: type[LSQQuantizer]) -> tuple[int, int, bool]:
+    """Quantizers and layers on codes where all quantizers are of a class; whether their outputs own their memory."""
+    model = of_kind(kind)
     plan = CodesPlan(model)
     nodes = [node for node in plan.nodes if isinstance(submodule_of(model, node), kind)]
     return len(plan.quantizers), len(plan.readers), bool(nodes) and all(has_own_memory(node, model) for node in nodes)
@@ -64,14 +67,8 @@ def test_a_subclass_that_computes_something_else_loses_it(kind: type[LSQQuantize
 
 
 def test_it_trains_as_its_plain_graph_does() -> None:
-    torch.manual_seed(0)
-    x = images()
     for kind in (Named, Coarser):
-        model = prepared(Block(), x)
-        for module in model.modules():
-            if type(module) is LSQQuantizer:
-                module.__class__ = kind
-        assert_same(model, x)
+        assert_same(of_kind(kind), images())
 
 
 def test_a_subclass_may_declare_an_estimator_itself() -> None:

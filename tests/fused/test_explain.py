@@ -3,11 +3,15 @@
 import dataclasses
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases_fused import Block, images, prepared
+from prepared_case import Plain
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,6 +30,7 @@ pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compile
 
 SHOWN = "trains on codes, which a step of both kinds has shown to be the same"
 PLAINLY = "operation by operation"
+STEPS_BACK = f"the model trains {PLAINLY}: "
 
 
 def block() -> nn.Module:
@@ -81,60 +86,47 @@ def test_it_leaves_the_model_as_it_was() -> None:
 
 def test_a_model_that_is_not_calibrated() -> None:
     model = qat.prepare(Block(), example_inputs=images())
-    assert whole(model) == "the model trains operation by operation: it is not calibrated"
+    assert whole(model) == f"{STEPS_BACK}it is not calibrated"
     assert row(model, "input_quantizer") == (PLAINLY, "it is not calibrated")
     assert row(model, "conv1") == (PLAINLY, "its operand comes from input_quantizer: it is not calibrated")
 
 
-def test_switched_off() -> None:
+SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "plain_formulas is on": plain_formulas,
+    "something other than autograd looks at every operation": lambda: FlopCounterMode(display=False),
+    "a hook on all modules is registered, which waits for each to be called": (
+        lambda: nn.modules.module.register_module_forward_hook(lambda *_: None)
+    ),
+    "autocast is on, and the kernels on the CPU compute in float32": (
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    ),
+    "there is no C library (the log says why)": lambda: mock.patch.object(compiler, "library", lambda: None),
+}
+
+
+@pytest.mark.parametrize("reason", SURROUNDINGS)
+def test_what_surrounds_a_model(reason: str) -> None:
     model = block()
+    with SURROUNDINGS[reason]():
+        assert whole(model) == STEPS_BACK + reason
+
+
+def test_a_row_says_what_is_switched_off() -> None:
     with plain_formulas():
-        assert whole(model) == "the model trains operation by operation: plain_formulas is on"
-        assert row(model, "conv1") == (PLAINLY, "plain_formulas is on")
-    with FlopCounterMode(display=False):
-        assert whole(model) == (
-            "the model trains operation by operation: something other than autograd looks at every operation"
-        )
+        assert row(block(), "conv1") == (PLAINLY, "plain_formulas is on")
 
 
-def test_a_global_hook() -> None:
-    model = block()
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    try:
-        assert whole(model) == (
-            "the model trains operation by operation:"
-            " a hook on all modules is registered, which waits for each to be called"
-        )
-    finally:
-        handle.remove()
-
-
-def test_autocast_and_dtypes() -> None:
-    model = block()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert whole(model) == (
-            "the model trains operation by operation: autocast is on, and the kernels on the CPU compute in float32"
-        )
+def test_other_dtypes() -> None:
     wide = block().double()
-    assert (
-        whole(wide, images().double()) == "the model trains operation by operation: its input is torch.float64 on cpu"
-    )
+    assert whole(wide, images().double()) == f"{STEPS_BACK}its input is torch.float64 on cpu"
     assert row(wide, "conv1")[1] == "its weight is torch.float64 on cpu, or of a subclass of torch.Tensor"
     assert row(wide, "input_quantizer")[1] == (
         "its scale or zero point is no contiguous float32 tensor of the device that kernels run on"
     )
 
 
-def test_no_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = block()
-    monkeypatch.setattr(compiler, "library", lambda: None)
-    assert whole(model) == "the model trains operation by operation: there is no C library (the log says why)"
-
-
 def test_no_memory() -> None:
-    assert whole(block().to("meta")) == (
-        "the model trains operation by operation: it has no memory to compute in (device meta)"
-    )
+    assert whole(block().to("meta")) == f"{STEPS_BACK}it has no memory to compute in (device meta)"
 
 
 def test_what_a_self_check_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +142,10 @@ def test_what_a_self_check_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found(Verdict(("conv2",), "the result of conv2 differs by up to 1"))
     assert whole(model) == "the model trains on codes but for conv2: the result of conv2 differs by up to 1"
     assert row(model, "conv2") == (PLAINLY, "its self-check found a difference")
-    found(Verdict(None, "its fused step raises ValueError: no"))
-    assert whole(model) == "the model trains operation by operation: its fused step raises ValueError: no"
-    assert row(model, "conv1") == (PLAINLY, "its fused step raises ValueError: no")
+    reason = "its fused step raises ValueError: no"
+    found(Verdict(None, reason))
+    assert whole(model) == STEPS_BACK + reason
+    assert row(model, "conv1") == (PLAINLY, reason)
 
 
 def test_before_a_self_check_and_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,15 +167,11 @@ def test_by_formula() -> None:
 def test_a_copy_of_qat_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     model = block()
     monkeypatch.setattr(FusedGraph, "_explain", PreparedGraph._explain)
-    assert whole(model) == "the model trains operation by operation: this copy of qat has no qat.fused"
+    assert whole(model) == f"{STEPS_BACK}this copy of qat has no qat.fused"
     assert row(model, "conv1") == (PLAINLY, "")
 
 
 # ---------------------------------------------------------------- a layer and a quantizer
-
-
-def _hooked(model: nn.Module) -> None:
-    layer(model, "conv1").register_forward_hook(lambda *_: None)
 
 
 def _observing(model: nn.Module) -> None:
@@ -190,18 +179,17 @@ def _observing(model: nn.Module) -> None:
     quantizer.observer = object()  # type: ignore[assignment]
 
 
+# Reason, the change, and the row that names it.
 CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "it is in evaluation": (lambda model: layer(model, "conv1").eval(), "conv1"),
     "its weight_quantizer: it is in evaluation": (lambda model: layer(model, "conv1.weight_quantizer").eval(), "conv1"),
     "its weight_quantizer: it observes a range": (_observing, "conv1"),
-    "a hook waits for its call, or its forward was replaced": (_hooked, "conv1"),
+    "a hook waits for its call, or its forward was replaced": (
+        lambda model: layer(model, "conv1").register_forward_hook(lambda *_: None), "conv1",
+    ),
     "its operand comes from input_quantizer: it is in evaluation": (
         lambda model: layer(model, "input_quantizer").eval(), "conv1",
     ),
-}  # fmt: skip
-
-
-CHANGES |= {
     "it quantizes its input itself": (
         lambda model: setattr(layer(model, "conv1"), "input_quantizer", layer(model, "input_quantizer")), "conv1",
     ),
@@ -231,8 +219,7 @@ def test_rules_and_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(name: str, **specs: qat.QuantSpec) -> str:
         return row(of_model(linear, x=x, **specs), name)[1]
 
-    power = qat.QuantSpec(rule="power_of_two")
-    assert why("0", weight=power) == (
+    assert why("0", weight=qat.QuantSpec(rule="power_of_two")) == (
         "its weight_quantizer: kernels compute the rule 'lsq', and PowerOfTwoQuantizer computes something else"
     )
     assert why("0", weight=qat.QuantSpec(ewgs="fixed")) == (
@@ -277,33 +264,18 @@ def test_the_same_reasons_of_parts_alone() -> None:
     assert codes_refusal(channels) == "it has a scale per channel, and codes have one"
 
 
-class Attention(nn.Module):
-    """Two products of activations."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.dropout, self.query, self.key = dropout, nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.query(x) @ self.key(x).transpose(1, 2)
-        return F.dropout(torch.softmax(scores, -1), self.dropout, self.training) @ self.key(x)
-
-
 def test_products_of_activations() -> None:
-    torch.manual_seed(0)
-    model = prepared(Attention(), torch.randn(4, 6, 8))
-    assert row(model, "matmul") == ("on codes", "")
-    assert row(model, "matmul_1") == ("on codes", "")
+    def attend(self: Any, x: Tensor) -> Tensor:
+        scores = torch.softmax(self.first(x) @ self.second(x).mT, -1)
+        return F.dropout(scores, 0.0, self.training) @ self.second(x)
 
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.ones(8, 8))
+    def products(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.bmm(self.first(x), mat2=self.second(x)), self.second(x) @ self.other
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return torch.bmm(self.first(x), mat2=self.second(x)), self.second(x) @ self.other
-
-    model = prepared(Product(), torch.randn(4, 8, 8))
+    layers = {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)}
+    model = prepared(Plain(attend, **layers), torch.randn(4, 6, 8))
+    assert row(model, "matmul") == row(model, "matmul_1") == ("on codes", "")
+    model = prepared(Plain(products, **layers, other=nn.Parameter(torch.ones(8, 8))), torch.randn(4, 8, 8))
     assert row(model, "bmm")[1] == "it is not called with its two operands alone"
     constant = "it quantizes what is the same in every step"
     assert row(model, "other_quantizer") == (PLAINLY, constant)
@@ -315,26 +287,21 @@ def test_what_nothing_on_codes_reads() -> None:
 
 
 def test_layers_outside_of_graphs_and_inside_of_layers() -> None:
-    class Loop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.body = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    def loop(self: Any, x: Tensor) -> Tensor:
+        x = self.first(x)
+        while x.sum() > 1e9:
+            x = x / 2
+        return self.body(x)  # type: ignore[no-any-return]
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            while x.sum() > 1e9:
-                x = x / 2
-            y: Tensor = self.body(x)
-            return y
-
-    model = prepared(Loop(), torch.randn(4, 4))
+    body = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model = prepared(Plain(loop, first=nn.Linear(4, 4), body=body), torch.randn(4, 4))
     assert row(model, "first") == (PLAINLY, "it stands outside of every traced graph")
     assert row(model, "body.0") == ("on codes, in float", "it sums 4 products, and integers pay from 16 on")
     assert whole(model) == f"body {SHOWN}"
     lone = qat.QuantLinear(4, 4)
-    assert whole(lone) == "the model trains operation by operation: it has no traced graph"
+    assert whole(lone) == f"{STEPS_BACK}it has no traced graph"
     gru = prepared(nn.Sequential(nn.GRU(4, 4)), torch.randn(3, 2, 4))
-    assert whole(gru) == "the model trains operation by operation: no layer of it takes codes"
+    assert whole(gru) == f"{STEPS_BACK}no layer of it takes codes"
     assert row(gru, "0.product_ih_l0") == (PLAINLY, "it runs inside of 0, which is one step of the graph")
 
 

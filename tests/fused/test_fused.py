@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_fused import Block, assert_same, counted, images, prepared, results, two_threads
+from cases_fused import Block, assert_same, images, prepared, results, two_threads
+from prepared_case import Plain
 from torch import Tensor, nn
 
 import qat
@@ -19,9 +20,14 @@ from qat.kernels import float_products, plain_formulas
 from qat.kernels.cpu import compiler, onednn
 from qat.quantizer import Quantizer
 
-__all__ = ["counted", "two_threads"]  # fixtures
+__all__ = ["two_threads"]  # a fixture
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
+
+
+@pytest.fixture
+def model(x: Tensor) -> nn.Module:
+    return prepared(Block(), x)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -29,7 +35,6 @@ pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compile
 def test_a_step_is_that_of_the_plain_operations(
     act: Callable[[], nn.Module], channels_last: bool, counted: list[str]
 ) -> None:
-    torch.manual_seed(0)
     x = images(channels_last)
     model = Block(act)
     assert_same(prepared(model.to(memory_format=torch.channels_last) if channels_last else model, x), x)
@@ -40,19 +45,14 @@ def test_a_step_is_that_of_the_plain_operations(
 def test_the_scale_of_an_image_learns_without_the_gradient_of_the_image(grad_scale: str) -> None:
     """Read by a convolution, by a linear layer, by both and a sum: each finds its share of the scale's gradient."""
 
-    class Ends(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.other = nn.Conv2d(3, 16, 3, 2, 1), nn.Conv2d(3, 3, 1)
-            self.norm, self.head = nn.BatchNorm2d(16), nn.Conv2d(16, 4, 3)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.head(F.relu(self.norm(self.conv(x)))).mean((2, 3))
+        return y + self.conv(F.relu(self.other(x) + x)).mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.head(F.relu(self.norm(self.conv(x)))).mean((2, 3))
-            return y + self.conv(F.relu(self.other(x) + x)).mean()
-
-    torch.manual_seed(0)
+    layers = {"conv": nn.Conv2d(3, 16, 3, 2, 1), "norm": nn.BatchNorm2d(16), "head": nn.Conv2d(16, 4, 3)}
+    ends = Plain(forward, **layers, other=nn.Conv2d(3, 3, 1))
     activation = qat.QuantSpec(signed=False, symmetric=False, grad_scale=grad_scale)  # type: ignore[arg-type]
-    for model in (Ends(), Block(), nn.Sequential(nn.Flatten(), nn.Linear(768, 8))):
+    for model in (ends, Block(), nn.Sequential(nn.Flatten(), nn.Linear(768, 8))):
         assert_same(prepared(model, images(), qat.QuantRecipe(activation=activation)), images(), needs_x=False)
 
 
@@ -66,7 +66,6 @@ SPECS = {
 
 @pytest.mark.parametrize("name", SPECS)
 def test_every_grid_that_fits_eight_bits(name: str, counted: list[str]) -> None:
-    torch.manual_seed(0)
     x = images(True)
     weight = qat.QuantSpec(bits=3, narrow_range=True, grad_scale="relative" if name == "relative" else "sample")
     assert_same(prepared(Block(), x, qat.QuantRecipe(weight, SPECS[name])), x)
@@ -75,14 +74,10 @@ def test_every_grid_that_fits_eight_bits(name: str, counted: list[str]) -> None:
 
 @pytest.mark.parametrize("norm", [{"affine": False}, {"momentum": None}, {"track_running_stats": False}, {"eps": 0.1}])
 def test_every_batch_norm(norm: dict[str, object]) -> None:
-    torch.manual_seed(0)
     assert_same(prepared(Block(**norm), images()), images())
 
 
-def test_frozen_statistics() -> None:
-    torch.manual_seed(0)
-    x = images()
-    model = prepared(Block(), x)
+def test_frozen_statistics(x: Tensor, model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
@@ -92,10 +87,7 @@ def test_frozen_statistics() -> None:
     assert torch.equal(model.get_submodule("bn1").running_mean, before)  # type: ignore[arg-type]
 
 
-def test_scales_that_an_optimizer_drove_out_of_bounds() -> None:
-    torch.manual_seed(0)
-    x = images()
-    model = prepared(Block(), x)
+def test_scales_that_an_optimizer_drove_out_of_bounds(x: Tensor, model: nn.Module) -> None:
     with torch.no_grad():
         model.get_parameter("conv1_quantizer.scale").fill_(float("nan"))
         model.get_parameter("conv2_quantizer.scale").fill_(-1.0)
@@ -104,9 +96,7 @@ def test_scales_that_an_optimizer_drove_out_of_bounds() -> None:
     assert_same(model, x)
 
 
-def test_a_layer_in_evaluation_folds_its_norm_as_ever() -> None:
-    torch.manual_seed(0)
-    x = images()
+def test_a_layer_in_evaluation_folds_its_norm_as_ever(x: Tensor) -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
     model = prepared(net, x)
     for name in ("3", "4"):
@@ -116,10 +106,7 @@ def test_a_layer_in_evaluation_folds_its_norm_as_ever() -> None:
     assert torch.equal(copy.deepcopy(model)(x), expected)
 
 
-def test_nan_is_not_lost() -> None:
-    torch.manual_seed(0)
-    x = images()
-    model = prepared(Block(), x)
+def test_nan_is_not_lost(x: Tensor, model: nn.Module) -> None:
     x[0, 0, 0, 0] = float("nan")
     y = model(x)
     assert y.isnan().all()
@@ -128,7 +115,6 @@ def test_nan_is_not_lost() -> None:
 
 
 def test_nothing_else_is_kept_for_backward_than_in_float() -> None:
-    torch.manual_seed(0)
 
     def saved(model: nn.Module, x: Tensor) -> int:
         kept: dict[int, int] = {}
@@ -152,10 +138,7 @@ def test_nothing_else_is_kept_for_backward_than_in_float() -> None:
     assert saved(quantized, x) < in_float
 
 
-def test_hooks_are_called() -> None:
-    torch.manual_seed(0)
-    x = images()
-    model = prepared(Block(), x)
+def test_hooks_are_called(x: Tensor, model: nn.Module) -> None:
     seen: list[str] = []
     for name in ("conv1", "conv1_quantizer", "bn2", "act", "conv2.weight_quantizer", "conv3_quantizer"):
         found = dict(model.named_modules()).get(name)
@@ -169,11 +152,8 @@ def test_hooks_are_called() -> None:
     assert torch.allclose(expected["y"], fast["y"], rtol=1e-4)
 
 
-def test_the_model_stays_what_it_was() -> None:
+def test_the_model_stays_what_it_was(x: Tensor, model: nn.Module) -> None:
     """It pickles, copies, evaluates and follows changes of its graph as if nothing were fused."""
-    torch.manual_seed(0)
-    x = images()
-    model = prepared(Block(), x)
     model(x)
     keys = list(model.state_dict())
     again = copy.deepcopy(model)
@@ -196,36 +176,24 @@ def test_the_model_stays_what_it_was() -> None:
     assert torch.allclose(model(x), before * 2)
 
 
-def test_a_parameter_that_is_replaced_is_the_one_that_runs() -> None:
-    torch.manual_seed(0)
-    x = images()
-    model = prepared(Block(), x)
+def test_a_parameter_that_is_replaced_is_the_one_that_runs(x: Tensor, model: nn.Module) -> None:
     before = model(x)
     replaced = {name: p * 1.5 for name, p in model.named_parameters() if name == "head.bias"}
     after = torch.func.functional_call(model, replaced, (x,))
     assert torch.allclose(after - before, model.get_parameter("head.bias") * 0.5, atol=1e-5)
 
 
-def test_a_tensor_that_is_written_to_is_not_held_as_codes() -> None:
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+def test_a_tensor_that_is_written_to_is_not_held_as_codes(x: Tensor) -> None:
+    def writes(self: Any, x: Tensor) -> Tensor:
+        x = F.relu(self.a(x))
+        y = self.b(x)
+        x += y.mean()
+        return y.mean((2, 3)) + x.mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = F.relu(self.a(x))
-            y = self.b(x)
-            x += y.mean()
-            return y.mean((2, 3)) + x.mean()
-
-    torch.manual_seed(0)
-    x = images()
-    assert_same(prepared(Writes(), x), x)
+    assert_same(prepared(Plain(writes, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 3)), x), x)
 
 
-def test_second_derivatives_point_the_way() -> None:
-    x = images()
-    model = prepared(Block(), x)
+def test_second_derivatives_point_the_way(x: Tensor, model: nn.Module) -> None:
     weight = model.get_parameter("conv1.weight")
     (first,) = torch.autograd.grad(model(x).square().sum(), weight, create_graph=True)
     with pytest.raises(
@@ -240,8 +208,7 @@ def test_second_derivatives_point_the_way() -> None:
     assert weight.grad is not None and weight.grad.isfinite().all()
 
 
-def test_where_nothing_can_be_fused_the_graph_itself_runs() -> None:
-    x = images()
+def test_where_nothing_can_be_fused_the_graph_itself_runs(x: Tensor) -> None:
     recipe = qat.QuantRecipe(qat.QuantSpec(rule="dorefa"), qat.QuantSpec(rule="minmax", symmetric=False))
     model = prepared(Block(), x, recipe)
     assert isinstance(model, torch.fx.GraphModule) and fused_forward(model).run is None
@@ -249,7 +216,6 @@ def test_where_nothing_can_be_fused_the_graph_itself_runs() -> None:
 
 
 def test_a_linear_layer_reads_rows(counted: list[str]) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU6(), nn.Linear(48, 3))
     x = torch.randn(40, 20, 64)
     assert_same(prepared(model, x), x)
@@ -258,7 +224,6 @@ def test_a_linear_layer_reads_rows(counted: list[str]) -> None:
 
 def test_products_in_float_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The integer product differs from the float one by rounding only, and is left alone where that is asked for."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8))
     x = torch.randn(400, 64)
     quantized = prepared(model, x)
@@ -294,40 +259,26 @@ def test_where_integers_are_wrong_they_are_not_used(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "name",
     [
-        *(f"input_quantizer.{name}" for name in ("scale", "smallest_scale", "zero_point")),
-        *(
-            f"{layer}.{name}"
-            for layer in ("conv1_quantizer", "conv2.weight_quantizer")
-            for name in ("scale", "smallest_scale")
-        ),
+        "input_quantizer.zero_point",
+        *(f"{name}.scale" for name in ("input_quantizer", "conv1_quantizer", "conv2.weight_quantizer")),
+        *(f"{name}.smallest_scale" for name in ("input_quantizer", "conv1_quantizer", "conv2.weight_quantizer")),
     ],
 )
-def test_numbers_that_are_no_float32_are_not_read_as_such(name: str) -> None:
-    x = images()
-    model = prepared(Block(), x)
+def test_numbers_that_are_no_float32_are_not_read_as_such(x: Tensor, model: nn.Module, name: str) -> None:
     quantizer, _, held = name.rpartition(".")
     number = getattr(model.get_submodule(quantizer), held)
     number.data = number.data.double()
     assert_same(model, x)
 
 
-class Residual(nn.Module):
-    """A sum of quantized tensors that is quantized itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.a(x))
-        return self.c(F.relu(self.b(y) + y))  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("name", ["scale", "smallest_scale"])
 def test_nor_are_those_behind_a_sum(name: str) -> None:
-    torch.manual_seed(0)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = F.relu(self.a(x))
+        return self.c(F.relu(self.b(y) + y))
+
     x = torch.randn(40, 32)
-    model = prepared(Residual(), x)
+    model = prepared(Plain(forward, a=nn.Linear(32, 32), b=nn.Linear(32, 32), c=nn.Linear(32, 8)), x)
     for each in model.children():
         if isinstance(each, Quantizer):
             getattr(each, name).data = getattr(each, name).double()
@@ -352,21 +303,14 @@ def test_codes_know_their_shape() -> None:
     assert codes.shape == (2, 3) and codes.dim() == 2
 
 
-class Moves(nn.Module):
+def moves(self: Any, x: Tensor) -> Tensor:
     """Reshapings of all kinds between layers, questions for sizes, dropouts."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.conv, self.mix, self.last = nn.Conv2d(3, 16, 3), nn.Linear(16, 24), nn.Linear(24 * 14, 5)
-        self.drop, self.flat = nn.Dropout(share), nn.Flatten(0, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.conv(x))
-        x = self.mix(x.permute(0, 2, 3, 1))
-        x = self.drop(F.relu(x))
-        assert x.dim() == 4 and x.shape[-1] == 24
-        x = torch.flatten(x.transpose(2, 3), 2)
-        return self.last(self.flat(x)).unflatten(0, (x.size(0), -1))
+    x = F.relu(self.conv(x))
+    x = self.mix(x.permute(0, 2, 3, 1))
+    x = self.drop(F.relu(x))
+    assert x.dim() == 4 and x.shape[-1] == 24
+    x = torch.flatten(x.transpose(2, 3), 2)
+    return self.last(self.flat(x)).unflatten(0, (x.size(0), -1))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -374,9 +318,9 @@ class Moves(nn.Module):
 def test_what_reshapes_a_quantized_tensor_reshapes_its_codes(
     share: float, channels_last: bool, counted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
     x = images(channels_last)
-    model = prepared(Moves(share), x)
+    layers = {"conv": nn.Conv2d(3, 16, 3), "mix": nn.Linear(16, 24), "last": nn.Linear(24 * 14, 5)}
+    model = prepared(Plain(moves, **layers, drop=nn.Dropout(share), flat=nn.Flatten(0, 1)), x)
     decoded: list[int] = []
     original = DecodeFunction.apply
     monkeypatch.setattr(DecodeFunction, "apply", lambda *inputs: decoded.append(1) or original(*inputs))
@@ -389,16 +333,7 @@ def test_what_reshapes_a_quantized_tensor_reshapes_its_codes(
     assert bool(decoded) == (share > 0)
 
 
-def test_what_moves_values_otherwise_is_followed_by_encoding(counted: list[str]) -> None:
-    class Rolls(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 5, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(torch.roll(F.relu(self.a(x)), 1, 2))  # type: ignore[no-any-return]
-
-    torch.manual_seed(0)
-    x = images()
-    assert_same(prepared(Rolls(), x), x)
+def test_what_moves_values_otherwise_is_followed_by_encoding(x: Tensor, counted: list[str]) -> None:
+    layers = {"a": nn.Conv2d(3, 16, 3), "b": nn.Conv2d(16, 5, 3)}
+    assert_same(prepared(Plain(lambda self, x: self.b(torch.roll(F.relu(self.a(x)), 1, 2)), **layers), x), x)
     assert "EncodeFunction" in counted

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_fused import assert_same, counted, images, prepared, results, two_threads
+from cases_fused import assert_same, images, prepared, results, two_threads
+from prepared_case import Plain
 from torch import Tensor, nn
 
 from benchmarks.speed_memory import saved_bytes
@@ -14,7 +16,7 @@ from qat.fused.functions.codes import DecodeFunction
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
 
-__all__ = ["counted", "two_threads"]  # fixtures
+__all__ = ["two_threads"]  # a fixture
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 
@@ -38,7 +40,6 @@ class Transformer(nn.Module):
 
 
 def test_a_transformer_step_is_that_of_the_plain_operations(counted: list[str]) -> None:
-    torch.manual_seed(0)
     assert_same(prepared(Transformer(), images()), images())
     ran = {name: counted.count(name) for name in set(counted)}
     steps = ran["QuantizeCurveFunction"]
@@ -47,22 +48,9 @@ def test_a_transformer_step_is_that_of_the_plain_operations(counted: list[str]) 
 
 
 def test_active_dropout_takes_probabilities_off_their_grid(counted: list[str]) -> None:
-    torch.manual_seed(0)
     model = prepared(Transformer(0.2), images())
     assert torch.isfinite(results(model, images(), plain=False)["y"]).all()
     assert counted.count("MatmulFunction") == counted.count("QuantizeSoftmaxFunction") == 1
-
-
-class Curve(nn.Module):
-    """A norm, an activation and a linear layer behind it."""
-
-    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.conv, self.norm, self.last = nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.Conv2d(16, 5, 3)
-        self.act = act
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.act(self.norm(self.conv(x))))  # type: ignore[no-any-return]
 
 
 CURVES: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
@@ -80,25 +68,26 @@ CURVES: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("name", CURVES)
 def test_curves(name: str, channels_last: bool, counted: list[str]) -> None:
-    torch.manual_seed(0)
     x = images(channels_last)
-    assert_same(prepared(Curve(CURVES[name]()), x), x)
+    layers = {"conv": nn.Conv2d(3, 16, 3, bias=False), "norm": nn.BatchNorm2d(16), "last": nn.Conv2d(16, 5, 3)}
+    net = Plain(lambda self, x: self.last(self.act(self.norm(self.conv(x)))), **layers, act=CURVES[name]())
+    assert_same(prepared(net, x), x)
     assert counted.count("QuantizeCurveFunction") == counted.count("CodesProductFunction") / 2 > 0
 
 
-class Scores(nn.Module):
+def on_rows(forward: Callable[[Any, Tensor], Tensor], **layers: nn.Module) -> nn.Module:
+    """A model that sees 3 rows of 16 numbers of an image."""
+    return Plain(lambda self, x: forward(self, x.flatten(2)[:, :, :16]), **layers)
+
+
+def scores(between: Callable[[Tensor], Tensor]) -> nn.Module:
     """Two projections, their product, something, softmax, another product."""
 
-    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 24), nn.Linear(16, 24)
-        self.between, self.last = between, nn.Linear(24, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(2)[:, :, :16]
+    def forward(self: Any, x: Tensor) -> Tensor:
         a, b = F.relu(self.a(x)), self.b(x)
-        p = self.between(a @ b.transpose(-2, -1))
-        return self.last(p @ b)  # type: ignore[no-any-return]
+        return self.last(self.between(a @ b.transpose(-2, -1)) @ b)  # type: ignore[no-any-return]
+
+    return on_rows(forward, a=nn.Linear(16, 24), b=nn.Linear(16, 24), last=nn.Linear(24, 5), between=between)
 
 
 MASK = torch.full((3, 3), -1e4).triu(1)
@@ -115,45 +104,35 @@ SOFTMAXES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_softmax(name: str, counted: list[str]) -> None:
-    torch.manual_seed(0)
     between, fused = SOFTMAXES[name]
-    assert_same(prepared(Scores(between), images()), images())
+    assert_same(prepared(scores(between), images()), images())
     assert counted.count("MatmulFunction") > 0
     assert counted.count("QuantizeSoftmaxFunction") == (counted.count("MatmulFunction") / 2 if fused else 0)
 
 
 def test_layers_named_like_functions_are_what_they_are(counted: list[str]) -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(3, 5)
-            self.softmax, self.matmul = nn.Softmin(-1), nn.CosineSimilarity(-1)
-            self.c = nn.Linear(16, 1)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        a, b = F.relu(self.a(x)), F.relu(self.b(x))
+        others = self.c(a).mean() + self.c(b).mean()  # for which a and b are quantized
+        return self.last(F.relu(self.softmax(self.matmul(a, b)))) + others  # type: ignore[no-any-return]
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.flatten(2)[:, :, :16]
-            a, b = F.relu(self.a(x)), F.relu(self.b(x))
-            others = self.c(a).mean() + self.c(b).mean()  # for which a and b are quantized
-            return self.last(F.relu(self.softmax(self.matmul(a, b)))) + others  # type: ignore[no-any-return]
-
-    torch.manual_seed(0)
-    assert_same(prepared(Named(), images()), images())
+    layers = {"a": nn.Linear(16, 16), "b": nn.Linear(16, 16), "c": nn.Linear(16, 1), "last": nn.Linear(3, 5)}
+    net = on_rows(forward, **layers, softmax=nn.Softmin(-1), matmul=nn.CosineSimilarity(-1))
+    assert_same(prepared(net, images()), images())
     assert {"MatmulFunction", "QuantizeSoftmaxFunction"}.isdisjoint(counted) and "CodesProductFunction" in counted
 
 
 def test_scores_that_somebody_else_reads_are_there() -> None:
-    def between(scores: Tensor) -> Tensor:
-        scaled = scores * 0.3
+    def between(found: Tensor) -> Tensor:
+        scaled = found * 0.3
         return torch.softmax(scaled, -1) + scaled.mean()
 
-    torch.manual_seed(0)
-    assert_same(prepared(Scores(between), images()), images())
+    assert_same(prepared(scores(between), images()), images())
 
 
 def test_a_row_without_a_finite_score_is_nan_as_ever() -> None:
-    torch.manual_seed(0)
     mask = MASK.clone()
-    model = prepared(Scores(lambda s: torch.softmax(s + mask, -1)), images())
+    model = prepared(scores(lambda s: torch.softmax(s + mask, -1)), images())
     mask[0] = -math.inf
     for plain in (True, False):
         y = results(model, images(), plain)["y"]
@@ -162,7 +141,6 @@ def test_a_row_without_a_finite_score_is_nan_as_ever() -> None:
 
 @pytest.mark.parametrize("watched", ["mlp.1", "attention.softmax_quantizer"])
 def test_watched_layers_are_called(watched: str, counted: list[str]) -> None:
-    torch.manual_seed(0)
     model = prepared(Transformer(), images())
     seen: list[int] = []
     model.get_submodule(watched).register_forward_hook(lambda *_: seen.append(1))
@@ -175,38 +153,25 @@ def test_watched_layers_are_called(watched: str, counted: list[str]) -> None:
 def test_products_of_other_shapes_are_torchs(counted: list[str]) -> None:
     """Of matrices without a batch, and of a batch with a single matrix: torch.matmul of what the codes stand for."""
 
-    class Broadcast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        a, b = F.relu(self.a(x)), F.relu(self.b(x[0]))
+        return self.c(a @ (b.T @ b))  # type: ignore[no-any-return]
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.flatten(2)[:, :, :16]
-            a, b = F.relu(self.a(x)), F.relu(self.b(x[0]))
-            return self.c(a @ (b.T @ b))  # type: ignore[no-any-return]
-
-    torch.manual_seed(0)
-    assert_same(prepared(Broadcast(), images()), images())
+    net = on_rows(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 16), c=nn.Linear(16, 5))
+    assert_same(prepared(net, images()), images())
     assert "MatmulFunction" not in counted and "CodesProductFunction" in counted
 
 
 def test_a_tensor_times_itself(counted: list[str]) -> None:
-    class Square(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(16, 16), nn.Linear(3, 5)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = F.relu(self.a(x))
+        return self.b(torch.bmm(x, x.mT))  # type: ignore[no-any-return]
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = F.relu(self.a(x.flatten(2)[:, :, :16]))
-            return self.b(torch.bmm(x, x.mT))  # type: ignore[no-any-return]
-
-    torch.manual_seed(0)
-    assert_same(prepared(Square(), images()), images())
+    assert_same(prepared(on_rows(forward, a=nn.Linear(16, 16), b=nn.Linear(3, 5)), images()), images())
     assert "MatmulFunction" in counted
 
 
 def test_nothing_is_decoded_between_projections_and_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     model = prepared(Transformer(), images())
     decoded: list[int] = []
     original = DecodeFunction.apply
@@ -216,7 +181,6 @@ def test_nothing_is_decoded_between_projections_and_products(monkeypatch: pytest
 
 
 def test_a_transformer_keeps_less_than_its_plain_operations() -> None:
-    torch.manual_seed(0)
     x = images(count=16, size=32)
     model = prepared(Transformer(), x)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_compiled import Everything, images, prepared, step
+from cases_compiled import Everything, assert_near, differences, images, prepared, step
 from cases_waiting import WAITING, Watch
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
@@ -57,15 +57,6 @@ class Graphs:
         return [str(node.target).rsplit(".", 1)[0] for node in self.found[number].graph.nodes if node.op != "output"]
 
 
-def differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
-    """Relative, of everything there is."""
-    assert expected.keys() == found.keys()
-    return {
-        name: float((value.double() - found[name].double()).norm() / value.double().norm().clamp(min=1e-3))
-        for name, value in expected.items()
-    }
-
-
 @pytest.mark.parametrize("in_float", [False, True])
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_a_step_is_that_of_the_plain_graph(momentum: float | None, in_float: bool) -> None:
@@ -74,13 +65,8 @@ def test_a_step_is_that_of_the_plain_graph(momentum: float | None, in_float: boo
     other = copy.deepcopy(model)
     with plain_formulas():
         expected = step(other, x, other)
-    if in_float:
-        with float_products():
-            found = step(model, x, model)
-    else:
-        found = step(model, x, model)
-    for name, error in differences(expected, found).items():
-        assert error < (2e-3 if name.endswith("scale") else 1e-4), (name, error)
+    with float_products() if in_float else nullcontext():
+        assert_near(expected, step(model, x, model))
 
 
 def test_compiled_it_is_one_graph_each_way_with_integer_products_and_nothing_that_waits() -> None:
@@ -89,8 +75,7 @@ def test_compiled_it_is_one_graph_each_way_with_integer_products_and_nothing_tha
     eager = copy.deepcopy(model)
     graphs = Graphs()
     found = step(model, x, torch.compile(model, fullgraph=True, backend=graphs.backend))
-    for name, error in differences(step(eager, x, eager), found).items():
-        assert error < (2e-3 if name.endswith("scale") else 1e-4), (name, error)
+    assert_near(step(eager, x, eager), found)
     assert len(graphs.found) == 2
     # conv3, key and query: 32 inputs, 17 rows and more; conv1 and short have 3, the others are no such products.
     assert graphs.names(0).count("aten._int_mm") == 3
@@ -106,8 +91,7 @@ def test_compiled_on_contiguous_images_too() -> None:
     model = prepared(x)
     eager = copy.deepcopy(model)
     found = step(model, x, torch.compile(model, fullgraph=True, backend="aot_eager"))
-    for name, error in differences(step(eager, x, eager), found).items():
-        assert error < (2e-3 if name.endswith("scale") else 1e-4), (name, error)
+    assert_near(step(eager, x, eager), found)
 
 
 def test_a_backward_outside_of_the_context_knows_halves() -> None:
@@ -135,8 +119,7 @@ def test_formulas_need_no_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     found = step(other, x, other)
     # What is not on codes (hidden's input) is quantized by the plain formula, whose sums have another order.
     assert torch.equal(expected["y"], found["y"])
-    for name, error in differences(expected, found).items():
-        assert error < (2e-3 if name.endswith("scale") else 1e-4), (name, error)
+    assert_near(expected, found)
 
 
 def test_broken_scales_on_several_devices_are_put_back() -> None:

@@ -1,9 +1,12 @@
 """Max pooling on codes against torch's of the floats."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_fused import Block, assert_same, counted, images, prepared, two_threads
+from cases_fused import Block, assert_same, images, prepared, two_threads
+from prepared_case import Plain
 from torch import Tensor, nn
 
 from qat.fused.functions.codes import Codes, carrier_for, decode
@@ -11,7 +14,7 @@ from qat.fused.functions.pools import max_pool
 from qat.fused.movement import window_of
 from qat.kernels.cpu import compiler
 
-__all__ = ["counted", "two_threads"]  # fixtures
+__all__ = ["two_threads"]  # a fixture
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 
@@ -59,9 +62,8 @@ def test_a_window_that_lies_in_the_padding_is_left_to_torch() -> None:
     assert isinstance(y, Tensor) and torch.equal(y, pool((codes.float() - 3) * 0.5))
 
 
-def test_a_pool_with_a_hook_is_called() -> None:
-    torch.manual_seed(0)
-    x, seen = images(), []
+def test_a_pool_with_a_hook_is_called(x: Tensor) -> None:
+    seen: list[Tensor] = []
     model = prepared(Block(), x)
     model.get_submodule("pool").register_forward_hook(lambda module, inputs, y: seen.append(y.detach().clone()))
     model(x)
@@ -74,18 +76,12 @@ def test_pools_that_return_indices_are_not_taken() -> None:
 
 
 def test_a_pool_as_a_function_runs_on_codes(counted: list[str]) -> None:
-    class Pools(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 4, 3)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.a(x)), 3, 2, padding=1)
+        return self.b(x).mean((2, 3)) + x.mean()
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = F.max_pool2d(F.relu(self.a(x)), 3, 2, padding=1)
-            return self.b(x).mean((2, 3)) + x.mean()
-
-    torch.manual_seed(0)
     x = images(True)
-    assert_same(prepared(Pools(), x), x)
+    assert_same(prepared(Plain(forward, a=nn.Conv2d(3, 16, 3), b=nn.Conv2d(16, 4, 3)), x), x)
     assert "MaxPoolFunction" in counted and "EncodeFunction" not in counted
 
 
@@ -93,7 +89,6 @@ def test_a_pool_as_a_function_runs_on_codes(counted: list[str]) -> None:
 @pytest.mark.parametrize("pool_first", [False, True])
 def test_a_pool_beside_a_dropout(pool_first: bool, share: float, counted: list[str]) -> None:
     """An active dropout takes the tensor off its grid: what it left is pooled, and read, in float."""
-    torch.manual_seed(0)
     x = images(True)  # both ways draw the same numbers where tensors lie in the same order
     between = [nn.MaxPool2d(2), nn.Dropout(share)] if pool_first else [nn.Dropout(share), nn.MaxPool2d(2)]
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), *between, nn.Conv2d(16, 4, 3))

@@ -85,7 +85,6 @@ def test_the_loss_curve_of_200_steps_is_that_of_the_formulas_within_the_noise_of
 
 
 def test_a_prepared_model_compiles_whole_and_once_for_each_mode() -> None:
-    torch.manual_seed(0)
     images = batches(0)[0][0]
     model = qat.prepare(Net(), example_inputs=images)
     qat.calibrate(model, [images])

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases_fused import Block, images, results
+from prepared_case import Plain
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
@@ -37,17 +38,50 @@ def calibrated(model: nn.Module, x: Tensor) -> FusedGraph:
     return model.train()
 
 
-class Residual(nn.Module):
+def unchecked(net: Callable[[], nn.Module], x: Tensor) -> FusedGraph:
+    """A calibrated model whose first step is still to be checked."""
+    model = qat.prepare(net(), example_inputs=x)
+    model.load_state_dict(calibrated(net(), x).state_dict())
+    assert isinstance(model, FusedGraph) and not model._verdicts
+    return model.train()
+
+
+def distrusted(model: FusedGraph) -> list[tuple[str, ...] | None]:
+    """What each self-check found, in order."""
+    return [verdict.distrusted for verdict in model._verdicts.values()]
+
+
+def assert_trains_plainly(model: FusedGraph, x: Tensor) -> None:
+    plain, fast = (results(model, x, formula) for formula in (True, False))
+    assert torch.allclose(plain["y"], fast["y"], atol=1e-4)
+
+
+def residual() -> nn.Module:
     """A sum whose result the next layer reads as integers."""
+    convs = {"a": nn.Conv2d(3, 8, 3, padding=1), "b": nn.Conv2d(8, 8, 3, padding=1), "c": nn.Conv2d(8, 4, 3)}
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = F.relu(self.a(x))
+        return self.c(F.relu(self.norm(self.b(y)) + y))  # type: ignore[no-any-return]
+
+    return Plain(forward, norm=nn.BatchNorm2d(8), **convs)
+
+
+class Deep(nn.Module):
+    """BatchNorm and ReLU between convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 4, 3)
-        self.norm = nn.BatchNorm2d(8)
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 1)
+        self.norm_a, self.norm_b = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.a(x))
-        return self.c(F.relu(self.norm(self.b(y)) + y))  # type: ignore[no-any-return]
+        return self.c(F.relu(self.norm_b(self.b(F.relu(self.norm_a(self.a(x)))))))  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def model(x: Tensor) -> Any:
+    return calibrated(Deep(), x)
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, table: dict[Any, Any], changed: Callable[..., Any]) -> None:
@@ -57,12 +91,8 @@ def replace(monkeypatch: pytest.MonkeyPatch, name: str, table: dict[Any, Any], c
     monkeypatch.setitem(table, changed, table[original])
 
 
-def test_a_sound_model_trains_on_codes_and_is_left_as_it_was() -> None:
-    torch.manual_seed(0)
-    x = images()
-    model = qat.prepare(Block(), example_inputs=x)
-    qat.calibrate(model, [x])
-    assert isinstance(model, FusedGraph)
+def test_a_sound_model_trains_on_codes_and_is_left_as_it_was(x: Tensor) -> None:
+    model = calibrated(Block(), x)
     model._verdicts.clear()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(7)
@@ -77,10 +107,8 @@ def test_a_sound_model_trains_on_codes_and_is_left_as_it_was() -> None:
 
 @pytest.mark.parametrize("error", ["forward", "gradient"])
 def test_a_wrong_product_is_found_and_its_layers_are_called(
-    error: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    x: Tensor, error: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    torch.manual_seed(0)
-    x = images()
 
     def changed(layer: Any, x: Any, grid: Any, *operands: Any, copies: int = 1) -> Tensor:
         y = products.multiply(layer, x, grid, *operands, copies=copies)
@@ -91,35 +119,30 @@ def test_a_wrong_product_is_found_and_its_layers_are_called(
     replace(monkeypatch, "multiply", references.COMPUTING, changed)
     with caplog.at_level(logging.WARNING, "qat"):
         model = calibrated(Block(), x)
-    (verdict,) = model._verdicts.values()
-    assert verdict.distrusted == ("conv3",)
+    assert distrusted(model) == [("conv3",)]
     what = "the result of conv3 differs" if error == "forward" else "a gradient of conv3 differs"
-    assert [record.message for record in caplog.records if what in record.message]
-    plain, fast = (results(model, x, formula) for formula in (True, False))
-    assert torch.allclose(plain["y"], fast["y"], atol=1e-4)
+    assert what in caplog.text
+    assert_trains_plainly(model, x)
     graph = model._derive().graph
     assert graph is not None
     assert sum(node.target is changed for node in graph.nodes) == 3  # the other layers still run on codes
 
 
-def test_a_wrong_clip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    x = images()
+def test_a_wrong_clip_is_found(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def changed(y: Any, quantizer: Any, norm: Any = None, floor: float = 0, *rest: Any) -> Any:
         return norm_activation.quantize_chain(y, quantizer, norm, 0.1 if norm is not None else floor, *rest)
 
     replace(monkeypatch, "quantize_chain", references.QUANTIZING, changed)
     model = calibrated(Block(), x)
-    (verdict,) = model._verdicts.values()
-    assert verdict.distrusted is not None and {"conv1_quantizer", "conv2_quantizer"} <= set(verdict.distrusted)
-    plain, fast = (results(model, x, formula) for formula in (True, False))
-    assert torch.allclose(plain["y"], fast["y"], atol=1e-4)
+    (names,) = distrusted(model)
+    assert names is not None and {"conv1_quantizer", "conv2_quantizer"} <= set(names)
+    assert_trains_plainly(model, x)
 
 
-def test_a_wrongly_wired_graph_never_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    x = images()
+def test_a_wrongly_wired_graph_never_runs(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     original = rewriting.fused_graph
 
     def crossed(model: Any, distrusted: Any = ()) -> Any:
@@ -132,88 +155,65 @@ def test_a_wrongly_wired_graph_never_runs(monkeypatch: pytest.MonkeyPatch, caplo
 
     monkeypatch.setattr("qat.fused.self_check.judging.fused_graph", crossed)
     with caplog.at_level(logging.WARNING, "qat"):
-        model = calibrated(Residual(), x)
-    (verdict,) = model._verdicts.values()
-    assert verdict.distrusted is None and model._derive().run is None
+        model = calibrated(residual(), x)
+    assert distrusted(model) == [None] and model._derive().run is None
     assert "trains operation by operation: its fused step differs from the plain one: an answer" in caplog.text
 
 
-def test_an_exception_of_the_fused_step_is_no_exception_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    x = images()
+def test_an_exception_of_the_fused_step_is_no_exception_of_training(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("no such kernel")
 
     replace(monkeypatch, "quantize_sum", references.QUANTIZING, broken)
-    model = calibrated(Residual(), x)
+    model = calibrated(residual(), x)
     (verdict,) = model._verdicts.values()
     assert verdict.distrusted is None and "raises RuntimeError: no such kernel" in verdict.reason
     model(x).sum().backward()
 
 
-def test_the_first_step_checks_what_calibration_did_not_see() -> None:
-    torch.manual_seed(0)
-    x = images()
-    first = calibrated(Block(), x)
-    model = qat.prepare(Block(), example_inputs=x)
-    model.load_state_dict(first.state_dict())
-    assert isinstance(model, FusedGraph) and not model._verdicts
-    model.train()
+def test_the_first_step_checks_what_calibration_did_not_see(x: Tensor) -> None:
+    model = unchecked(Block, x)
     model(x)
-    (verdict,) = model._verdicts.values()
-    assert verdict.distrusted == ()
+    assert distrusted(model) == [()]
 
 
-def test_every_change_is_checked_anew_and_known_states_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    x = images()
-    model = calibrated(Block(), x)
+def test_every_change_is_checked_anew_and_known_states_are_not(
+    x: Tensor, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model(x)
     assert len(model._verdicts) == 1
-    model.conv1.eval()
+    model.a.eval()
     model(x)
     assert len(model._verdicts) == 2
-    model.conv1.train()
+    model.a.train()
     monkeypatch.setattr("qat.fused.graph.judge", None)  # not asked again
     model(x)
-    copied = copy.deepcopy(model)
-    copied(x)
+    copy.deepcopy(model)(x)
 
 
-def test_off_means_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_means_off(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QAT_SELF_CHECK", "off")
     monkeypatch.setattr("qat.fused.graph.judge", None)
-    x = images()
-    model = calibrated(Block(), x)
+    model = calibrated(Deep(), x)
     model(x)
     assert not model._verdicts and model._derive().run is not None
 
 
-def test_a_pickle_does_not_vouch_for_another_machine() -> None:
-    x = images()
-    model = calibrated(Block(), x)
+def test_a_pickle_does_not_vouch_for_another_machine(model: Any) -> None:
     assert model._verdicts and not pickle.loads(pickle.dumps(model))._verdicts
 
 
-def test_hooks_do_not_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    x, seen = images(), []
-    model = qat.prepare(Block(), example_inputs=x)
-    qat.calibrate(model, [x])
-    model.train()
-    model.conv2.register_forward_hook(lambda *_: seen.append("conv2"))  # type: ignore[union-attr]
+def test_hooks_do_not_notice(x: Tensor, model: Any) -> None:
+    seen = []
+    model.b.register_forward_hook(lambda *_: seen.append("b"))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append("saved"), t)[1], lambda t: t):
         model(x)
-    assert seen.count("conv2") == 1 and len(model._verdicts) == 2  # type: ignore[arg-type]
+    assert seen.count("b") == 1 and len(model._verdicts) == 2
 
 
-def test_a_model_without_gradients_is_not_checked_in_inference_mode() -> None:
-    x = images()
-    first = calibrated(Block(), x)
-    model = qat.prepare(Block(), example_inputs=x)
-    model.load_state_dict(first.state_dict())
-    model.train()
+def test_a_model_without_gradients_is_not_checked_in_inference_mode(x: Tensor) -> None:
+    model = unchecked(Block, x)
     with torch.inference_mode(), plain_formulas():
         expected = copy.deepcopy(model)(x)
     with torch.inference_mode():
@@ -221,30 +221,8 @@ def test_a_model_without_gradients_is_not_checked_in_inference_mode() -> None:
 
 
 def test_one_sample_where_no_statistics_are_taken() -> None:
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.sizes = nn.Linear(8, 16), nn.Linear(16, 4), []
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(F.relu(self.a(x)))  # type: ignore[no-any-return]
-
-    model = calibrated(Head(), torch.randn(6, 8))
-    (verdict,) = model._verdicts.values()
-    assert verdict.distrusted == ()
-
-
-class Deep(nn.Module):
-    """BatchNorm and ReLU between convolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 1)
-        self.norm_a, self.norm_b = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm_b(self.b(F.relu(self.norm_a(self.a(x))))))
-        return self.c(y)  # type: ignore[no-any-return]
+    head = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    assert distrusted(calibrated(head, torch.randn(6, 8))) == [()]
 
 
 def through_clip(grad: Tensor, y: Tensor, *rest: Any) -> Any:
@@ -266,15 +244,12 @@ def three_for_zero(*args: Any) -> Any:
     ("name", "changed"), [("norm_quantize_backward", through_clip), ("norm_quantize", three_for_zero)]
 )
 def test_what_a_clip_hides_is_seen(name: str, changed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     monkeypatch.setattr(norm_activation, name, changed)
     model = calibrated(Deep(), images())
-    (verdict,) = model._verdicts.values()
-    assert verdict.distrusted == ("a_quantizer", "b_quantizer")
+    assert distrusted(model) == [("a_quantizer", "b_quantizer")]
 
 
-def test_a_frozen_norm_is_another_kernel_and_checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
+def test_a_frozen_norm_is_another_kernel_and_checked_anew(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def changed(grad: Tensor, *rest: Any) -> Any:
         found = list(norms.norm_quantize_backward(grad, *rest))
@@ -282,13 +257,12 @@ def test_a_frozen_norm_is_another_kernel_and_checked_anew(monkeypatch: pytest.Mo
         return (found[0] if follows_batch else found[0] * 2, *found[1:])
 
     monkeypatch.setattr(norm_activation, "norm_quantize_backward", changed)
-    x = images()
-    model = calibrated(Deep(), x)
-    assert [verdict.distrusted for verdict in model._verdicts.values()] == [()]
-    model.norm_a.eval()  # type: ignore[union-attr]
+    model: Any = calibrated(Deep(), x)
+    assert distrusted(model) == [()]
+    model.norm_a.eval()
     model(x)
-    first, second = model._verdicts.values()
-    assert first.distrusted == () and second.distrusted is not None and "a_quantizer" in second.distrusted
+    first, second = distrusted(model)
+    assert first == () and second is not None and "a_quantizer" in second
 
 
 def test_inputs_of_different_lengths_are_checked_with_integers_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +284,7 @@ def test_inputs_of_different_lengths_are_checked_with_integers_too(monkeypatch: 
     assert seen and min(seen) >= 1
 
 
-def test_nothing_of_the_users_moves_and_no_hook_is_called() -> None:
+def test_nothing_of_the_users_moves_and_no_hook_is_called(x: Tensor, model: Any) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -326,32 +300,27 @@ def test_nothing_of_the_users_moves_and_no_hook_is_called() -> None:
                 self.steps = self.steps + 1
             return x * self.weight + np.random.rand()
 
-    torch.manual_seed(0)
-    x, fired = images(), []
-    model = calibrated(Deep(), x)
-    part = Counting()
-    model.norm_b = part
-    model.a.weight.register_hook(fired.append)  # type: ignore[union-attr]
-    random.seed(3), np.random.seed(3)
-    expected = (random.random(), np.random.rand())
-    random.seed(3), np.random.seed(3)
-    model(x).sum().backward()
-    assert len(model._verdicts) == 2 and all(verdict.distrusted == () for verdict in model._verdicts.values())
-    assert part.seen == [expected[0]] and part.weight.item() == 0.5 and float(part.steps) == 1 and len(fired) == 1
-    random.seed(3), np.random.seed(3)
-    random.random(), np.random.rand()
-    after = (random.random(), np.random.rand())
-    random.seed(3), np.random.seed(3)
-    model(x)
-    assert (random.random(), np.random.rand()) == after
+    def drawn_after(work: Callable[[], Any]) -> tuple[float, float]:
+        random.seed(3), np.random.seed(3)
+        work()
+        return random.random(), np.random.rand()
+
+    def draw() -> tuple[float, float]:
+        return random.random(), np.random.rand()
+
+    fired: list[Tensor] = []
+    model.norm_b = part = Counting()
+    model.a.weight.register_hook(fired.append)
+    first, after = drawn_after(lambda: None), drawn_after(draw)
+    assert drawn_after(lambda: model(x).sum().backward()) == after
+    assert distrusted(model) == [(), ()]
+    assert part.seen == [first[0]] and part.weight.item() == 0.5 and float(part.steps) == 1 and len(fired) == 1
+    assert drawn_after(lambda: model(x)) == after
 
 
 @pytest.mark.parametrize("kind", ["prune", "weight_norm", "spectral_norm"])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-def test_weights_that_hooks_compute_are_no_alarm(kind: str) -> None:
-    torch.manual_seed(0)
-    x = images()
-    model = calibrated(Deep(), x)
+def test_weights_that_hooks_compute_are_no_alarm(x: Tensor, model: Any, kind: str) -> None:
     model(x).sum().backward()
     layer: Any = model.b
     if kind == "prune":
@@ -366,25 +335,14 @@ def test_weights_that_hooks_compute_are_no_alarm(kind: str) -> None:
     assert found is not None and found.distrusted == () and not found.reason
 
 
-def test_complex_answers_are_checked() -> None:
-    class Spectrum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.fft.fft(self.layers(x))
-
-    x = images()
-    model = qat.prepare(Spectrum(), example_inputs=x)
-    qat.calibrate(model, [x])
-    model.train()
+def test_complex_answers_are_checked(x: Tensor) -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    model = calibrated(Plain(lambda self, x: torch.fft.fft(self.layers(x)), layers=layers), x)
     model(x).abs().sum().backward()
-    assert isinstance(model, FusedGraph)
-    assert [verdict.distrusted for verdict in model._verdicts.values()] == [()]
+    assert distrusted(model) == [()]
 
 
-def test_what_cannot_be_run_apart_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_run_apart_is_said_once(x: Tensor, model: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Locked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -393,36 +351,30 @@ def test_what_cannot_be_run_apart_is_said_once(caplog: pytest.LogCaptureFixture)
         def forward(self, x: Tensor) -> Tensor:
             return x * 1.0
 
-    x = images()
-    model = calibrated(Deep(), x)
     model.norm_b = Locked()
     with caplog.at_level(logging.WARNING, "qat"):
         for _ in range(3):
             model(x).sum().backward()
-    (line,) = [record.message for record in caplog.records if "apart" in record.message]
+    (line,) = [message for message in caplog.messages if "apart" in message]
     assert line.startswith("trains operation by operation: no step of it can be run apart, TypeError: cannot pickle")
 
 
-def test_a_model_that_only_takes_its_own_batches_is_given_up_after_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = images()
-    model = calibrated(Deep(), x)
+def test_a_model_that_only_takes_its_own_batches_is_given_up_after_three(
+    x: Tensor, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
     monkeypatch.setattr("qat.fused.graph.judge", lambda *_: asked.append(1))
-    model.norm_b.eval()  # type: ignore[union-attr]
+    model.norm_b.eval()
     for _ in range(5):
         model(x).sum().backward()
     found = model._derive().verdict
     assert len(asked) == 3 and found is not None and found.reason == "3 times no step of it could be run apart"
 
 
-def test_threads_that_begin_together_count_every_batch() -> None:
-    torch.manual_seed(0)
-    x = images()
-    first = calibrated(Deep(), x)
+def test_threads_that_begin_together_count_every_batch(x: Tensor) -> None:
+    fresh = unchecked(Deep, x)
     for _ in range(3):
-        model = qat.prepare(Deep(), example_inputs=x)
-        model.load_state_dict(first.state_dict())
-        model.train()
+        model = copy.deepcopy(fresh)
         norm: Any = model.get_submodule("norm_a")
         before = int(norm.num_batches_tracked)
         threads = [threading.Thread(target=model, args=(x,)) for _ in range(3)]
@@ -431,14 +383,11 @@ def test_threads_that_begin_together_count_every_batch() -> None:
         for thread in threads:
             thread.join()
         assert int(norm.num_batches_tracked) == before + 3
-        assert isinstance(model, FusedGraph)
-        assert [verdict.distrusted for verdict in model._verdicts.values()] == [()]
+        assert distrusted(model) == [()]
 
 
-def test_where_hooks_for_saved_tensors_are_forbidden_it_is_checked_all_the_same() -> None:
-    x = images()
-    model = calibrated(Deep(), x)
-    model.norm_b.eval()  # type: ignore[union-attr]
+def test_where_hooks_for_saved_tensors_are_forbidden_it_is_checked_all_the_same(x: Tensor, model: Any) -> None:
+    model.norm_b.eval()
     with torch.autograd.graph.disable_saved_tensors_hooks("none in here"):
         model(x).sum().backward()
     assert len(model._verdicts) == 2

@@ -177,7 +177,6 @@ class EncoderBlock(nn.Module):
 
 
 def test_the_residual_stream_of_a_transformer_stays_in_float() -> None:
-    torch.manual_seed(0)
     net = nn.Sequential(EncoderBlock(), EncoderBlock(), nn.LayerNorm(8), nn.Linear(8, 3)).eval()
     model = qat.prepare(net, example_inputs=TOKENS)
     names = activation_quantizers(model)

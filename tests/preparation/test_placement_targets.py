@@ -109,7 +109,6 @@ def test_an_operation_gets_grids_as_its_target_computes_it(operation: str, targe
 @EACH
 @pytest.mark.parametrize("operation", sorted(SHARED))
 def test_a_shared_range_covers_every_tensor_on_it(operation: str, target: Any) -> None:
-    torch.manual_seed(0)
     net = Operation(operation).eval()
     with torch.no_grad():
         net.c.weight.mul_(10)
@@ -257,7 +256,6 @@ class Dense(nn.Module):
 
 @EACH
 def test_concatenations_in_a_row_are_on_one_grid_from_the_input_on(target: Any) -> None:
-    torch.manual_seed(0)
     net, x = Dense().eval(), draw(4, 3, 6, 6)
     model = qat.prepare(net, qat.QuantRecipe(target=target), x)
     grids = {id(input_grid(model, f"layers.{number}")) for number in range(3)}

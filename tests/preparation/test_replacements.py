@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases_fused import assert_same, counted, images, results
+from prepared_case import Plain, refused
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.models.feature_extraction import create_feature_extractor
@@ -59,6 +60,20 @@ def prepared(x: Tensor, net: Callable[[], nn.Module] = Net) -> Any:
     return model
 
 
+@pytest.fixture
+def x() -> Tensor:
+    return images()
+
+
+@pytest.fixture
+def model(x: Tensor) -> Any:
+    return prepared(x)
+
+
+def sizes(features: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in features.items()}
+
+
 def patched(module: nn.Module, forward: Callable[[Any], Any]) -> None:
     module.forward = forward  # type: ignore[method-assign]
 
@@ -82,8 +97,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_after_preparation_is_followed_in_training_and_evaluation(name: str) -> None:
-    x = images()
+def test_a_change_after_preparation_is_followed_in_training_and_evaluation(x: Tensor, name: str) -> None:
     model, untouched = prepared(x), prepared(x)
     torch.manual_seed(1)
     CHANGES[name](model)
@@ -96,9 +110,7 @@ def test_a_change_after_preparation_is_followed_in_training_and_evaluation(name:
     assert gap < 0.6 * in_training.abs().max()  # evaluation has other statistics, and the same modules
 
 
-def test_a_part_that_comes_back_is_quantized_again() -> None:
-    x = images()
-    model = prepared(x)
+def test_a_part_that_comes_back_is_quantized_again(x: Tensor, model: Any) -> None:
     expected = results(model, x, False)
     layer, norm = model.conv2, model.bn1
     model.conv2, model.bn1 = nn.Conv2d(16, 16, 3, padding=1), nn.Identity()
@@ -110,17 +122,14 @@ def test_a_part_that_comes_back_is_quantized_again() -> None:
     assert "norm" in next(str(node.kwargs) for node in model.graph.nodes if node.target == "conv1")
 
 
-def test_the_summary_names_what_was_put_in() -> None:
-    x = images()
-    model = prepared(x)
+def test_the_summary_names_what_was_put_in(model: Any) -> None:
     model.fc = nn.Linear(16, 7)
     assert any("fc " in line and "it was put there after the model was prepared" in line
                for line in qat.summary(model).splitlines())  # fmt: skip
 
 
-def test_hooks_see_the_same_in_training_and_evaluation() -> None:
-    x, seen = images(), []
-    model = prepared(x)
+def test_hooks_see_the_same_in_training_and_evaluation(x: Tensor, model: Any) -> None:
+    seen: list[Any] = []
     model.conv1.register_forward_hook(lambda module, inputs, y: seen.append(y.detach()))
     with plain_formulas():
         model(x)
@@ -132,36 +141,32 @@ def test_hooks_see_the_same_in_training_and_evaluation() -> None:
     assert evaluated.shape == fast.shape
 
 
-def test_a_hook_that_changes_what_a_layer_answers_acts() -> None:
-    x = images()
-    model = prepared(x)
+def test_a_hook_that_changes_what_a_layer_answers_acts(x: Tensor, model: Any) -> None:
     model.conv2.register_forward_hook(lambda module, inputs, y: y * 0.5)
     assert_same(model, x)
 
 
-def test_a_hook_on_a_block_is_named_since_it_never_fires(caplog: pytest.LogCaptureFixture) -> None:
-    x, seen = images(), []
-    model = prepared(x)
+def test_a_hook_on_a_block_is_named_since_it_never_fires(
+    x: Tensor, model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[Any] = []
     model.block.register_forward_hook(lambda *_: seen.append(1))
     with caplog.at_level(logging.WARNING, "qat"):
         model(x)
         model.eval()(x)
-    said = [record.message for record in caplog.records]
-    assert said == [
+    assert caplog.messages == [
         "a hook or a patched forward of 'block' never runs, for a prepared model calls the layers in it and not itself;"
         " take its features with qat.feature_extractor(model, ['block'])"
     ]
     assert not seen
 
 
-def test_features_are_what_the_next_layer_reads_and_learn_with_the_model() -> None:
-    x = images()
-    model = prepared(x)
+def test_features_are_what_the_next_layer_reads_and_learn_with_the_model(x: Tensor, model: Any) -> None:
     features = qat.feature_extractor(model, {"block": "block", "bn1": "stem", "fc": "scores", "pool": "pooled"})
     assert isinstance(features, PreparedGraph)
     features.eval(), model.eval()
     found = features(x)
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+    assert sizes(found) == {
         "block": (8, 16, 8, 8), "stem": (8, 16, 16, 16), "scores": (8, 5), "pooled": (8, 16, 8, 8)
     }  # fmt: skip
     assert torch.equal(found["scores"], model(x))
@@ -171,39 +176,30 @@ def test_features_are_what_the_next_layer_reads_and_learn_with_the_model() -> No
     assert model.conv1.weight.grad is not None
 
 
-def test_mistakes_about_features_are_sentences() -> None:
-    x = images()
-    with pytest.raises(
-        ValueError,
-        match=r"^feature_extractor: nothing runs in 'blok'; did you mean 'block' or 'block\.1' or 'block\.0'\?$",
-    ):
-        qat.feature_extractor(prepared(x), ["blok"])
-    with pytest.raises(
-        TypeError, match=r"^feature_extractor: Net has no one graph; give it a model from qat\.prepare, or"
-    ):
+def test_mistakes_about_features_are_sentences(model: Any) -> None:
+    with refused("feature_extractor: nothing runs in 'blok'; did you mean 'block' or 'block.1' or 'block.0'?"):
+        qat.feature_extractor(model, ["blok"])
+    with pytest.raises(ValueError, match="'a' is the key of several names; give each a key of its own"):
+        qat.feature_extractor(model, {"conv1": "a", "conv2": "a"})
+    with pytest.raises(TypeError, match=r"^feature_extractor: Net has no one graph; give it a model from qat\.prepare"):
         qat.feature_extractor(Net(), ["block"])
 
 
-def test_the_features_of_torchvision_are_prepared_like_any_model() -> None:
-    x = images()
+def test_the_features_of_torchvision_are_prepared_like_any_model(x: Tensor) -> None:
     model = prepared(x, lambda: create_feature_extractor(Net(), ["block", "fc"]))
-    assert {name: tuple(tensor.shape) for name, tensor in model(x).items()} == {"block": (8, 16, 8, 8), "fc": (8, 5)}
+    assert sizes(model(x)) == {"block": (8, 16, 8, 8), "fc": (8, 5)}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool) -> None:
-    x = images().requires_grad_()
-    model = prepared(x.detach())
-    expected = results(model, x.detach(), False)
-    checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
+def test_activation_checkpointing(x: Tensor, model: Any, reentrant: bool) -> None:
+    expected = results(model, x, False)
+    checkpoint(model, x.requires_grad_(), use_reentrant=reentrant).square().sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_a_norm_that_trains_in_an_evaluated_model_estimates() -> None:
-    x = images()
-    model = prepared(x)
+def test_a_norm_that_trains_in_an_evaluated_model_estimates(x: Tensor, model: Any) -> None:
     model.eval()
     model.bn1.reset_running_stats()
     model.bn1.train()
@@ -215,8 +211,7 @@ def test_a_norm_that_trains_in_an_evaluated_model_estimates() -> None:
     assert int(model.bn1.num_batches_tracked) == 1
 
 
-def test_a_device_context_changes_nothing(counted: list[str]) -> None:
-    x = images()
+def test_a_device_context_changes_nothing(x: Tensor, counted: list[str]) -> None:
     with torch.device("cpu"):
         model = prepared(x)
         counted.clear()
@@ -225,33 +220,22 @@ def test_a_device_context_changes_nothing(counted: list[str]) -> None:
 
 
 def test_token_ids_and_frozen_layers_leave_the_rest_on_codes(counted: list[str]) -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.a, self.b = nn.Embedding(11, 16), nn.Linear(16, 32), nn.Linear(32, 16)
-            self.c = nn.Linear(16, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.c(F.relu(self.b(F.relu(self.a(self.words(x))))))  # type: ignore[no-any-return]
-
+    layers = (nn.Embedding(11, 16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 3))
     x = torch.arange(12).reshape(3, 4) % 11
-    model = prepared(x, Words)
-    counted.clear()
-    model(x)
-    assert counted.count("CodesProductFunction") == 3
-    model.b.eval()
-    counted.clear()
-    model(x)
-    assert counted.count("CodesProductFunction") == 2
+    model = prepared(x, lambda: nn.Sequential(*layers))
+    for products in (3, 2):
+        counted.clear()
+        model(x)
+        assert counted.count("CodesProductFunction") == products
+        model.get_submodule("3").eval()
 
 
-def test_why_a_model_trains_operation_by_operation_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    x = images()
+def test_why_a_model_trains_operation_by_operation_is_said_once(x: Tensor, caplog: pytest.LogCaptureFixture) -> None:
     model = prepared(x).double()
     with caplog.at_level(logging.INFO, "qat"):
         model(x.double())
         model(x.double())
-    said = [record.message for record in caplog.records if "operation by operation" in record.message]
+    said = [message for message in caplog.messages if "operation by operation" in message]
     assert said == ["training runs the prepared graph operation by operation: its input is torch.float64 on cpu"]
 
 
@@ -280,26 +264,22 @@ class Residual(nn.Module):
         return self.c(F.relu(self.b(self.act(y)) + y)), f
 
 
-class Clamps(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.clamp_(0.1, 0.3)
-
-
 def halve(_: nn.Module, args: tuple[Tensor]) -> None:
     args[0].mul_(0.5)
 
 
 WRITES: dict[str, Callable[[Any], Any]] = {
     "a hook": lambda m: m.b.register_forward_pre_hook(halve),
-    "a module": lambda m: setattr(m, "act", Clamps()),
+    "a module": lambda m: setattr(m, "act", Plain(lambda self, x: x.clamp_(0.1, 0.3))),
 }
 
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("mode", ["on", "off"])
-def test_who_writes_into_what_a_sum_reads_is_seen_by_it(write: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_writes_into_what_a_sum_reads_is_seen_by_it(
+    x: Tensor, write: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QAT_SELF_CHECK", mode)
-    x = images()
     model = prepared(x, Residual)
     WRITES[write](model)
     found = model(x)[0]
@@ -313,8 +293,7 @@ def test_who_writes_into_what_a_sum_reads_is_seen_by_it(write: str, mode: str, m
         assert (found - net(x)[0]).norm() < 0.1 * found.norm()
 
 
-def test_an_answer_may_be_written_into_before_backward() -> None:
-    x = images()
+def test_an_answer_may_be_written_into_before_backward(x: Tensor) -> None:
     model = prepared(x, Residual)
     y, f = model(x)
     f.mul_(2)
@@ -322,19 +301,13 @@ def test_an_answer_may_be_written_into_before_backward() -> None:
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu6", "gelu", "silu", "hardswish", "sigmoid"])
-def test_a_value_that_is_no_number_stays_with_its_sample(activation: str) -> None:
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 6)
-            self.norm = nn.BatchNorm2d(8)
+def test_a_value_that_is_no_number_stays_with_its_sample(x: Tensor, activation: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = getattr(F, activation)(self.norm(self.a(x)))
+        return self.c(F.max_pool2d(y + F.relu(self.b(y)), 2)).flatten(1)  # type: ignore[no-any-return]
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = getattr(F, activation)(self.norm(self.a(x)))
-            return self.c(F.max_pool2d(y + F.relu(self.b(y)), 2)).flatten(1)  # type: ignore[no-any-return]
-
-    x = images()
-    model = prepared(x, Plain)
+    layers = {"a": nn.Conv2d(3, 8, 3), "norm": nn.BatchNorm2d(8), "b": nn.Conv2d(8, 8, 1), "c": nn.Conv2d(8, 4, 6)}
+    model = prepared(x, lambda: Plain(forward, **layers))
     model.norm.eval()
     x[1, 0, 2, 2] = torch.nan
     plain, fast = (results(model, x, formula) for formula in (True, False))
@@ -363,20 +336,14 @@ def test_a_row_of_attention_that_is_masked_whole_stays_alone() -> None:
     assert model.train()(x, mask).isnan().any(2).any(1).tolist() == [True, False, False, False]
 
 
-def test_a_quantized_layer_that_was_put_in_quantizes_nothing_it_is_not_handed() -> None:
-    x = images()
-    model = prepared(x)
-    other = copy.deepcopy(model.conv2)
-    model = qat.prepare(nn.Sequential(nn.Conv2d(3, 16, 1), nn.Upsample(scale_factor=2)), example_inputs=x)
-    qat.calibrate(model, [x])
-    setattr(model, "1", other)
-    plain, fast = (results(model.train(), x, formula) for formula in (True, False))
+def test_a_quantized_layer_that_was_put_in_quantizes_nothing_it_is_not_handed(x: Tensor, model: Any) -> None:
+    other = prepared(x, lambda: nn.Sequential(nn.Conv2d(3, 16, 1), nn.Upsample(scale_factor=2)))
+    setattr(other, "1", copy.deepcopy(model.conv2))
+    plain, fast = (results(other, x, formula) for formula in (True, False))
     assert torch.allclose(plain["y"], fast["y"], atol=1e-4)
 
 
-def test_a_pickle_keeps_what_a_layer_was_handed() -> None:
-    x = images()
-    model = prepared(x)
+def test_a_pickle_keeps_what_a_layer_was_handed(x: Tensor, model: Any) -> None:
     own, model.conv2 = model.conv2, nn.Conv2d(16, 16, 3, padding=1)
     model(x)
     again = pickle.loads(pickle.dumps(model))
@@ -389,37 +356,23 @@ def test_a_pickle_keeps_what_a_layer_was_handed() -> None:
     assert torch.equal(*features)
 
 
-def test_a_block_that_was_replaced_is_a_sentence() -> None:
-    x = images()
-    model = prepared(x)
+def test_a_block_that_was_replaced_is_a_sentence(x: Tensor, model: Any) -> None:
     model.block = nn.Identity()
-    with pytest.raises(ValueError) as refused:
-        model(x)
-    assert str(refused.value) == (
+    with refused(
         "'block.0' is called by the prepared model, and 'block' (Identity) has no such part now; replace layers one by"
         " one, or prepare the changed model again"
-    )
+    ):
+        model(x)
 
 
-def test_two_names_with_one_key_are_a_sentence() -> None:
-    model = prepared(images())
-    with pytest.raises(ValueError, match="'a' is the key of several names; give each a key of its own"):
-        qat.feature_extractor(model, {"conv1": "a", "conv2": "a"})
+def test_features_of_a_tensor_that_is_written_into_through_a_view(x: Tensor) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.a(x)
+        F.relu(y[:, :4], inplace=True)
+        return self.c(self.b(y))  # type: ignore[no-any-return]
 
-
-def test_features_of_a_tensor_that_is_written_into_through_a_view() -> None:
-    class Views(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.a(x)
-            F.relu(y[:, :4], inplace=True)
-            return self.c(self.b(y))  # type: ignore[no-any-return]
-
-    x = images()
-    model = prepared(x, Views).eval()
+    layers = {"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(8, 8, 1), "c": nn.Conv2d(8, 4, 1)}
+    model = prepared(x, lambda: Plain(forward, **layers)).eval()
     assert torch.equal(qat.feature_extractor(model, ["c"])(x)["c"], model(x))
 
 
@@ -432,46 +385,32 @@ STRANGE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", STRANGE)
-def test_tensors_of_shapes_that_kernels_do_not_take_train_plainly(kind: str) -> None:
-    x = images()
-    model = prepared(x)
+def test_tensors_of_shapes_that_kernels_do_not_take_train_plainly(x: Tensor, model: Any, kind: str) -> None:
     x = x.repeat(6, 1, 1, 1)[:6]
     STRANGE[kind](model)
     plain, fast = (results(model, x, formula) for formula in (True, False))
     assert all(torch.allclose(plain[name], fast[name], atol=1e-3) for name in plain)
 
 
-def test_many_gradients_at_once_are_a_sentence() -> None:
-    x = images()
-    model = prepared(x)
+def test_many_gradients_at_once_are_a_sentence(x: Tensor, model: Any) -> None:
     y = model(x).sum(0)
     with pytest.raises(RuntimeError, match="takes one gradient at a time"):
         torch.autograd.grad(y, model.fc.weight, torch.eye(5), is_grads_batched=True)
 
 
-def test_hooks_that_the_file_does_not_hold_are_named(tmp_path: Path) -> None:
-    x = images()
-    model = prepared(x).eval()
+def test_hooks_that_the_file_does_not_hold_are_named(x: Tensor, model: Any, tmp_path: Path) -> None:
+    model.eval()
     model.conv1.register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match="hooks and patched forwards of conv1 are not in the file"):
         qat.export_onnx(model, tmp_path / "model.onnx", x)
 
 
-def test_a_number_that_forward_read_is_said_to_be_fixed(caplog: pytest.LogCaptureFixture) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.alpha = Net(), 0.5
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x) * self.alpha  # type: ignore[no-any-return]
-
-    x = images()
-    model = prepared(x, Scaled)
+def test_a_number_that_forward_read_is_said_to_be_fixed(x: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    model = prepared(x, lambda: Plain(lambda self, x: self.net(x) * self.alpha, net=Net(), alpha=0.5))
     model.alpha, model.seen = 0.7, 3
     with caplog.at_level(logging.WARNING, "qat"):
         model(x), model(x)
-    assert [record.message for record in caplog.records] == [
+    assert caplog.messages == [
         "'alpha' changed, and what forward computed from it is fixed since the model was prepared; prepare it again if"
         " it reads that"
     ]

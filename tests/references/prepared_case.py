@@ -1,9 +1,11 @@
 """What tests of `prepare` share: a small residual net, names of quantizers, and the comparison with the float model."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -68,6 +70,20 @@ class Plain(nn.Module):
         return self._forward(self, x)
 
 
+@contextmanager
+def refused(sentence: str, error: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
+    """A context that ends with an error of exactly this message."""
+    with pytest.raises(error) as caught:
+        yield
+    assert str(caught.value) == sentence
+
+
+def assert_takes_float_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """A float checkpoint lacks a prepared model's quantizers, and has no key too many."""
+    result = model.load_state_dict(state, strict=False)
+    assert result.unexpected_keys == [] and all("quantizer" in key for key in result.missing_keys)
+
+
 def activation_quantizers(model: nn.Module) -> list[str]:
     return [n for n, m in model.named_modules() if isinstance(m, Quantizer) and m.role == "activation"]
 
@@ -129,4 +145,5 @@ def assert_close_to_float(net: nn.Module, model: nn.Module, x: Any, error: float
             copy.deepcopy(module).eval()(**inputs) if inputs else copy.deepcopy(module).eval()(x)
             for module in (net, model)
         )
-    assert float((found - wanted).square().mean().sqrt()) <= error * float(wanted.square().mean().sqrt())
+    for ours, theirs in zip(pytree.tree_leaves(found), pytree.tree_leaves(wanted), strict=True):
+        assert float((ours - theirs).square().mean().sqrt()) <= error * float(theirs.square().mean().sqrt())

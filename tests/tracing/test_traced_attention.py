@@ -12,6 +12,7 @@ from prepared_case import (
     activation_quantizers,
     assert_close_to_float,
     assert_computes_as,
+    assert_takes_float_state,
     draw,
     without_quantizers,
 )
@@ -76,8 +77,7 @@ def test_multi_head_attention_computes_as_torchs(case: str) -> None:
     model = qat.prepare(net, example_inputs=x)
     assert noted(model, LEFT_IN_FLOAT) == {}
     assert_computes_as(net, model, x)
-    result = model.load_state_dict(net.state_dict(), strict=False)
-    assert result.unexpected_keys == [] and all("quantizer" in key for key in result.missing_keys)
+    assert_takes_float_state(model, net.state_dict())
 
 
 @pytest.mark.parametrize("case", ["batch first", "sequence first", "mask of booleans", "dropout", "other sizes"])
