@@ -25,10 +25,8 @@ ARGUMENTS: dict[Any, tuple[str, ...]] = {
 }
 """Functions that become quantized layers where they read a parameter, and the names of their arguments."""
 
-
 REASON_NOTED = "qat_explained"
 """Key of node.meta: the function stays in float, and the reason is already noted under the layer's name."""
-
 
 RECIPE_NAME = "qat_speaks_as"
 """Key of node.meta: the name by which a recipe speaks of a layer that was a function."""
@@ -85,13 +83,8 @@ def quantize_functional_layers(
     """Replace every functional layer by a quantized one, in place.
 
     If the function reads the whole weight of a linear layer, that layer is quantized. Otherwise a `QuantFunction`
-    replaces the function, and the weight stays where it is.
-
-    Args:
-        graph_module: the traced model.
-        layers: what `find_functional_layers` found in it.
-        recipe: the grids, and which layers to skip.
-        left: the layers that stay in float, name to reason. Skipped layers are added, quantized ones removed.
+    replaces the function, and the weight stays where it is. Skipped layers are added to `left`, the layers that stay
+    in float (name to reason), and quantized ones are removed.
     """
     values: dict[fx.Node, Any] = {}
     for layer in layers:

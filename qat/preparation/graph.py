@@ -17,13 +17,9 @@ from qat.tracing.train_eval import trace
 def prepare_graph(
     root: nn.Module, recipe: AnyRecipe, examples: Examples | None, graph_class: type[PreparedGraph]
 ) -> PreparedGraph:
-    """Trace a float model and quantize the graph; the graph takes over the model's own layers.
+    """Trace a float model, or a submodule of one, and quantize the graph, which takes over the model's own layers.
 
-    Args:
-        root: the float model, or a submodule of one.
-        recipe: the grids; its layer names are those in root.
-        examples: arguments of forward by name, or None.
-        graph_class: class of the result.
+    The recipe's layer names are those in root.
 
     Raises:
         UntraceableError: if it cannot be traced; the model is then unchanged.

@@ -32,10 +32,9 @@ def prepare_parts(
 
     Args:
         root: a copy of the float model.
-        recipe: the grids.
+        recipe, graph_class: the grids, and the class of the parts.
         examples: arguments of forward by name; a run with them records the inputs of the submodules.
         reason: why the model cannot be traced as a whole.
-        graph_class: class of the parts.
 
     Raises:
         ValueError: if a grid of the recipe does not fit.

@@ -26,12 +26,7 @@ from qat.tracing.nodes import free_name, join_groups, scope_of, submodule_of, te
 
 
 class Placement:
-    """Decides which tensors of one graph get a quantizer.
-
-    Args:
-        graph_module: a traced model whose layers are already `QuantLayer`s.
-        recipe: which grid a tensor gets.
-    """
+    """Decides which tensors of a traced model, whose layers are already `QuantLayer`s, get a quantizer."""
 
     def __init__(self, graph_module: fx.GraphModule, recipe: AnyRecipe) -> None:
         self.graph_module = graph_module
@@ -112,11 +107,9 @@ class Placement:
 
 
 def place_quantizers(graph_module: fx.GraphModule, recipe: AnyRecipe) -> dict[str, str]:
-    """Insert activation quantizers, and pass every quantized layer the quantizer of its input.
+    """Insert activation quantizers in place, and pass every quantized layer the quantizer of its input.
 
-    Args:
-        graph_module: a traced model whose layers are already `QuantLayer`s; changed in place.
-        recipe: which grid a tensor gets; if consumers ask for different ones, the one with the most bits wins.
+    If consumers of a tensor ask for different grids, the one with the most bits wins.
 
     Returns:
         The quantizers whose tensor has a consumer that asked for another grid, name to that grid.
@@ -131,8 +124,8 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: AnyRecipe) -> dict[st
     for group in shared_grids(wanted, placement):
         specs = [spec for node in group for spec in wanted[node]]
         chosen = max(specs, key=lambda spec: spec.bits)
-        name = _insert_quantizer(group[0], chosen, placement)
-        for node in group[1:]:
+        name = _add_quantizer(group[0], chosen, placement)
+        for node in group:
             _insert_call(node, name, placement)
         others = sorted({str(spec) for spec in specs if spec != chosen})
         if others:
@@ -194,14 +187,13 @@ def grid_of(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node | None:
     return producer if isinstance(submodule_of(graph_module, producer), Quantizer) else None
 
 
-def _insert_quantizer(node: fx.Node, spec: QuantSpec, placement: Placement) -> str:
+def _add_quantizer(node: fx.Node, spec: QuantSpec, placement: Placement) -> str:
     graph_module = placement.graph_module
     name = free_name(graph_module, f"{_producer_name(node, graph_module)}_quantizer")
     try:
         graph_module.add_submodule(name, create_quantizer(spec, "activation", (), model_device(graph_module)))
     except ValueError as error:
         raise ValueError(f"prepare: {placement.recipe.full_name(name)} (activation): {error}") from error
-    _insert_call(node, name, placement)
     return name
 
 

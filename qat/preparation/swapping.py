@@ -20,13 +20,8 @@ from qat.tracing.nodes import dimensions, submodule_of
 def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe) -> dict[str, str]:
     """Replace every called layer that has a quantized twin, in place.
 
-    Args:
-        graph_module: the traced model.
-        root: the model that was traced; layers that the graph does not call are reported too.
-        recipe: the grids, and which layers to skip.
-
     Returns:
-        The layers that stay in float, name to reason.
+        The layers of root that stay in float, name to reason, those that the graph does not call included.
 
     Raises:
         ValueError: if a twin cannot be made with the recipe's grid.
@@ -146,11 +141,7 @@ def folds(layer: QuantLayer, norm: nn.Module | None, producer: fx.Node) -> bool:
 
 
 def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str]) -> None:
-    """Refuse a recipe whose overrides match no layer.
-
-    Args:
-        recipe: the recipe.
-        layers: layer name to the name of its float class.
+    """Refuse a recipe with an override that matches none of the layers, given by name and name of float class.
 
     Raises:
         ValueError: naming the pattern and the nearest layers, or classes.

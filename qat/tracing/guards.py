@@ -9,11 +9,7 @@ from torch.fx.node import has_side_effect
 
 @has_side_effect
 def expect_same(value: Any, expected: Any, where: str) -> None:
-    """Refuse inputs for which the float model would take another branch than the traced one.
-
-    Raises:
-        ValueError: if value differs from its value for the example inputs.
-    """
+    """Raise a ValueError if a value differs from its value for the example inputs."""
     if isinstance(value, fx.Proxy):  # unpickling traces the code again
         value.tracer.create_proxy("call_function", expect_same, (value, expected, where), {})
     elif value != expected:
@@ -25,11 +21,7 @@ def expect_same(value: Any, expected: Any, where: str) -> None:
 
 @has_side_effect
 def expect_default(value: Any, default: Any, name: str) -> None:
-    """Refuse an argument of forward for which the model was not prepared.
-
-    Raises:
-        ValueError: if value is not the default.
-    """
+    """Raise a ValueError if an argument of forward is not its default, for which the model was prepared."""
     if isinstance(value, fx.Proxy):
         value.tracer.create_proxy("call_function", expect_default, (value, default, name), {})
     elif value is not default and (isinstance(value, torch.Tensor) or value != default):

@@ -88,13 +88,9 @@ def _place_of_inplace(function: Any) -> int | None:
 
 
 class Memory:
-    """Which tensors of a graph may share memory, and which nodes write there.
+    """Which tensors of a graph may share memory, and which nodes write there; the graph calls the model's submodules.
 
     An operation that is not known to return new memory may return the memory of any of its inputs.
-
-    Args:
-        model: the model whose submodules the graph calls.
-        graph: the graph of a traced model.
     """
 
     def __init__(self, model: nn.Module, graph: fx.Graph) -> None:

@@ -81,13 +81,10 @@ def torch_takes_proxies() -> Iterator[None]:
 
 @contextmanager
 def gradients_refused(is_paused: Callable[[], bool]) -> Iterator[None]:
-    """A context in which this thread applies no `torch.autograd.Function` and no checkpoint.
+    """A context in which this thread applies no `torch.autograd.Function` and no checkpoint, unless tracing is paused.
 
     A graph would record only the function's forward, and differentiate that. The patch is on the context object that
     torch creates for every application, since user code may hold a reference to `apply` itself.
-
-    Args:
-        is_paused: whether to let one pass.
     """
 
     def refuse(context: Any) -> None:
@@ -115,11 +112,7 @@ def gradients_refused(is_paused: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def _replaced_here(replacements: dict[tuple[Any, str], Any]) -> Iterator[None]:
-    """A context in which functions are replaced for this thread, inside `tracing_alone`.
-
-    Args:
-        replacements: module and name of a function to what is called instead of it.
-    """
+    """A context in which functions, by module and name, are replaced for this thread, inside `tracing_alone`."""
     with ExitStack() as patches:
         for (module, name), replacement in replacements.items():
             patches.enter_context(mock.patch.object(module, name, _chosen(getattr(module, name), replacement)))

@@ -68,8 +68,7 @@ def python_state() -> bytes:
 class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which this thread may not draw random numbers with torch: a graph would keep them as a constant.
 
-    Args:
-        is_paused: whether to let an operation pass.
+    While tracing is paused it may.
     """
 
     def __init__(self, is_paused: Callable[[], bool]) -> None:

@@ -52,10 +52,6 @@ def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
 def graph_of(model: nn.Module, examples: Examples | None) -> tuple[fx.Graph, dict[str, str]]:
     """The model's graph in its present mode, and the functions that it could not trace into, name to reason.
 
-    Args:
-        model: in training or in evaluation.
-        examples: arguments of forward by name, or None.
-
     Raises:
         UntraceableError: if torch.fx cannot trace the model, or the graph's output for the examples differs.
     """

@@ -110,12 +110,7 @@ def _comparable(value: Any) -> Any:
 
 
 def read_before_written(changes: list[Change], run: Callable[[], Any]) -> Change | None:
-    """The first of some attributes that a run reads before writing it; None if it only writes them, as a log.
-
-    Args:
-        changes: the attributes.
-        run: runs the model that has them.
-    """
+    """The first of some attributes that a run reads before writing it; None if it only writes them, as a log."""
     found: list[Change] = []
     classes = [(module, type(module)) for module in {change.module: None for change in changes}]
     try:

@@ -31,11 +31,6 @@ class ByMode(nn.Module):
 def trace(model: nn.Module, examples: Examples | None, graph_class: type[Graph]) -> tuple[Graph, dict[str, str]]:
     """The model as a graph module that shares its submodules and follows train and eval mode as the model does.
 
-    Args:
-        model: the model.
-        examples: argument name of forward to value; they decide the branches on sizes.
-        graph_class: class of the result.
-
     Returns:
         The graph module, and the functions in it that could not be split into operations, name to reason.
 

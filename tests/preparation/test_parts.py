@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from prepared_case import (
     Plain,
     activation_quantizers,
+    assert_close_to_float,
     assert_computes_as,
     assert_takes_float_state,
     draw,
@@ -89,12 +90,8 @@ def test_a_model_in_parts_calibrates_trains_copies_and_loads() -> None:
     net = Detector().eval()
     model = qat.prepare(net, example_inputs=(IMAGES,))
     assert_takes_float_state(model, net.state_dict())
-    qat.calibrate(model, [(IMAGES,)])
+    assert_close_to_float(net, model, {"images": IMAGES})
     expected = model(IMAGES)
-    reference = net(IMAGES)
-    for name, value in expected.items():
-        error = (value - reference[name]).square().mean().sqrt()
-        assert float(error.detach()) <= 0.05 * float(reference[name].detach().square().mean().sqrt()), name
     twin = copy.deepcopy(model)
     assert torch.equal(twin(IMAGES)["scores"], expected["scores"]) and twin.body.out_channels == 4
     fresh = qat.prepare(net, example_inputs=(IMAGES,))
@@ -152,12 +149,11 @@ def test_names_in_a_recipe_are_those_of_the_whole_model() -> None:
 
 
 def test_a_grid_that_does_not_fit_names_the_layer_in_the_whole_model() -> None:
-    overrides = {"score": {"weight": {"granularity": "group", "group_size": 3}}}
+    thirds = {"weight": {"granularity": "group", "group_size": 3}}
     with refused("prepare: score (weight): group_size=3 does not divide the weight's 4 inputs; use 1, 2, 4"):
-        qat.prepare(Detector(), qat.QuantRecipe(overrides=overrides), example_inputs=(IMAGES,))
-    overrides = {"heads.box.1": {"weight": {"granularity": "group", "group_size": 3}}}
+        qat.prepare(Detector(), qat.QuantRecipe(overrides={"score": thirds}), example_inputs=(IMAGES,))
     with pytest.raises(ValueError, match=r"^prepare: heads\.box\.1 \(weight\): group_size=3 does not divide"):
-        qat.prepare(Detector(), qat.QuantRecipe(overrides=overrides), example_inputs=(IMAGES,))
+        qat.prepare(Detector(), qat.QuantRecipe(overrides={"heads.box.1": thirds}), example_inputs=(IMAGES,))
 
 
 def test_what_the_parts_are_given_is_recorded_from_a_run() -> None:
@@ -184,14 +180,12 @@ class Head(nn.Module):
 
 def test_a_part_whose_methods_others_call_keeps_them() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
+        if not bool(x.isfinite().all()):
+            return x
         scores = self.head(x)
         return self.head.compute_loss(scores) if self.training and bool(scores.isfinite().all()) else scores.relu()
 
-    class Whole(Plain):
-        def forward(self, x: Tensor) -> Any:
-            return forward(self, x) if bool(x.isfinite().all()) else x
-
-    net, x = Whole(forward, head=Head()).eval(), draw(4, 8)
+    net, x = Plain(forward, head=Head()).eval(), draw(4, 8)
     model = qat.prepare(net, example_inputs=x)
     assert isinstance(model.get_submodule("head.fc"), QuantLayer)
     assert_computes_as(net, model, x)
