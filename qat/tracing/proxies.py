@@ -29,8 +29,7 @@ class HintedValue:
     def __index__(self) -> int:
         return int(self.tracer.guard(self))
 
-    def __int__(self) -> int:
-        return int(self.tracer.guard(self))
+    __int__ = __index__
 
     def __float__(self) -> float:
         return float(self.tracer.guard(self))

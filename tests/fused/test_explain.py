@@ -52,10 +52,6 @@ def row(model: nn.Module, name: str, inputs: object = None) -> tuple[str, str]:
     raise AssertionError(f"no row {name}")
 
 
-def layer(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name)
-
-
 def of_model(*layers: nn.Module, x: Tensor, **recipe: qat.QuantSpec) -> nn.Module:
     torch.manual_seed(0)
     return prepared(nn.Sequential(*layers), x, qat.QuantRecipe(**recipe))  # type: ignore[arg-type]
@@ -72,7 +68,7 @@ def test_a_table_of_layers_and_quantizers_as_they_run(monkeypatch: pytest.Monkey
 
 def test_it_leaves_the_model_as_it_was() -> None:
     model = block().eval()
-    layer(model, "bn1").train()
+    model.get_submodule("bn1").train()
     before = {name: module.training for name, module in model.named_modules()}
     said = qat.explain(model, images())
     assert before == {name: module.training for name, module in model.named_modules()}
@@ -174,32 +170,23 @@ def test_a_copy_of_qat_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> No
 # ---------------------------------------------------------------- a layer and a quantizer
 
 
-def _observing(model: nn.Module) -> None:
-    quantizer = layer(model, "conv1.weight_quantizer")
-    quantizer.observer = object()  # type: ignore[assignment]
-
-
 # Reason, the change, and the row that names it.
-CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
-    "it is in evaluation": (lambda model: layer(model, "conv1").eval(), "conv1"),
-    "its weight_quantizer: it is in evaluation": (lambda model: layer(model, "conv1.weight_quantizer").eval(), "conv1"),
-    "its weight_quantizer: it observes a range": (_observing, "conv1"),
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "it is in evaluation": (lambda m: m.conv1.eval(), "conv1"),
+    "its weight_quantizer: it is in evaluation": (lambda m: m.conv1.weight_quantizer.eval(), "conv1"),
+    "its weight_quantizer: it observes a range": (
+        lambda m: setattr(m.conv1.weight_quantizer, "observer", object()), "conv1",
+    ),
     "a hook waits for its call, or its forward was replaced": (
-        lambda model: layer(model, "conv1").register_forward_hook(lambda *_: None), "conv1",
+        lambda m: m.conv1.register_forward_hook(lambda *_: None), "conv1",
     ),
-    "its operand comes from input_quantizer: it is in evaluation": (
-        lambda model: layer(model, "input_quantizer").eval(), "conv1",
-    ),
-    "it quantizes its input itself": (
-        lambda model: setattr(layer(model, "conv1"), "input_quantizer", layer(model, "input_quantizer")), "conv1",
-    ),
-    "it is being calibrated": (lambda model: setattr(layer(model, "conv1"), "calibrating", True), "conv1"),
+    "its operand comes from input_quantizer: it is in evaluation": (lambda m: m.input_quantizer.eval(), "conv1"),
+    "it quantizes its input itself": (lambda m: setattr(m.conv1, "input_quantizer", m.input_quantizer), "conv1"),
+    "it is being calibrated": (lambda m: setattr(m.conv1, "calibrating", True), "conv1"),
     "pool, which reads it, may write into its output": (
-        lambda model: layer(model, "pool").register_forward_hook(lambda *_: None), "conv1_quantizer",
+        lambda m: m.pool.register_forward_hook(lambda *_: None), "conv1_quantizer",
     ),
-    "its weight is not contiguous": (
-        lambda model: setattr(layer(model, "head").weight, "data", torch.randn(32, 5).T), "head",
-    ),
+    "its weight is not contiguous": (lambda m: setattr(m.head.weight, "data", torch.randn(32, 5).T), "head"),
 }  # fmt: skip
 
 
@@ -232,7 +219,7 @@ def test_rules_and_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why("input_quantizer", activation=qat.QuantSpec(bits=12)) == "it has 12 bits, and a code has 8"
     assert why("0") == ""
     model = of_model(linear, x=x)
-    quantizer = layer(model, "0.weight_quantizer")
+    quantizer = model.get_submodule("0.weight_quantizer")
     quantizer.spec = dataclasses.replace(quantizer.spec, symmetric=False)  # type: ignore[arg-type, assignment]
     assert row(model, "0")[1] == (
         "its weight_quantizer: its grid is int8 narrow affine per channel,"

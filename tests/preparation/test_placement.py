@@ -117,6 +117,7 @@ PLACES: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor, se
         lambda self, x: self.b(self.se(self.a(x))), convs(se=SqueezeExcitation(4, 2)), IMAGE,
         {"input", "a", "se.avgpool", "se.fc1", "se.fc2", "se.scale_activation", "se.mul"},
     ),
+    "indices and gathered values": (pick, layers(), FLAT, {"input", "a", "gather", "add"}),
     "look-up": (
         lambda self, x: self.b(self.a(x)), layers(a=nn.Embedding(9, 8)), torch.arange(8).view(2, 4), {"a"},
     ),
@@ -149,15 +150,6 @@ def test_every_target_computes_as_the_float_model(target: Any) -> None:
         assert integer_work(model, x).share == 1.0, case
         assert_computes_as(net, model, x)
         assert_close_to_float(net, model, x, error=0.1)
-
-
-def test_indices_and_gathered_values() -> None:
-    net = Plain(pick, **layers()).eval()
-    model = qat.prepare(net, example_inputs=FLAT)
-    assert_computes_as(net, model, FLAT)
-    assert set(activation_quantizers(model)) == {
-        "input_quantizer", "a_quantizer", "gather_quantizer", "add_quantizer",
-    }  # fmt: skip
 
 
 class EncoderBlock(nn.Module):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import assert_close_to_float, assert_computes_as, draw
+from prepared_case import assert_close_to_float, assert_computes_as, draw, input_grid
 from torch import Tensor, fx, nn
 from torchvision.ops import SqueezeExcitation
 
@@ -76,14 +76,6 @@ def quantizer_behind(model: fx.GraphModule, name: str) -> Quantizer | None:
     (node,) = [node for node in model.graph.nodes if node.op == "call_module" and node.target == name]
     found = [model.get_submodule(str(user.target)) for user in node.users if user.op == "call_module"]
     return next((module for module in found if isinstance(module, Quantizer)), None)
-
-
-def input_grid(model: fx.GraphModule, name: str) -> Quantizer:
-    """The quantizer that a layer's call passes to it."""
-    (node,) = [node for node in model.graph.nodes if node.op == "call_module" and node.target == name]
-    found = model.get_submodule(str(node.kwargs["input_quantizer"].target))
-    assert isinstance(found, Quantizer)
-    return found
 
 
 @EACH

@@ -155,10 +155,6 @@ def test_what_stays_float_says_why() -> None:
     ("make", "sentence"),
     [
         (
-            lambda: qat.prepare(qat.prepare(Net())),
-            "prepare: the model holds quantizers already; prepare takes the float model",
-        ),
-        (
             lambda: qat.prepare(Net(), torch.randn(1, 3, 8, 8)),
             "prepare: recipe must be a QuantRecipe, got Tensor; inputs are given by name, prepare(model,"
             " example_inputs=...)",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import Net, Plain, draw, refused
+from prepared_case import Net, Plain, draw, input_grid, refused
 from torch import Tensor, fx, nn
 
 import qat
@@ -59,10 +59,7 @@ def weight_bits(model: nn.Module) -> dict[str, int]:
 
 
 def input_bits(model: fx.GraphModule, name: str) -> int:
-    (node,) = [node for node in model.graph.nodes if node.op == "call_module" and node.target == name]
-    grid = model.get_submodule(str(node.kwargs["input_quantizer"].target))
-    assert isinstance(grid, Quantizer)
-    return grid.spec.bits
+    return input_grid(model, name).spec.bits
 
 
 X = draw(3, 4, 4)

@@ -21,13 +21,13 @@ WORDS, LENGTH, WIDTH = 12, 6, 16
 class TextClassifier(nn.Module):
     """Embedding, position, encoder, mean over the words, linear; word 0 is padding if the mask is passed."""
 
-    def __init__(self, norm_first: bool, padded: bool, dropout: float = 0.0, layers: int = 2) -> None:
+    def __init__(self, norm_first: bool, padded: bool, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.position = nn.Parameter(torch.zeros(1, LENGTH, WIDTH))
         nn.init.normal_(self.position, std=0.5)
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout, batch_first=True, norm_first=norm_first)
-        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, 3)
         self.padded = padded
 

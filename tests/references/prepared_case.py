@@ -88,6 +88,14 @@ def activation_quantizers(model: nn.Module) -> list[str]:
     return [n for n, m in model.named_modules() if isinstance(m, Quantizer) and m.role == "activation"]
 
 
+def input_grid(model: fx.GraphModule, name: str) -> Quantizer:
+    """The quantizer that a layer's call passes to it."""
+    (node,) = [node for node in model.graph.nodes if node.op == "call_module" and node.target == name]
+    found = model.get_submodule(str(node.kwargs["input_quantizer"].target))
+    assert isinstance(found, Quantizer)
+    return found
+
+
 def calls(model: nn.Module) -> list[str]:
     """What a prepared model calls, in order."""
     assert isinstance(model, fx.GraphModule)

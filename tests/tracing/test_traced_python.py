@@ -217,39 +217,25 @@ def test_parts_may_have_names_that_a_graph_has_other_uses_for(names: tuple[str, 
 
 
 def test_mappings_are_asked_for_what_they_hold() -> None:
-    def forward(self: Any, x: Tensor, extra: Any = None) -> Tensor:
-        y = self.a(x)
-        if extra and "bias" in extra and extra.get("scale") is None:
-            y = y + extra["bias"]
+    def forward(self: Any, given: dict[str, Tensor]) -> Tensor:
+        y = self.a(given["x"])
+        if given and "bias" in given and given.get("scale") is None:
+            y = y + given["bias"]
         return self.b(y)
 
-    class Net(Plain):
-        def forward(self, x: Tensor, extra: Any = None) -> Tensor:
-            return forward(self, x, extra)
-
-    net = Net(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 4))
-    given = {"x": draw(5, 8), "extra": {"bias": draw(8)}}
-    model = qat.prepare(net, example_inputs=given)
+    net, given = Plain(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 4)), {"x": draw(5, 8), "bias": draw(8)}
+    model = qat.prepare(net, example_inputs=(given,))
     assert not in_parts(model)
-    torch.testing.assert_close(without_quantizers(model)(**given), net(**given))
-
-
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc(x)
-        return y.relu()
+    torch.testing.assert_close(without_quantizers(model)(given), net(given))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_compiled_parts_are_refused_and_scripted_ones_stay() -> None:
-    inner: Any = torch.compile(Inner(), backend="eager")
+    inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    compiled: Any = torch.compile(inner, backend="eager")
     with pytest.raises(ValueError, match="'0' is a torch"):
-        prepared(nn.Sequential(inner, nn.Linear(8, 4)), draw(5, 8))
-    net = nn.Sequential(torch.jit.trace(Inner(), draw(5, 8)), nn.Linear(8, 4))
+        prepared(nn.Sequential(compiled, nn.Linear(8, 4)), draw(5, 8))
+    net = nn.Sequential(torch.jit.trace(inner, draw(5, 8)), nn.Linear(8, 4))
     model = prepared(net, draw(5, 8))
     assert "ScriptModule" in in_parts(model)
     torch.testing.assert_close(without_quantizers(model)(draw(5, 8)), net(draw(5, 8)))

@@ -97,8 +97,8 @@ def attend(self: Any, x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(self.a(x), self.b(x), x, dropout_p=probability)
 
 
-def linears(*sizes: int) -> dict[str, nn.Module]:
-    return {name: nn.Linear(8, 8) for name in "abc"}
+def linears(**others: nn.Module) -> dict[str, nn.Module]:
+    return {**{name: nn.Linear(8, 8) for name in "abc"}, **others}
 
 
 BY_MODE: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, nn.Module]]] = {
@@ -106,12 +106,12 @@ BY_MODE: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, nn.Module]]] = 
     "F.dropout by position": (lambda self, x: self.b(F.dropout(self.a(x), 0.5, self.training)), linears()),
     "F.dropout in place": (lambda self, x: self.b(F.dropout(self.a(x), 0.5, self.training, True)), linears()),
     "torch.dropout": (lambda self, x: self.b(torch.dropout(self.a(x), 0.5, self.training)), linears()),
-    "nn.Dropout": (lambda self, x: self.b(self.c(self.a(x))), {**linears(), "c": nn.Dropout(0.5)}),
+    "nn.Dropout": (lambda self, x: self.b(self.c(self.a(x))), linears(c=nn.Dropout(0.5))),
     "always dropout": (lambda self, x: self.b(F.dropout(self.a(x), 0.5)), linears()),
     "never dropout": (lambda self, x: self.b(F.dropout(self.a(x), 0.5, training=False)), linears()),
     "F.alpha_dropout": (lambda self, x: self.b(F.alpha_dropout(self.a(x), 0.2, self.training)), linears()),
     "rrelu": (lambda self, x: self.b(F.rrelu(self.a(x), training=self.training)), linears()),
-    "StochasticDepth": (lambda self, x: self.b(x + self.c(self.a(x))), {**linears(), "c": StochasticDepth(0.4, "row")}),
+    "StochasticDepth": (lambda self, x: self.b(x + self.c(self.a(x))), linears(c=StochasticDepth(0.4, "row"))),
     "stochastic_depth": (lambda self, x: self.b(x + stochastic_depth(self.a(x), 0.4, "row", self.training)), linears()),
     "paths": (draw_paths, linears()),
     "paths with torch.rand": (draw_paths_with_rand, linears()),
@@ -199,15 +199,16 @@ def norm_of_something_else(self: Any, x: Tensor) -> Tensor:
     return self.b(self.c(self.a(x) if self.training else x))
 
 
+def norm_in_training(self: Any, x: Tensor) -> Tensor:
+    return self.b(self.c(self.a(x)) if self.training else self.a(x))
+
+
 NORMS: dict[str, Callable[[], nn.Module]] = {
-    "BatchNorm": lambda: Plain(lambda self, x: self.b(self.c(self.a(x))), **{**linears(), "c": nn.BatchNorm1d(8)}),
+    "BatchNorm": lambda: Plain(lambda self, x: self.b(self.c(self.a(x))), **linears(c=nn.BatchNorm1d(8))),
     "frozen by train()": FrozenNorm,
-    "F.batch_norm": lambda: Plain(norm_by_function, **{**linears(), "c": nn.BatchNorm1d(8)}),
-    "of something else": lambda: Plain(norm_of_something_else, **{**linears(), "c": nn.BatchNorm1d(8)}),
-    "in training only": lambda: Plain(
-        lambda self, x: self.b(self.c(self.a(x)) if self.training else self.a(x)),
-        **{**linears(), "c": nn.BatchNorm1d(8)},
-    ),
+    "F.batch_norm": lambda: Plain(norm_by_function, **linears(c=nn.BatchNorm1d(8))),
+    "of something else": lambda: Plain(norm_of_something_else, **linears(c=nn.BatchNorm1d(8))),
+    "in training only": lambda: Plain(norm_in_training, **linears(c=nn.BatchNorm1d(8))),
     "running mean in place": lambda: RunningMean(True),
     "running mean assigned": lambda: RunningMean(False),
 }
@@ -226,7 +227,7 @@ def test_statistics_move_in_training_only_and_as_the_float_models_do(case: str) 
 
 
 def test_one_norm_for_two_tensors_by_mode_needs_parts_and_says_so() -> None:
-    net = Plain(norm_of_something_else, **{**linears(), "c": nn.BatchNorm1d(8)})
+    net = Plain(norm_of_something_else, **linears(c=nn.BatchNorm1d(8)))
     model = qat.prepare(net, example_inputs=draw(6, 8))
     assert noted(model, LEFT_IN_FLOAT)["(the model)"] == (
         "prepared in parts, since Plain applies c to something else in evaluation than in training, and one graph for"
