@@ -34,8 +34,12 @@ STEPS_BACK = f"the model trains {PLAINLY}: "
 
 
 def block() -> nn.Module:
-    torch.manual_seed(0)
     return prepared(Block(), images())
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return block()
 
 
 def whole(model: nn.Module, inputs: object = None) -> str:
@@ -53,7 +57,6 @@ def row(model: nn.Module, name: str, inputs: object = None) -> tuple[str, str]:
 
 
 def of_model(*layers: nn.Module, x: Tensor, **recipe: qat.QuantSpec) -> nn.Module:
-    torch.manual_seed(0)
     return prepared(nn.Sequential(*layers), x, qat.QuantRecipe(**recipe))  # type: ignore[arg-type]
 
 
@@ -101,8 +104,7 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 @pytest.mark.parametrize("reason", SURROUNDINGS)
-def test_what_surrounds_a_model(reason: str) -> None:
-    model = block()
+def test_what_surrounds_a_model(model: Any, reason: str) -> None:
     with SURROUNDINGS[reason]():
         assert whole(model) == STEPS_BACK + reason
 
@@ -125,8 +127,7 @@ def test_no_memory() -> None:
     assert whole(block().to("meta")) == f"{STEPS_BACK}it has no memory to compute in (device meta)"
 
 
-def test_what_a_self_check_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = block()
+def test_what_a_self_check_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def found(verdict: Verdict) -> None:
         assert isinstance(model, FusedGraph)
@@ -160,8 +161,7 @@ def test_by_formula() -> None:
         assert row(block(), "conv1") == ("on codes, by formula", "")
 
 
-def test_a_copy_of_qat_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = block()
+def test_a_copy_of_qat_without_the_engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FusedGraph, "_explain", PreparedGraph._explain)
     assert whole(model) == f"{STEPS_BACK}this copy of qat has no qat.fused"
     assert row(model, "conv1") == (PLAINLY, "")
@@ -191,8 +191,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("reason", CHANGES)
-def test_what_became_of_a_module(reason: str) -> None:
-    model = block()
+def test_what_became_of_a_module(model: Any, reason: str) -> None:
     change, name = CHANGES[reason]
     change(model)
     assert row(model, name) == (PLAINLY, reason)

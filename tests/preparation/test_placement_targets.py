@@ -67,7 +67,6 @@ class Operation(nn.Module):
 
 
 def prepared(name: str, target: Any) -> fx.GraphModule:
-    torch.manual_seed(0)
     return qat.prepare(Operation(name).eval(), qat.QuantRecipe(target=target), X)
 
 
@@ -148,7 +147,6 @@ class Everything(nn.Module):
 
 
 def everything(target: Any) -> tuple[nn.Module, fx.GraphModule]:
-    torch.manual_seed(0)
     net = Everything().eval()
     net.bn.running_mean.normal_()
     return net, qat.prepare(net, qat.QuantRecipe(target=target), draw(3, 3, 8, 8))
