@@ -183,8 +183,8 @@ def probe(model: nn.Module, examples: Examples) -> None:
     with ExitStack() as undo:
         for name, quantizer in quantizers.items():
             undo.enter_context(quantizer.register_forward_hook(lambda *_, name=name: silent.discard(name)))
-            undo.callback(setattr, quantizer, "_is_calibrated", quantizer._is_calibrated)
-            quantizer._is_calibrated = True  # suppresses the warning that it is used uncalibrated
+            undo.callback(setattr, quantizer, "is_calibrated", quantizer.is_calibrated)
+            quantizer.is_calibrated = True  # suppresses the warning that it is used uncalibrated
         with evaluating(model), torch.no_grad(), restoring_state(model):
             call_with(model, examples)
     if silent:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import rule_specs as specs
 import torch
+from rule_training import Layers, images_for
 from tiny_training import on_two_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

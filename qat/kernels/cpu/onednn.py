@@ -54,8 +54,8 @@ def _emulated_convolution(
     codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None, stride: list[int],
     padding: list[int], dilation: list[int], groups: int,
 ) -> Tensor:  # fmt: skip
-    """What oneDNN returns on a processor with VNNI and without AMX, to the bit and in the same strides: the sums are exact
-    in float64, then rounded to float32 and scaled by one step after the other."""
+    """What oneDNN returns with VNNI and without AMX, to the bit and in the same strides: the sums are exact in float64,
+    then rounded to float32 and scaled by one step after the other."""
     sums = torch.nn.functional.conv2d(
         codes.double() - int(zero), weight.double(), None, stride, padding, dilation, groups
     )
