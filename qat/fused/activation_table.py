@@ -53,7 +53,7 @@ DEFAULTS = {"approximate": "none"}
 READ: dict[type[nn.Module], tuple[str, ...]] = {kind: row.read for row in ACTIVATIONS for kind in row.modules}
 """Attributes that a fused graph is derived from, by class."""
 
-CURVES: dict[str, Callable[[Tensor], Tensor]] = {
+PLAIN_CURVES: dict[str, Callable[[Tensor], Tensor]] = {
     row.curve: functools.partial(row.functions[0], **row.options) for row in ACTIVATIONS if row.curve is not None
 }
 """torch's functions by the kernels' names of the curves."""

@@ -76,7 +76,7 @@ class FusedGraph(PreparedGraph):
         """The fused forward, derived again if the graph or a module changed."""
         kind: Any = type(self)
         found: FusedForward | None = kind._fused
-        if found is None or not found.notes.hold():
+        if found is None or not found.state.holds():
             self._follow_changes()
             kind._fused = found = fused_forward(self, self._verdicts)
         return found

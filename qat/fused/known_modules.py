@@ -1,4 +1,4 @@
-"""Decides which modules kernels may replace, and notes what a graph on codes was derived from.
+"""Decides which modules kernels may replace, and remembers the state that a graph on codes was derived from.
 
 A kernel computes what a module would, without calling it. That is correct only for classes whose forward is known, if
 no hook waits for the call, if nothing changed what the call computes (a patched `forward`, a subclass), and as long as
@@ -110,7 +110,7 @@ def numbers_of(
     return tuple(found)
 
 
-class Notes:
+class ModuleState:
     """The state of modules that a fused graph was derived from: a `ModuleSnapshot`, and what kernels take for granted.
 
     Args:
@@ -139,7 +139,7 @@ class Notes:
         self._reads += [partial(is_changed, kind) for kind in known]
         self._values = [read() for read in self._reads]
 
-    def hold(self) -> bool:
+    def holds(self) -> bool:
         """Whether nothing changed: modules, classes, attributes, hooks."""
         return [read() for read in self._reads] == self._values
 

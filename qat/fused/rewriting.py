@@ -20,7 +20,7 @@ from qat.fused.functions.norm_activation import quantize_chain, quantize_sum
 from qat.fused.functions.pools import max_pool
 from qat.fused.functions.products import multiply
 from qat.fused.functions.scale_repair import repair
-from qat.fused.known_modules import Notes, numbers_of
+from qat.fused.known_modules import ModuleState, numbers_of
 from qat.fused.module_tree import module_tree
 from qat.fused.movement import DROPOUTS, asks_for_shape, reshapes, window
 from qat.fused.plan import CodesPlan
@@ -38,7 +38,7 @@ class FusedForward:
         graph: the fused graph; None if nothing can be fused, or if a self-check found another function.
         run: the graph as a function of the model, or of its `modules`, and its inputs.
         modules: the model's `module_tree`, the faster of the two; torch.compile has to see the model.
-        notes: the state of the modules that it was derived from.
+        state: the state of the modules that it was derived from.
         numbers: the part of this state that torch.compile can watch.
         key: a hash of what it was derived from.
         verdict: the result of its self-check; None if there was none.
@@ -47,7 +47,7 @@ class FusedForward:
     graph: fx.Graph | None
     run: Callable[..., Any] | None
     modules: Any
-    notes: Notes
+    state: ModuleState
     numbers: tuple[Any, ...]
     key: str
     verdict: Verdict | None
@@ -72,16 +72,16 @@ def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict] | None 
         verdicts: results of self-checks, by key.
     """
     names = module_names(model)
-    notes = Notes(model, names)
+    state = ModuleState(model, names)
     kinds = sorted({parameter.device.type for parameter in model.parameters()})
     graph = fused_graph(model)
     code = "" if graph is None else graph.python_code("self").src
-    key = hashlib.sha256(repr((notes.text, model.code, code, kinds)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((state.text, model.code, code, kinds)).encode()).hexdigest()[:16]
     verdict = (verdicts or {}).get(key)
     if verdict is not None and verdict.distrusted != ():
         graph = None if verdict.distrusted is None else fused_graph(model, verdict.distrusted)
     run, modules = (None, None) if graph is None else (compiled(graph), module_tree(model, graph))
-    return FusedForward(graph, run, modules, notes, numbers_of(model, names), key, verdict)
+    return FusedForward(graph, run, modules, state, numbers_of(model, names), key, verdict)
 
 
 def fused_graph(model: fx.GraphModule, distrusted: Collection[str] = ()) -> fx.Graph | None:

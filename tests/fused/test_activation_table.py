@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from cases_fused import assert_same, prepared
 from torch import Tensor, fx, nn
 
-from qat.fused.activation_table import ACTIVATIONS, CURVES, FusedActivation
+from qat.fused.activation_table import ACTIVATIONS, PLAIN_CURVES, FusedActivation
 from qat.fused.activations import Activation, activation_of
 from qat.kernels.cpu import compiler
 from qat.kernels.formulas import curves as formulas
@@ -51,7 +51,7 @@ def test_every_function_is_found_with_its_bounds_or_its_curve(row: FusedActivati
     assert (activation.curve, activation.bounds) == (row.curve, row.bounds or (-torch.inf, torch.inf))
     x = torch.linspace(-9, 9, 101)
     expected = Calls(row, function)(x.clone())
-    ours = x.clamp(*row.bounds) if row.bounds is not None else CURVES[str(row.curve)](x)
+    ours = x.clamp(*row.bounds) if row.bounds is not None else PLAIN_CURVES[str(row.curve)](x)
     torch.testing.assert_close(ours, expected)
 
 
@@ -82,7 +82,7 @@ def test_a_function_with_other_arguments_is_none_of_them() -> None:
 
 
 def test_the_kernels_have_every_curve() -> None:
-    assert set(CURVES) == set(operators.CURVE_NUMBERS) == set(formulas.CURVES)
+    assert set(PLAIN_CURVES) == set(operators.CURVE_NUMBERS) == set(formulas.PLAIN_CURVES)
 
 
 @pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.fused.activation_table import CURVES
+from qat.fused.activation_table import PLAIN_CURVES
 from qat.fused.functions.codes import Codes, decode, first_derivative, holds_nan, learned_by, outputs
 from qat.kernels.cpu.addresses import is_dense
 from qat.kernels.cpu.quantizers import Levels
@@ -82,7 +82,7 @@ def quantize_curve(
     Args:
         x: a layer's output.
         quantizer: makes the codes.
-        curve: one of `CURVES`.
+        curve: one of `PLAIN_CURVES`.
         activation: the layer that computes it; None for a function.
     """
     x = decode(x)
@@ -91,7 +91,7 @@ def quantize_curve(
         codes = Codes(*QuantizeCurveFunction.apply(x, *learned, curve))
         if not holds_nan(codes):
             return codes
-    y: Tensor = quantizer(CURVES[curve](x) if activation is None else activation(x))
+    y: Tensor = quantizer(PLAIN_CURVES[curve](x) if activation is None else activation(x))
     return y
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qat.fused.activation_table import CURVES
+from qat.fused.activation_table import PLAIN_CURVES
 from qat.fused.activations import NO_CLIP
 from qat.fused.functions.codes import decode, encode
 from qat.fused.functions.curves import quantize_curve, quantize_softmax
@@ -74,7 +74,7 @@ def before_sum(
 
 def before_curve(x: Tensor, quantizer: Quantizer, curve: str, activation: nn.Module | None = None) -> Before:
     """The activation."""
-    y = CURVES[curve](x) if activation is None else activation(x.clone())
+    y = PLAIN_CURVES[curve](x) if activation is None else activation(x.clone())
     return Before(y, y)
 
 
