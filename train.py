@@ -21,7 +21,7 @@ from qat.text import table
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.imports import import_extensions
 from qat.training.config.schema import RunConfig, StageConfig
-from qat.training.data.loaders import Data, load_data
+from qat.training.data.loaders import Data, Loader, load_data
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.loop.engine import StageRun, evaluate, train_stage
@@ -160,7 +160,7 @@ class Stages:
         if self._has_begun("qat"):
             return
         with value_errors_reported():  # NaN or infinity in the activations of the float model
-            qat.calibrate(model, self.data.calibration(self.config.quantization.calibration_batches))
+            qat.calibrate(model, self._sample())
         self._write_layers(model)
         found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
         self.results["calibrated"] = {"top1": found.top1}
@@ -215,7 +215,7 @@ class Stages:
         evaluation = train_stage(
             StageRun(
                 name, stage, self.config, model, self.data.train, self.data.val, self.device, self.log,
-                self.folder.path, self.results, first_step, keep_best=name == "qat",
+                self.folder.path, self.results, first_step, keep_best=name == "qat", sample=self._sample(),
             ),
             state,
         )  # fmt: skip
@@ -225,6 +225,10 @@ class Stages:
         self.results.setdefault("warnings", []).extend(found)
         for sentence in found:
             self.log.say(f"warning: {sentence}")
+
+    def _sample(self) -> Loader:
+        """Training images without augmentation, from which ranges and statistics are estimated."""
+        return self.data.calibration(self.config.quantization.calibration_batches)
 
     def _is_finished(self, name: str) -> bool:
         """Whether the resumed run had finished this stage before."""

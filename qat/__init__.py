@@ -13,6 +13,7 @@ from qat import functional, testing
 from qat.analysis import explain, summary
 from qat.analysis.features import feature_extractor
 from qat.analysis.state import float_state_dict
+from qat.batch_norm import reestimate_batch_norm
 from qat.calibration import calibrate
 from qat.ewgs import update_ewgs
 from qat.export import export_onnx, verify_onnx
@@ -66,6 +67,7 @@ __all__ = [
     "functional",
     "penalty",
     "prepare",
+    "reestimate_batch_norm",
     "register_quantizer",
     "self_check",
     "set_progress",

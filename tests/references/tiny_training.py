@@ -17,7 +17,11 @@ from torch import Tensor, nn
 
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
+from qat.training.config.schema import RunConfig, StageConfig
 from qat.training.errors import UserError
+from qat.training.loop.engine import StageRun, train_stage
+from qat.training.run.checkpoint import StageState, load_checkpoint, restore_model
+from qat.training.run.logging import RunLog
 
 CPU = torch.device("cpu")
 Outputs = namedtuple("Outputs", ["aux", "logits"])
@@ -104,3 +108,32 @@ def _on_a_rank(work: Callable[[int], dict[str, Any]], rank: int, folder: Path) -
     dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=60), world_size=2, rank=rank)
     torch.save(work(rank), folder / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+def stage_run(folder: Path, model: nn.Module, stage: StageConfig, **changes: Any) -> StageRun:
+    folder.mkdir(exist_ok=True)
+    config = RunConfig(**{"log_every": 2, **changes.pop("config", {})})
+    return StageRun(
+        name="qat",
+        stage=stage,
+        config=config,
+        model=model,
+        train=changes.pop("train", TinyBatches()),
+        val=changes.pop("val", TinyBatches(7)),
+        device=changes.pop("device", CPU),
+        log=RunLog(folder),
+        folder=folder,
+        **changes,
+    )
+
+
+def train(run: StageRun, state: StageState | None = None) -> Any:
+    with run.log:
+        return train_stage(run, state)
+
+
+def resume(run: StageRun) -> Any:
+    """Load last.pt of the run's folder into its model, and train on."""
+    checkpoint = load_checkpoint(run.folder / "last.pt")
+    restore_model(run.folder / "last.pt", checkpoint, run.model)
+    return train(run, StageState(**checkpoint["state"]))

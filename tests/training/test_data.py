@@ -153,12 +153,12 @@ def test_calibration_is_training_images_without_augmentation() -> None:
     known |= {image.numpy().tobytes() for image in epoch_of(plain, 1)[0]}
     data = load(limit_train=50, batch_size=16, augment=AugmentConfig(affine=True, horizontal_flip=1.0))
     batches = data.calibration(2)
-    images = torch.cat(list(batches))
+    images = torch.cat([batch for batch, _ in batches])
     assert len(images) == 32
     assert {image.numpy().tobytes() for image in images} <= known
-    assert torch.equal(torch.cat(list(batches)), images)
-    assert torch.equal(torch.cat(list(data.calibration(9)))[:32], images)
-    assert sum(len(batch) for batch in data.calibration(9)) == 50
+    assert torch.equal(torch.cat([batch for batch, _ in batches]), images)
+    assert torch.equal(torch.cat([batch for batch, _ in data.calibration(9)])[:32], images)
+    assert sum(len(batch) for batch, _ in data.calibration(9)) == 50
 
 
 def test_resizing_up_front_changes_no_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_random_crops_are_cut_from_the_full_image(tmp_path: Path) -> None:
     fields = npz(tmp_path, x_train=np.zeros((4, 64, 64), np.uint8))
     data = load(**fields, image_size=16, augment=AugmentConfig(random_resized_crop=True))
     assert data.train._batches.dataset.images.images.shape == (4, 1, 64, 64)  # type: ignore[attr-defined]
-    assert epoch_of(data, 0)[0].shape == next(iter(data.calibration(1))).shape == (4, 3, 16, 16)
+    assert epoch_of(data, 0)[0].shape == next(iter(data.calibration(1)))[0].shape == (4, 3, 16, 16)
 
 
 def test_augmentation_makes_every_image_differ_and_keeps_its_shape(folder: Path) -> None:

@@ -7,43 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_training import CPU, Outputs, Returns, TinyBatches, curves, tiny_model, user_error
-from torch import Tensor, nn
+from tiny_training import CPU, Outputs, Returns, TinyBatches, curves, resume, stage_run, tiny_model, train, user_error
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qat.training.config.schema import QATStageConfig, RunConfig, StageConfig
-from qat.training.loop.engine import StageRun, evaluate, train_stage
-from qat.training.run.checkpoint import StageState, load_checkpoint, restore_model
-from qat.training.run.logging import RunLog
-
-
-def stage_run(folder: Path, model: nn.Module, stage: StageConfig, **changes: Any) -> StageRun:
-    folder.mkdir(exist_ok=True)
-    config = RunConfig(**{"log_every": 2, **changes.pop("config", {})})
-    return StageRun(
-        name="qat",
-        stage=stage,
-        config=config,
-        model=model,
-        train=changes.pop("train", TinyBatches()),
-        val=changes.pop("val", TinyBatches(7)),
-        device=changes.pop("device", CPU),
-        log=RunLog(folder),
-        folder=folder,
-        **changes,
-    )
-
-
-def train(run: StageRun, state: StageState | None = None) -> Any:
-    with run.log:
-        return train_stage(run, state)
-
-
-def resume(run: StageRun) -> Any:
-    """Load last.pt of the run's folder into its model, and train on."""
-    checkpoint = load_checkpoint(run.folder / "last.pt")
-    restore_model(run.folder / "last.pt", checkpoint, run.model)
-    return train(run, StageState(**checkpoint["state"]))
+from qat.training.config.schema import QATStageConfig, StageConfig
+from qat.training.loop.engine import evaluate
+from qat.training.run.checkpoint import load_checkpoint
 
 
 def test_a_step_is_smoothed_cross_entropy_with_auxiliary_losses_and_clipping(tmp_path: Path) -> None:

@@ -126,6 +126,10 @@ class StageConfig(Section):
     """Clip the gradient's total norm to this."""
     ema_decay: Probability | None = None
     """Keep an exponential moving average of the weights with this decay per step, and evaluate it."""
+    bn_reestimate: Literal["auto", "always", "never"] = "auto"
+    """Before each evaluation, and so before calibration and export, estimate BatchNorm's running statistics anew from
+    `quantization.calibration_batches` of training images. After a short training, or with a small momentum, they lag
+    behind the weights. `auto`: after training, where that clearly lowers the loss on these images. Frozen ones stay."""
 
 
 class QATStageConfig(StageConfig):

@@ -5,7 +5,7 @@ is the same after a resume, for any number of loader processes, and whatever els
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -112,16 +112,6 @@ class Loader:
             yield batch
 
 
-class ImagesOnly:
-    """The images of a loader's batches, without the labels."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (images for images, _ in self._loader)
-
-
 @dataclass(frozen=True)
 class Data:
     """A data set, ready for training."""
@@ -130,7 +120,7 @@ class Data:
     """Shuffled and augmented; call `set_epoch` before each epoch."""
     val: Loader
     """All validation images, always in the same order."""
-    calibration: Callable[[int], Iterable[Tensor]]
+    calibration: Callable[[int], Loader]
     """`calibration(batches)`: at most that many batches of training images, chosen by the seed and preprocessed as for
     validation. A longer calibration begins with the batches of a shorter one."""
     classes: list[str]
@@ -162,9 +152,9 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
     make = partial(_loader, workers=workers, pinned=device.type == "cuda", channels_last=channels_last)
     chosen = torch.randperm(len(train.labels), generator=seeded_generator(seed, "calibration")).tolist()
 
-    def calibration(batches: int) -> Iterable[Tensor]:
+    def calibration(batches: int) -> Loader:
         order = EpochOrder(chosen[: batches * config.batch_size])
-        return ImagesOnly(make(calibration_view, order, config.batch_size, persistent=False))
+        return make(calibration_view, order, config.batch_size, persistent=False)
 
     return Data(
         train=make(train_view, EpochOrder(len(train_view), seed), config.batch_size, drop_last=True),

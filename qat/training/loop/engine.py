@@ -18,6 +18,7 @@ from qat.training.loop.device import autocast, compile_mode
 from qat.training.loop.ema import EMA
 from qat.training.loop.evaluation import Batches, Evaluation, TrainBatches, evaluate, split_output, to_device
 from qat.training.loop.metrics import Meter, log_epoch, log_window
+from qat.training.loop.norm_statistics import settle_statistics
 from qat.training.loop.optimizer import build_optimizer, build_schedule
 from qat.training.loop.rules import RuleSchedule
 from qat.training.loop.stage import StageRun
@@ -95,16 +96,18 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     for epoch in range(state.epoch if state else 0, run.stage.epochs):
         training = _train_epoch(run, optimization, epoch)
         with optimization.averaged(run.model):
+            note = settle_statistics(run, epoch + 1)
             evaluation = _validate(run)
             _check_finite(run, "validation", [evaluation.loss], epoch)
             if evaluation.top1 > optimization.best_top1:
                 optimization.best_top1 = evaluation.top1
                 if run.keep_best:
                     _save(run, "best.pt", epoch + 1, None)
-        log_epoch(run, epoch, training, evaluation)
+        log_epoch(run, epoch, training, evaluation, note)
         _save(run, "last.pt", epoch + 1, optimization.state(epoch + 1, run.device))
     if optimization.ema is not None:
         optimization.ema.copy_to(run.model)
+        settle_statistics(run, run.stage.epochs)
     return evaluation or _validate(run)
 
 
@@ -190,6 +193,9 @@ def _validate(run: StageRun) -> Evaluation:
 
 
 def _validate_untrained(run: StageRun) -> Evaluation:
+    note = settle_statistics(run, 0)
+    if note:
+        run.log.say(f"{run.name}: {note}")
     evaluation = _validate(run)
     if not math.isfinite(evaluation.loss):
         raise UserError(

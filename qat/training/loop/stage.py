@@ -28,6 +28,7 @@ class StageRun:
         results: plain values (or tensors) from earlier stages, saved in the checkpoints.
         first_step: training steps of the run before this stage, so that the curves of the stages join.
         keep_best: whether to write best.pt, the weights of the stage's best epoch as evaluated.
+        sample: some training images without augmentation, for `settle_statistics`; None for none.
     """
 
     name: str
@@ -42,6 +43,7 @@ class StageRun:
     results: dict[str, Any] = field(default_factory=dict)
     first_step: int = 0
     keep_best: bool = True
+    sample: Batches | None = None
 
     def step(self, epoch: int, number: int = 0) -> int:
         """Return the run's step count after `epoch` whole epochs of this stage and `number` steps."""

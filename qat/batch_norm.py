@@ -1,0 +1,81 @@
+"""`reestimate_batch_norm`: running statistics of BatchNorm that belong to the weights as they are now."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qat.evaluating import evaluating
+from qat.torch_internals import AnyBatchNorm
+from qat.tracing.inputs import Batch, call_model, inputs_and_labels, model_device, moved_to
+
+
+@torch.no_grad()
+def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
+    """Compute the running statistics of every BatchNorm anew, as the means over these batches.
+
+    Training normalises with the statistics of each batch, evaluation with running ones. After a short training, or with
+    a small momentum, these lag behind the weights, and evaluation computes another function than training did. All
+    other modules are in evaluation meanwhile: no dropout, no range moves.
+
+        mean = average of the batches' means;    var = average of their variances
+
+    Args:
+        model: a float model or a prepared one; only buffers of its BatchNorms change.
+        batches: as for `calibrate`: some 500 training images without augmentation, at least two in each batch.
+
+    Returns:
+        How many BatchNorms were computed anew: 0 for a model without any, or if the batches reached none.
+
+    Raises:
+        ValueError: without a batch.
+
+    >>> model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    >>> reestimate_batch_norm(model, [torch.randn(64, 4) + 5])
+    1
+    """
+    norms = batch_norms(model)
+    before = [(norm, norm.momentum, copied_statistics(norm)) for norm in norms]
+    device = model_device(model)
+    count = 0
+    try:
+        with evaluating(model):
+            for norm in norms:
+                norm.reset_running_stats()
+                norm.momentum = None  # the plain average of all batches
+                norm.train()
+            for batch in batches:
+                count += 1
+                call_model(model, moved_to(device, inputs_and_labels(batch)[0]))
+        if count == 0:
+            raise ValueError("reestimate_batch_norm: batches is empty; at least one batch is needed")
+    except BaseException:
+        for norm, _, statistics in before:
+            restore_statistics(norm, statistics)
+        raise
+    finally:
+        for norm, momentum, _ in before:
+            norm.momentum = momentum
+    unreached = [each for each in before if not int(each[0].num_batches_tracked)]
+    for norm, _, statistics in unreached:
+        restore_statistics(norm, statistics)
+    return len(norms) - len(unreached)
+
+
+def batch_norms(model: nn.Module) -> list[Any]:
+    """The BatchNorms of a model that keep running statistics."""
+    return [each for each in model.modules() if isinstance(each, AnyBatchNorm) and each.running_mean is not None]
+
+
+def copied_statistics(model: nn.Module) -> list[Tensor]:
+    """Copies of the running statistics of all BatchNorms, for `restore_statistics`."""
+    return [buffer.clone() for norm in batch_norms(model) for buffer in norm.buffers()]
+
+
+@torch.no_grad()
+def restore_statistics(model: nn.Module, statistics: list[Tensor]) -> None:
+    """Put back what `copied_statistics` copied."""
+    buffers = [buffer for norm in batch_norms(model) for buffer in norm.buffers()]
+    for buffer, value in zip(buffers, statistics, strict=True):
+        buffer.copy_(value)
