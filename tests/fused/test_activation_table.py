@@ -82,7 +82,7 @@ def test_a_function_with_other_arguments_is_none_of_them() -> None:
 
 
 def test_the_kernels_have_every_curve() -> None:
-    assert set(PLAIN_CURVES) == set(operators.CURVE_NUMBERS) == set(formulas.PLAIN_CURVES)
+    assert set(PLAIN_CURVES) == set(operators.CURVE_NUMBERS) == set(formulas.CURVES)
 
 
 @pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
