@@ -1,6 +1,7 @@
 """The activations that kernels compute together with the quantizer behind them: all that qat.fused knows of each."""
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,12 +30,13 @@ class FusedActivation:
     bounds: tuple[float, float] | None = None
     module_bounds: tuple[str, ...] = ()
     curve: str | None = None
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def read(self) -> tuple[str, ...]:
         """Attributes of the modules that a fused graph is derived from."""
-        return ("inplace", *self.module_bounds) if not self.options else tuple(self.options)
+        own = ("inplace",) if "inplace" in inspect.signature(self.modules[0]).parameters else ()
+        return (*own, *self.module_bounds, *self.options)
 
 
 ACTIVATIONS = (

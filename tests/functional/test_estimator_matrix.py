@@ -10,11 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from qat import functional
 from qat.functional.clamping import clamp_ste
 from qat.functional.lsq import lsq_quantize
 from qat.functional.soft import dsq_round, soft_round
 
 CASES = matrix.all_cases()
+
+NO_ESTIMATORS = {"apot_levels", "apply", "bit_cost", "normalize_weight", "scale_gradient"}
+"""What of `qat.functional` quantizes nothing."""
+
+
+def test_every_estimator_has_a_row() -> None:
+    named = {name for name in functional.__all__ if callable(getattr(functional, name))} - NO_ESTIMATORS
+    assert {name for name in named if not any(case.name.startswith(name) for case in CASES)} == set()
 
 
 def rounded_away(x: Tensor) -> Tensor:

@@ -300,8 +300,8 @@ BAD_FILES = [
     ("amp: bf61", "amp: expected 'none', 'bf16' or 'fp16', got 'bf61'; did you mean 'bf16'?"),
     ("qat: {optimizer: SGD}", "qat.optimizer: expected 'sgd' or 'adamw', got 'SGD'; did you mean 'sgd'?"),
     ("resume: off", "resume: expected 'never' or 'auto', got 'off'"),
-    ("quantization: {target: tensort}", "quantization.target: unknown target 'tensort'; registered: onnxruntime, "
-     "onnxruntime_x86, tensorrt, openvino, qnnpack, integer_only; did you mean 'tensorrt'?"),
+    ("quantization: {target: tensort}", "quantization.target: unknown target 'tensort'; registered: "
+     f"{', '.join(PROFILES)}; did you mean 'tensorrt'?"),
     ("quantization: {overrides: {type: Linear}}", "quantization.overrides.type: expected a section (weight, "
      "activation, skip), got 'Linear'"),
     ("quantization: {weight: {granularity: per_channel}}", "quantization.weight.granularity: expected 'tensor', "

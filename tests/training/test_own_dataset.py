@@ -77,8 +77,8 @@ def test_a_run_trains_and_exports_on_it(folder: Path) -> None:
         ),
         (
             "bright_or_dark",
-            "data.name='bright_or_dark': expected 'digits', 'imagefolder', 'cifar10', 'cifar100', 'mnist',"
-            " 'fashion_mnist', 'imagenet', 'npz', 'fake' or 'package.module:callable', got 'bright_or_dark'",
+            f"data.name='bright_or_dark': expected {', '.join(map(repr, DATASETS))} or 'package.module:callable',"
+            " got 'bright_or_dark'",
         ),
     ],
 )

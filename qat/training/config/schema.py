@@ -19,6 +19,8 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Bits = Annotated[int, Field(ge=1, le=16)]
 
 DATASETS = ("digits", "imagefolder", "cifar10", "cifar100", "mnist", "fashion_mnist", "imagenet", "npz", "fake")
+WITHOUT_FILES = {"digits": "bundled", "fake": "made up"}
+"""Data sets that need no `data.root`, and why."""
 
 
 def _dataset_name(name: str) -> str:

@@ -16,7 +16,7 @@ import torchvision
 from PIL import Image
 
 from qat.training.config.imports import users_callable
-from qat.training.config.schema import DataConfig
+from qat.training.config.schema import WITHOUT_FILES, DataConfig
 from qat.training.data.image_folder import first_few, read_image_folder
 from qat.training.data.images import Dataset, ImageArray
 from qat.training.data.npz import read_npz
@@ -37,10 +37,10 @@ def build_dataset(config: DataConfig, seed: int) -> Dataset:
     """
     own = ":" in config.name
     problems = []
-    if config.name in ("digits", "fake") and config.root is not None:
-        kind = "bundled" if config.name == "digits" else "made up"
-        problems.append(f"data.root: '{config.root}' has no effect: data.name '{config.name}' is {kind}; leave it out")
-    if not (own or config.root or config.name in ("digits", "fake")):
+    why = WITHOUT_FILES.get(config.name)
+    if why is not None and config.root is not None:
+        problems.append(f"data.root: '{config.root}' has no effect: data.name '{config.name}' is {why}; leave it out")
+    if not (own or config.root or why):
         where = "the .npz file" if config.name == "npz" else "the folder"
         problems.append(f"data.root: missing; data.name '{config.name}' needs the path of {where}")
     if config.download and config.name not in _DOWNLOADS:
