@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.default_rule import rule_table
+from benchmarks.low_bit_table import low_bit_table
+from benchmarks.reference_table import reference_table
 from benchmarks.rules_table import rules_table
 from benchmarks.saturation_table import saturation_table
 from benchmarks.self_check import self_check_table
@@ -23,8 +25,18 @@ from qat.training.run.report import table_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/rules.md", "docs/default_rule.md", "docs/speed.md", "docs/targets.md", "docs/zoo.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/default_rule.md",
+    "docs/reference.md",
+    "docs/rules.md",
+    "docs/speed.md",
+    "docs/targets.md",
+    "docs/zoo.md",
+)
 FROM_CODE = {
+    "low_bit": low_bit_table,
+    "reference": reference_table,
     "rules": rules_table,
     "targets": targets_table,
     "target_limits": limits_table,

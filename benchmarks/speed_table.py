@@ -9,6 +9,9 @@ from benchmarks.speed_variants import TITLES
 CPU, GPU = RESULTS / "speed.jsonl", RESULTS / "speed_gpu.jsonl"
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "speed.png"
 NOTHING = "Not measured yet.\n"
+PEERS = ("ao_fx", "pt2e", "brevitas")
+"""What README compares with. Brevitas' first steps, which collect statistics, are left out: they are slower still."""
+
 SUBJECTS = {
     "activation": "activations, 8 bits per tensor",
     "weight": "weights, 8 bits per channel",
@@ -74,7 +77,29 @@ def picture() -> str:
     return "![Time of a training step as a ratio to float](speed.png)\n" if PICTURE.exists() else NOTHING
 
 
+def in_short(results: Path = CPU) -> str:
+    """README's sentence: the ratios of this project and of its peers, over the models that both trained."""
+    rows = [row for row in rows_of("step", results) if "missing" not in row]
+    peers = [row for row in rows if row["variant"] in PEERS]
+    if not peers:
+        return NOTHING
+    shared = {comparison(row) for row in peers}
+    own = [row for row in rows if row["variant"] == "qat" and comparison(row) in shared]
+    *names, last = (TITLES[name] for name in PEERS if any(row["variant"] == name for row in peers))
+    return (
+        f"A training step takes **{_span(own)} of the time of a float step**; {', '.join(names)} and {last} take\n"
+        f"{_span(peers)} in the same run ({', '.join(dict.fromkeys(row['subject'] for row in own))}, on a CPU):"
+        " [docs/speed.md](docs/speed.md).\n"
+    )
+
+
+def _span(rows: list[Row]) -> str:
+    ratios = [row["ratio"] for row in rows]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "speed_in_short": in_short,
     "speed_conditions": conditions,
     "speed_picture": picture,
     "speed_step": lambda: ratio_table("step"),
