@@ -59,6 +59,11 @@ def test_training_commands_run(tmp_path: Path, line: str) -> None:
     assert list(tmp_path.glob("runs/*/summary.json"))
 
 
+def test_the_distribution_has_another_name_than_the_import() -> None:
+    (name,) = re.findall(r'^name = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert name != "qat" and f"called `{name}`" in README  # `pip install qat` is another package
+
+
 def test_other_commands_are_the_known_ones() -> None:
     others = [line for line in BASH_LINES if "python train.py" not in line]
     assert others == ["tensorboard --logdir runs", 'pip install -e ".[test]" && python -m pytest']
