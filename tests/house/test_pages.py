@@ -21,7 +21,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_page(name: str) -> dict[str, Any]:
-    """Everything that the page defines, once all its blocks have run; blocks marked `not-run` have another fence."""
+    """Everything that the page defines, once its blocks have run; the fence of those marked `not-run` is another."""
     names: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -30,9 +30,13 @@ def run_page(name: str) -> dict[str, Any]:
 
 
 def test_timm_and_huggingface(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_page("timm_and_huggingface")
+    names = run_page("timm_and_huggingface")
     assert capsys.readouterr().out.split("\n")[:3] == ["in parts: True", "in parts: False", "1.0"]
     assert {path.name for path in place.glob("*.onnx")} == {"timm.onnx", "hf.onnx"}
+    block = names["Block"](4).eval()
+    x = torch.randn(2, 4, 5, 5)
+    expected = block(x)
+    assert torch.equal(names["taken_apart"](block)(x), expected)
 
 
 @pytest.mark.slow
