@@ -1,13 +1,14 @@
 """Pages that show how something is done: their Python runs from top to bottom, and does what they say."""
 
 import logging
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_readme import run_blocks
+from test_readme import ROOT, run_blocks
 
 import qat
 
@@ -21,11 +22,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_page(name: str) -> dict[str, Any]:
-    """Everything that the page defines, once its blocks have run; the fence of those marked `not-run` is another."""
+    """Everything that the page defines, once its blocks have run; what needs other libraries is only compiled."""
     names: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert list(run_blocks(f"docs/{name}.md", names))
+    for sketch in re.findall(r"```python sketch\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), re.DOTALL):
+        compile(sketch, name, "exec")
     return names
 
 
