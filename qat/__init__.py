@@ -13,10 +13,10 @@ from qat import functional, testing
 from qat.analysis import explain, summary
 from qat.analysis.features import feature_extractor
 from qat.analysis.state import float_state_dict
-from qat.batch_norm import reestimate_batch_norm
+from qat.batch_norm import freeze_batch_norm, reestimate_batch_norm
 from qat.calibration import calibrate
 from qat.ewgs import update_ewgs
-from qat.export import export_onnx, verify_onnx
+from qat.export import export_onnx, integer_weights, verify_onnx
 from qat.layers import (
     QuantBilinear,
     QuantConv1d,
@@ -34,9 +34,10 @@ from qat.layers import (
     QuantRNN,
 )
 from qat.preparation.proof import self_check
-from qat.quantizer import Quantizer, penalty, register_quantizer, set_progress
+from qat.quantizer import Quantizer, parameter_groups, penalty, register_quantizer, set_progress
 from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec
+from qat.switches import disable_fake_quant, enable_fake_quant, freeze_scales
 from qat.workflow import prepare
 
 __version__ = "0.1.0"
@@ -60,11 +61,17 @@ __all__ = [
     "QuantSpec",
     "Quantizer",
     "calibrate",
+    "disable_fake_quant",
+    "enable_fake_quant",
     "explain",
     "export_onnx",
     "feature_extractor",
     "float_state_dict",
+    "freeze_batch_norm",
+    "freeze_scales",
     "functional",
+    "integer_weights",
+    "parameter_groups",
     "penalty",
     "prepare",
     "reestimate_batch_norm",

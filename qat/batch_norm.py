@@ -1,6 +1,7 @@
-"""`reestimate_batch_norm`: running statistics of BatchNorm that belong to the weights as they are now."""
+"""Running statistics of BatchNorm: computed anew for the weights as they are now, or frozen."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
         mean = average of the batches' means;    var = average of their variances
 
     Args:
-        model: a float model or a prepared one; only buffers of its BatchNorms change.
+        model: a float model or a prepared one; only buffers of its BatchNorms change, and not of frozen ones.
         batches: as for `calibrate`: some 500 training images without augmentation, at least two in each batch.
 
     Returns:
@@ -63,9 +64,45 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
     return len(norms) - len(unreached)
 
 
-def batch_norms(model: nn.Module) -> list[Any]:
-    """The BatchNorms of a model that keep running statistics."""
-    return [each for each in model.modules() if isinstance(each, AnyBatchNorm) and each.running_mean is not None]
+def freeze_batch_norm(model: nn.Module, frozen: bool = True) -> int:
+    """Let every BatchNorm normalise with its running statistics in training too, and keep these; gamma and beta learn.
+
+    It survives `model.train()`, copies and pickles, and `reestimate_batch_norm` leaves frozen statistics alone. Like
+    train() and eval() it is not in the state dict: after loading one to go on with training, freeze again.
+
+    Args:
+        model: a float model or a prepared one.
+        frozen: False: use and follow the statistics of the batches in training again.
+
+    Returns:
+        How many BatchNorms there are; those without running statistics have nothing to freeze.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    >>> freeze_batch_norm(model)
+    1
+    >>> model.train()[1].training
+    False
+    """
+    norms = batch_norms(model, frozen=not frozen)
+    for norm in norms:
+        if frozen:
+            norm.eval()
+            norm.train = partial(_stay_in_evaluation, norm)
+        else:
+            del norm.train
+            norm.train(model.training)
+    return len(batch_norms(model, frozen=frozen))
+
+
+def _stay_in_evaluation(norm: nn.Module, mode: bool = True) -> nn.Module:
+    """What `train` of a frozen BatchNorm does."""
+    return norm
+
+
+def batch_norms(model: nn.Module, frozen: bool = False) -> list[Any]:
+    """The BatchNorms of a model that keep running statistics, and whose statistics are frozen or are not."""
+    norms = [each for each in model.modules() if isinstance(each, AnyBatchNorm) and each.running_mean is not None]
+    return [each for each in norms if ("train" in vars(each)) == frozen]
 
 
 def copied_statistics(model: nn.Module) -> list[Tensor]:

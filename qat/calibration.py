@@ -1,5 +1,6 @@
 """`calibrate`: set the range of every activation from a few batches, equal on all ranks."""
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,12 +14,15 @@ from qat.preparation.proof import first_calls, prove
 from qat.quantizer import Quantizer, RangeObserver
 from qat.tracing.inputs import Batch, call_model, inputs_and_labels, model_device, moved_to
 
+log = logging.getLogger("qat")
+
 
 def calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
     """Run the batches through the model in evaluation mode and set every range, of activations and of weights.
 
     Meanwhile activations pass unquantized. Each quantizer observes its tensor and then takes the range that its spec's
-    `init` finds. Weights get the range of their present values. Train and eval flags are restored. At the end a fused
+    `init` finds. Weights get the range of their present values. Frozen ranges stay (`freeze_scales`), and the log says
+    so; quantizers that are switched off get theirs. Train and eval flags are restored. At the end a fused
     training step is compared with a plain one on a slice of the first batch, see docs/speed.md. Under
     torch.distributed every rank may bring its own batches; all ranks end with the same ranges, found on all values.
 
@@ -55,12 +59,23 @@ def calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
         for module in model.modules():
             if isinstance(module, QuantLayer):
                 module.calibrate_weight()
-    for name, quantizer in quantizers.items():
+    for name, quantizer in _not_frozen(model, quantizers):
         extremes = quantizer.spec.init == "minmax" and not quantizer.needs_sample
         seen = [torch.from_numpy(part) for part in _of_all_ranks(observers[name].values(extremes).numpy())]
         elements = max(_of_all_ranks(observers[name].elements))  # a rank without batches has 0
         _set_range(name, quantizer, torch.cat(seen, dim=1), elements)
     prove(model, calls)
+
+
+def _not_frozen(model: nn.Module, quantizers: dict[str, Quantizer]) -> list[tuple[str, Quantizer]]:
+    """Those whose range is to be set; the log names the others, weights included."""
+    frozen = [name for name, module in model.named_modules() if isinstance(module, Quantizer) and module.is_frozen]
+    if frozen:
+        log.warning(
+            "calibrate: %d frozen ranges stay as they are (%s%s); qat.freeze_scales(model, False) lets them go",
+            len(frozen), ", ".join(frozen[:3]), " ..." if len(frozen) > 3 else "",
+        )  # fmt: skip
+    return [(name, quantizer) for name, quantizer in quantizers.items() if not quantizer.is_frozen]
 
 
 def _run(model: nn.Module, batches: Iterable[Batch]) -> None:

@@ -99,7 +99,7 @@ def _inputs(model: nn.Module) -> dict[str, str]:
 def _row(name: str, module: nn.Module, remarks: dict[str, str]) -> Row:
     quantizer = module.weight_quantizer if isinstance(module, QuantLayer) else module
     assert isinstance(quantizer, Quantizer)
-    parts = [remarks.get(name, ""), "" if quantizer.is_calibrated else "not calibrated"]
+    parts = [remarks.get(name, ""), *quantizer.switches(), "" if quantizer.is_calibrated else "not calibrated"]
     remark = "; ".join(part for part in parts if part)
     return name, type(module).__name__, quantizer.describe(), quantizer.spec.rule, _size(module), remark
 

@@ -15,39 +15,56 @@ from qat.quantizer import Quantizer
 
 
 def check_exportable(model: nn.Module) -> None:
-    """Check that every quantizer of the model is calibrated and has integers of at most 8 bits.
+    """Check that the model is one graph, and that it has integers; see `check_integers`.
 
     Raises:
         TypeError: if the model holds no quantizer.
         ValueError: if the model was prepared in parts, or for the first quantizer that cannot be written.
     """
-    quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
-    if not quantizers:
-        raise TypeError(
-            f"export_onnx: expected a model from qat.prepare, got {type(model).__name__} without quantizers"
-        )
     if LEFT_IN_FLOAT in vars(model) and not isinstance(model, fx.GraphModule):
         raise ValueError(
             f"export_onnx: {type(model).__name__} was prepared in parts, for its forward has no one graph; export each"
             " part, see qat.preparation.parts.prepared_parts(model)"
         )
+    check_integers(model, "export_onnx")
+
+
+def check_integers(model: nn.Module, caller: str) -> None:
+    """Check that every quantizer of the model is switched on, calibrated, and has integers of at most 8 bits.
+
+    Args:
+        model: prepared, or any module that holds quantizers.
+        caller: the function that needs the integers, for errors.
+
+    Raises:
+        TypeError: if the model holds no quantizer.
+        ValueError: for the first quantizer that has no such integers.
+    """
+    quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
+    if not quantizers:
+        raise TypeError(f"{caller}: expected a model from qat.prepare, got {type(model).__name__} without quantizers")
     for name, quantizer in quantizers.items():
         refusal = quantizer.refusal()
         if refusal is not None:
-            raise ValueError(f"export_onnx: {name!r} {refusal}")
+            raise ValueError(f"{caller}: {name!r} {refusal}")
+        if quantizer.is_disabled:
+            raise ValueError(
+                f"{caller}: {name!r} is switched off; call qat.enable_fake_quant(model) first, or prepare the model"
+                " with a recipe that skips the layer"
+            )
         if not quantizer.is_calibrated:
-            raise ValueError(f"export_onnx: {name!r} has no range yet; call qat.calibrate(model, batches) first")
+            raise ValueError(f"{caller}: {name!r} has no range yet; call qat.calibrate(model, batches) first")
         low, high = quantizer.bounds()
         if high - low >= 2**CONTAINER_BITS:
             raise ValueError(
-                f"export_onnx: {name!r} has the integers {low} to {high}; ONNX Runtime's integer kernels take at most"
+                f"{caller}: {name!r} has the integers {low} to {high}; ONNX Runtime's integer kernels take at most"
                 f" {CONTAINER_BITS} bits"
             )
         with evaluating(quantizer):
             agrees = keeps_to_its_grid(quantizer, sample_for(model, name, quantizer))
         if not agrees:
             raise ValueError(
-                f"export_onnx: {name!r}: the rule {quantizer.spec.rule!r} computes other values in quantize(x) than its"
+                f"{caller}: {name!r}: the rule {quantizer.spec.rule!r} computes other values in quantize(x) than its"
                 " codes(x) and grid() say; make them agree, or set exportable = False"
             )
 

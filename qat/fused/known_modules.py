@@ -23,7 +23,7 @@ from qat.quantizer import LSQQuantizer, Quantizer
 LAYERS = (QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear, QuantFunction)
 
 READ: dict[type[nn.Module], tuple[str, ...]] = {
-    LSQQuantizer: ("training", "observer", "is_calibrated", "spec", "role"),
+    LSQQuantizer: ("training", "observer", "is_calibrated", "is_disabled", "spec", "role"),
     **dict.fromkeys(LAYERS, ("training", "input_quantizer")),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), ("training", "track_running_stats")),
     **activation_table.READ,

@@ -18,8 +18,8 @@ class QuantLayer(QuantTwin):
 
     Training computes with fake-quantized operands in float. Evaluation computes as the deployed integers do, if the
     input's quantizer is known: integer codes of input and weight, int32 bias, BatchNorm folded into the scale. So
-    evaluation measures the accuracy of the exported model. Rules without an integer grid, and scales per group of
-    inputs, are evaluated as they are trained.
+    evaluation measures the accuracy of the exported model. Rules without an integer grid, scales per group of inputs,
+    and layers with a quantizer that is switched off are evaluated as they are trained.
     """
 
     quantizer_arguments: ClassVar[tuple[str, ...]] = ("input_quantizer",)
@@ -44,7 +44,9 @@ class QuantLayer(QuantTwin):
         self.fit_weight(self.weight)
 
     def fit_weight(self, weight: Tensor) -> None:
-        """Set the range of the weight quantizer from this weight, in torch's layout."""
+        """Set the range of the weight quantizer from this weight, in torch's layout, unless it is frozen."""
+        if self.weight_quantizer.is_frozen:
+            return
         rows = self.channels_first(weight.detach())
         self.weight_quantizer.fit(as_rows(rows, self.weight_quantizer.spec), rows.numel())
 
@@ -136,8 +138,7 @@ class QuantLayer(QuantTwin):
         return fold_weight(codes, scale, bias, input_scale, norm)
 
     def _runs_on_integers(self, input_quantizer: Quantizer) -> bool:
-        observes = input_quantizer.observer is not None
-        return not observes and input_quantizer.has_integers and self.weight_quantizer.has_integers
+        return input_quantizer.has_integers and self.weight_quantizer.has_integers
 
     def _integer_forward(
         self, x: Tensor, integers: IntegerWeight, input_quantizer: Quantizer, **options: Any

@@ -110,7 +110,10 @@ class QuantTable(QuantLayer):
         if self.max_norm is not None:
             # Autograd may keep the table, and the next look-up of the same step may shorten rows in it.
             weight = weight.clone()
-        return F.embedding(indices, self.quantized(weight), self.padding_idx, None, 2.0, self.scale_grad_by_freq)
+        sparse = self.sparse and self.weight_quantizer.is_disabled  # else the gradient of a whole quantized table
+        return F.embedding(
+            indices, self.quantized(weight), self.padding_idx, None, 2.0, self.scale_grad_by_freq, sparse
+        )
 
     def _quantized_rows(self, indices: Tensor, weight: Tensor) -> Tensor:
         """The result of `look_up`, computed from these rows alone.
@@ -139,7 +142,7 @@ class QuantTable(QuantLayer):
         """Whether only the rows are quantized: the quantizer has no hooks, observer or warning that need its call."""
         quantizer = self.weight_quantizer
         watched = has_forward_hooks(quantizer) and not self.sparse
-        return self._is_row_by_row() and quantizer.is_calibrated and quantizer.observer is None and not watched
+        return self._is_row_by_row() and quantizer.is_calibrated and not quantizer.passes and not watched
 
 
 @register_twin(nn.Embedding)

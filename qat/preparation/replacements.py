@@ -18,7 +18,9 @@ from qat.quantizer import Quantizer
 from qat.torch_internals import children_of
 from qat.tracing.nodes import submodule_of
 
-MODULE_ARGUMENTS = ("input_quantizer", "other_quantizer", "norm")
+QUANTIZER_ARGUMENTS = ("input_quantizer", "other_quantizer")
+
+MODULE_ARGUMENTS = (*QUANTIZER_ARGUMENTS, "norm")
 """Keyword arguments that preparation adds to a layer's call; each is a module of the model."""
 
 AS_PREPARED = "qat_handed"

@@ -3,6 +3,7 @@
 from qat.quantizer.base import Quantizer
 from qat.quantizer.granularity import as_rows, scale_shape
 from qat.quantizer.observer import RangeObserver
+from qat.quantizer.optimizer_groups import parameter_groups
 from qat.quantizer.registry import create_quantizer, register_quantizer, registered_quantizers
 from qat.quantizer.rules.binary import BinaryQuantizer, TernaryQuantizer, TTQQuantizer
 from qat.quantizer.rules.clipped import DoReFaQuantizer, PACTQuantizer
@@ -48,6 +49,7 @@ __all__ = [
     "TernaryQuantizer",
     "as_rows",
     "create_quantizer",
+    "parameter_groups",
     "penalty",
     "register_quantizer",
     "registered_quantizers",

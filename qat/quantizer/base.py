@@ -47,6 +47,7 @@ class Quantizer(CalibratedParameters):
         zero_point: the integer (as float) that stands for 0.0; None if the grid is symmetric, where it is 0.
         calibrated: whether the range was set from data; saved with the state.
         is_calibrated: the same as a bool, which can be read without a device synchronisation.
+        is_disabled, is_frozen: see `qat.disable_fake_quant` and `qat.freeze_scales`.
     """
 
     exportable: bool = True
@@ -135,7 +136,7 @@ class Quantizer(CalibratedParameters):
         self.register_buffer("zero_point", None if self.spec.symmetric else start)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Quantize x; while an observer is attached, show x to it and return x as it is.
+        """Quantize x; while an observer is attached, show x to it and return x as it is, as if switched off.
 
         Raises:
             TypeError: if x is not floating point.
@@ -144,6 +145,8 @@ class Quantizer(CalibratedParameters):
         if self.observer is not None:
             self.observer.update(x)
             return x
+        if self.is_disabled:
+            return x
         if not self.is_calibrated:
             self._warn_uncalibrated()
         grouped = self.spec.granularity == "group"
@@ -151,7 +154,8 @@ class Quantizer(CalibratedParameters):
             x = to_groups(x, self.spec)
         if self.training:
             self.repair()
-            self.follow(x.detach())
+            if not self.is_frozen:
+                self.follow(x.detach())
         if self.spec.ewgs != "none":
             delta = self.ewgs_delta if self.spec.ewgs == "hessian" else self.fixed_delta
             # The paper's delta is for a range of length 1, ewgs_gradient's for a step of length 1.
@@ -216,9 +220,14 @@ class Quantizer(CalibratedParameters):
         return {"tensor": None, "channel": 0, "group": (0, 1)}[self.spec.granularity]
 
     @property
+    def passes(self) -> bool:
+        """Whether tensors pass as they are: an observer looks at them, or the quantizer is switched off."""
+        return self.observer is not None or self.is_disabled
+
+    @property
     def has_integers(self) -> bool:
-        """Whether a layer can compute on this quantizer's codes: one scale for all that a sum runs over."""
-        return self.exportable and self.spec.granularity != "group"
+        """Whether a layer can compute on this quantizer's codes: one scale for all that a sum runs over, and in use."""
+        return self.exportable and self.spec.granularity != "group" and not self.passes
 
     def refusal(self) -> str | None:
         """Why the exporter cannot write this quantizer, as the end of a sentence; None if it can."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qat.quantizer.switching import Switchable
 from qat.ranges import initial_range, scale_and_zero_point
 from qat.spec import QuantSpec
 
@@ -14,7 +15,7 @@ FLOOR_SHARE = 1 / 32
 off, and with its ReLUs dead no gradient would ever bring it back."""
 
 
-class CalibratedParameters(nn.Module):
+class CalibratedParameters(Switchable):
     """Base of `Quantizer`: creates such parameters and sets them from data."""
 
     spec: QuantSpec

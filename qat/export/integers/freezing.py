@@ -86,16 +86,20 @@ class _Freezer:
             raise FreezingError(
                 f"{path!r} ({type(layer).__name__}) has no grid for its input; prepare the whole model with qat.prepare"
             )
-        inputs = [FrozenQuantizer(quantizer, f"{path}.input_quantizer", self.operations)]
+        quantizers = [quantizer]
         if isinstance(layer, QuantBilinear):
             other = layer.other_quantizer
             assert other is not None
-            inputs.append(FrozenQuantizer(other, f"{path}.other_quantizer", self.operations))
+            quantizers.append(other)
             integers = layer.integers(quantizer, other_quantizer=other)
         else:
             weight, bias = inner.get(path.rpartition(".")[2], (None, None))
             integers = layer.integers(quantizer, None, weight, bias)
-        return FrozenLayer(layer, path, integers, self.operations, inputs)
+        inputs = [
+            FrozenQuantizer(each, f"{path}.{argument}", self.operations)
+            for each, argument in zip(quantizers, layer.quantizer_arguments, strict=True)
+        ]
+        return FrozenLayer(layer, path, integers, quantizers, self.operations, inputs)
 
     def graph(self, model: fx.GraphModule, path: str) -> fx.GraphModule:
         """A traced model with its calls rewritten."""
@@ -108,7 +112,7 @@ class _Freezer:
             full = f"{path}.{name}" if path else name
             if isinstance(module, Quantizer):
                 if node.args[0] in values:
-                    constant = FrozenParameter(module, values[node.args[0]], self.operations)
+                    constant = FrozenParameter(module, full, values[node.args[0]], self.operations)
                     replace_call(model, node, f"constant_{number}", constant, ())
                 elif name != node.target:  # a further call: a format may merge equal ones, so each has its name
                     frozen = FrozenQuantizer(module, full, self.operations)
@@ -119,7 +123,8 @@ class _Freezer:
                 replacements[str(node.target)] = self.table(module)
             elif isinstance(module, QuantLayer):
                 # One module for each call: a shared layer has other integers on another grid.
-                layer = FrozenLayer(module, full, _integers(node, module, values), self.operations)
+                grids = [_handed(node, key, values) for key in module.quantizer_arguments]
+                layer = FrozenLayer(module, full, _integers(node, module, values), grids, self.operations)
                 replace_call(model, node, f"integer_{number}", layer, node.args[: len(module.quantizer_arguments)])
             elif module is not None:
                 replacements[str(node.target)] = self.module(module, full)
@@ -137,18 +142,20 @@ def replace_call(model: fx.GraphModule, node: fx.Node, name: str, module: nn.Mod
     node.op, node.target, node.args, node.kwargs = "call_module", name, args, options
 
 
+def _handed(node: fx.Node, key: str, values: dict[fx.Node, Any]) -> Any:
+    """The module or value that a call is handed as a keyword argument; None if it is not."""
+    source = node.kwargs.get(key)
+    return values[source] if isinstance(source, fx.Node) else source
+
+
 def _integers(node: fx.Node, layer: QuantLayer, values: dict[fx.Node, Any]) -> IntegerWeight:
     """The integers of a layer for one call: with the input quantizer, BatchNorm, weight and bias that it is handed."""
-
-    def handed(key: str) -> Any:
-        source = node.kwargs.get(key)
-        return values[source] if isinstance(source, fx.Node) else source
-
+    quantizers = [_handed(node, key, values) for key in layer.quantizer_arguments]
     if isinstance(layer, QuantBilinear):
-        return layer.integers(handed("input_quantizer"), None, None, None, handed("other_quantizer"))
+        return layer.integers(quantizers[0], None, None, None, quantizers[1])
     weight: Any = None
-    bias: Any = handed("bias")
+    bias: Any = _handed(node, "bias", values)
     if isinstance(layer, QuantFunction):
         operands = [values[operand] if isinstance(operand, fx.Node) else operand for operand in node.args[1:]]
         weight, bias = operands[0], operands[1] if len(operands) > 1 else None
-    return layer.integers(handed("input_quantizer"), handed("norm"), weight, bias)
+    return layer.integers(quantizers[0], _handed(node, "norm", values), weight, bias)

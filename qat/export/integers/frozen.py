@@ -69,10 +69,11 @@ class FrozenQuantizer(nn.Module):
 
 
 class FrozenParameter(nn.Module):
-    """A quantized parameter that is an operand of a matrix product, as integers."""
+    """A quantized parameter that is an operand of a matrix product, as integers; name: of its quantizer."""
 
-    def __init__(self, quantizer: Quantizer, value: Tensor, operations: Operations) -> None:
+    def __init__(self, quantizer: Quantizer, name: str, value: Tensor, operations: Operations) -> None:
         super().__init__()
+        self.quantizer_name = name
         self.operations = operations
         scale, zero_point = stored_qparams(quantizer)
         self.codes = nn.Buffer((quantizer.codes(value).detach() + stored_offset(quantizer)).to(zero_point.dtype))
@@ -91,8 +92,9 @@ class FrozenLayer(nn.Module):
         layer: whose operation it is.
         name: of the layer in the model.
         integers: weight and bias.
+        quantizers: of the inputs.
         operations: how to compute.
-        inputs: the quantizers of the inputs, if they are not quantized outside.
+        inputs: the same, frozen, if the inputs are not quantized outside.
 
     Raises:
         FreezingError: if the weight's integers do not fit int8.
@@ -103,6 +105,7 @@ class FrozenLayer(nn.Module):
         layer: QuantLayer,
         name: str,
         integers: IntegerWeight,
+        quantizers: Sequence[Quantizer],
         operations: Operations,
         inputs: Sequence[FrozenQuantizer] = (),
     ) -> None:
@@ -114,6 +117,7 @@ class FrozenLayer(nn.Module):
                 " (NaN weights? a grid that is unsigned or not narrow_range=True?)"
             )
         self.layer_name = name
+        self.input_qparams = [stored_qparams(quantizer) for quantizer in quantizers]
         self.operations = operations
         self.geometry = layer
         self.grids = nn.ModuleList(inputs)

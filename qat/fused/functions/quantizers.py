@@ -28,4 +28,6 @@ def mode_refusal(quantizer: Quantizer) -> str | None:
         return "it is in evaluation"
     if quantizer.observer is not None:
         return "it observes a range"
+    if quantizer.is_disabled:
+        return "it is switched off"
     return None if quantizer.is_calibrated else "it is not calibrated"

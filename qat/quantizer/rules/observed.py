@@ -100,8 +100,8 @@ class MinMaxQuantizer(ObservedQuantizer):
 
     @torch.no_grad()
     def grid(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Of a weight: the grid of its present values."""
-        if self.role == "weight" and x is not None and x.numel():
+        """Of a weight: the grid of its present values, unless the range is frozen."""
+        if self.role == "weight" and not self.is_frozen and x is not None and x.numel():
             return scale_and_zero_point(*self.extremes(x), self.spec)
         return super().grid()
 

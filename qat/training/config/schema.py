@@ -138,11 +138,14 @@ class QATStageConfig(StageConfig):
     """Fine-tuning with quantization."""
 
     lr: Positive = 0.01
-    quantizer_lr_factor: Positive = 0.1
-    """Learning rate of quantizer parameters (scales), as a factor of lr. At 8 bits, where a scale is a hundredth of the
-    values it rounds, 1.0 lets scales collapse (50 of MobileNetV2's, measured); at 4 bits and fewer 1.0 is LSQ's own."""
+    quantizer_lr_factor: Positive | None = None
+    """Learning rate of quantizer parameters (scales), as a factor of lr; null: by each quantizer's bits, 0.1 from 8
+    bits on, 1.0 up to 4. At 8 bits, where a scale is a hundredth of the values it rounds, 1.0 lets scales collapse (50
+    of MobileNetV2's, measured); at 4 bits and fewer 1.0 is LSQ's own."""
     freeze_bn_epoch: CountOrZero | None = None
     """From this epoch on (0 is the first), batch-norm statistics are frozen."""
+    freeze_scales_epoch: CountOrZero | None = None
+    """From this epoch on, the ranges of all quantizers are frozen: scales stay, weights learn."""
 
 
 class SpecConfig(Section):

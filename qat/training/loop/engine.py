@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qat.batch_norm import freeze_batch_norm
 from qat.kernels import float_products
-from qat.torch_internals import AnyBatchNorm
+from qat.quantizer import Quantizer
+from qat.switches import freeze_scales
 from qat.training.config.schema import QATStageConfig
 from qat.training.errors import UserError
 from qat.training.loop.compiled import CompiledModel
@@ -19,7 +21,7 @@ from qat.training.loop.ema import EMA
 from qat.training.loop.evaluation import Batches, Evaluation, TrainBatches, evaluate, split_output, to_device
 from qat.training.loop.metrics import Meter, log_epoch, log_window
 from qat.training.loop.norm_statistics import settle_statistics
-from qat.training.loop.optimizer import build_optimizer, build_schedule
+from qat.training.loop.optimizer import build_optimizer, build_schedule, rates_of_scales
 from qat.training.loop.rules import RuleSchedule
 from qat.training.loop.stage import StageRun
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
@@ -88,6 +90,9 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     if len(run.train) == 0:
         raise UserError(f"data.batch_size: {run.config.data.batch_size} leaves no whole training batch; reduce it")
     optimization = _Optimization(run)
+    rates = rates_of_scales(optimization.optimizer, run.stage)
+    if rates:
+        run.log.say(f"{run.name}: {rates}")
     if state is not None:
         optimization.load(state)
         restore_rng(state.rng, run.device)
@@ -114,7 +119,7 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
 def _train_epoch(run: StageRun, optimization: _Optimization, epoch: int) -> Meter:
     run.train.set_epoch(epoch)
     run.model.train()
-    _freeze_batch_norms(run, epoch)
+    _freeze(run, epoch)
     optimization.rules.before_epoch(
         lambda batch: _loss_of(run, to_device(batch, run.device, channels_last=run.config.channels_last))[0], run.train
     )
@@ -179,12 +184,13 @@ def _loss_of(
     return loss, logits
 
 
-def _freeze_batch_norms(run: StageRun, epoch: int) -> None:
-    """From `freeze_bn_epoch` on, normalise with the running statistics and freeze them; gamma and beta still learn."""
-    if isinstance(run.stage, QATStageConfig) and run.stage.freeze_bn_epoch is not None:
-        for module in run.model.modules():
-            if isinstance(module, AnyBatchNorm):
-                module.train(epoch < run.stage.freeze_bn_epoch)
+def _freeze(run: StageRun, epoch: int) -> None:
+    """Freeze what is to be frozen in this epoch: statistics of BatchNorm, and the ranges of quantizers."""
+    if isinstance(run.stage, QATStageConfig):
+        if run.stage.freeze_bn_epoch is not None:
+            freeze_batch_norm(run.model, epoch >= run.stage.freeze_bn_epoch)
+        if run.stage.freeze_scales_epoch is not None and any(isinstance(m, Quantizer) for m in run.model.modules()):
+            freeze_scales(run.model, epoch >= run.stage.freeze_scales_epoch)
 
 
 def _validate(run: StageRun) -> Evaluation:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qat.quantizer import Quantizer
+from qat.quantizer.switching import SWITCHES
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
 from qat.training.run.archive import DamagedError, read_archive, write_safetensors
@@ -113,6 +115,8 @@ def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahea
     for key in [*now, *(key for key in before if key not in now)]:
         if any(key == free or key.startswith(f"{free}.") for free in (*FREE_KEYS, *ahead)):
             continue
+        if key not in before and now[key] is None:  # it is newer than the checkpoint, and not in use
+            continue
         old, new = (repr(values[key]) if key in values else "not set" for values in (before, now))
         if old != new:
             raise UserError(
@@ -126,7 +130,11 @@ def restore_model(path: Path, payload: dict[str, Any], model: nn.Module) -> None
     Raises:
         UserError: if the checkpoint is from another model, with the first tensor that differs.
     """
-    saved, own = payload["model"], model.state_dict()
+    switches = {f"{name}.{key}" for name, module in model.named_modules(remove_duplicate=False) for key in SWITCHES
+                if isinstance(module, Quantizer)}  # fmt: skip
+    saved, own = (
+        {k: v for k, v in state.items() if k not in switches} for state in (payload["model"], model.state_dict())
+    )
     for name in [*own, *(name for name in saved if name not in own)]:
         if name not in saved or name not in own:
             where = "only the model has it" if name in own else "only the checkpoint has it"
@@ -134,7 +142,7 @@ def restore_model(path: Path, payload: dict[str, Any], model: nn.Module) -> None
         there, here = (tuple(state[name].shape) for state in (saved, own))
         if there != here:
             raise UserError(f"{path}: the checkpoint is of another model: {name!r} is {there} there and {here} here")
-    model.load_state_dict(saved)
+    model.load_state_dict(payload["model"])
 
 
 def save_float_weights(path: Path, model: nn.Module) -> None:

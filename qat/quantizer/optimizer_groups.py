@@ -1,0 +1,106 @@
+"""`parameter_groups`: the parameters of a model for any torch optimizer, scales apart from weights."""
+
+from typing import Any
+
+from torch import nn
+
+from qat.quantizer.base import Quantizer
+from qat.torch_internals import BatchOrInstanceNorm
+
+NORMS = (BatchOrInstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""torch's normalisation modules with parameters; the first is the base of every BatchNorm and InstanceNorm."""
+
+FEW, MANY = 4, 8
+"""Up to `FEW` bits scales learn as fast as weights, as in the papers; from `MANY` on at a tenth of that rate."""
+
+
+def parameter_groups(
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    *,
+    norm_weight_decay: float = 0.0,
+    quantizer_lr_factor: float | None = None,
+) -> list[dict[str, Any]]:
+    """Sort the parameters of a model into groups for an optimizer: scales must not decay, and learn slower at 8 bits.
+
+    - `weights`: weight_decay.
+    - `norms`: the parameters of normalisation modules; norm_weight_decay.
+    - `biases`: all others that are named bias or have at most one axis; norm_weight_decay.
+    - `quantizers_8_bits`, and so on for each width: all parameters inside a `Quantizer`; no decay, and the rate
+      lr * 10^(-(bits - 4) / 4), with bits from 4 to 8: that is lr up to 4 bits, and lr / 10 from 8 bits on, where a
+      scale is a hundredth of the values that it rounds. See docs/default_rule.md.
+    - `quantizers` in their place, if `quantizer_lr_factor` is given.
+
+    Parameters without requires_grad are left out. Those of quantizers that `qat.freeze_scales` froze are in, so that
+    the groups stay the same when it is called or undone, and a resumed optimizer finds what it saved.
+
+    Args:
+        model: prepared, or any other; without quantizers there are the first three groups.
+        lr: learning rate of weights, norms and biases, at least 0.
+        weight_decay: of weights, at least 0.
+        norm_weight_decay: of norms and biases.
+        quantizer_lr_factor: the rate of all quantizer parameters as a factor of lr; None: by bits, as above.
+
+    Returns:
+        Groups with the keys name, params, lr and weight_decay, without empty groups. Each parameter is in exactly one,
+        also if it is shared.
+
+    Raises:
+        ValueError: if the model has no trainable parameter, or a number is negative.
+
+    >>> from qat import prepare
+    >>> model = prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    >>> for group in parameter_groups(model, lr=0.01, weight_decay=1e-4):
+    ...     print(group["name"], len(group["params"]), group["lr"], group["weight_decay"])
+    weights 1 0.01 0.0001
+    norms 2 0.01 0.0
+    biases 1 0.01 0.0
+    quantizers_8_bits 2 0.001 0.0
+    """
+    given = {"lr": lr, "weight_decay": weight_decay, "norm_weight_decay": norm_weight_decay}
+    given["quantizer_lr_factor"] = 0.0 if quantizer_lr_factor is None else quantizer_lr_factor
+    for name, value in given.items():
+        if not value >= 0:
+            raise ValueError(f"parameter_groups: {name} must be at least 0, got {value!r}")
+    rates = {"weights": (lr, weight_decay), "norms": (lr, norm_weight_decay), "biases": (lr, norm_weight_decay)}
+    quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
+    of_quantizers: dict[int, str] = {}
+    for quantizer in sorted(quantizers, key=lambda each: -each.spec.bits):
+        bits = quantizer.spec.bits
+        kind, factor = f"quantizers_{bits}_bits", lr_factor_of(bits)
+        if quantizer_lr_factor is not None:
+            kind, factor = "quantizers", quantizer_lr_factor
+        rates[kind] = (lr * factor, 0.0)
+        for parameter in quantizer.parameters():
+            if parameter.requires_grad or quantizer.is_frozen:
+                of_quantizers.setdefault(id(parameter), kind)
+    members: dict[str, list[nn.Parameter]] = {kind: [] for kind in rates}
+    of_norms = {id(p) for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
+    for name, parameter in model.named_parameters():
+        kind = of_quantizers.get(id(parameter)) or _kind_of(name, parameter, id(parameter) in of_norms)
+        if parameter.requires_grad or id(parameter) in of_quantizers:
+            members[kind].append(parameter)
+    if not any(members.values()):
+        raise ValueError("parameter_groups: the model has no trainable parameter; unfreeze some (requires_grad_())")
+    return [
+        {"name": kind, "params": members[kind], "lr": rate, "weight_decay": decay}
+        for kind, (rate, decay) in rates.items()
+        if members[kind]
+    ]
+
+
+def lr_factor_of(bits: int) -> float:
+    """The learning rate of scales on a grid of so many bits, as a factor of that of weights.
+
+    >>> [round(lr_factor_of(bits), 2) for bits in (2, 4, 6, 8, 16)]
+    [1.0, 1.0, 0.32, 0.1, 0.1]
+    """
+    return float(0.1 ** ((min(max(bits, FEW), MANY) - FEW) / (MANY - FEW)))
+
+
+def _kind_of(name: str, parameter: nn.Parameter, of_norm: bool) -> str:
+    """The group of a parameter outside of quantizers."""
+    if of_norm:
+        return "norms"
+    return "biases" if parameter.dim() <= 1 or name.rpartition(".")[2] == "bias" else "weights"

@@ -1,0 +1,170 @@
+"""Fake quantization off and on, and scales frozen: switches of a prepared model's quantizers."""
+
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+
+from torch import fx, nn
+
+from qat.layers import QuantLayer
+from qat.layers.sharing import QuantTwin
+from qat.preparation.replacements import QUANTIZER_ARGUMENTS
+from qat.quantizer import Quantizer
+from qat.recipe import QuantRecipe
+from qat.text import did_you_mean
+from qat.tracing.nodes import submodule_of
+
+
+class FakeQuantSwitch:
+    """What `disable_fake_quant` and `enable_fake_quant` return: a context that puts every switch back at its end."""
+
+    def __init__(self, quantizers: Iterable[Quantizer], disabled: bool) -> None:
+        self._before = [(quantizer, quantizer.is_disabled) for quantizer in quantizers]
+        for quantizer, _ in self._before:
+            quantizer.is_disabled = disabled
+
+    def __enter__(self) -> None:
+        """Nothing: the call has switched already."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for quantizer, disabled in self._before:
+            quantizer.is_disabled = disabled
+
+
+def disable_fake_quant(
+    model: nn.Module, layers: str | Iterable[str] = "*", *, weights: bool = True, activations: bool = True
+) -> FakeQuantSwitch:
+    """Switch quantization off for a layer, some layers, or all: they compute in float, in training and evaluation.
+
+    It holds until `enable_fake_quant`; in a `with` statement until its end. Ranges stay as they are, and do not learn
+    meanwhile; `calibrate` sets them all the same. `summary` and `explain` name what is off, and `export_onnx` and
+    `integer_weights` refuse it: to deploy a layer in float, prepare with `overrides={"fc": {"skip": True}}`. The state
+    dict remembers what is off (`<quantizer>.disabled`, there only while it is), and loading one switches accordingly.
+
+    In a prepared model a tensor is quantized once, for all that read it. A layer's activations are the quantizers of
+    its inputs: switched off, they pass float to the other layers that read them too.
+
+    Args:
+        model: a prepared model, or any module that holds quantized layers.
+        layers: one pattern or several, as in a recipe's `overrides`: the name of a layer, or of a block with all that
+            is in it, as in fnmatch; or `type:` and a float class; or the name of a quantizer.
+        weights: switch the quantizers of weights.
+        activations: switch those of activations.
+
+    Returns:
+        A context manager that puts all of these switches back to what they were before the call.
+
+    Raises:
+        ValueError: if a pattern names nothing, or there is no quantizer of the wanted kind in what it names.
+
+    >>> import torch, qat
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
+    >>> x = torch.randn(64, 8)
+    >>> qat.calibrate(model, [x])
+    >>> with qat.disable_fake_quant(model, "1"):
+    ...     without = model(x)
+    >>> torch.equal(without, model(x))
+    False
+    """
+    return FakeQuantSwitch(_selected("disable_fake_quant", model, layers, weights, activations), True)
+
+
+def enable_fake_quant(
+    model: nn.Module, layers: str | Iterable[str] = "*", *, weights: bool = True, activations: bool = True
+) -> FakeQuantSwitch:
+    """Switch quantization on again; see `disable_fake_quant`, which has the arguments, the result and the errors.
+
+    >>> import qat
+    >>> model = qat.prepare(nn.Sequential(nn.Linear(8, 2)))
+    >>> switch = qat.disable_fake_quant(model)
+    >>> switch = qat.enable_fake_quant(model, activations=False)
+    >>> [name for name, each in model.named_modules() if isinstance(each, qat.Quantizer) and each.is_disabled]
+    ['input_quantizer']
+    """
+    return FakeQuantSwitch(_selected("enable_fake_quant", model, layers, weights, activations), False)
+
+
+def freeze_scales(model: nn.Module, frozen: bool = True) -> int:
+    """Keep every range as it is while weights go on learning: the last epochs of many recipes.
+
+    Learned scales, zero points, clipping levels and bit widths get no gradient; ranges that follow the data (`minmax`,
+    `ema`) stay; `calibrate` leaves them alone and says so. Rules that compute a scale from the weight in every step
+    (`dorefa`, `binary`, `ternary`) have none to keep. Values are still rounded, on both paths of training, and
+    evaluation and export use the frozen ranges. The state dict remembers it (`<quantizer>.frozen`, there only while it
+    is set), and loading one freezes or unfreezes accordingly: load first, then freeze.
+
+    An optimizer may keep the frozen parameters: without a gradient it leaves them alone.
+
+    Args:
+        model: a prepared model, or any module that holds quantizers.
+        frozen: False: let ranges learn, or follow the data, again.
+
+    Returns:
+        How many quantizers there are.
+
+    Raises:
+        ValueError: if there is none.
+
+    >>> from qat import QuantLinear
+    >>> layer = QuantLinear(4, 2)
+    >>> freeze_scales(layer)
+    2
+    >>> [name for name, parameter in layer.named_parameters() if parameter.requires_grad]
+    ['weight', 'bias']
+    """
+    quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
+    if not quantizers:
+        raise ValueError("freeze_scales: the model has no quantizer; call qat.prepare first")
+    for quantizer in quantizers:
+        quantizer.freeze(frozen)
+    return len(quantizers)
+
+
+def _selected(
+    caller: str, model: nn.Module, layers: str | Iterable[str], weights: bool, activations: bool
+) -> list[Quantizer]:
+    """The quantizers of these roles in what the patterns name, each once."""
+    roles = {role for role, wanted in (("weight", weights), ("activation", activations)) if wanted}
+    if not roles:
+        raise ValueError(f"{caller}: weights and activations are both False; one of them must be True")
+    named = list(_named(model))
+    if not named:
+        raise ValueError(f"{caller}: the model has no quantizer; call qat.prepare first")
+    found: dict[Quantizer, None] = {}
+    for pattern in [layers] if isinstance(layers, str) else layers:
+        matched = [owned for name, kind, owned in named if QuantRecipe.matches(pattern, name, kind)]
+        if not matched:
+            names = [name for name, _, _ in named]
+            hint = did_you_mean(pattern, names, count=3) or f"layers are called {', '.join(names[:3])} ..."
+            raise ValueError(f"{caller}: {pattern!r} names no quantized layer or quantizer of the model; {hint}")
+        wanted = [each for owned in matched for each in owned if each.role in roles]
+        if not wanted:
+            raise ValueError(f"{caller}: {pattern!r} has no quantizer of {' or '.join(sorted(roles))}s")
+        found |= dict.fromkeys(wanted)
+    return list(found)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, str | None, list[Quantizer]]]:
+    """(name, name of float class, quantizers) of layers, those of the inputs included, and of quantizers."""
+    handed = _handed(model)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Quantizer):
+            yield name, None, [module]
+        elif isinstance(module, QuantTwin):
+            own = [each for each in module.modules() if isinstance(each, Quantizer)]
+            float_type = getattr(module, "float_type", type(module))  # a twin that was never registered has none
+            yield name, float_type.__name__, own + handed.get(module, [])
+
+
+def _handed(model: nn.Module) -> dict[nn.Module, list[Quantizer]]:
+    """The quantizers of their inputs that graphs hand to layers."""
+    found: dict[nn.Module, list[Quantizer]] = {}
+    for part in model.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            layer = submodule_of(part, node)
+            given = [node.kwargs.get(key) for key in QUANTIZER_ARGUMENTS] if isinstance(layer, QuantLayer) else []
+            handed = [part.get_submodule(str(each.target)) for each in given if isinstance(each, fx.Node)]
+            if layer is not None:
+                found.setdefault(layer, []).extend(each for each in handed if isinstance(each, Quantizer))
+    return found
