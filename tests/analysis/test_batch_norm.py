@@ -1,6 +1,7 @@
-"""Running statistics that are computed anew."""
+"""Running statistics that are computed anew, or frozen."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -92,3 +93,43 @@ def test_after_an_error_they_are_as_before(batches: list[torch.Tensor]) -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert model[1].momentum == 0.3
+
+
+def test_frozen_statistics_survive_train_copies_and_pickles() -> None:
+    model, batches = model_and_batches()
+    model[1](torch.randn(4, 8, 3, 3))
+    expected = copy.deepcopy(model).eval()
+    assert qat.freeze_batch_norm(model) == qat.freeze_batch_norm(model) == 2
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        each.eval().train()
+        assert [module.training for module in each] == [True, False, True, True, True, False]
+        y = each[:3](batches[0])
+        assert torch.equal(y, expected[:3](batches[0]))
+        y.sum().backward()
+        assert each[1].weight.grad is not None and each[1].running_mean.equal(expected[1].running_mean)
+        assert qat.reestimate_batch_norm(each, batches) == 0
+        assert each[1].running_mean.equal(expected[1].running_mean)
+    assert model.state_dict().keys() == expected.state_dict().keys()
+
+    assert qat.freeze_batch_norm(model, False) == 2
+    assert model[1].training and not model.eval()[1].training and model.train()[1].training
+    model[0:2](batches[0])
+    assert not model[1].running_mean.equal(expected[1].running_mean)
+
+
+def test_norms_without_statistics_have_nothing_to_freeze() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False), nn.LayerNorm(3))
+    assert qat.freeze_batch_norm(model) == 0
+
+
+def test_a_prepared_model_trains_with_frozen_statistics_on_codes() -> None:
+    float_model, batches = model_and_batches()
+    model = qat.prepare(float_model, example_inputs=batches[0])
+    qat.calibrate(model, batches)
+    qat.freeze_batch_norm(model)
+    before = [norm.running_mean.clone() for norm in (model.get_submodule("1"), model.get_submodule("5"))]
+    model.train()(batches[0]).sum().backward()
+    assert "the model trains on codes, which a step of both kinds" in qat.explain(model)
+    assert all(
+        torch.equal(model.get_submodule(name).running_mean, mean) for name, mean in zip("15", before, strict=True)
+    )

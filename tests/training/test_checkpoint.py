@@ -151,6 +151,14 @@ def test_keys_that_do_not_change_the_training_may_differ() -> None:
     check_same_config(Path("last.pt"), saved, RunConfig(**changed))
 
 
+def test_a_key_that_is_newer_than_the_checkpoint_may_be_left_out() -> None:
+    saved = RunConfig().model_dump(mode="json")
+    del saved["qat"]["freeze_scales_epoch"]
+    check_same_config(Path("last.pt"), saved, RunConfig())
+    said = user_error(check_same_config, Path("last.pt"), saved, RunConfig(qat={"freeze_scales_epoch": 1}))
+    assert said.startswith("last.pt: was trained with qat.freeze_scales_epoch: not set, now it is 1;")
+
+
 @pytest.mark.parametrize(
     ("before", "now", "difference"),
     [

@@ -66,13 +66,14 @@ def test_training_learns_and_logs_its_curves(tmp_path: Path, capsys: pytest.Capt
     captured = capsys.readouterr()
     assert captured.err == ""  # no terminal: no bar in the first 30 seconds
     lines = captured.out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["qat 1/3", "qat 2/3", "qat 3/3"]
+    assert [line.split(":")[0] for line in lines] == ["qat", "qat 1/3", "qat 2/3", "qat 3/3"]
+    assert lines[0] == "qat: scales learn at 0.1 lr (8 bits); qat.quantizer_lr_factor sets another rate"
     assert f"; val loss {result.loss:.3f}, top1 100.00 %; " in lines[-1]
 
 
 STAGES = [
     QATStageConfig(epochs=3, lr=0.05, warmup_epochs=0.5, ema_decay=0.7, clip_grad_norm=1.0, freeze_bn_epoch=2),
-    QATStageConfig(epochs=3, optimizer="adamw", lr=0.01, quantizer_lr_factor=0.1, label_smoothing=0.1),
+    QATStageConfig(epochs=3, optimizer="adamw", lr=0.01, freeze_scales_epoch=1, label_smoothing=0.1),
 ]
 
 
@@ -161,6 +162,21 @@ def test_frozen_batch_norms_keep_their_statistics_and_train_their_affine(tmp_pat
     means, gammas = zip(*seen, strict=True)
     assert means[0] != means[1] == means[2] == means[3]
     assert len({tuple(gamma) for gamma in gammas}) == 4
+
+
+def test_frozen_scales_stay_from_their_epoch_on_and_weights_learn(tmp_path: Path) -> None:
+    model = tiny_model()
+    seen: list[tuple[float, Tensor]] = []
+
+    class Spy(TinyBatches):
+        def set_epoch(self, epoch: int) -> None:
+            super().set_epoch(epoch)
+            seen.append((model.quantizer.scale.item(), model.fc.weight.detach().clone()))
+
+    train(stage_run(tmp_path, model, QATStageConfig(epochs=3, lr=0.1, freeze_scales_epoch=1), train=Spy()))
+    assert seen[0][0] != seen[1][0] == seen[2][0] == model.quantizer.scale.item()
+    assert not torch.equal(seen[1][1], seen[2][1])
+    assert load_checkpoint(tmp_path / "last.pt")["model"]["quantizer.frozen"]
 
 
 def test_no_epochs_only_evaluates(tmp_path: Path) -> None:

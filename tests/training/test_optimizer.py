@@ -5,79 +5,40 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny_training import user_error
-from torch import Tensor, nn
+from tiny_training import tiny_model, user_error
+from torch import nn
 
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
 from qat.training.config.schema import QATStageConfig, StageConfig
 from qat.training.loop.ema import EMA
-from qat.training.loop.optimizer import build_optimizer, build_schedule, parameter_groups
-
-
-class Zoo(nn.Module):
-    """One of each kind of parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.bn = nn.BatchNorm2d(4)
-        self.ln = nn.LayerNorm([4, 2])
-        self.gn = nn.GroupNorm(2, 4)
-        self.prelu = nn.PReLU(4)
-        self.layer_scale = nn.Parameter(torch.ones(4, 1, 1))
-        self.tied = nn.Linear(4, 4, bias=False)
-        self.tied.weight = nn.Parameter(torch.ones(4, 4))
-        self.again = self.tied
-        self.frozen = nn.Linear(2, 2, bias=False).requires_grad_(False)
-        self.head = nn.Linear(4, 2)
-        self.head.quantizer = create_quantizer(QuantSpec(granularity="channel"), "weight", (2, 1))
-        affine = QuantSpec(signed=False, symmetric=False, rule="lsq_plus")
-        self.outer = nn.ModuleDict({"inner": create_quantizer(affine)})
-        self.outer.inner.helper = nn.Linear(1, 1)
-
-
-def names_of(model: nn.Module, parameters: list[Tensor]) -> list[str]:
-    names = {id(p): name for name, p in model.named_parameters()}
-    return [names[id(p)] for p in parameters]
-
-
-def test_every_trainable_parameter_is_in_the_right_group_once() -> None:
-    model = Zoo()
-    stage = QATStageConfig(lr=0.2, weight_decay=0.3, norm_weight_decay=0.4, quantizer_lr_factor=0.5)
-    groups = parameter_groups(model, stage)
-    assert [(g["name"], g["lr"], g["weight_decay"]) for g in groups] == [
-        ("weights", 0.2, 0.3),
-        ("norms", 0.2, 0.4),
-        ("biases", 0.2, 0.4),
-        ("quantizers", 0.1, 0.0),
-    ]
-    assert [names_of(model, g["params"]) for g in groups] == [
-        ["layer_scale", "conv.weight", "tied.weight", "head.weight"],
-        ["bn.weight", "bn.bias", "ln.weight", "ln.bias", "gn.weight", "gn.bias"],
-        ["conv.bias", "prelu.weight", "head.bias"],
-        [
-            "head.quantizer.scale",
-            "outer.inner.scale",
-            "outer.inner.zero_point",
-            "outer.inner.helper.weight",
-            "outer.inner.helper.bias",
-        ],
-    ]
-
-
-def test_without_qat_quantizers_have_the_plain_learning_rate_and_empty_groups_are_left_out() -> None:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), create_quantizer(QuantSpec()))
-    groups = parameter_groups(model, StageConfig(lr=0.2, weight_decay=0.3))
-    assert [(g["name"], g["lr"], g["weight_decay"]) for g in groups] == [
-        ("weights", 0.2, 0.3),
-        ("quantizers", 0.2, 0.0),
-    ]
+from qat.training.loop.optimizer import build_optimizer, build_schedule, rates_of_scales
 
 
 def test_nothing_to_train_is_a_sentence() -> None:
-    said = user_error(parameter_groups, nn.Linear(2, 2).requires_grad_(False), StageConfig())
+    said = user_error(build_optimizer, nn.Linear(2, 2).requires_grad_(False), StageConfig())
     assert said == "model: it has no trainable parameter; set epochs to 0 or unfreeze some"
+
+
+@pytest.mark.parametrize(
+    ("stage", "rates", "said"),
+    [
+        (
+            QATStageConfig(lr=0.2),
+            {"quantizers_8_bits": 0.02, "quantizers_3_bits": 0.2},
+            "scales learn at 0.1 lr (8 bits) and 1 lr (3 bits); qat.quantizer_lr_factor sets another rate",
+        ),
+        (QATStageConfig(lr=0.2, quantizer_lr_factor=0.5), {"quantizers": 0.1}, ""),
+        (StageConfig(lr=0.2), {"quantizers": 0.2}, ""),
+    ],
+)
+def test_scales_learn_at_the_rate_of_their_bits_or_of_the_config(
+    stage: StageConfig, rates: dict[str, float], said: str
+) -> None:
+    optimizer = build_optimizer(nn.Sequential(tiny_model(), create_quantizer(QuantSpec(bits=3))), stage)
+    build_schedule(optimizer, stage, steps_per_epoch=4)
+    assert {g["name"]: g["lr"] for g in optimizer.param_groups[3:]} == pytest.approx(rates)
+    assert rates_of_scales(optimizer, stage) == said
 
 
 def run_steps(model: nn.Module, stage: StageConfig, gradients: list[list[np.ndarray]]) -> None:
@@ -137,7 +98,7 @@ def test_sgd_without_momentum_is_plain_sgd() -> None:
     ],
 )
 def test_schedule_is_exact_at_every_step(stage: StageConfig, factors: list[float]) -> None:
-    model = Zoo()
+    model = tiny_model()
     stage = QATStageConfig(**{**stage.model_dump(), "lr": 0.3, "quantizer_lr_factor": 0.1})
     optimizer = build_optimizer(model, stage)
     schedule = build_schedule(optimizer, stage, steps_per_epoch=4)

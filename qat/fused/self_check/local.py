@@ -142,7 +142,9 @@ def _compare_gradients(
 ) -> str | None:
     coded, plain = ends_of
     shared: dict[int, Tensor] = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
-    shared |= {id(scale): scale for scale in ends.learned}
+    shared |= {id(scale): scale for scale in ends.learned if scale.requires_grad}
+    if not (ends.pairs or shared):  # a frozen scale of an input
+        return None
     ours = torch.autograd.grad(
         coded, [pair[0] for pair in ends.pairs] + list(shared.values()), cotangent, allow_unused=True
     )

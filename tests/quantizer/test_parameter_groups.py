@@ -1,0 +1,99 @@
+"""`parameter_groups`: every trainable parameter once, in the group of its kind, with the rate of its bits."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qat import QuantSpec, freeze_scales, parameter_groups
+from qat.quantizer import create_quantizer
+
+
+class Zoo(nn.Module):
+    """One of each kind of parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+        self.ln = nn.LayerNorm([4, 2])
+        self.gn = nn.GroupNorm(2, 4)
+        self.prelu = nn.PReLU(4)
+        self.layer_scale = nn.Parameter(torch.ones(4, 1, 1))
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = nn.Parameter(torch.ones(4, 4))
+        self.again = self.tied
+        self.frozen = nn.Linear(2, 2, bias=False).requires_grad_(False)
+        self.head = nn.Linear(4, 2)
+        self.head.quantizer = create_quantizer(QuantSpec(bits=4, granularity="channel"), "weight", (2, 1))
+        affine = QuantSpec(signed=False, symmetric=False, rule="lsq_plus")
+        self.outer = nn.ModuleDict({"inner": create_quantizer(affine)})
+        self.outer.inner.helper = nn.Linear(1, 1)
+        self.outer.shared = self.outer.inner
+
+
+INNER = ["scale", "zero_point", "helper.weight", "helper.bias"]
+
+
+def names_of(model: nn.Module, parameters: list[Tensor]) -> list[str]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for p in parameters]
+
+
+def test_every_trainable_parameter_is_in_the_right_group_once() -> None:
+    model = Zoo()
+    groups = parameter_groups(model, 0.2, 0.3, norm_weight_decay=0.4)
+    assert [(g["name"], g["lr"], g["weight_decay"]) for g in groups] == [
+        ("weights", 0.2, 0.3),
+        ("norms", 0.2, 0.4),
+        ("biases", 0.2, 0.4),
+        ("quantizers_8_bits", pytest.approx(0.02), 0.0),
+        ("quantizers_4_bits", 0.2, 0.0),
+    ]
+    assert [names_of(model, g["params"]) for g in groups] == [
+        ["layer_scale", "conv.weight", "tied.weight", "head.weight"],
+        ["bn.weight", "bn.bias", "ln.weight", "ln.bias", "gn.weight", "gn.bias"],
+        ["conv.bias", "prelu.weight", "head.bias"],
+        [f"outer.inner.{name}" for name in INNER],
+        ["head.quantizer.scale"],
+    ]
+    torch.optim.AdamW(groups)
+
+
+def test_a_factor_of_ones_own_makes_one_group_and_empty_ones_are_left_out() -> None:
+    groups = parameter_groups(nn.ModuleList([Zoo().outer, Zoo().head]), 0.2, 0.3, quantizer_lr_factor=0.5)
+    assert [(g["name"], g["lr"], g["weight_decay"], len(g["params"])) for g in groups] == [
+        ("weights", 0.2, 0.3, 1),
+        ("biases", 0.2, 0.0, 1),
+        ("quantizers", 0.1, 0.0, 5),
+    ]
+
+
+def test_frozen_scales_stay_in_their_group_and_those_without_gradient_do_not() -> None:
+    model = Zoo()
+    before = [names_of(model, g["params"]) for g in parameter_groups(model, 0.1, 0.0)]
+    freeze_scales(model)
+    assert [names_of(model, g["params"]) for g in parameter_groups(model, 0.1, 0.0)] == before
+    freeze_scales(model, False)
+    model.head.quantizer.requires_grad_(False)
+    assert [g["name"] for g in parameter_groups(model, 0.1, 0.0)][3:] == ["quantizers_8_bits"]
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "sentence"),
+    [
+        (
+            nn.Linear(2, 2).requires_grad_(False), {},
+            "parameter_groups: the model has no trainable parameter; unfreeze some (requires_grad_())",
+        ),
+        (nn.Linear(2, 2), {"lr": -0.1}, "parameter_groups: lr must be at least 0, got -0.1"),
+        (
+            nn.Linear(2, 2), {"quantizer_lr_factor": -1},
+            "parameter_groups: quantizer_lr_factor must be at least 0, got -1",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_a_sentence(model: nn.Module, given: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        parameter_groups(model, **{"lr": 0.1, "weight_decay": 0.0, **given})
