@@ -27,8 +27,8 @@ class IntegerArrays:
     bias_scale = input_scale * scale. BatchNorm is folded in.
 
     Attributes:
-        weight: int8 (uint8 for a table with unsigned rows), in the shape of the float layer's weight.
-        scale: float32, () or (channels,): the output channels, of an embedding the rows.
+        weight: int8, in the shape of the float layer's weight; tables and parameters on an unsigned grid are uint8.
+        scale: float32, (channels,): of the output, of an embedding (rows,), of a parameter ().
         zero_point: in the type of weight and the shape of scale; 0 for layers.
         bias: int32, (channels,), on the grid of bias_scale; None for tables and parameters, as all that follow.
         bias_scale: float32, (channels,).

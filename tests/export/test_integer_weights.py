@@ -1,0 +1,150 @@
+"""`integer_weights` against the initializers of the ONNX file, and against what evaluation computes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from prepared_case import draw, refused
+from test_export_layers import quantized
+from torch import Tensor, nn
+
+import qat
+from qat.export import IntegerArrays
+
+
+class Layers(nn.Module):
+    """Convolutions of several layouts, a layer that is called twice, and a parameter as an operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.up, self.up_norm = nn.ConvTranspose2d(8, 6, 2, groups=1), nn.BatchNorm2d(6)
+        self.grouped = nn.ConvTranspose2d(6, 9, 2, groups=3)
+        self.twice = nn.Linear(9, 9)
+        self.table = nn.Parameter(draw(9, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.stem(x)))
+        x = self.grouped(torch.relu(self.up_norm(self.up(self.depthwise(x)))))
+        y = self.twice(x.mean((2, 3)))
+        return self.twice(torch.relu(y)) @ self.table
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return quantized(Layers(), {"x": draw(4, 3, 9, 9)})
+
+
+Stored = dict[str, list[np.ndarray[Any, Any]]]
+
+
+def stored(path: Path) -> Stored:
+    """Integers, scale and zero point of the weight, bias and input that each layer of a file reads."""
+    graph = onnx.load(path).graph
+    values = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    made_by = {name: node for node in graph.node for name in node.output}
+
+    def dequantized(name: str) -> Any:
+        node = made_by[name]
+        return node if node.op_type == "DequantizeLinear" else dequantized(node.input[0])  # a grouped weight's layout
+
+    found: Stored = {}
+    for node in graph.node:
+        if node.op_type in ("Conv", "ConvTranspose", "Gemm"):
+            x, weight, bias = map(dequantized, node.input)
+            found[weight.name.replace(".weight", "")] = [
+                values[name] for each in (weight, bias, x) for name in each.input if name in values
+            ]
+    return found
+
+
+def test_they_are_the_initializers_of_the_file(model: nn.Module, tmp_path: Path) -> None:
+    qat.export_onnx(model, tmp_path / "model.onnx", draw(4, 3, 9, 9))
+    found, expected = qat.integer_weights(model), stored(tmp_path / "model.onnx")
+    assert [*found] == [*expected, "table_quantizer"] == [
+        "stem", "depthwise", "up", "grouped", "twice", "twice.1", "table_quantizer"
+    ]  # fmt: skip
+    for name, parts in expected.items():
+        layer, ours = model.get_submodule(name.removesuffix(".1")), found[name]
+        assert ours.weight.shape == layer.weight.shape
+        weight = layer.channels_first(torch.from_numpy(ours.weight)).numpy() if name == "grouped" else ours.weight
+        mine = [weight, ours.scale, ours.zero_point, ours.bias, ours.bias_scale]
+        for one, other in zip([*mine, ours.input_scale, ours.input_zero_point], parts, strict=True):
+            np.testing.assert_array_equal(one, other)
+            assert one.dtype == other.dtype
+    assert (found["stem"].weight.dtype, found["stem"].bias.dtype) == (np.int8, np.int32)
+
+
+def test_numpy_alone_computes_the_layer() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 5)
+    model = qat.prepare(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).eval(), example_inputs=x)
+    qat.calibrate(model, [x])
+    (layer,) = qat.integer_weights(model).values()
+    codes = np.clip(np.round(x.numpy() / layer.input_scale) + layer.input_zero_point, 0, 255).astype(np.int64)
+    sums = (codes - layer.input_zero_point) @ layer.weight.T.astype(np.int64) + layer.bias
+    np.testing.assert_allclose(sums * layer.bias_scale, model(x).detach().numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(layer.bias_scale, layer.input_scale * layer.scale, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "names"),
+    [
+        (lambda: qat.QuantLinear(4, 2), (draw(8, 4),), [""]),
+        (lambda: nn.Sequential(qat.QuantEmbedding(9, 4), qat.QuantLinear(4, 2)), (torch.arange(9),), ["0", "1"]),
+        (lambda: qat.QuantBilinear(4, 3, 2), (draw(8, 4), draw(8, 3)), [""]),
+        (lambda: qat.QuantLSTM(4, 3), (draw(5, 8, 4),), ["product_ih_l0", "product_hh_l0"]),
+    ],
+    ids=["linear", "embedding", "bilinear", "lstm"],
+)
+def test_layers_of_ones_own(make: Callable[[], nn.Module], inputs: tuple[Tensor, ...], names: list[str]) -> None:
+    model = make()
+    qat.calibrate(model, [(inputs, 0)])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = qat.integer_weights(model)
+    assert sorted(found) == sorted(names) and all(isinstance(each, IntegerArrays) for each in found.values())
+    for name, arrays in found.items():
+        layer = model.get_submodule(name)
+        weight = getattr(layer, "weight", getattr(model, f"weight{name.removeprefix('product')}", None)).detach()
+        real = (arrays.weight - arrays.zero_point.reshape(-1, *[1] * (weight.dim() - 1)).astype(float)) * (
+            arrays.scale.reshape(-1, *[1] * (weight.dim() - 1))
+        )
+        assert np.abs(real - weight.numpy()).max() <= 0.51 * arrays.scale.max()
+        several = () if not isinstance(layer, qat.QuantBilinear) else (2,)
+        assert arrays.bias is None or arrays.input_scale.shape == arrays.input_zero_point.shape == several
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_models_prepared_in_parts_have_them_under_their_full_names() -> None:
+    class Decides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.body(x)
+            return self.head(x) if x.sum() > 0 else x[:, :2]
+
+    model = qat.prepare(Decides(), example_inputs=draw(8, 4))
+    qat.calibrate(model, [draw(8, 4).abs(), -draw(8, 4).abs(), draw(8, 4)])
+    assert [*qat.integer_weights(model)] == ["body.0", "body.2", "head"]
+
+
+def test_what_has_no_integers_is_a_sentence() -> None:
+    with refused("integer_weights: expected a model from qat.prepare, got Linear without quantizers", TypeError):
+        qat.integer_weights(nn.Linear(2, 2))
+    model = qat.prepare(nn.Sequential(nn.Linear(2, 2)))
+    with refused("integer_weights: 'input_quantizer' has no range yet; call qat.calibrate(model, batches) first"):
+        qat.integer_weights(model)
+    layer = qat.QuantLinear(2, 2, activation_spec=None)
+    with refused(
+        "integer_weights: '' (QuantLinear) has no grid for its input; prepare the whole model with qat.prepare"
+    ):
+        qat.integer_weights(layer)
