@@ -115,6 +115,18 @@ def test_the_models_page_runs_and_says_what_happens(capsys: pytest.CaptureFixtur
     assert [model.get_submodule(layer).weight_quantizer.spec.bits for layer in layers] == [8, 8, 4]
 
 
+def test_the_training_loop_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.compiler.reset()
+    names: dict[str, Any] = {}
+    assert len(list(run_blocks("docs/training_loop.md", names))) == 7
+    assert (tmp_path / "model.onnx").exists() and (tmp_path / "averaged.onnx").exists()
+    assert not any(module.is_frozen for module in names["model"].modules() if isinstance(module, qat.Quantizer))
+    assert (names["in_float"] - names["model"](names["images"])).abs().max() > 0
+    sketches = re.findall(r"```python sketch\n(.*?)```", (ROOT / "docs/training_loop.md").read_text(), re.DOTALL)
+    assert [compile(sketch, "sketch", "exec") for sketch in sketches]
+
+
 def test_every_shipped_config_is_listed() -> None:
     shipped = {path.name for path in (ROOT / "configs").glob("*.yaml")}
     assert shipped == set(re.findall(r"^\| `(\w+\.yaml)` \| [^|]+ \| [^|]+ \|$", README, re.MULTILINE))
