@@ -19,7 +19,7 @@ SPREAD = 3.0
 def update_ewgs(
     model: nn.Module, loss_function: Callable[[nn.Module, Any], Tensor], batches: Iterable[Any], draws: int = 1
 ) -> dict[str, float]:
-    """Set delta of every quantizer with `ewgs="hessian"`; the paper calls it every ten epochs.
+    """Set delta of every quantizer with `ewgs="hessian"` that is not switched off; the paper calls it every ten epochs.
 
     delta = max(0, scale * (qmax - qmin) * Tr(H)/N / G). H is the Hessian of the loss with respect to the N values of
     the quantized tensor; its trace is estimated with random signs (Hutchinson). G is three standard deviations of their
@@ -44,7 +44,7 @@ def update_ewgs(
     quantizers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, Quantizer) and module.spec.ewgs == "hessian"
+        if isinstance(module, Quantizer) and module.spec.ewgs == "hessian" and not module.is_disabled
     }
     if not quantizers:
         return {}

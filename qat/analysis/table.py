@@ -50,11 +50,15 @@ def summary(model: nn.Module) -> str:
 
 
 def _verdicts(model: nn.Module) -> Iterator[str]:
-    """The result of the self-check of each traced part."""
+    """The result of the self-check of each traced part; it may be of the time before something was switched off."""
     for prefix, graph_module in _graphs(model):
+        name = prefix.rstrip(".") or "the model"
+        off = sum(isinstance(module, Quantizer) and module.is_disabled for module in graph_module.modules())
         verdict = graph_module._verdict() if isinstance(graph_module, PreparedGraph) else None
-        if verdict is not None:
-            yield f"{prefix.rstrip('.') or 'the model'} {verdict}"
+        if off:
+            yield f"{name} has {_plural(off, 'quantizer')} switched off; qat.explain says how it trains now"
+        elif verdict is not None:
+            yield f"{name} {verdict}"
 
 
 def layers_in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -111,6 +111,8 @@ def test_training_leaves_the_codes_for_these_layers_alone(model: nn.Module, coun
         assert_same(model, images())
         assert "operation by operation               its weight_quantizer: it is switched off" in qat.explain(model)
         assert "folds bn2; switched off" in qat.summary(model)
+        last = "the model has 1 quantizer switched off; qat.explain says how it trains now"
+        assert qat.summary(model).endswith(last)
     counted.clear()
     model(images())
     assert counted.count("CodesProductFunction") == before
@@ -133,6 +135,16 @@ def test_a_copy_and_a_loaded_state_compute_the_same(model: nn.Module) -> None:
     for other in (loaded, copy.deepcopy(model)):
         assert off(other) == off(model)
         assert torch.equal(other.eval()(images()), model.eval()(images()))
+
+
+def test_ewgs_leaves_what_is_off_alone() -> None:
+    torch.manual_seed(0)
+    grid = {"ewgs": "hessian", "granularity": "channel", "narrow_range": True, "bits": 4}
+    model = prepared(Block(), images(), qat.QuantRecipe(weight=qat.QuantSpec(**grid)))
+    with qat.disable_fake_quant(model, "conv2"):
+        deltas = qat.update_ewgs(model, lambda net, batch: net(batch).square().mean(), [images()])
+    assert [*deltas] == [f"{name}.weight_quantizer" for name in ("conv1", "conv3", "head")]
+    assert all(torch.tensor([*deltas.values()]).isfinite())
 
 
 def test_integers_of_what_is_off_are_refused(model: nn.Module, tmp_path: Path) -> None:
