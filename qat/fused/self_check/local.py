@@ -142,7 +142,7 @@ def _compare_gradients(
 ) -> str | None:
     coded, plain = ends_of
     shared: dict[int, Tensor] = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
-    shared |= {id(scale): scale for scale in ends.learned if scale.requires_grad}
+    shared |= {id(scale): scale for scale in ends.learned}
     if not (ends.pairs or shared):  # a frozen scale of an input
         return None
     ours = torch.autograd.grad(
