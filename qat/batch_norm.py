@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qat.evaluating import evaluating
 from qat.torch_internals import AnyBatchNorm
-from qat.tracing.inputs import Batch, call_model, inputs_and_labels, model_device, moved_to
+from qat.tracing.inputs import Batch, as_batches, call_model, inputs_and_labels, model_device, moved_to
 
 
 @torch.no_grad()
@@ -46,7 +46,7 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
                 norm.reset_running_stats()
                 norm.momentum = None  # the plain average of all batches
                 norm.train()
-            for batch in batches:
+            for batch in as_batches(batches):
                 count += 1
                 call_model(model, moved_to(device, inputs_and_labels(batch)[0]))
         if count == 0:

@@ -1,5 +1,6 @@
 """`calibrate`: set the range of every activation from a few batches, equal on all ranks."""
 
+import itertools
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -12,12 +13,15 @@ from qat.evaluating import evaluating
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.proof import first_calls, prove
 from qat.quantizer import Quantizer, RangeObserver
-from qat.tracing.inputs import Batch, call_model, inputs_and_labels, model_device, moved_to
+from qat.tracing.inputs import Batch, as_batches, call_model, inputs_and_labels, model_device, moved_to
 
 log = logging.getLogger("qat")
 
+MANY_BATCHES = 100
+"""Without a limit, so many batches are read before the log says that there is one: ranges need far fewer."""
 
-def calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
+
+def calibrate(model: nn.Module, batches: Iterable[Batch], limit: int | None = None) -> None:
     """Run the batches through the model in evaluation mode and set every range, of activations and of weights.
 
     Meanwhile activations pass unquantized. Each quantizer observes its tensor and then takes the range that its spec's
@@ -30,10 +34,20 @@ def calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
         model: a prepared model, or one with quantized layers of your own.
         batches: tensors; or sequences whose first item is the input, or a tuple of inputs (labels are ignored); or
             mappings of keyword arguments. Their tensors, in lists and mappings too, are moved to the model's device.
+            A tensor, or a mapping, instead of the batches is one batch.
+        limit: how many batches are read at most, of each rank; None: all.
 
     Raises:
-        ValueError: without an activation quantizer or a batch; if a quantizer saw no value, or NaN or infinity.
+        TypeError: if batches cannot be iterated over.
+        ValueError: without an activation quantizer or a batch; for a limit below 1; if a quantizer saw no value, or NaN
+            or infinity.
+
+    >>> from qat import QuantLinear
+    >>> layer = QuantLinear(4, 2)
+    >>> calibrate(layer, torch.randn(16, 4))
+    >>> calibrate(layer, (torch.randn(16, 4) for _ in range(1000)), limit=8)
     """
+    _check(batches, limit)
     quantizers = {
         name: module
         for name, module in model.named_modules()
@@ -49,7 +63,7 @@ def calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
         for function in functions:
             function.calibrating = True
         with evaluating(model), first_calls(model) as calls:
-            _run(model, batches)
+            _run(model, as_batches(batches), limit)
     finally:
         for quantizer in quantizers.values():
             quantizer.observer = None
@@ -78,12 +92,24 @@ def _not_frozen(model: nn.Module, quantizers: dict[str, Quantizer]) -> list[tupl
     return [(name, quantizer) for name, quantizer in quantizers.items() if not quantizer.is_frozen]
 
 
-def _run(model: nn.Module, batches: Iterable[Batch]) -> None:
+def _check(batches: Any, limit: Any) -> None:
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"calibrate: batches must be a loader, a list of batches or a tensor, got {batches!r}")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ValueError(f"calibrate: limit must be a whole number of at least 1 or None, got {limit!r}")
+
+
+def _run(model: nn.Module, batches: Iterable[Batch], limit: int | None) -> None:
     device = model_device(model)
     count = 0
     with torch.no_grad():
-        for batch in batches:
+        for batch in itertools.islice(batches, limit):
             count += 1
+            if count == MANY_BATCHES + 1 and limit is None:
+                log.warning(
+                    "calibrate: more than %d batches, all of which are read; ranges rarely need so many:"
+                    " calibrate(model, batches, limit=%d)", MANY_BATCHES, MANY_BATCHES,
+                )  # fmt: skip
             inputs, _ = inputs_and_labels(batch)
             call_model(model, moved_to(device, inputs))
     if not any(_of_all_ranks(count > 0)):

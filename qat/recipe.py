@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
-from qat.spec import QuantSpec
+from qat.spec import LEFT_OPEN, QuantSpec
 from qat.targets import TargetProfile, profile_of
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class QuantRecipe:
     """The grid of every tensor of a model.
 
     Args:
-        weight: grid of weights; None takes the target's.
-        activation: grid of activations; None takes the target's.
+        weight: grid of weights: a spec, or a mapping of its fields. The target chooses what it leaves open.
+        activation: grid of activations, in the same way.
         overrides: layers mapped to their differences: {"weight": {...}, "activation": {...}, "skip": True}. A key is a
             pattern of layer names (shell style: `conv1`, `layer1.*`, `*.downsample.0`), or `type:` and a pattern of
             class names of float layers (`type:Linear`, `type:Conv?d`), or a class (`nn.Linear`). "activation" is the
@@ -45,24 +45,37 @@ class QuantRecipe:
         last_bits: the same for the last one.
 
     Raises:
-        TypeError: for a weight or activation that is not a QuantSpec, or a key that is neither text nor a class.
-        ValueError: for an unknown target or override key, or a grid that the target does not run.
+        TypeError: for a weight or activation that is neither, or a key that is neither text nor a class.
+        ValueError: for an unknown target, field or override key, or a grid that the target does not run.
 
     >>> first_and_last = {"activation": {"bits": 8}, "weight": {"bits": 8}}
-    >>> recipe = QuantRecipe(weight=QuantSpec(bits=4, granularity="channel"), overrides={"conv1": first_and_last})
+    >>> recipe = QuantRecipe(weight={"bits": 4}, overrides={"conv1": first_and_last})
     >>> recipe.for_layer("conv1").weight.bits, recipe.for_layer("layer1.0.conv1").weight.bits
     (8, 4)
+    >>> str(recipe.weight), recipe == QuantRecipe(weight=QuantSpec(bits=4), overrides={"conv1": first_and_last})
+    ('int4 narrow symmetric per channel', True)
     >>> str(QuantRecipe(target="tensorrt").activation)
     'int8 symmetric per tensor'
     """
 
-    # None goes in and a spec comes out: __post_init__ asks the target.
-    weight: QuantSpec = None  # type: ignore[assignment]
-    activation: QuantSpec = None  # type: ignore[assignment]
+    weight: QuantSpec = LEFT_OPEN
+    activation: QuantSpec = LEFT_OPEN
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     target: str = "onnxruntime"
     first_bits: int | None = None
     last_bits: int | None = None
+
+    if TYPE_CHECKING:  # what goes in; `__post_init__` completes the specs
+
+        def __init__(
+            self,
+            weight: QuantSpec | Mapping[str, Any] | None = None,
+            activation: QuantSpec | Mapping[str, Any] | None = None,
+            overrides: Mapping[Any, Mapping[str, Any]] = ...,
+            target: str = ...,
+            first_bits: int | None = None,
+            last_bits: int | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         try:
@@ -70,10 +83,8 @@ class QuantRecipe:
         except ValueError as error:
             raise ValueError(f"QuantRecipe: {error}") from None
         for tensor in ("weight", "activation"):
-            if getattr(self, tensor) is None:
-                object.__setattr__(self, tensor, getattr(self.profile, tensor))
-            elif not isinstance(getattr(self, tensor), QuantSpec):
-                raise TypeError(f"QuantRecipe: {tensor} must be a QuantSpec or None, got {getattr(self, tensor)!r}")
+            grid = _resolved(tensor, getattr(self, tensor), getattr(self.profile, tensor))
+            object.__setattr__(self, tensor, grid)
         object.__setattr__(self, "overrides", _with_text_keys(self.overrides))
         for pattern in self.overrides:
             _check_override(pattern, self.overrides[pattern])
@@ -143,7 +154,7 @@ class QuantRecipe:
         grids = {}
         for key in ("weight", "activation"):
             try:
-                grids[key] = _changed(getattr(layer, key), change.get(key, {}))
+                grids[key] = getattr(layer, key).changed(change.get(key, {}))
             except ValueError as error:
                 raise ValueError(f"QuantRecipe: overrides[{pattern!r}][{key!r}]: {error}") from error
         return LayerRecipe(
@@ -169,16 +180,25 @@ def _with_bits(layer: LayerRecipe, bits: int | None) -> LayerRecipe:
     return replace(layer, weight=replace(layer.weight, bits=bits), activation=replace(layer.activation, bits=bits))
 
 
-def _changed(spec: QuantSpec, change: Mapping[str, Any]) -> QuantSpec:
-    """The spec with some fields changed; it drops options of another rule and a group size without groups."""
-    dropped: dict[str, Any] = {}
-    if change.get("rule", spec.rule) != spec.rule:
-        dropped["options"] = {}
-    if change.get("ewgs", "fixed") != "fixed":
-        dropped["ewgs_delta"] = None
-    if change.get("granularity", "group") != "group":
-        dropped["group_size"] = None
-    return replace(spec, **{**dropped, **change})
+def _resolved(tensor: str, given: Any, default: QuantSpec) -> QuantSpec:
+    """The spec of all weights, or of all activations, completed by the target's."""
+    if given is None:
+        return default
+    if not isinstance(given, (QuantSpec, Mapping)):
+        raise TypeError(f"QuantRecipe: {tensor} must be a QuantSpec, a mapping of its fields or None, got {given!r}")
+    if isinstance(given, Mapping):
+        _check_fields(f"QuantRecipe: {tensor}", given)
+    try:
+        return (given if isinstance(given, QuantSpec) else QuantSpec(**given)).resolved(default)
+    except ValueError as error:
+        raise ValueError(f"QuantRecipe: {tensor}: {error}") from error
+
+
+def _check_fields(where: str, given: Mapping[str, Any]) -> None:
+    known = {spec_field.name for spec_field in fields(QuantSpec)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; valid: {', '.join(sorted(known))}")
 
 
 def _with_text_keys(overrides: Mapping[Any, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -199,7 +219,6 @@ def _with_text_keys(overrides: Mapping[Any, Mapping[str, Any]]) -> dict[str, Map
 
 
 def _check_override(pattern: str, change: Mapping[str, Any]) -> None:
-    known = {spec_field.name for spec_field in fields(QuantSpec)}
     where = f"QuantRecipe: overrides[{pattern!r}]"
     if not isinstance(change, Mapping):
         raise ValueError(f"{where}: must be a mapping, got {change!r}")
@@ -208,9 +227,8 @@ def _check_override(pattern: str, change: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}[{key!r}]: must be a mapping, got {value!r}")
         if key not in ("weight", "activation", "skip"):
             raise ValueError(f"{where}: unknown key {key!r}; valid: weight, activation, skip")
-        unknown = sorted(set(value) - known) if key != "skip" else []
-        if unknown:
-            raise ValueError(f"{where}[{key!r}]: unknown key {unknown[0]!r}; valid: {', '.join(sorted(known))}")
+        if key != "skip":
+            _check_fields(f"{where}[{key!r}]", value)
 
 
 @dataclass(frozen=True)

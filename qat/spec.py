@@ -1,21 +1,29 @@
 """The integer grid of one tensor: `QuantSpec`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+Role = Literal["weight", "activation"]
 Granularity = Literal["tensor", "channel", "group"]
 RangeInit = Literal["minmax", "percentile", "mse", "lsq"]
 GradScale = Literal["sample", "batch", "none", "relative"]
 EWGS = Literal["none", "fixed", "hessian"]
 
+LEFT_OPEN: Any = None
+"""Value of a field that the spec does not choose."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class QuantSpec:
     """An integer grid and the rule by which a tensor is put on it.
 
     A value x becomes the integer q = clamp(round(x / scale) + zero_point, qmin, qmax), which stands for
     (q - zero_point) * scale. The spec says which integers there are; scale and zero_point belong to a quantizer.
+
+    A field that is left out is left open: it is None until the target of a recipe, or the role of the tensor in a
+    single layer, chooses it. So `QuantSpec(bits=4)` means four bits, for a weight symmetric, narrow and per channel, for
+    an activation unsigned with a zero point where the target says so. A quantizer's own spec is complete.
 
     Args:
         bits: width of the integers, 1 to 16; rules have their own limits within.
@@ -41,73 +49,80 @@ class QuantSpec:
             None: all that the bits hold.
 
     Attributes:
-        qmin, qmax: lowest and highest integer of the grid.
+        qmin, qmax: lowest and highest integer of the grid, once its bits, sign and narrow range are known.
 
     Raises:
         ValueError: for values outside these.
 
-    >>> QuantSpec(bits=8).qmin, QuantSpec(bits=8).qmax
-    (-128, 127)
+    >>> four_bits = QuantSpec(bits=4)
+    >>> four_bits
+    QuantSpec(bits=4)
+    >>> print(four_bits.resolved(default_spec("weight")))
+    int4 narrow symmetric per channel
+    >>> print(four_bits.resolved(default_spec("activation")))
+    uint4 affine per tensor
     >>> QuantSpec(bits=4, signed=False).qmax
     15
-    >>> print(QuantSpec(bits=8, max_magnitude=64))
-    int8 in -64..64 symmetric per tensor
     """
 
-    bits: int = 8
-    signed: bool = True
-    symmetric: bool = True
-    granularity: Granularity = "tensor"
-    rule: str = "lsq"
-    narrow_range: bool = False
-    init: RangeInit = "minmax"
-    percentile: float = 99.99
-    grad_scale: GradScale = "sample"
+    bits: int = LEFT_OPEN
+    signed: bool = LEFT_OPEN
+    symmetric: bool = LEFT_OPEN
+    granularity: Granularity = LEFT_OPEN
+    rule: str = LEFT_OPEN
+    narrow_range: bool = LEFT_OPEN
+    init: RangeInit = LEFT_OPEN
+    percentile: float = LEFT_OPEN
+    grad_scale: GradScale = LEFT_OPEN
     group_size: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    ewgs: EWGS = "none"
+    options: Mapping[str, Any] = field(default=LEFT_OPEN, hash=False)
+    ewgs: EWGS = LEFT_OPEN
     ewgs_delta: float | None = None
     max_magnitude: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 1 <= self.bits <= 16:
-            raise ValueError(f"QuantSpec: bits must be a whole number from 1 to 16, got {self.bits!r}")
-        if not isinstance(self.percentile, (int, float)) or not 50 < self.percentile <= 100:
-            raise ValueError(f"QuantSpec: percentile must be above 50 and at most 100, got {self.percentile!r}")
+        given = self.given()
+        bits, percentile = given.get("bits", 8), given.get("percentile", 100)
+        if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 16:
+            raise ValueError(f"QuantSpec: bits must be a whole number from 1 to 16, got {bits!r}")
+        if not isinstance(percentile, (int, float)) or not 50 < percentile <= 100:
+            raise ValueError(f"QuantSpec: percentile must be above 50 and at most 100, got {percentile!r}")
         for name, choices in _CHOICES.items():
-            value, allowed = getattr(self, name), get_args(choices)
-            if value not in allowed:
-                raise ValueError(f"QuantSpec: {name} must be one of {', '.join(allowed)}, got {value!r}")
+            if name in given and given[name] not in get_args(choices):
+                raise ValueError(
+                    f"QuantSpec: {name} must be one of {', '.join(get_args(choices))}, got {given[name]!r}"
+                )
         self._check_group()
         self._check_ewgs()
-        if not isinstance(self.options, Mapping):
+        if not isinstance(given.get("options", {}), Mapping):
             raise ValueError(f"QuantSpec: options must be a mapping of names to values, got {self.options!r}")
         most = self.max_magnitude
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
             raise ValueError(f"QuantSpec: max_magnitude must be a whole number of at least 1 or None, got {most!r}")
-        if self.narrow_range and not self.signed:
+        if self.narrow_range and self.signed is False:
             raise ValueError("QuantSpec: narrow_range=True needs signed=True; an unsigned grid has no mirror image")
-        low = -(2 ** (self.bits - 1)) + int(self.narrow_range) if self.signed else 0
-        high = int(2 ** (self.bits - int(self.signed)) - 1)
-        object.__setattr__(self, "qmin", low if most is None else max(low, -most))
-        object.__setattr__(self, "qmax", high if most is None else min(high, most))
+        if {"bits", "signed"} <= given.keys() and (not self.signed or "narrow_range" in given):
+            low = -(2 ** (bits - 1)) + int(self.narrow_range) if self.signed else 0
+            high = int(2 ** (bits - int(self.signed)) - 1)
+            object.__setattr__(self, "qmin", low if most is None else max(low, -most))
+            object.__setattr__(self, "qmax", high if most is None else min(high, most))
 
     def _check_group(self) -> None:
-        size = self.group_size
-        if self.granularity != "group":
-            if size is not None:
-                raise ValueError(
-                    f"QuantSpec: group_size={size!r} has no effect with granularity={self.granularity!r};"
-                    " use granularity='group'"
-                )
-        elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        size, granularity = self.group_size, self.granularity
+        if size is not None and granularity not in ("group", LEFT_OPEN):
+            raise ValueError(
+                f"QuantSpec: group_size={size!r} has no effect with granularity={granularity!r};"
+                " use granularity='group'"
+            )
+        grouped = granularity == "group" or size is not None
+        if grouped and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"QuantSpec: granularity='group' needs a group_size of at least 1, got {size!r}")
 
     def _check_ewgs(self) -> None:
         delta = self.ewgs_delta
         if delta is not None and (not isinstance(delta, (int, float)) or not 0 <= delta < float("inf")):
             raise ValueError(f"QuantSpec: ewgs_delta must be at least 0 and finite, got {delta!r}")
-        if delta is not None and self.ewgs != "fixed":
+        if delta is not None and self.ewgs not in ("fixed", LEFT_OPEN):
             raise ValueError(f"QuantSpec: ewgs_delta={delta!r} has no effect with ewgs={self.ewgs!r}; use ewgs='fixed'")
 
     if TYPE_CHECKING:  # attributes that `__post_init__` sets: a quantizer reads them at every call
@@ -120,7 +135,69 @@ class QuantSpec:
         def qmax(self) -> int:
             """Highest integer of the grid."""
 
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("qmin", "qmax"):
+                raise AttributeError(
+                    f"{self!r} has no {name} yet: bits, signed or narrow_range is left open; give it, or ask"
+                    " spec.resolved(default)"
+                )
+            raise AttributeError(f"'QuantSpec' object has no attribute {name!r}")
+
+    def given(self) -> dict[str, Any]:
+        """The fields that are not left open, by name.
+
+        >>> QuantSpec(bits=4, init="mse").given()
+        {'bits': 4, 'init': 'mse'}
+        """
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if value is not LEFT_OPEN}
+
+    def resolved(self, default: "QuantSpec") -> "QuantSpec":
+        """The complete spec: what this one leaves open is the default's choice. A complete one stays as it is.
+
+        Args:
+            default: the grid of a target (`recipe.profile.weight`), or of a role (`default_spec("weight")`).
+
+        Raises:
+            ValueError: if what is given does not go with the default.
+        """
+        given = self.given()
+        return self if given.keys() >= _CHOSEN else default.changed(given)
+
+    def changed(self, change: Mapping[str, Any]) -> "QuantSpec":
+        """The spec with other values of some fields. What belongs to the old values goes, unless it is given too.
+
+        That is: the options of another rule, the group size without groups, the delta of a fixed EWGS, the narrow
+        range of an unsigned grid.
+
+        Args:
+            change: names of fields to values.
+
+        Raises:
+            ValueError: if the values do not go together.
+
+        >>> print(default_spec("weight").changed({"signed": False}))
+        uint8 symmetric per channel
+        """
+        dropped: dict[str, Any] = {}
+        if change.get("rule", self.rule) != self.rule:
+            dropped["options"] = {}
+        if change.get("ewgs", "fixed") != "fixed":
+            dropped["ewgs_delta"] = None
+        if change.get("granularity", "group") != "group":
+            dropped["group_size"] = None
+        if change.get("signed") is False:
+            dropped["narrow_range"] = False
+        return replace(self, **{**dropped, **change})
+
+    def __repr__(self) -> str:
+        return f"QuantSpec({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
+
     def __str__(self) -> str:
+        if not self.given().keys() >= _CHOSEN:
+            return repr(self)
         kind = f"{'int' if self.signed else 'uint'}{self.bits}"
         if self.max_magnitude is not None and self.max_magnitude in (self.qmax, -self.qmin):
             kind += f" in {self.qmin}..{self.qmax}"
@@ -132,12 +209,28 @@ class QuantSpec:
 
 _CHOICES: dict[str, Any] = {"granularity": Granularity, "init": RangeInit, "grad_scale": GradScale, "ewgs": EWGS}
 
+_CHOSEN = {each.name for each in fields(QuantSpec)} - {"group_size", "ewgs_delta", "max_magnitude"}
+"""The fields of a complete spec; of the others None is a choice too."""
+
 
 def default_weight_spec() -> QuantSpec:
     """8 bits per output channel, symmetric, narrow range: a BatchNorm with gamma < 0 negates it exactly."""
-    return QuantSpec(bits=8, signed=True, symmetric=True, granularity="channel", narrow_range=True)
+    return QuantSpec(
+        bits=8, signed=True, symmetric=True, granularity="channel", rule="lsq", narrow_range=True, init="minmax",
+        percentile=99.99, grad_scale="sample", options={}, ewgs="none",
+    )  # fmt: skip
 
 
 def default_activation_spec() -> QuantSpec:
     """8 bits unsigned with a zero point: the only activations that ONNX Runtime runs fully in integers on x86."""
-    return QuantSpec(bits=8, signed=False, symmetric=False, granularity="tensor", init="mse")
+    change = {"signed": False, "symmetric": False, "granularity": "tensor", "init": "mse"}
+    return default_weight_spec().changed(change)
+
+
+def default_spec(role: Role) -> QuantSpec:
+    """The grid of a tensor for which neither a target nor a spec says more.
+
+    >>> print(default_spec("activation"))
+    uint8 affine per tensor
+    """
+    return default_weight_spec() if role == "weight" else default_activation_spec()

@@ -5,11 +5,10 @@ Only this file knows both graphs of a prepared model: the plain one, and the one
 
 import copy
 from contextlib import ExitStack
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import fx, nn
-from torch.nn.parameter import is_lazy
 
 from qat.analysis.table import summary
 from qat.evaluating import evaluating
@@ -20,9 +19,11 @@ from qat.preparation.attributes import keep_attributes, scalar_attributes
 from qat.preparation.graph import prepare_graph
 from qat.preparation.parts import prepare_parts
 from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.refusals import check_float_model
 from qat.preparation.report import LAYERS, noted
 from qat.preparation.swapping import check_patterns
 from qat.quantizer import Quantizer
+from qat.quantizer.calibrated import Family, taken_for_calibrated
 from qat.recipe import QuantRecipe
 from qat.tracing.inputs import Examples, Inputs, bind_inputs, call_with
 from qat.tracing.randomness import seeded
@@ -72,15 +73,15 @@ def prepare(
 
     Raises:
         TypeError: if recipe is not a QuantRecipe, for instance example inputs passed without their keyword.
-        ValueError: if the model is prepared already or has nothing to quantize, if a pattern of the recipe matches no
-            layer, if the example inputs do not fit, or if a quantizer does not run with them.
+        ValueError: if the model is prepared already (by another toolkit too) or has nothing to quantize, if a pattern
+            of the recipe matches no layer, if the example inputs do not fit, or if a quantizer does not run with them.
 
     >>> float_model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
     >>> model = prepare(float_model, example_inputs=torch.randn(1, 3, 6, 6))
     >>> [name for name, module in model.named_modules() if isinstance(module, Quantizer)]
     ['0.weight_quantizer', '4.weight_quantizer', 'input_quantizer', '0_quantizer']
     """
-    _check_float(model, recipe)
+    check_float_model(model, recipe)
     recipe = recipe or QuantRecipe()
     graph_class: type[PreparedGraph] = PreparedGraph
     from qat.fused.graph import FusedGraph as graph_class  # noqa: N813, F811 - without this line models train plainly
@@ -102,38 +103,10 @@ def prepare(
             raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
         _keep_scalar_attributes(prepared, model)
         _set_modes(prepared, model)
+        _make_family(prepared)
         if examples is not None:
             probe(prepared, examples)
     return summary(prepared) if dry_run else prepared
-
-
-def _check_float(model: nn.Module, recipe: Any) -> None:
-    """Raise the errors of `prepare` for models and recipes that it cannot take."""
-    if not (recipe is None or isinstance(recipe, QuantRecipe)):
-        raise TypeError(
-            f"prepare: recipe must be a QuantRecipe, got {type(recipe).__name__}; inputs are given by name,"
-            " prepare(model, example_inputs=...)"
-        )
-    if any(isinstance(module, (Quantizer, QuantLayer)) for module in model.modules()):
-        raise ValueError("prepare: the model holds quantizers already; prepare takes the float model")
-    inner = {"_orig_mod": "torch.compile", "module": "parallel"} if type(model).__module__.startswith("torch.") else {}
-    for attribute, what in inner.items():
-        if isinstance(getattr(model, attribute, None), nn.Module):
-            raise ValueError(
-                f"prepare: {type(model).__name__} is a {what} wrapper; prepare its .{attribute} and wrap again"
-            )
-    compiled = [name.removesuffix("._orig_mod") for name, _ in model.named_modules() if name.endswith("._orig_mod")]
-    if compiled:
-        raise ValueError(
-            f"prepare: {compiled[0]!r} is a torch.compile wrapper; prepare the model before it is compiled"
-        )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ValueError(
-            "prepare: the model is a torch.jit.ScriptModule, which cannot be changed; prepare it unscripted"
-        )
-    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        raise ValueError(f"prepare: {lazy[0]!r} has no shape yet; run the model once before it is prepared")
 
 
 def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
@@ -147,6 +120,14 @@ def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
         if isinstance(twin, QuantTwin):
             twin.train(module.training)
         twin.training = module.training
+
+
+def _make_family(prepared: nn.Module) -> None:
+    """Let the quantizers know of each other, so that the model warns once of those without a range."""
+    family = Family()
+    for name, module in prepared.named_modules():
+        if isinstance(module, Quantizer):
+            module.join(family, name)
 
 
 def _keep_scalar_attributes(prepared: nn.Module, model: nn.Module) -> None:
@@ -183,9 +164,7 @@ def probe(model: nn.Module, examples: Examples) -> None:
     with ExitStack() as undo:
         for name, quantizer in quantizers.items():
             undo.enter_context(quantizer.register_forward_hook(lambda *_, name=name: silent.discard(name)))
-            undo.callback(setattr, quantizer, "is_calibrated", quantizer.is_calibrated)
-            quantizer.is_calibrated = True  # suppresses the warning that it is used uncalibrated
-        with evaluating(model), torch.no_grad(), restoring_state(model):
+        with evaluating(model), torch.no_grad(), restoring_state(model), taken_for_calibrated(model):
             call_with(model, examples)
     if silent:
         raise ValueError(f"prepare: these quantizers never run: {', '.join(sorted(silent))}")

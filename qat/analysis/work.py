@@ -13,7 +13,7 @@ from qat.analysis.work_operators import FACTORS, macs_of, moves_values
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
-from qat.silence import warnings_ignored
+from qat.quantizer.calibrated import taken_for_calibrated
 from qat.torch_internals import TorchDispatchMode, pytree, storage_id, writes_to_arguments
 from qat.tracing.inputs import Inputs, call_model
 from qat.tracing.nodes import scope_of
@@ -85,7 +85,7 @@ def integer_work(model: nn.Module, example_inputs: Inputs) -> Work:
     """
     meter = _Meter()
     with (
-        warnings_ignored("a quantizer .* runs on its default range"),
+        taken_for_calibrated(model),
         evaluating(model),
         torch.no_grad(),
         without_fast_path(),  # the fused operators hide the layers inside

@@ -1,7 +1,7 @@
 """QuantMultiheadAttention: attention whose projections and products run on integer grids."""
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +10,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from qat.layers.attention_core import OPERANDS, PROBABILITIES, PROJECTIONS, additive_mask, multihead_attention
-from qat.layers.base import default_input_spec, quantizer_or_none
+from qat.layers.base import quantizer_or_none, resolved_input_spec
 from qat.layers.composite import CompositeTwin
 from qat.layers.function import QuantFunction
 from qat.layers.linear import QuantLinear
-from qat.layers.sharing import share_parameters
+from qat.layers.sharing import ActivationSpec, share_parameters
 from qat.layers.twins import register_twin
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
@@ -28,7 +28,7 @@ def operand_spec(spec: QuantSpec) -> QuantSpec:
     Raises:
         ValueError: for one bit, of which only "binary" has a signed grid.
 
-    >>> str(operand_spec(QuantSpec(bits=4, signed=False, symmetric=False)))
+    >>> str(operand_spec(default_spec("activation").changed({"bits": 4})))
     'uint4 affine per tensor'
     """
     if not spec.symmetric:
@@ -43,7 +43,7 @@ def probability_spec(spec: QuantSpec) -> QuantSpec:
     The rule stays. A rule with only signed grids (binary, the floats) gets a signed one, whose 0 is exact too. A rule
     without a symmetric grid (lsq_plus) becomes "lsq".
 
-    >>> str(probability_spec(QuantSpec(bits=4)))
+    >>> str(probability_spec(default_spec("activation").changed({"bits": 4})))
     'uint4 symmetric per tensor'
     """
     signed = replace(spec, signed=True, symmetric=True, narrow_range=False)
@@ -75,9 +75,9 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
 
     Args:
         embed_dim ... dtype: as in `torch.nn.MultiheadAttention`, in the same order.
-        weight_spec: grid of the weights; default: 8 bits, symmetric, per output channel.
+        weight_spec: grid of the weights; what it leaves open: 8 bits, symmetric, narrow, per output channel.
         activation_spec: grid of the inputs and of out_proj's input; q, k, v and the probabilities get those of
-            `operand_spec` and `probability_spec`. "default": 8 bits unsigned with a zero point; None: weights only.
+            `operand_spec` and `probability_spec`. what it leaves open, and "default": 8 bits unsigned with a zero point; None: weights only.
             Before the first use call `qat.calibrate(layer, batches)`.
 
     Shapes: as torch's; see `forward`.
@@ -106,7 +106,7 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
         *,
         weight_spec: QuantSpec | None = None,
-        activation_spec: QuantSpec | Literal["default"] | None = "default",
+        activation_spec: ActivationSpec = "default",
     ) -> None:
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
@@ -116,9 +116,9 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
         out_proj: nn.Linear = self.out_proj
         self.out_proj = QuantLinear(**QuantLinear.constructor_arguments(out_proj), device="meta", activation_spec=None)
         share_parameters(out_proj, self.out_proj)
-        self.add_quantizers(weight_spec, default_input_spec(activation_spec))
+        self.add_quantizers(weight_spec, activation_spec)
 
-    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
+    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
         """Create the projections and quantizers; called once the weights exist."""
         device = self.out_proj.weight.device
         for name, (weight, _) in self.inner_weights().items():
@@ -127,8 +127,9 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
                 projection.fit_weight(weight)
             self.add_module(name, projection)
         self.out_proj.add_quantizers(weight_spec, activation_spec)
-        operand = None if activation_spec is None else operand_spec(activation_spec)
-        probability = None if activation_spec is None else probability_spec(activation_spec)
+        spec = resolved_input_spec(activation_spec)
+        operand = None if spec is None else operand_spec(spec)
+        probability = None if spec is None else probability_spec(spec)
         for name in OPERANDS:
             self.register_module(name, quantizer_or_none(operand, device))
         self.register_module(PROBABILITIES, quantizer_or_none(probability, device))

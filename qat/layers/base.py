@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from qat.functional import round_ste
 from qat.layers.folding import IntegerWeight, fold_weight
-from qat.layers.sharing import QuantTwin
+from qat.layers.sharing import ActivationSpec, QuantTwin
 from qat.quantizer import Quantizer, as_rows, create_quantizer, scale_shape
-from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
+from qat.spec import QuantSpec, default_spec
 
 
 class QuantLayer(QuantTwin):
@@ -30,9 +30,9 @@ class QuantLayer(QuantTwin):
     weight_quantizer: Quantizer
     input_quantizer: Quantizer | None
 
-    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
+    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
         """Create the quantizers; constructors call it once the weight exists."""
-        spec = weight_spec or default_weight_spec()
+        spec = resolved_weight_spec(weight_spec)
         shape = scale_shape(spec, tuple(self.channels_first(self.weight).shape))
         self.weight_quantizer = create_quantizer(spec, "weight", shape, self.weight.device)
         self.input_quantizer = quantizer_or_none(activation_spec, self.weight.device)
@@ -167,24 +167,36 @@ def exact_arithmetic(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-def quantizer_or_none(activation_spec: QuantSpec | None, device: torch.device | str | None) -> Quantizer | None:
+def quantizer_or_none(activation_spec: ActivationSpec, device: torch.device | str | None) -> Quantizer | None:
     """The quantizer of an input; None without a spec."""
-    return None if activation_spec is None else create_quantizer(activation_spec, "activation", (), device)
+    spec = resolved_input_spec(activation_spec)
+    return None if spec is None else create_quantizer(spec, "activation", (), device)
 
 
-def default_input_spec(activation_spec: QuantSpec | str | None) -> QuantSpec | None:
-    """Resolve a layer's `activation_spec`: "default" means 8 bits unsigned with a zero point, None no quantizer.
+def resolved_weight_spec(weight_spec: QuantSpec | None) -> QuantSpec:
+    """A layer's complete `weight_spec`; what it leaves open is the default grid of weights.
+
+    Raises:
+        TypeError: for anything but a QuantSpec or None.
+    """
+    if not isinstance(weight_spec, QuantSpec | None):
+        raise TypeError(f"weight_spec must be a QuantSpec or None, got {weight_spec!r}")
+    return (weight_spec or QuantSpec()).resolved(default_spec("weight"))
+
+
+def resolved_input_spec(activation_spec: ActivationSpec) -> QuantSpec | None:
+    """A layer's complete `activation_spec`: "default" leaves everything open, None means no quantizer.
 
     Raises:
         TypeError: for anything else.
         ValueError: for a granularity other than "tensor".
     """
-    if activation_spec == "default":
-        return default_activation_spec()
-    if isinstance(activation_spec, QuantSpec) and activation_spec.granularity != "tensor":
-        raise ValueError(
-            f"activation_spec: granularity {activation_spec.granularity!r} is for weights; use granularity='tensor'"
-        )
-    if activation_spec is None or isinstance(activation_spec, QuantSpec):
-        return activation_spec
-    raise TypeError(f"activation_spec must be a QuantSpec, None or 'default', got {activation_spec!r}")
+    if activation_spec is None:
+        return None
+    spec = QuantSpec() if activation_spec == "default" else activation_spec
+    if not isinstance(spec, QuantSpec):
+        raise TypeError(f"activation_spec must be a QuantSpec, None or 'default', got {activation_spec!r}")
+    spec = spec.resolved(default_spec("activation"))
+    if spec.granularity != "tensor":
+        raise ValueError(f"activation_spec: granularity {spec.granularity!r} is for weights; use granularity='tensor'")
+    return spec

@@ -1,14 +1,13 @@
 """QuantBilinear: a product of two inputs and a weight on integer grids."""
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.functional import round_ste
-from qat.layers.base import QuantLayer, default_input_spec, quantizer_or_none
+from qat.layers.base import QuantLayer, quantizer_or_none
 from qat.layers.folding import IntegerWeight
+from qat.layers.sharing import ActivationSpec
 from qat.layers.twins import register_twin
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec
@@ -25,8 +24,8 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
 
     Args:
         in1_features ... dtype: as in `torch.nn.Bilinear`, in the same order.
-        weight_spec: grid of the weight; default: 8 bits, symmetric, per output.
-        activation_spec: grid of both inputs, each with its own range; "default": 8 bits unsigned with a zero point;
+        weight_spec: grid of the weight; what it leaves open: 8 bits, symmetric, narrow, per output.
+        activation_spec: grid of both inputs, each with its own range; what it leaves open, and "default": 8 bits unsigned with a zero point;
             None: the inputs are quantized elsewhere. Before the first use call
             `qat.calibrate(layer, [{"x1": ..., "x2": ...}])`.
 
@@ -53,12 +52,12 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
         dtype: torch.dtype | None = None,
         *,
         weight_spec: QuantSpec | None = None,
-        activation_spec: QuantSpec | Literal["default"] | None = "default",
+        activation_spec: ActivationSpec = "default",
     ) -> None:
         nn.Bilinear.__init__(self, in1_features, in2_features, out_features, bias, device, dtype)
-        self.add_quantizers(weight_spec, default_input_spec(activation_spec))
+        self.add_quantizers(weight_spec, activation_spec)
 
-    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
+    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
         """One quantizer for the weight and one for each input."""
         super().add_quantizers(weight_spec, activation_spec)
         self.other_quantizer = quantizer_or_none(activation_spec, self.weight.device)

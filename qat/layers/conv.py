@@ -5,7 +5,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from qat.layers.base import QuantLayer, default_input_spec
+from qat.layers.base import QuantLayer
+from qat.layers.sharing import ActivationSpec
 from qat.layers.twins import register_twin
 from qat.spec import QuantSpec
 
@@ -19,8 +20,8 @@ class QuantConvolution(QuantLayer):
 
     Args:
         in_channels ... dtype: as in torch's layer, in the same order.
-        weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
-        activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
+        weight_spec: grid of the weight; what it leaves open: 8 bits, symmetric, narrow, per output channel.
+        activation_spec: grid of the input; what it leaves open, and "default": 8 bits unsigned with a zero point; None: the input is
             quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
     """
 
@@ -43,13 +44,13 @@ class QuantConvolution(QuantLayer):
         dtype: torch.dtype | None = None,
         *,
         weight_spec: QuantSpec | None = None,
-        activation_spec: QuantSpec | Literal["default"] | None = "default",
+        activation_spec: ActivationSpec = "default",
     ) -> None:
         super().__init__(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode,
             device, dtype,
         )  # fmt: skip
-        self.add_quantizers(weight_spec, default_input_spec(activation_spec))
+        self.add_quantizers(weight_spec, activation_spec)
 
     def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """torch's own convolution, padding modes included."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from qat.functional import lsq_plus_quantize, lsq_quantize
 from qat.layers.base import QuantLayer
+from qat.layers.sharing import ActivationSpec
 from qat.layers.twins import register_twin
 from qat.quantizer.estimator import estimator_of
 from qat.quantizer.granularity import to_groups
@@ -50,14 +51,14 @@ class QuantTable(QuantLayer):
     scale_grad_by_freq: bool
     sparse: bool
 
-    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
+    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
         """Create the table's quantizer.
 
         Raises:
             ValueError: with an activation_spec, or with sparse gradients that the rule does not support.
         """
         name = self.float_type.__name__
-        if activation_spec is not None:
+        if activation_spec not in (None, "default"):
             raise ValueError(
                 f"Quant{name}: activation_spec must be None, since indices are exact; got {activation_spec!r}"
             )
@@ -151,7 +152,7 @@ class QuantEmbedding(QuantTable, nn.Embedding):
 
     Args:
         num_embeddings ... dtype: as in `torch.nn.Embedding`, in the same order.
-        weight_spec: grid of the table; default: 8 bits, symmetric, per row.
+        weight_spec: grid of the table; what it leaves open: 8 bits, symmetric, narrow, per row.
         activation_spec: None; each row of the result lies on its own grid, so a consumer that needs one grid
             quantizes the vectors again.
 
@@ -205,7 +206,7 @@ class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
 
     Args:
         num_embeddings ... dtype: as in `torch.nn.EmbeddingBag`, in the same order.
-        weight_spec: grid of the table; default: 8 bits, symmetric, per row.
+        weight_spec: grid of the table; what it leaves open: 8 bits, symmetric, narrow, per row.
         activation_spec: None; indices have no grid.
 
     Shapes: input (B, N), or (N,) with offsets; output (B, embedding_dim).

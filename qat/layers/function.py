@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.layers.base import QuantLayer, quantizer_or_none
+from qat.layers.base import QuantLayer, quantizer_or_none, resolved_weight_spec
+from qat.layers.sharing import ActivationSpec
 from qat.quantizer import Quantizer, create_quantizer, scale_shape
-from qat.spec import QuantSpec, default_weight_spec
+from qat.spec import QuantSpec
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 
@@ -33,8 +34,8 @@ class QuantFunction(QuantLayer):
         function: F.linear, F.conv1d, F.conv2d or F.conv3d.
         weight_shape: shape of the weight with which it will be called.
         options: keyword arguments of the function other than input, weight and bias.
-        weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
-        activation_spec: grid of the input; None: the input is quantized elsewhere.
+        weight_spec: grid of the weight; what it leaves open: 8 bits, symmetric, narrow, per output channel.
+        activation_spec: grid of the input; None: the input is quantized elsewhere; "default": as in other layers.
         device: device of the quantizers.
 
     Raises:
@@ -53,7 +54,7 @@ class QuantFunction(QuantLayer):
         weight_shape: tuple[int, ...],
         options: Mapping[str, Any] | None = None,
         weight_spec: QuantSpec | None = None,
-        activation_spec: QuantSpec | None = None,
+        activation_spec: ActivationSpec = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class QuantFunction(QuantLayer):
             raise ValueError(f"QuantFunction: {getattr(function, '__name__', function)} is not linear or a convolution")
         self.function = function
         self.options = dict(options or {})
-        spec = weight_spec or default_weight_spec()
+        spec = resolved_weight_spec(weight_spec)
         self.weight_quantizer = create_quantizer(spec, "weight", scale_shape(spec, weight_shape), device)
         self.input_quantizer = quantizer_or_none(activation_spec, device)
         self.calibrating = False

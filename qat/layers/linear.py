@@ -1,12 +1,11 @@
 """QuantLinear: a matrix product on integer grids."""
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.layers.base import QuantLayer, default_input_spec
+from qat.layers.base import QuantLayer
+from qat.layers.sharing import ActivationSpec
 from qat.layers.twins import register_twin
 from qat.spec import QuantSpec
 
@@ -20,8 +19,8 @@ class QuantLinear(QuantLayer, nn.Linear):
 
     Args:
         in_features ... dtype: as in `torch.nn.Linear`, in the same order.
-        weight_spec: grid of the weight; default: 8 bits, symmetric, per output channel.
-        activation_spec: grid of the input; "default": 8 bits unsigned with a zero point; None: the input is
+        weight_spec: grid of the weight; what it leaves open: 8 bits, symmetric, narrow, per output channel.
+        activation_spec: grid of the input; what it leaves open, and "default": 8 bits unsigned with a zero point; None: the input is
             quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
 
     Shapes: input (..., in_features), output (..., out_features).
@@ -42,10 +41,10 @@ class QuantLinear(QuantLayer, nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         weight_spec: QuantSpec | None = None,
-        activation_spec: QuantSpec | Literal["default"] | None = "default",
+        activation_spec: ActivationSpec = "default",
     ) -> None:
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
-        self.add_quantizers(weight_spec, default_input_spec(activation_spec))
+        self.add_quantizers(weight_spec, activation_spec)
 
     def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """torch's own linear."""

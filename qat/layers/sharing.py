@@ -1,5 +1,6 @@
 """A quantized twin and its float layer: each is made from the other, on the same parameters."""
 
+import inspect
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -12,6 +13,9 @@ from qat.torch_internals import buffers_of, parameters_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+ActivationSpec = QuantSpec | Literal["default"] | None
+"""The grid of a layer's input: "default" leaves all of it open, None quantizes the input elsewhere."""
 
 
 def share_parameters(source: nn.Module, target: nn.Module) -> None:
@@ -40,22 +44,36 @@ class QuantTwin(nn.Module):
     argument_names: ClassVar[tuple[str, ...]] = ()
     """Arguments of its constructor that it keeps as attributes, besides `bias` and `dtype`."""
 
+    def __new__(cls, *_: Any, **given: Any) -> "Self":
+        """Say where a width belongs: one number for the layer would leave open whether its input has it too."""
+        if "bits" in given and "bits" not in inspect.signature(cls.__init__).parameters:
+            bits = given["bits"]
+            raise TypeError(
+                f"{cls.__name__}: a layer has a grid for its weight and one for its input; write"
+                f" weight_spec=QuantSpec(bits={bits!r}), activation_spec=QuantSpec(bits={bits!r}), or one of them"
+            )
+        return super().__new__(cls)
+
     @classmethod
     def from_float(
         cls,
         layer: nn.Module,
         weight_spec: QuantSpec | None = None,
-        activation_spec: QuantSpec | Literal["default"] | None = None,
+        activation_spec: ActivationSpec = "default",
     ) -> "Self":
         """The quantized twin of a float layer. It shares the layer's parameters; it does not copy them.
 
         Args:
             layer: the float layer; it may be parametrized (`torch.nn.utils.parametrize`, weight norm).
-            weight_spec: grid of the weight; default 8 bits per channel.
-            activation_spec: grid of the input, or None if something outside quantizes it, as in a prepared model.
+            weight_spec, activation_spec: as in the constructor.
 
         Raises:
             TypeError: if the layer is of another type.
+
+        >>> from qat import QuantLinear
+        >>> twin = QuantLinear.from_float(nn.Linear(8, 2), QuantSpec(bits=4))
+        >>> print(twin.weight_quantizer.describe(), "x", twin.input_quantizer.describe())
+        int4 narrow symmetric per channel x uint8 affine per tensor
         """
         cls.check_float(layer)
         make: Any = cls
@@ -99,6 +117,6 @@ class QuantTwin(nn.Module):
         found = {name: getattr(layer, name) for name in cls.argument_names} | {"dtype": layer.weight.dtype}
         return found | {"bias": layer.bias is not None} if hasattr(layer, "bias") else found
 
-    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: Any) -> None:
+    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
         """Create the quantizers; constructors call it once the weights exist."""
         raise TypeError(f"{type(self).__name__}: a quantized twin must implement add_quantizers(...)")

@@ -102,7 +102,7 @@ def quantize_functional_layers(
             continue
         try:
             if layer.module is not None:
-                twin: QuantLayer = QuantLinear.from_float(layer.module, layer_recipe.weight)
+                twin: QuantLayer = QuantLinear.from_float(layer.module, layer_recipe.weight, None)
             else:
                 values = values or constant_values(graph_module)
                 twin = _function(layer, values[layer.given["weight"]], layer_recipe.weight)

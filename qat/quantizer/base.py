@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ from qat.quantizer.granularity import from_groups, to_groups
 from qat.quantizer.observer import RangeObserver
 from qat.quantizer.options import NoOptions, read_options
 from qat.ranges import scale_and_zero_point
-from qat.spec import QuantSpec
-
-Role = Literal["weight", "activation"]
+from qat.spec import QuantSpec, Role, default_spec
 
 UNCALIBRATED_REACH = 4.0
 """Range of a quantizer that has seen no data yet, in units of its tensor: four deviations of a normalised one."""
@@ -33,7 +31,7 @@ class Quantizer(CalibratedParameters):
     something else than a scale overrides `add_parameters`, `set_range`, and `grid` and `codes` if it has a grid.
 
     Args:
-        spec: the grid, the rule and its options.
+        spec: the grid, the rule and its options; what it leaves open is that of the role.
         role: "weight" or "activation"; decides N in LSQ's gradient factor 1/sqrt(N*qmax).
         shape: shape of scale; () per tensor, (64, 1, 1, 1) for 64 channels of a convolution weight; see `scale_shape`.
         device: where the parameters live.
@@ -82,7 +80,7 @@ class Quantizer(CalibratedParameters):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec = spec = spec.resolved(default_spec(role))
         self.role: Role = role
         self.relative_steps = spec.grad_scale == "relative"
         self.shape = tuple(shape)
@@ -263,8 +261,13 @@ class Quantizer(CalibratedParameters):
         return str(self.spec)
 
     def _warn_uncalibrated(self) -> None:
+        who = f"a quantizer ({self.spec}) runs on its"
+        if self.family is not None:
+            if self.family.warned:
+                return
+            self.family.warned = True
+            who = f"{self.family.uncalibrated_names()} run on their"
         warnings.warn(
-            f"a quantizer ({self.spec}) runs on its default range of up to {UNCALIBRATED_REACH:g};"
-            " call qat.calibrate(model, batches) first",
+            f"{who} default range of up to {UNCALIBRATED_REACH:g}; call qat.calibrate(model, batches) first",
             stacklevel=3,
         )

@@ -1,6 +1,8 @@
 """Parameters that calibration sets and that act as positive numbers: scales, clipping levels, widths."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,8 +17,46 @@ FLOOR_SHARE = 1 / 32
 off, and with its ReLUs dead no gradient would ever bring it back."""
 
 
+class Family:
+    """What the quantizers of one model share: the names of those without a range, of which the model warns once.
+
+    Attributes:
+        uncalibrated: their names, in the order of the model.
+        warned: whether the warning was given.
+    """
+
+    def __init__(self) -> None:
+        self.uncalibrated: dict[str, None] = {}
+        self.warned = False
+
+    def uncalibrated_names(self) -> str:
+        """The first three names, and how many there are besides."""
+        names = list(self.uncalibrated)
+        others = f" and {len(names) - 3} others" if len(names) > 3 else ""
+        return f"the quantizers {', '.join(map(repr, names[:3]))}{others}"
+
+
+@contextmanager
+def taken_for_calibrated(model: nn.Module) -> Iterator[None]:
+    """A context in which no quantizer of the model warns that it has no range yet."""
+    without = [each for each in model.modules() if isinstance(each, CalibratedParameters) and not each.is_calibrated]
+    try:
+        for each in without:
+            each.is_calibrated = True
+        yield
+    finally:
+        for each in without:
+            each.is_calibrated = False
+
+
 class CalibratedParameters(Switchable):
     """Base of `Quantizer`: creates such parameters and sets them from data."""
+
+    family: Family | None = None
+    """Shared by the quantizers of a prepared model; None for one of a layer of your own."""
+
+    family_name: str = ""
+    """Its name in the model."""
 
     spec: QuantSpec
     shape: tuple[int, ...]
@@ -107,9 +147,21 @@ class CalibratedParameters(Switchable):
     def mark_calibrated(self) -> None:
         """Remember that the range comes from data."""
         self.calibrated.fill_(True)
-        self.is_calibrated = True
+        self._note(True)
+
+    def join(self, family: Family, name: str) -> None:
+        """Be one of a model's quantizers, under this name."""
+        self.family, self.family_name = family, name
+        self._note(self.is_calibrated)
+
+    def _note(self, is_calibrated: bool) -> None:
+        self.is_calibrated = is_calibrated
+        if self.family is not None and is_calibrated:
+            self.family.uncalibrated.pop(self.family_name, None)
+        elif self.family is not None:
+            self.family.uncalibrated[self.family_name] = None
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         if not self.calibrated.is_meta:
-            self.is_calibrated = bool(self.calibrated)
+            self._note(bool(self.calibrated))

@@ -4,7 +4,7 @@ import math
 
 from torch import Tensor
 
-from qat.spec import QuantSpec
+from qat.spec import QuantSpec, default_spec
 
 
 def scale_shape(spec: QuantSpec, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -13,7 +13,7 @@ def scale_shape(spec: QuantSpec, weight_shape: tuple[int, ...]) -> tuple[int, ..
     tensor: ();  channel: (out, 1, ...);  group: (out, in / group_size, 1, ...), one axis more than the weight.
 
     Args:
-        spec: granularity and group_size.
+        spec: granularity and group_size; left open, that of a weight.
         weight_shape: (out, in, ...).
 
     Raises:
@@ -22,6 +22,7 @@ def scale_shape(spec: QuantSpec, weight_shape: tuple[int, ...]) -> tuple[int, ..
     >>> scale_shape(QuantSpec(granularity="group", group_size=16), (8, 64, 3, 3))
     (8, 4, 1, 1, 1)
     """
+    spec = spec.resolved(default_spec("weight"))
     if spec.granularity == "tensor":
         return ()
     trailing = (1,) * (len(weight_shape) - 1)

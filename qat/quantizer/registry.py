@@ -5,8 +5,8 @@ from typing import TypeVar
 
 import torch
 
-from qat.quantizer.base import Quantizer, Role
-from qat.spec import QuantSpec
+from qat.quantizer.base import Quantizer
+from qat.spec import QuantSpec, Role, default_spec
 from qat.text import did_you_mean
 
 _QUANTIZERS: dict[str, type[Quantizer]] = globals().get("_QUANTIZERS", {})
@@ -33,7 +33,7 @@ def register_quantizer(name: str) -> Callable[[QuantizerClass], QuantizerClass]:
     ...         scale, zero_point = self.grid()
     ...         return fake_quantize(x, scale, zero_point, self.spec.qmin, self.spec.qmax)
     >>> create_quantizer(QuantSpec(rule="doc_fixed"))
-    FixedGrid(doc_fixed, int8 symmetric per tensor)
+    FixedGrid(doc_fixed, uint8 affine per tensor)
     """
 
     def register(cls: QuantizerClass) -> QuantizerClass:
@@ -78,5 +78,9 @@ def create_quantizer(
 
     Raises:
         ValueError: if no rule of that name is registered.
+
+    >>> create_quantizer(QuantSpec(bits=4), "weight", (8, 1))
+    LSQQuantizer(lsq, int4 narrow symmetric per channel)
     """
+    spec = spec.resolved(default_spec(role))
     return quantizer_class(spec.rule)(spec, role, shape, device)

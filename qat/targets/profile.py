@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from qat.spec import Granularity, QuantSpec
-
-Tensor = Literal["weight", "activation"]
+from qat.spec import Granularity, QuantSpec, Role, default_spec
 
 Operation = Literal[
     "add", "avg_pool", "cat", "div", "elu", "gelu", "group_norm", "hardsigmoid", "hardswish", "instance_norm",
@@ -55,8 +53,8 @@ class TargetProfile:
 
     Args:
         name: name of the runtime.
-        weight: default grid of weights.
-        activation: default grid of activations.
+        weight: default grid of weights; what it leaves open is that of `qat.spec.default_spec`.
+        activation: default grid of activations, in the same way.
         weight_limits: grids of weights that it runs.
         activation_limits: grids of activations that it runs.
         shared_grids: operations whose inputs and output must share one grid.
@@ -79,14 +77,19 @@ class TargetProfile:
     quantizes_outputs: bool
     reasons: Mapping[str, Reason] = field(default_factory=dict, hash=False)
 
-    def refusal(self, tensor: Tensor, spec: QuantSpec) -> str | None:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", self.weight.resolved(default_spec("weight")))
+        object.__setattr__(self, "activation", self.activation.resolved(default_spec("activation")))
+
+    def refusal(self, tensor: Role, spec: QuantSpec) -> str | None:
         """Why the runtime does not run this grid, and what to use instead, in one clause; None if it runs it.
 
         Args:
             tensor: "weight" or "activation".
-            spec: the grid.
+            spec: the grid; what it leaves open is the profile's.
         """
         limits = self.weight_limits if tensor == "weight" else self.activation_limits
+        spec = spec.resolved(self.weight if tensor == "weight" else self.activation)
         if spec.granularity not in limits.granularities:
             choices = " or ".join(map(repr, limits.granularities))
             return f"{tensor} granularity {spec.granularity!r} has no integer kernel in {self.name}; use {choices}"

@@ -2,7 +2,7 @@
 
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,15 @@ def as_arguments(inputs: Any) -> Arguments:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def as_batches(batches: Iterable[Batch]) -> Iterable[Batch]:
+    """The batches; a tensor, or a mapping of keyword arguments, is one batch.
+
+    >>> len(list(as_batches(torch.zeros(8, 3)))), len(list(as_batches([torch.zeros(8, 3)] * 2)))
+    (1, 2)
+    """
+    return [batches] if isinstance(batches, (Tensor, Mapping)) else batches
 
 
 def inputs_and_labels(batch: Batch) -> tuple[Any, Any]:

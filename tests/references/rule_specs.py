@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import qat
 from qat.quantizer import Quantizer, as_rows, create_quantizer, scale_shape
 from qat.quantizer.base import Role
-from qat.spec import QuantSpec
+from qat.spec import QuantSpec, default_spec
 
 TENSOR = {"granularity": "tensor"}
 GROUPS = {"granularity": "group", "group_size": 4}
@@ -25,12 +25,17 @@ EWGS = {"ewgs": "fixed", "ewgs_delta": 0.2}
 HESSIAN = {"ewgs": "hessian"}
 
 
+def plain(**changes: Any) -> QuantSpec:
+    """A complete grid: 8 bits, signed, symmetric, per tensor, to its lowest integer, min-max; but for the changes."""
+    return default_spec("weight").changed({"granularity": "tensor", "narrow_range": False, **changes})
+
+
 def weight(rule: str, bits: int = 8, *changes: dict[str, Any], **options: Any) -> QuantSpec:
     """The grid of a weight: per channel, symmetric and narrow, unless the changes say otherwise."""
     values: dict[str, Any] = {"granularity": "channel", "narrow_range": True}
     for change in changes:
         values |= change
-    return QuantSpec(bits=bits, rule=rule, options=options, **values)
+    return plain(bits=bits, rule=rule, options=options, **values)
 
 
 def activation(rule: str, bits: int = 8, *changes: dict[str, Any], **options: Any) -> QuantSpec:
@@ -38,7 +43,7 @@ def activation(rule: str, bits: int = 8, *changes: dict[str, Any], **options: An
     values: dict[str, Any] = {"signed": False, "symmetric": False}
     for change in changes:
         values |= change
-    return QuantSpec(bits=bits, rule=rule, options=options, **values)
+    return plain(bits=bits, rule=rule, options=options, **values)
 
 
 WEIGHTS = {

@@ -2,18 +2,17 @@
 
 import math
 from itertools import chain
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from qat.layers.base import default_input_spec
 from qat.layers.composite import CompositeTwin
 from qat.layers.function import QuantFunction
 from qat.layers.recurrent.cells import Cell, State, StepProduct, run_steps
-from qat.layers.sharing import share_parameters
+from qat.layers.sharing import ActivationSpec, share_parameters
 from qat.spec import QuantSpec
 from qat.torch_internals import parameters_of, weight_names_of
 
@@ -31,8 +30,8 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
 
     Args:
         input_size ... dtype: as in torch's layer, in the same order.
-        weight_spec: grid of the weights; default: 8 bits, symmetric, per output channel.
-        activation_spec: grid of inputs and hidden states; "default": 8 bits unsigned with a zero point; None: weights
+        weight_spec: grid of the weights; what it leaves open: 8 bits, symmetric, narrow, per output channel.
+        activation_spec: grid of inputs and hidden states; what it leaves open, and "default": 8 bits unsigned with a zero point; None: weights
             only. Before the first use call `qat.calibrate(layer, batches)`.
 
     Shapes: as torch's; see `forward`.
@@ -45,17 +44,17 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
         self,
         *args: Any,
         weight_spec: QuantSpec | None = None,
-        activation_spec: QuantSpec | Literal["default"] | None = "default",
+        activation_spec: ActivationSpec = "default",
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.add_quantizers(weight_spec, default_input_spec(activation_spec))
+        self.add_quantizers(weight_spec, activation_spec)
 
     def cell(self) -> Cell:
         """The arithmetic of one step."""
         raise TypeError(f"{type(self).__name__}: a recurrent layer must implement cell()")
 
-    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: QuantSpec | None) -> None:
+    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
         """Create the products; constructors call it once the weights exist."""
         for name, (weight, _) in self.inner_weights().items():
             make = QuantFunction if name.startswith("product_ih") else StepProduct

@@ -1,7 +1,6 @@
 """From the `quantization` section of a config to a `QuantRecipe` and a prepared model, with early checks of both."""
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -157,4 +156,4 @@ def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
 
 def _spec(tensor: str, default: QuantSpec, config: SpecConfig) -> QuantSpec:
     with value_errors_reported(f"quantization.{tensor}: "):
-        return replace(default, **config.model_dump(exclude_none=True))  # the fields that the config sets
+        return QuantSpec(**config.model_dump(exclude_none=True)).resolved(default)

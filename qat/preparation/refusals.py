@@ -1,0 +1,76 @@
+"""What `prepare` cannot take, said in a sentence: models that are quantized already, by whatever toolkit; wrappers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from qat.layers import QuantLayer
+from qat.quantizer import Quantizer
+from qat.recipe import QuantRecipe
+
+TOOLKITS = {
+    "torch.ao": "torch.ao.quantization",
+    "torchao": "torchao",
+    "brevitas": "Brevitas",
+    "pytorch_quantization": "NVIDIA's pytorch-quantization",
+    "modelopt": "NVIDIA's ModelOpt",
+}
+"""Packages of modules to the toolkits that put them into a model. They are known by name and never imported."""
+
+IN_FLOAT_MODELS = ("QuantStub", "DeQuantStub", "FloatFunctional", "QuantWrapper")
+"""What torch.ao has people write into float models: markers that compute nothing, or in float."""
+
+
+def check_float_model(model: nn.Module, recipe: Any) -> None:
+    """Raise the errors of `prepare` for models and recipes that it cannot take.
+
+    Raises:
+        TypeError: if the recipe is none.
+        ValueError: for a model that is quantized already, wrapped, scripted, or without shapes.
+    """
+    if not (recipe is None or isinstance(recipe, QuantRecipe)):
+        raise TypeError(
+            f"prepare: recipe must be a QuantRecipe, got {type(recipe).__name__}; inputs are given by name,"
+            " prepare(model, example_inputs=...)"
+        )
+    if any(isinstance(module, (Quantizer, QuantLayer)) for module in model.modules()):
+        raise ValueError("prepare: the model holds quantizers already; prepare takes the float model")
+    foreign = next(_foreign_modules(model), None)
+    if foreign is not None:
+        name, kind, toolkit = foreign
+        raise ValueError(
+            f"prepare: the model was prepared by {toolkit} ({name or 'the model'!r} is its {kind}); prepare takes the"
+            " float model, see docs/coming_over.md"
+        )
+    inner = {"_orig_mod": "torch.compile", "module": "parallel"} if type(model).__module__.startswith("torch.") else {}
+    for attribute, what in inner.items():
+        if isinstance(getattr(model, attribute, None), nn.Module):
+            raise ValueError(
+                f"prepare: {type(model).__name__} is a {what} wrapper; prepare its .{attribute} and wrap again"
+            )
+    compiled = [name.removesuffix("._orig_mod") for name, _ in model.named_modules() if name.endswith("._orig_mod")]
+    if compiled:
+        raise ValueError(
+            f"prepare: {compiled[0]!r} is a torch.compile wrapper; prepare the model before it is compiled"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            "prepare: the model is a torch.jit.ScriptModule, which cannot be changed; prepare it unscripted"
+        )
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ValueError(f"prepare: {lazy[0]!r} has no shape yet; run the model once before it is prepared")
+
+
+def _foreign_modules(model: nn.Module) -> Iterator[tuple[str, str, str]]:
+    """Name, class and toolkit of the modules with which another toolkit quantizes."""
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            found = [
+                toolkit for package, toolkit in TOOLKITS.items() if f"{kind.__module__}.".startswith(f"{package}.")
+            ]
+            if found and kind.__name__ not in IN_FLOAT_MODELS:
+                yield name, kind.__name__, found[0]
