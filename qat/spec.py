@@ -22,8 +22,8 @@ class QuantSpec:
     (q - zero_point) * scale. The spec says which integers there are; scale and zero_point belong to a quantizer.
 
     A field that is left out is left open: it is None until the target of a recipe, or the role of the tensor in a
-    single layer, chooses it. So `QuantSpec(bits=4)` means four bits, for a weight symmetric, narrow and per channel, for
-    an activation unsigned with a zero point where the target says so. A quantizer's own spec is complete.
+    single layer, chooses it. So `QuantSpec(bits=4)` means four bits: of a weight symmetric, narrow and per channel, of
+    an activation unsigned with a zero point, where the target does not say otherwise. A quantizer's spec is complete.
 
     Args:
         bits: width of the integers, 1 to 16; rules have their own limits within.
@@ -173,7 +173,8 @@ class QuantSpec:
         range of an unsigned grid.
 
         Args:
-            change: names of fields to values.
+            change: names of fields to values. None leaves a field as it is, but for group_size, ewgs_delta and
+                max_magnitude, where it is a choice.
 
         Raises:
             ValueError: if the values do not go together.
@@ -181,6 +182,7 @@ class QuantSpec:
         >>> print(default_spec("weight").changed({"signed": False}))
         uint8 symmetric per channel
         """
+        change = {name: value for name, value in change.items() if value is not LEFT_OPEN or name not in _CHOSEN}
         dropped: dict[str, Any] = {}
         if change.get("rule", self.rule) != self.rule:
             dropped["options"] = {}

@@ -16,6 +16,9 @@ from qat.tracing.nodes import submodule_of
 
 HEADER = ("name", "type", "grid", "rule", "parameters", "remark")
 
+PUT_THERE = "it was put there after the model was prepared"
+UNPREPARED = "it is a layer of torch, and qat.prepare was not called on this model"
+
 Row = tuple[str, str, str, str, str, str]
 
 
@@ -39,11 +42,11 @@ def summary(model: nn.Module) -> str:
     """
     remarks = {**_inputs(model), **noted(model, COMPROMISES)}
     reasons = noted(model, LEFT_IN_FLOAT)
+    kinds = noted(model, LAYERS)
     for name, _ in layers_of(model):
         if not isinstance(model.get_submodule(name), QuantTwin):
-            reasons.setdefault(name, "it was put there after the model was prepared")
+            reasons.setdefault(name, PUT_THERE if kinds else UNPREPARED)
     rows = [_row(name, module, remarks) for name, module in layers_in_order(model)]
-    kinds = noted(model, LAYERS)
     rows += [_float_row(name, model, reason, kinds) for name, reason in reasons.items()]
     in_float = sum(name in kinds or _module(model, name) is not None for name in reasons)
     return "\n".join([*table([HEADER, *rows]), "", _counts(model, in_float), *_verdicts(model)])
@@ -103,9 +106,20 @@ def _inputs(model: nn.Module) -> dict[str, str]:
 def _row(name: str, module: nn.Module, remarks: dict[str, str]) -> Row:
     quantizer = module.weight_quantizer if isinstance(module, QuantLayer) else module
     assert isinstance(quantizer, Quantizer)
-    parts = [remarks.get(name, ""), *quantizer.switches(), "" if quantizer.is_calibrated else "not calibrated"]
+    said = remarks.get(name) or _own_input(name, module)
+    parts = [said, *quantizer.switches(), "" if quantizer.is_calibrated else "not calibrated"]
     remark = "; ".join(part for part in parts if part)
     return name, type(module).__name__, quantizer.describe(), quantizer.spec.rule, _size(module), remark
+
+
+def _own_input(name: str, module: nn.Module) -> str:
+    """The input of a layer that no graph calls: its own quantizer's."""
+    if not isinstance(module, QuantLayer):
+        return ""
+    if not module.quantizer_arguments:
+        return "input: indices"
+    own = f"{name}.input_quantizer" if name else "input_quantizer"
+    return "input: in float" if module.input_quantizer is None else f"input: {own}"
 
 
 def _float_row(name: str, model: nn.Module, reason: str, float_types: Mapping[str, str]) -> Row:

@@ -1,7 +1,10 @@
 """What `export_onnx` refuses, and what it warns of, before it writes anything."""
 
+import os
 import warnings
+from typing import Any
 
+import torch
 from torch import fx, nn
 
 from qat.evaluating import evaluating
@@ -12,6 +15,7 @@ from qat.preparation.hooks import is_watched
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import LEFT_IN_FLOAT
 from qat.quantizer import Quantizer
+from qat.tracing.inputs import Inputs, call_model
 
 
 def check_exportable(model: nn.Module) -> None:
@@ -67,6 +71,34 @@ def check_integers(model: nn.Module, caller: str) -> None:
                 f"{caller}: {name!r}: the rule {quantizer.spec.rule!r} computes other values in quantize(x) than its"
                 " codes(x) and grid() say; make them agree, or set exportable = False"
             )
+
+
+def check_path(caller: str, path: Any, order: str) -> None:
+    """Raise a TypeError if what should be a path is none; `order` is that of the caller's arguments."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{caller}: path must be text or a Path, got {type(path).__name__}; the order is {order}")
+
+
+def check_inputs(model: nn.Module, example_inputs: Inputs) -> None:
+    """Explain an export that failed: the model itself does not run with the inputs.
+
+    Raises:
+        ValueError: if that is so.
+    """
+    try:
+        with evaluating(model), torch.no_grad():
+            call_model(model, example_inputs)
+    except Exception as error:  # of the user's own code
+        part = vars(model).get("float_class")
+        name = type(model).__name__ if part is None else f"the part {part.__name__}"
+        hint = (
+            "; its inputs are those that the whole model gives it:"
+            " qat.preparation.parts.record_calls(model, {argument: value}) has them by the part's name"
+        )
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"export_onnx: {name} does not run with these example_inputs ({lines[0]}){hint if part is not None else ''}"
+        ) from error
 
 
 def warn_of_hooks(model: nn.Module) -> None:

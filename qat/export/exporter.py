@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from qat.atomic_write import atomic_write
-from qat.export.checks import check_exportable, warn_of_hooks
+from qat.export.checks import check_exportable, check_inputs, check_path, warn_of_hooks
 from qat.export.integers.evaluation import evaluation_copy
 from qat.export.integers.freezing import freeze, frozen_grids
 from qat.export.integers.frozen import FreezingError
@@ -35,15 +35,11 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
     Raises:
         TypeError: if the model holds no quantizer, or the path is not a path.
         ValueError: if the model was prepared in parts, if a quantizer is not calibrated, not exportable or wider than
-            8 bits, or if the ONNX graph lacks a quantizer of the model.
+            8 bits, if the model does not run with the inputs, or if the ONNX graph lacks a quantizer of the model.
     """
     import onnx
 
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            f"export_onnx: path must be text or a Path, got {type(path).__name__}; the order is model, path,"
-            " example_inputs"
-        )
+    check_path("export_onnx", path, "model, path, example_inputs")
     check_exportable(model)
     evaluated = evaluation_copy(model)
     warn_of_hooks(model)
@@ -52,7 +48,11 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
         frozen = freeze(evaluated, OnnxOperations())
     except FreezingError as error:
         raise ValueError(f"export_onnx: {error}") from None
-    program = export_program(frozen, example_inputs)
+    try:
+        program = export_program(frozen, example_inputs)
+    except Exception:  # torch.onnx has its own types
+        check_inputs(model, example_inputs)
+        raise
     proto = program.model_proto
     name_quantizers(proto, frozen_grids(frozen))
     name_weights(proto)

@@ -61,7 +61,13 @@ class FusedGraph(PreparedGraph):
             fused = self._ready(args, kwargs)
             if fused is None or fused.run is None:
                 return plain(self, *args, **kwargs)
-            return fused.run(self if torch.compiler.is_compiling() else fused.modules, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                return fused.run(self, *args, **kwargs)
+            try:
+                return fused.run(fused.modules, *args, **kwargs)
+            except (AttributeError, TypeError) as error:
+                self._name_left_out(error, args, kwargs)
+                raise
 
         cls.forward = forward
         return code

@@ -25,8 +25,8 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
     Args:
         in1_features ... dtype: as in `torch.nn.Bilinear`, in the same order.
         weight_spec: grid of the weight; what it leaves open: 8 bits, symmetric, narrow, per output.
-        activation_spec: grid of both inputs, each with its own range; what it leaves open, and "default": 8 bits unsigned with a zero point;
-            None: the inputs are quantized elsewhere. Before the first use call
+        activation_spec: grid of both inputs, each with its own range; what it leaves open, and "default": 8 bits
+            unsigned with a zero point; None: the inputs are quantized elsewhere. Before the first use call
             `qat.calibrate(layer, [{"x1": ..., "x2": ...}])`.
 
     Shapes: inputs (..., in1_features) and (..., in2_features), output (..., out_features).

@@ -37,8 +37,8 @@ class QuantTransposedConvolution(QuantLayer):
     Args:
         in_channels ... dtype: as in torch's layer, in the same order.
         weight_spec: grid of the weight; what it leaves open: 8 bits, symmetric, narrow, per output channel.
-        activation_spec: grid of the input; what it leaves open, and "default": 8 bits unsigned with a zero point; None: the input is
-            quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
+        activation_spec: grid of the input; what it leaves open, and "default": 8 bits unsigned with a zero point;
+            None: the input is quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
     """
 
     groups: int

@@ -20,8 +20,8 @@ class QuantLinear(QuantLayer, nn.Linear):
     Args:
         in_features ... dtype: as in `torch.nn.Linear`, in the same order.
         weight_spec: grid of the weight; what it leaves open: 8 bits, symmetric, narrow, per output channel.
-        activation_spec: grid of the input; what it leaves open, and "default": 8 bits unsigned with a zero point; None: the input is
-            quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
+        activation_spec: grid of the input; what it leaves open, and "default": 8 bits unsigned with a zero point;
+            None: the input is quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
 
     Shapes: input (..., in_features), output (..., out_features).
 

@@ -15,6 +15,7 @@ from qat.preparation.replacements import ModuleSnapshot, follow_replacements, mo
 from qat.preparation.report import VERDICTS
 from qat.preparation.verdict import Verdict
 from qat.torch_internals import unsaved_buffers_of
+from qat.tracing.guards import expect_default
 from qat.tracing.nodes import Notes, notes_of, restore_notes
 
 if TYPE_CHECKING:
@@ -50,13 +51,35 @@ class PreparedGraph(fx.GraphModule):
 
         @functools.wraps(cls.forward)
         def forward(self: PreparedGraph, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                self._follow_changes()  # which may generate it anew
-            return self._generated(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                return self._generated(*args, **kwargs)
+            self._follow_changes()  # which may generate it anew
+            try:
+                return self._generated(*args, **kwargs)
+            except (AttributeError, TypeError) as error:
+                self._name_left_out(error, args, kwargs)
+                raise
 
         cls.forward = forward
         self._forget()
         return code
+
+    def _name_left_out(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Explain an error of forward: an argument that the example inputs had is left out, labels for instance.
+
+        Raises:
+            ValueError: if that is so.
+        """
+        arguments = [node for node in self.graph.nodes if node.op == "placeholder"]
+        names = [str(node.target) for node in arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        for name, node in zip(names, arguments, strict=True):
+            read = any(user.target is not expect_default for user in node.users)
+            if read and node.args and given.get(name) is None:
+                raise ValueError(
+                    f"the model was prepared with its argument {name!r}, which this call leaves out; give it, or"
+                    " prepare the model with example_inputs that leave it out too"
+                ) from error
 
     def _prove(self, *args: Any, **kwargs: Any) -> Verdict | None:
         """Compare the faster function with the graph on these inputs; None if there is none."""

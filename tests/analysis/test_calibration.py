@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from rule_specs import plain
 from tiny_training import on_two_ranks
 from torch import Tensor, nn
 
@@ -14,7 +15,7 @@ from qat.quantizer import create_quantizer
 from qat.ranges import initial_range, scale_and_zero_point
 from qat.spec import QuantSpec
 
-AFFINE = QuantSpec(signed=False, symmetric=False)
+AFFINE = plain(signed=False, symmetric=False)
 INITS = ("minmax", "percentile", "mse", "lsq")
 
 
@@ -26,7 +27,7 @@ class Net(nn.Module):
         self.first = create_quantizer(spec)
         self.norm = nn.BatchNorm1d(4)
         self.dropout = nn.Dropout(0.5)
-        self.weight = create_quantizer(QuantSpec(bits=4), "weight")
+        self.weight = create_quantizer(plain(bits=4), "weight")
         self.last = create_quantizer(spec)
         self.calls: list[tuple[bool, bool, bool, bool]] = []
 
@@ -69,7 +70,7 @@ def test_minmax_covers_all_batches_and_activations_pass_unquantized():
 @pytest.mark.parametrize("init", INITS)
 def test_the_range_is_the_one_that_init_finds_for_the_values_seen(init):
     """With few values the observer keeps them all, so the range is that of the tensor itself."""
-    spec = QuantSpec(bits=4, init=init, percentile=90.0)
+    spec = plain(bits=4, init=init, percentile=90.0)
     model = nn.Sequential(create_quantizer(spec))
     calibrate(model, batches())
     expected, _ = scale_and_zero_point(*initial_range(torch.cat(batches()).reshape(1, -1), spec), spec)
@@ -82,7 +83,7 @@ def test_big_tensors_keep_their_extremes_and_their_percentiles():
     model = nn.Sequential(create_quantizer(AFFINE))
     calibrate(model, [x])
     assert model[0].scale.item() == pytest.approx(24 / 255, rel=1e-6)
-    model = nn.Sequential(create_quantizer(QuantSpec(init="percentile", percentile=99.0)))
+    model = nn.Sequential(create_quantizer(plain(init="percentile", percentile=99.0)))
     calibrate(model, [x])
     exact = np.percentile(x.numpy(), 99.0)
     assert model[0].scale.item() * 127 == pytest.approx(exact, rel=0.05)
@@ -94,7 +95,7 @@ def test_one_outlier_a_batch_does_not_fill_the_tail_of_a_percentile():
     big = [torch.randn(400_000, generator=generator) for _ in range(8)]
     for batch in big:
         batch[5] = 30.0
-    model = nn.Sequential(create_quantizer(QuantSpec(init="percentile", percentile=99.995)))
+    model = nn.Sequential(create_quantizer(plain(init="percentile", percentile=99.995)))
     calibrate(model, big)
     assert 3.5 < model[0].scale.item() * 127 < 5.0
 
@@ -164,7 +165,7 @@ def test_a_second_calibration_replaces_the_first():
 
 @pytest.mark.parametrize("init", INITS)
 def test_the_same_batches_give_the_same_ranges_and_no_random_number_is_drawn(init):
-    spec = QuantSpec(bits=4, init=init, percentile=99.0)
+    spec = plain(bits=4, init=init, percentile=99.0)
     big = [torch.randn(20, 4000, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6)]
     found = []
     for seed in (0, 1):
@@ -238,7 +239,7 @@ def rank_batches(rank: int) -> list[Tensor]:
 
 
 def calibrated(init: Any, given: list[Tensor]) -> dict[str, Tensor]:
-    model = Net(QuantSpec(bits=4, symmetric=False, init=init, percentile=99.0))
+    model = Net(plain(bits=4, symmetric=False, init=init, percentile=99.0))
     calibrate(model, given)
     return ranges(model)
 

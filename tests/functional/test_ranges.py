@@ -8,6 +8,7 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rule_specs import plain
 from torch import Tensor
 
 from qat.functional import lsq_plus_quantize, lsq_quantize
@@ -15,12 +16,12 @@ from qat.ranges import initial_range, scale_and_zero_point
 from qat.spec import QuantSpec
 
 GRIDS = {
-    "int8": QuantSpec(bits=8),
-    "int4 narrow": QuantSpec(bits=4, narrow_range=True),
-    "int2": QuantSpec(bits=2),
-    "uint4 symmetric": QuantSpec(bits=4, signed=False),
-    "uint8 affine": QuantSpec(bits=8, signed=False, symmetric=False),
-    "int4 affine": QuantSpec(bits=4, symmetric=False),
+    "int8": plain(bits=8),
+    "int4 narrow": plain(bits=4, narrow_range=True),
+    "int2": plain(bits=2),
+    "uint4 symmetric": plain(bits=4, signed=False),
+    "uint8 affine": plain(bits=8, signed=False, symmetric=False),
+    "int4 affine": plain(bits=4, symmetric=False),
 }
 every_grid = pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
 
@@ -56,7 +57,7 @@ def test_minmax_is_the_extremes_with_zero_inside(grid):
 @pytest.mark.parametrize("count", [1, 2, 7, 100, 400, 1000])
 def test_percentile_is_the_nearest_rank_at_either_end(percent, count):
     values = rows().reshape(4, 1000)[:, :count]
-    low, high = initial_range(values, QuantSpec(init="percentile", percentile=float(percent)))
+    low, high = initial_range(values, plain(init="percentile", percentile=float(percent)))
     for row, found in zip(values.double().numpy(), zip(low.tolist(), high.tolist(), strict=True), strict=True):
         assert found == reference.percentile(row, percent)
 
@@ -138,7 +139,7 @@ def test_scale_and_zero_point_equal_the_formula(grid):
 
 
 def test_an_all_zero_channel_gets_scale_one_beside_normal_ones():
-    spec = QuantSpec(bits=8, narrow_range=True)
+    spec = plain(bits=8, narrow_range=True)
     scale, zero = scale_and_zero_point(*initial_range(torch.tensor([[0.0, 0.0], [-1.27, 0.5]]), spec), spec)
     assert scale.tolist() == pytest.approx([1.0, 0.01]) and zero.tolist() == [0.0, 0.0]
 
@@ -147,7 +148,7 @@ def test_an_all_zero_channel_gets_scale_one_beside_normal_ones():
 @pytest.mark.parametrize("narrow", [False, True])
 def test_the_largest_weight_of_a_minmax_channel_is_not_masked(bits, narrow):
     """Division in float32 must not push the largest weight over the bound, where the mask would stop its gradient."""
-    spec = QuantSpec(bits=bits, narrow_range=narrow, granularity="channel")
+    spec = plain(bits=bits, narrow_range=narrow, granularity="channel")
     weight = torch.randn(4096, 27, generator=torch.Generator().manual_seed(0)).requires_grad_()
     scale, _ = scale_and_zero_point(*initial_range(weight, spec), spec)
     lsq_quantize(weight, scale[:, None], spec.qmin, spec.qmax).sum().backward()
@@ -169,14 +170,14 @@ def test_nan_and_infinity_are_refused(grid, init, bad):
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3, 4)])
 def test_other_shapes_are_refused(shape):
     with pytest.raises(ValueError) as refusal:
-        initial_range(torch.zeros(shape), QuantSpec())
+        initial_range(torch.zeros(shape), plain())
     assert str(refusal.value) == f"initial_range: values must have shape (groups, elements >= 1), got {shape}"
 
 
 def test_a_range_carries_no_gradient_and_leaves_the_values_alone():
     values = rows().requires_grad_()
     for init in ("minmax", "percentile", "mse", "lsq"):
-        low, high = initial_range(values, QuantSpec(init=init))
+        low, high = initial_range(values, plain(init=init))
         assert not low.requires_grad and not high.requires_grad
     assert torch.equal(values.detach(), rows())
 

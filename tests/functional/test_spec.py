@@ -1,9 +1,14 @@
 """QuantSpec: the integers of each grid, its text, and the message for every mistake."""
 
+import copy
+import pickle
+from dataclasses import replace
+
 import pytest
 import reference
+from rule_specs import plain
 
-from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
+from qat.spec import QuantSpec, default_activation_spec, default_spec, default_weight_spec
 
 
 @pytest.mark.parametrize("bits", range(2, 17))
@@ -18,7 +23,10 @@ def test_the_defaults_are_the_documented_ones():
     weight, activation = default_weight_spec(), default_activation_spec()
     assert (weight.qmin, weight.qmax, weight.symmetric, weight.granularity) == (-127, 127, True, "channel")
     assert (activation.qmin, activation.qmax, activation.symmetric, activation.granularity) == (0, 255, False, "tensor")
-    assert QuantSpec() == QuantSpec(8, True, True, "tensor", "lsq", False, "minmax", 99.99, "sample")
+    assert default_spec("weight") == weight and default_spec("activation") == activation
+    assert weight == QuantSpec(
+        8, True, True, "channel", "lsq", True, "minmax", 99.99, "sample", options={}, ewgs="none"
+    )
 
 
 def test_a_spec_is_a_value():
@@ -28,16 +36,70 @@ def test_a_spec_is_a_value():
         QuantSpec().bits = 4  # type: ignore[misc]
 
 
+EVERY_FORM = {
+    "new": QuantSpec(bits=4, init="mse"),
+    "replaced": replace(QuantSpec(bits=4), init="mse"),
+    "changed": QuantSpec(bits=4).changed({"init": "mse"}),
+    "copied": copy.deepcopy(QuantSpec(bits=4, init="mse")),
+    "pickled": pickle.loads(pickle.dumps(QuantSpec(bits=4, init="mse"))),
+}
+
+
+@pytest.mark.parametrize("spec", EVERY_FORM.values(), ids=EVERY_FORM.keys())
+def test_what_is_left_out_is_left_open_and_stays_so_in_copies(spec):
+    assert spec == QuantSpec(bits=4, init="mse") and hash(spec) == hash(QuantSpec(bits=4, init="mse"))
+    assert repr(spec) == str(spec) == "QuantSpec(bits=4, init='mse')" and eval(repr(spec)) == spec
+    assert spec.granularity is None and spec.signed is None
+    weight, activation = (spec.resolved(default_spec(role)) for role in ("weight", "activation"))
+    assert weight == replace(default_weight_spec(), bits=4, init="mse") != spec
+    assert activation == replace(default_activation_spec(), bits=4)
+
+
+def test_a_complete_spec_stays_as_it_is():
+    assert plain().resolved(default_activation_spec()) is not None
+    for default in (default_weight_spec(), default_activation_spec(), plain(max_magnitude=5)):
+        assert plain().resolved(default) == plain()
+
+
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        ({"rule": "pact"}, {"rule": "pact", "options": {}}),
+        ({"rule": "dsq", "bits": 3}, {"bits": 3}),
+        ({"granularity": "tensor"}, {"granularity": "tensor", "group_size": None}),
+        ({"ewgs": "none"}, {"ewgs": "none", "ewgs_delta": None}),
+        ({"signed": False}, {"signed": False, "narrow_range": False}),
+        ({"bits": None, "init": None}, {}),
+        ({"max_magnitude": None}, {"max_magnitude": None}),
+    ],
+)
+def test_what_belongs_to_an_old_value_goes_with_it(change, left):
+    spec = QuantSpec(4, True, True, "group", "dsq", True, "mse", 99.0, "batch", 8, {"alpha": 0.3}, "fixed", 0.1, 5)
+    assert spec.changed(change) == replace(spec, **left)
+
+
+def test_the_integers_of_a_grid_are_known_once_bits_sign_and_narrow_range_are():
+    assert QuantSpec(bits=4, signed=False).qmax == 15 and QuantSpec(bits=4, signed=True, narrow_range=True).qmin == -7
+    for spec in (QuantSpec(bits=4), QuantSpec(signed=False), QuantSpec(bits=4, signed=True)):
+        with pytest.raises(AttributeError) as refusal:
+            spec.qmin  # noqa: B018
+        assert str(refusal.value) == (
+            f"{spec!r} has no qmin yet: bits, signed or narrow_range is left open; give it, or ask"
+            " spec.resolved(default)"
+        )
+    assert not hasattr(QuantSpec(), "width")
+
+
 @pytest.mark.parametrize(
     ("spec", "low", "high", "words"),
     [
-        (QuantSpec(max_magnitude=64), -64, 64, "int8 in -64..64 symmetric per tensor"),
-        (QuantSpec(narrow_range=True, max_magnitude=64), -64, 64, "int8 in -64..64 symmetric per tensor"),
-        (QuantSpec(bits=7, max_magnitude=64), -64, 63, "int7 in -64..63 symmetric per tensor"),
-        (QuantSpec(bits=7, narrow_range=True, max_magnitude=64), -63, 63, "int7 narrow symmetric per tensor"),
-        (QuantSpec(bits=4, max_magnitude=64), -8, 7, "int4 symmetric per tensor"),
-        (QuantSpec(signed=False, max_magnitude=127), 0, 127, "uint8 in 0..127 symmetric per tensor"),
-        (QuantSpec(max_magnitude=1), -1, 1, "int8 in -1..1 symmetric per tensor"),
+        (plain(max_magnitude=64), -64, 64, "int8 in -64..64 symmetric per tensor"),
+        (plain(narrow_range=True, max_magnitude=64), -64, 64, "int8 in -64..64 symmetric per tensor"),
+        (plain(bits=7, max_magnitude=64), -64, 63, "int7 in -64..63 symmetric per tensor"),
+        (plain(bits=7, narrow_range=True, max_magnitude=64), -63, 63, "int7 narrow symmetric per tensor"),
+        (plain(bits=4, max_magnitude=64), -8, 7, "int4 symmetric per tensor"),
+        (plain(signed=False, max_magnitude=127), 0, 127, "uint8 in 0..127 symmetric per tensor"),
+        (plain(max_magnitude=1), -1, 1, "int8 in -1..1 symmetric per tensor"),
     ],
 )
 def test_a_largest_magnitude_narrows_the_grid(spec, low, high, words):
@@ -45,9 +107,9 @@ def test_a_largest_magnitude_narrows_the_grid(spec, low, high, words):
 
 
 def test_a_spec_reads_as_one_line():
-    assert str(QuantSpec()) == "int8 symmetric per tensor"
+    assert str(plain()) == "int8 symmetric per tensor"
     assert str(default_weight_spec()) == "int8 narrow symmetric per channel"
-    assert str(QuantSpec(bits=4, signed=False, symmetric=False)) == "uint4 affine per tensor"
+    assert str(plain(bits=4, signed=False, symmetric=False)) == "uint4 affine per tensor"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +124,6 @@ def test_a_spec_reads_as_one_line():
         ({"percentile": 100.1}, "QuantSpec: percentile must be above 50 and at most 100, got 100.1"),
         ({"percentile": float("nan")}, "QuantSpec: percentile must be above 50 and at most 100, got nan"),
         ({"percentile": "99"}, "QuantSpec: percentile must be above 50 and at most 100, got '99'"),
-        ({"percentile": None}, "QuantSpec: percentile must be above 50 and at most 100, got None"),
         ({"granularity": "group"}, "QuantSpec: granularity='group' needs a group_size of at least 1, got None"),
         ({"granularity": "channel", "group_size": 8},
          "QuantSpec: group_size=8 has no effect with granularity='channel'; use granularity='group'"),

@@ -75,6 +75,10 @@ def test_a_skip_names_the_pattern_that_asked_for_it():
 
 # A recipe's arguments that are refused, and what is said behind "QuantRecipe: ".
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"weight": {"bit": 4}}, f"weight: unknown key 'bit'; valid: {VALID_KEYS}"),
+    ({"activation": {"bits": 33}}, "activation: QuantSpec: bits must be a whole number from 1 to 16, got 33"),
+    ({"weight": QuantSpec(ewgs_delta=0.1)},
+     "weight: QuantSpec: ewgs_delta=0.1 has no effect with ewgs='none'; use ewgs='fixed'"),
     ({"target": "trt"}, f"unknown target 'trt'; registered: {', '.join(PROFILES)}"),
     ({"target": ["qnnpack"]},
      f"unknown target ['qnnpack']; registered: {', '.join(PROFILES)}; did you mean 'qnnpack'?"),
@@ -111,7 +115,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "an affine activation does not run on tensorrt: its zero points must all be 0; use symmetric=True"),
     ({"target": "openvino", "weight": QuantSpec(granularity="group", group_size=8)},
      "weight granularity 'group' has no integer kernel in openvino; use 'tensor' or 'channel'"),
-    ({"target": "qnnpack", "weight": QuantSpec(granularity="channel")},
+    ({"target": "qnnpack", "weight": QuantSpec(narrow_range=False)},
      "a weight down to -128 does not run on qnnpack: XNNPACK's kernels take -127 to 127; use narrow_range=True"),
     ({"target": "qnnpack", "weight": QuantSpec(signed=False)},
      "an unsigned weight does not run on qnnpack: its weights are qint8; use signed=True"),
@@ -140,10 +144,13 @@ def test_an_override_with_another_rule_or_granularity_drops_what_belonged_to_the
             "both": {"weight": {"granularity": "tensor", "rule": "dsq", "options": {"alpha": 0.5}}},
         },
     )
+    grouped = grouped.resolved(recipe.profile.weight)
     assert recipe.for_layer("rule").weight == replace(grouped, rule="lsq", options={})
     assert recipe.for_layer("same").weight == replace(grouped, bits=8)
     assert recipe.for_layer("coarse").weight == replace(grouped, granularity="channel", group_size=None)
-    assert recipe.for_layer("both").weight == QuantSpec(bits=4, rule="dsq", options={"alpha": 0.5})
+    assert recipe.for_layer("both").weight == replace(
+        grouped, granularity="tensor", group_size=None, options={"alpha": 0.5}
+    )
 
 
 def test_first_and_last_layer_have_bits_of_their_own():
@@ -216,8 +223,11 @@ def test_what_a_key_fits(pattern, name, kind, fits):
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"weight": 8}, "QuantRecipe: weight must be a QuantSpec or None, got 8"),
-        ({"activation": "int8"}, "QuantRecipe: activation must be a QuantSpec or None, got 'int8'"),
+        ({"weight": 8}, "QuantRecipe: weight must be a QuantSpec, a mapping of its fields or None, got 8"),
+        (
+            {"activation": "int8"},
+            "QuantRecipe: activation must be a QuantSpec, a mapping of its fields or None, got 'int8'",
+        ),
         ({"overrides": ["fc"]}, "QuantRecipe: overrides must be a mapping, got ['fc']"),
         ({"overrides": {3: {}}}, "QuantRecipe: overrides: a key is a pattern of names or a class of layers, got 3"),
     ],
@@ -230,4 +240,25 @@ def test_a_value_of_the_wrong_type_is_refused(wrong, sentence):
 def test_onnx_runtime_keeps_wide_and_grouped_grids_for_training():
     wide = QuantSpec(bits=16, granularity="group", group_size=4)
     recipe = QuantRecipe(weight=wide, activation=QuantSpec(bits=16), first_bits=12)
-    assert recipe.for_layer("conv", position="first").weight.bits == 12 and recipe.for_layer("conv").weight == wide
+    assert recipe.for_layer("conv", position="first").weight.bits == 12
+    assert recipe.for_layer("conv").weight == wide.resolved(recipe.profile.weight)
+
+
+@pytest.mark.parametrize("given", [QuantSpec, dict], ids=["a spec", "a mapping"])
+@pytest.mark.parametrize(
+    ("target", "fields", "weight", "activation"),
+    [
+        ("onnxruntime", {"bits": 4}, "int4 narrow symmetric per channel", "uint4 affine per tensor"),
+        ("tensorrt", {"bits": 4}, "int4 narrow symmetric per channel", "int4 symmetric per tensor"),
+        ("onnxruntime_x86", {}, "int8 in -64..64 symmetric per channel", "uint8 affine per tensor"),
+        ("onnxruntime", {"granularity": "tensor"}, "int8 narrow symmetric per tensor", "uint8 affine per tensor"),
+        ("onnxruntime", {"signed": False}, "uint8 symmetric per channel", "uint8 affine per tensor"),
+    ],
+)
+def test_the_target_chooses_what_is_left_open(given, target, fields, weight, activation):
+    recipe = QuantRecipe(weight=given(**fields), activation=given(**fields), target=target)
+    assert (str(recipe.weight), str(recipe.activation)) == (weight, activation)
+    assert (recipe.weight.init, recipe.activation.init) == ("minmax", "mse")
+    layer = recipe.for_layer("fc")
+    assert (layer.weight, layer.activation) == (recipe.weight, recipe.activation)
+    assert recipe == QuantRecipe(recipe.weight, recipe.activation, target=target)  # completed once

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from rule_specs import plain
 from torch import Tensor, nn
 
 import qat
@@ -17,13 +18,13 @@ from qat.ranges import initial_range
 from qat.spec import QuantSpec, default_activation_spec
 
 SPECS = {
-    "lsq symmetric": (QuantSpec(bits=4), ()),
-    "lsq unsigned": (QuantSpec(signed=False), ()),
-    "lsq affine": (QuantSpec(signed=False, symmetric=False), ()),
-    "lsq signed affine": (QuantSpec(bits=4, symmetric=False), ()),
-    "lsq per channel": (QuantSpec(granularity="channel", narrow_range=True), (3, 1)),
-    "lsq_plus": (QuantSpec(signed=False, symmetric=False, rule="lsq_plus"), ()),
-    "lsq_plus per channel": (QuantSpec(bits=4, symmetric=False, rule="lsq_plus", granularity="channel"), (3, 1)),
+    "lsq symmetric": (plain(bits=4), ()),
+    "lsq unsigned": (plain(signed=False), ()),
+    "lsq affine": (plain(signed=False, symmetric=False), ()),
+    "lsq signed affine": (plain(bits=4, symmetric=False), ()),
+    "lsq per channel": (plain(granularity="channel", narrow_range=True), (3, 1)),
+    "lsq_plus": (plain(signed=False, symmetric=False, rule="lsq_plus"), ()),
+    "lsq_plus per channel": (plain(bits=4, symmetric=False, rule="lsq_plus", granularity="channel"), (3, 1)),
 }
 every_spec = pytest.mark.parametrize(("spec", "shape"), SPECS.values(), ids=SPECS.keys())
 
@@ -117,7 +118,7 @@ def test_set_range_takes_what_initial_range_returns(spec, shape):
 )
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_scales_gradient_is_scaled_by_the_papers_factor(role, grad_scale, shape, x_shape, count, signed):
-    spec = QuantSpec(bits=4, signed=signed, grad_scale=grad_scale)
+    spec = plain(bits=4, signed=signed, grad_scale=grad_scale)
     quantizer = create_quantizer(spec, role, shape)
     quantizer.set_range(torch.tensor(0.0 if not signed else -1.0), torch.tensor(1.0))
     x = data(*x_shape)

@@ -2,9 +2,11 @@
 
 import contextlib
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from rule_specs import plain
 from torch import nn
 
 import qat
@@ -20,7 +22,7 @@ X86 = PROFILES["onnxruntime_x86"]
 def spec_of(rule: str) -> QuantSpec | None:
     """A grid of this rule that max_magnitude=5 narrows; None if the rule's grid is narrower."""
     for bits, signed, symmetric in itertools.product((8, 4, 2, 1), (True, False), (True, False)):
-        spec = QuantSpec(bits, signed, symmetric, rule=rule)
+        spec = plain(bits=bits, signed=signed, symmetric=symmetric, rule=rule)
         with contextlib.suppress(ValueError):
             create_quantizer(spec, "weight")
             return spec if bits > 2 else None
@@ -32,7 +34,7 @@ def test_a_rule_keeps_to_the_magnitude_or_refuses_it(rule: str) -> None:
     spec = spec_of(rule)
     if spec is None:  # one or two bits, or activations only, which refuse below
         return
-    limited = QuantSpec(spec.bits, spec.signed, spec.symmetric, rule=rule, max_magnitude=5)
+    limited = replace(spec, max_magnitude=5)
     try:
         quantizer = create_quantizer(limited, "weight")
     except ValueError as error:
@@ -91,10 +93,10 @@ DOWN_TO_127 = (
 @pytest.mark.parametrize(
     ("recipe", "sentence"),
     [
-        ({"weight": QuantSpec(granularity="channel", narrow_range=True)}, f"QuantRecipe: {DOWN_TO_127}"),
+        ({"weight": QuantSpec(max_magnitude=127)}, f"QuantRecipe: {DOWN_TO_127}"),
         ({"overrides": {"fc": {"weight": {"max_magnitude": None}}}}, f"QuantRecipe: overrides['fc']: {DOWN_TO_127}"),
         (
-            {"activation": QuantSpec()},
+            {"activation": QuantSpec(signed=True)},
             "QuantRecipe: a signed activation does not run on onnxruntime_x86: the second factor of a product of"
             " activations has to be uint8 as well; use signed=False",
         ),

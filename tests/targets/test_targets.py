@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from rule_specs import plain
 from torch import nn
 
 import qat
@@ -81,11 +82,12 @@ def test_every_grid_is_run_or_refused_in_one_clause(profile) -> None:
 
 
 def all_grids() -> Iterator[QuantSpec]:
-    both = (True, False)
+    both, sizes = (True, False), {"tensor": None, "channel": None, "group": 4}
     for bits, signed, symmetric, narrow in itertools.product((2, 4, 8, 9, 16), both, both, both):
         if signed or not narrow:
-            for granularity, size in (("tensor", None), ("channel", None), ("group", 4)):
-                yield QuantSpec(bits, signed, symmetric, granularity, narrow_range=narrow, group_size=size)
+            for granularity, size in sizes.items():
+                grid = {"signed": signed, "symmetric": symmetric, "narrow_range": narrow}
+                yield plain(bits=bits, **grid, granularity=granularity, group_size=size)
 
 
 def repaired(spec: QuantSpec, refusal: str) -> QuantSpec:
@@ -112,7 +114,7 @@ def test_the_published_facts() -> None:
     assert (openvino.weight.qmin, openvino.weight.qmax) == (-127, 127)
     mobile = PROFILES["qnnpack"]
     assert (mobile.activation.qmin, mobile.activation.qmax) == (0, 255)
-    assert mobile.refusal("activation", QuantSpec(symmetric=False)) is None  # XNNPACK's int8
+    assert mobile.refusal("activation", QuantSpec(signed=True)) is None  # XNNPACK's int8
     integer = PROFILES["integer_only"]
     assert (integer.activation.qmin, integer.activation.qmax, integer.activation.symmetric) == (-128, 127, False)
     assert integer.quantizes_outputs and not integer.float_operations

@@ -12,10 +12,11 @@ from torch import Tensor, fx
 
 from qat.evaluating import evaluating
 from qat.export.agreement import Pair, Verification, judge
+from qat.export.checks import check_path
 from qat.export.integers.evaluation import call_names, evaluation_graph
 from qat.export.integers.following import Follower, LayerDifference, no_quantizer
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
-from qat.tracing.inputs import as_arguments, call_model, model_device, moved_to
+from qat.tracing.inputs import as_arguments, as_batches, call_model, model_device, moved_to
 
 Batches = Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]
 
@@ -28,20 +29,23 @@ def verify_onnx(
     Args:
         path: the exported file.
         model: the model that it came from; it runs in evaluation mode and gets its train and eval flags back.
-        batches: tensors, (inputs, labels) pairs, or mappings of keyword arguments.
+        batches: tensors, (inputs, labels) pairs, or mappings of keyword arguments; a tensor or a mapping instead of the
+            batches is one batch.
         default_session: multiply as a session without options does, which is not exact on x86 without VNNI; false:
             multiply exactly on every processor.
 
     Raises:
+        TypeError: if the path is not a path.
         ValueError: if there is no batch, if no output holds a value, or if the file has other inputs or outputs than
             the model.
         FileNotFoundError: if there is no such file.
     """
+    check_path("verify_onnx", path, "path, model, batches")
     session = open_session(Path(path).read_bytes(), exact=not default_session)
     device = model_device(model)
     pairs: list[Pair] = []
     with evaluating(model), torch.no_grad():
-        for batch in batches:
+        for batch in as_batches(batches):
             inputs: Any = batch
             labels: Tensor | None = None
             if not isinstance(batch, (Tensor, Mapping)):
@@ -89,6 +93,7 @@ def compare_layers_and_outputs(
 
     Arguments and errors are those of `compare_layers`.
     """
+    check_path("compare_layers", path, "path, model, inputs")
     evaluated = evaluation_graph(model)
     names = call_names(evaluated)
     integers, theirs = _runtime_integers(path, list(names.values()), inputs, optimize, default_session)
