@@ -59,29 +59,13 @@ def recipe(rule: str, bits: int) -> qat.QuantRecipe:
     """The rule at these bits; the first and the last layer have LSQ's 8 bits, their inputs too."""
     given = RULES[rule]
     both = given.get("both", {})
-    weight = {
-        "granularity": "channel",
-        "narrow_range": True,
-        "init": "mse",
-        "bits": bits,
-        **both,
-        **given.get("weight", {}),
-    }
+    weight = {"init": "mse", "bits": bits, **both, **given.get("weight", {})}
     if weight.get("rule") == "dorefa" and bits == 8:
         weight["bits"] = 7  # its 8 bits do not fit int8
-    activation = {
-        "signed": False,
-        "symmetric": False,
-        "init": "mse",
-        "bits": bits,
-        **both,
-        **given.get("activation", {}),
-    }
+    activation = {"bits": bits, **both, **given.get("activation", {})}
     plain = {"bits": 8, "rule": "lsq", "ewgs": "none"}
     ends = {"weight": plain, "activation": plain}
-    return qat.QuantRecipe(
-        qat.QuantSpec(**weight), qat.QuantSpec(**activation), overrides={"conv1": ends, "linear": ends}
-    )
+    return qat.QuantRecipe(weight, activation, overrides={"conv1": ends, "linear": ends})
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor, bits: int, quantizer_lr: float, seed: int) -> list[float]:

@@ -2,12 +2,12 @@
 
 import itertools
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 
 from qat.quantizer import Quantizer, create_quantizer, registered_quantizers
 from qat.quantizer.base import Role
 from qat.quantizer.registry import quantizer_class
-from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
+from qat.spec import QuantSpec, default_spec
 
 ROLES: tuple[Role, ...] = ("weight", "activation")
 GRIDS = {"signed": (True, True), "unsigned": (False, True), "signed affine": (True, False), "affine": (False, False)}
@@ -20,7 +20,7 @@ def accepted(rule: str) -> dict[str, list[Quantizer]]:
         if role == "weight" and not symmetric:
             continue  # a recipe refuses it: no exact BatchNorm folding
         try:
-            found[role].append(create_quantizer(QuantSpec(bits, signed, symmetric, rule=rule), role))
+            found[role].append(create_quantizer(QuantSpec(bits, signed, symmetric, "tensor", rule), role))
         except ValueError:
             continue
     return found
@@ -34,7 +34,7 @@ def bits_of(quantizers: list[Quantizer]) -> str:
 
 def in_yaml(rule: str, role: Role) -> str:
     """The shortest section that works from the defaults of `role`, as it stands under `quantization:`."""
-    default = default_weight_spec() if role == "weight" else default_activation_spec()
+    default = default_spec(role)
     choices = {
         "bits": (8, 4, 2, 1, 6),
         "signed": (default.signed, not default.signed),
@@ -44,10 +44,9 @@ def in_yaml(rule: str, role: Role) -> str:
     found: list[dict[str, object]] = []
     for values in itertools.product(*choices.values()):
         change = {key: value for key, value in zip(choices, values, strict=True) if value != getattr(default, key)}
-        narrow = {"narrow_range": False} if change.get("signed") is False else {}
         try:
-            create_quantizer(replace(default, rule=rule, **change, **narrow), role)
-            found.append({**change, **narrow})
+            create_quantizer(default.changed({"rule": rule, **change}), role)
+            found.append(change)
         except ValueError:
             continue
     if not found:

@@ -80,7 +80,7 @@ def total(differences: list[qat.export.LayerDifference]) -> tuple[int, int, int]
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_every_layers_integers_are_equal(tmp_path: Path, bits: int, optimize: bool) -> None:
     recipe = qat.QuantRecipe(
-        weight=qat.QuantSpec(bits=bits, granularity="channel", narrow_range=True),
+        weight=qat.QuantSpec(bits=bits),
         activation=qat.QuantSpec(bits=bits, signed=False, symmetric=False, init="mse"),
     )
     model = small_model(recipe)

@@ -276,7 +276,7 @@ def test_calls_that_the_exporter_merges_are_followed(shared: bool, tmp_path: Pat
 
 
 def grids(bits: int, signed: bool, symmetric: bool) -> qat.QuantRecipe:
-    weight = qat.QuantSpec(bits=bits, granularity="channel", narrow_range=True)
+    weight = qat.QuantSpec(bits=bits)
     return qat.QuantRecipe(weight, qat.QuantSpec(bits=bits, signed=signed, symmetric=symmetric))
 
 

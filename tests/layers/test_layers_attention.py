@@ -17,7 +17,7 @@ from qat.layers.attention_core import additive_mask, attend, multihead_attention
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec, default_activation_spec
 
-FINE_WEIGHT = QuantSpec(bits=16, granularity="channel", narrow_range=True)
+FINE_WEIGHT = QuantSpec(bits=16)
 NARROW = QuantSpec(bits=4, narrow_range=True, rule="minmax")
 AFFINE_PLUS = QuantSpec(signed=False, symmetric=False, rule="lsq_plus")
 FINE = QuantSpec(bits=16, signed=False, symmetric=False, init="minmax")
@@ -159,7 +159,7 @@ def reference(twin: Any, inputs: list[Array], mask: Array, integers: bool) -> tu
 def test_coarse_grids_give_what_numpy_gives(module: str, bits: int, mode: str) -> None:
     """In evaluation the reference computes in int64; the layer's bias and unit are float32."""
     torch.manual_seed(1)
-    weight = QuantSpec(bits=bits, granularity="channel", narrow_range=True)
+    weight = QuantSpec(bits=bits)
     spec = QuantSpec(bits=bits, signed=False, symmetric=False)
     arguments = {**arguments_of(module), "batch_first": True, "dtype": torch.float64}
     twin = QuantMultiheadAttention(**arguments, weight_spec=weight, activation_spec=spec)

@@ -17,7 +17,7 @@ from qat.layers.recurrent.cells import StepProduct
 from qat.layers.recurrent.twins import QuantGRU, QuantLSTM, QuantRNN
 from qat.spec import QuantSpec
 
-FINE_WEIGHT = QuantSpec(bits=16, granularity="channel", narrow_range=True)
+FINE_WEIGHT = QuantSpec(bits=16)
 FINE = QuantSpec(bits=16, signed=False, symmetric=False, init="minmax")
 TWINS: dict[Any, type[QuantRecurrent]] = {nn.LSTM: QuantLSTM, nn.GRU: QuantGRU, nn.RNN: QuantRNN}
 variants = pytest.mark.parametrize("variant", RECURRENT)
@@ -137,7 +137,7 @@ def test_coarse_grids_give_what_numpy_gives(variant: str, bits: int, mode: str) 
     """In evaluation the reference computes in int64; the layer's bias and unit are float32."""
     kind, arguments = RECURRENT[variant]
     torch.manual_seed(1)
-    weight = QuantSpec(bits=bits, granularity="channel", narrow_range=True)
+    weight = QuantSpec(bits=bits)
     spec = QuantSpec(bits=bits, signed=False, symmetric=False)
     twin = TWINS[kind](
         5, 7, **{**arguments, "batch_first": False}, dtype=torch.float64, weight_spec=weight, activation_spec=spec

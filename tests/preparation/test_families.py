@@ -28,7 +28,7 @@ SLOW = (
 )  # fmt: skip
 
 FINE = qat.QuantRecipe(
-    weight=qat.QuantSpec(bits=16, granularity="channel", narrow_range=True),
+    weight=qat.QuantSpec(bits=16),
     activation=qat.QuantSpec(bits=16, signed=False, symmetric=False),
 )
 """Grids so fine that rounding does not show in the outputs: random deep networks amplify that of 8 bits."""

@@ -191,7 +191,7 @@ def test_layers_shared_between_calls_get_the_grid_of_each_call() -> None:
 def test_overrides_choose_the_grid_of_a_layers_input() -> None:
     eight = {"weight": {"bits": 8}, "activation": {"bits": 8}}
     recipe = qat.QuantRecipe(
-        weight=qat.QuantSpec(bits=4, granularity="channel", narrow_range=True),
+        weight=qat.QuantSpec(bits=4),
         activation=qat.QuantSpec(bits=4, signed=False, symmetric=False),
         overrides={"stem": eight, "fc": eight},
     )
