@@ -75,7 +75,7 @@ class PreparedGraph(fx.GraphModule):
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         for name, node in zip(names, arguments, strict=True):
             read = any(user.target is not expect_default for user in node.users)
-            if read and node.args and given.get(name) is None:
+            if read and node.args and given.get(name) is None and given.keys() <= set(names):
                 raise ValueError(
                     f"the model was prepared with its argument {name!r}, which this call leaves out; give it, or"
                     " prepare the model with example_inputs that leave it out too"

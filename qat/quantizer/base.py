@@ -266,7 +266,7 @@ class Quantizer(CalibratedParameters):
             if self.family.warned:
                 return
             self.family.warned = True
-            who = f"{self.family.uncalibrated_names()} run on their"
+            who = self.family.who_runs()
         warnings.warn(
             f"{who} default range of up to {UNCALIBRATED_REACH:g}; call qat.calibrate(model, batches) first",
             stacklevel=3,

@@ -29,11 +29,13 @@ class Family:
         self.uncalibrated: dict[str, None] = {}
         self.warned = False
 
-    def uncalibrated_names(self) -> str:
-        """The first three names, and how many there are besides."""
+    def who_runs(self) -> str:
+        """The beginning of the warning: the first three names, and how many there are besides."""
         names = list(self.uncalibrated)
-        others = f" and {len(names) - 3} others" if len(names) > 3 else ""
-        return f"the quantizers {', '.join(map(repr, names[:3]))}{others}"
+        if len(names) == 1:
+            return f"the quantizer {names[0]!r} runs on its"
+        others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"the quantizers {', '.join(map(repr, names[:3]))}{others} run on their"
 
 
 @contextmanager

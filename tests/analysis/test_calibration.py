@@ -121,6 +121,50 @@ def test_tensors_sequences_and_mappings_are_accepted():
     assert model.last.scale.item() == pytest.approx(3 / 255)
 
 
+def test_a_tensor_or_a_mapping_is_one_batch():
+    for given in (batches()[0], {"x": batches()[0]}):
+        model, expected = Net(), Net()
+        calibrate(model, given)
+        calibrate(expected, [batches()[0]])
+        assert len(model.calls) == 1 and same(ranges(model), ranges(expected))
+
+
+def test_a_limit_is_how_many_batches_are_read(caplog):
+    model, expected, read = Net(), Net(), []
+    stream = (read.append(batch) or batch for batch in batches(150))
+    calibrate(model, stream, limit=2)
+    calibrate(expected, batches(150)[:2])
+    assert len(read) == 2 and same(ranges(model), ranges(expected))
+    calibrate(Net(), batches(120), limit=110)
+    calibrate(Net(), batches(100))
+    assert not caplog.messages
+
+
+def test_a_long_loader_is_read_to_its_end_and_the_log_says_once_that_there_is_a_limit(caplog):
+    model = Net()
+    calibrate(model, batches(103))
+    assert len(model.calls) == 103
+    assert caplog.messages == [
+        "calibrate: more than 100 batches, all of which are read; ranges rarely need so many:"
+        " calibrate(model, batches, limit=100)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "limit", "kind", "sentence"),
+    [
+        ([], 0, ValueError, "calibrate: limit must be a whole number of at least 1 or None, got 0"),
+        ([], 2.0, ValueError, "calibrate: limit must be a whole number of at least 1 or None, got 2.0"),
+        ([], True, ValueError, "calibrate: limit must be a whole number of at least 1 or None, got True"),
+        (3, None, TypeError, "calibrate: batches must be a loader, a list of batches or a tensor, got 3"),
+    ],
+)
+def test_what_calibrate_cannot_read_is_a_sentence(given, limit, kind, sentence):
+    with pytest.raises(kind) as refusal:
+        calibrate(Net(), given, limit)
+    assert str(refusal.value) == sentence
+
+
 def test_modes_are_evaluation_inside_and_restored_outside():
     model = Net().train()
     model.norm.eval()  # frozen by the user

@@ -1,6 +1,7 @@
 """Export: integer initializers, the same integers in ONNX Runtime as in torch, and clear refusals."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,33 @@ def test_swapped_path_and_example_are_a_sentence(tmp_path: Path) -> None:
     )
 
 
+def test_swapped_file_and_model_are_a_sentence(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    model, path = small_model(), tmp_path / "model.onnx"
+    for check, order in ((qat.verify_onnx, "path, model, batches"), (compare_layers, "path, model, inputs")):
+        with pytest.raises(TypeError) as raised:
+            check(model, path, [x])  # type: ignore[arg-type]
+        name = check.__name__
+        kind = type(model).__name__
+        assert str(raised.value) == f"{name}: path must be text or a Path, got {kind}; the order is {order}"
+
+
+def test_a_tensor_is_one_batch_to_verify(tmp_path: Path) -> None:
+    model = small_model()
+    found = qat.verify_onnx(exported(tmp_path / "model.onnx", model), model, torch.randn(6, 3, 8, 8))
+    assert found.agreement == 1.0
+
+
+def test_inputs_with_which_the_model_does_not_run_are_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as raised:
+        qat.export_onnx(small_model(), tmp_path / "model.onnx", torch.randn(1, 4, 8, 8))
+    assert re.fullmatch(
+        r"export_onnx: \w+ does not run with these example_inputs \(Given groups=1, weight of size \[8, 3, 3, 3\],.+\)",
+        str(raised.value),
+    )
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     for name in ("fsync", "replace"):
@@ -242,7 +270,7 @@ def test_signed_grids_stay_in_integers(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_int8_are_refused(tmp_path: Path) -> None:
-    model = small_model(qat.QuantRecipe(weight=qat.QuantSpec(granularity="channel")))
+    model = small_model(qat.QuantRecipe(weight=qat.QuantSpec(narrow_range=False)))
     with torch.no_grad():
         for layer in (model.conv, model.stem, model.fc):
             layer.weight.copy_(-layer.weight.abs() * 100)

@@ -19,7 +19,7 @@ from torchvision.ops import SqueezeExcitation
 
 import qat
 from qat.export import compare_layers, optimized_operators
-from qat.preparation.parts import prepared_parts
+from qat.preparation.parts import prepared_parts, record_calls
 from qat.quantizer import Quantizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -342,6 +342,15 @@ def test_a_model_in_parts_is_exported_part_by_part(tmp_path: Path) -> None:
         model(x)
     for hook in hooks:
         hook.remove()
+    with pytest.raises(ValueError) as refused:
+        qat.export_onnx(parts["heads.0"], tmp_path / "head.onnx", x)
+    assert str(refused.value).startswith("export_onnx: the part ")
+    assert str(refused.value).endswith(
+        "; its inputs are those that the whole model gives it: qat.preparation.parts.record_calls(model, {argument:"
+        " value}) has them by the part's name"
+    )
+    given = record_calls(model, {"x": x})
+    assert all(torch.equal(given[name][0][0], seen[name]) for name in parts)
     for name, part in parts.items():
         path = tmp_path / f"{name}.onnx"
         qat.export_onnx(part, path, seen[name])

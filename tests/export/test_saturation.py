@@ -79,10 +79,10 @@ def test_layer_by_layer_and_channel_by_channel(tmp_path: Path) -> None:
         (qat.QuantRecipe(overrides={"*": {"weight": {"bits": 7}}}), False),
         (qat.QuantRecipe(overrides={"*": {"weight": {"max_magnitude": 65}}}), True),
         # Inputs with seven bits have codes up to 127, and 127 * (127 + 127) fits.
-        (qat.QuantRecipe(activation=qat.QuantSpec(bits=7, signed=False, symmetric=False)), False),
-        (qat.QuantRecipe(activation=qat.QuantSpec(bits=8, signed=False, symmetric=False)), True),
+        (qat.QuantRecipe(activation=qat.QuantSpec(bits=7)), False),
+        (qat.QuantRecipe(activation=qat.QuantSpec(bits=8)), True),
         # Signed ones arrive with 128 added.
-        (qat.QuantRecipe(activation=qat.QuantSpec(bits=4)), True),
+        (qat.QuantRecipe(activation=qat.QuantSpec(bits=4, signed=True, symmetric=True)), True),
         (qat.QuantRecipe(target="tensorrt"), True),
     ],
 )

@@ -67,7 +67,8 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_every_grid_that_fits_eight_bits(name: str, counted: list[str]) -> None:
     x = images(True)
-    weight = qat.QuantSpec(bits=3, narrow_range=True, grad_scale="relative" if name == "relative" else "sample")
+    grad_scale: Any = "relative" if name == "relative" else "sample"
+    weight = qat.QuantSpec(bits=3, granularity="tensor", grad_scale=grad_scale)
     assert_same(prepared(Block(), x, qat.QuantRecipe(weight, SPECS[name])), x)
     assert counted.count("CodesProductFunction") == 4 * counted.count("MaxPoolFunction") > 0
 
@@ -209,7 +210,7 @@ def test_second_derivatives_point_the_way(x: Tensor, model: nn.Module) -> None:
 
 
 def test_where_nothing_can_be_fused_the_graph_itself_runs(x: Tensor) -> None:
-    recipe = qat.QuantRecipe(qat.QuantSpec(rule="dorefa"), qat.QuantSpec(rule="minmax", symmetric=False))
+    recipe = qat.QuantRecipe({"rule": "dorefa"}, {"rule": "minmax"})
     model = prepared(Block(), x, recipe)
     assert isinstance(model, torch.fx.GraphModule) and fused_forward(model).run is None
     model(x).sum().backward()

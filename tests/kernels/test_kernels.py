@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import rule_specs
 import torch
 from cases_formulas import draw
 from cases_fused import two_threads
@@ -13,7 +14,6 @@ from qat.kernels.cpu import compiler
 from qat.kernels.operators.norms import statistics
 from qat.kernels.operators.quantizers import quantize_codes
 from qat.ranges import initial_range
-from qat.spec import QuantSpec
 
 __all__ = ["two_threads"]  # a fixture
 
@@ -179,7 +179,7 @@ def test_codes_say_whether_there_was_a_nan() -> None:
 @needs_kernels
 @pytest.mark.parametrize("signed", [False, True])
 def test_the_range_of_least_squared_error_is_found_as_by_the_formula(signed: bool) -> None:
-    spec = QuantSpec(bits=4, signed=signed, symmetric=False, init="mse")
+    spec = rule_specs.plain(bits=4, signed=signed, symmetric=False, init="mse")
     values = draw(1, 30_001).exp()
     with plain_formulas():
         expected = initial_range(values, spec)

@@ -88,7 +88,7 @@ def test_a_weight_that_is_no_number_acts_as_in_float(groups: int, value: float, 
     model, x = of_groups(groups)
     with torch.no_grad():
         model[0].weight[5, 0, 1, 1] = 1.0
-    spec = qat.QuantSpec(granularity=granularity)
+    spec = qat.QuantSpec(granularity=granularity, narrow_range=False)
     quantized = qat.prepare(model, qat.QuantRecipe(weight=spec), example_inputs=x)
     qat.calibrate(quantized, [x])
     with torch.no_grad():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rule_specs import plain
 from torch import Tensor, fx, nn
 from twin_case import ATTENTIONS, Array, activations, grid_codes, grid_product
 
@@ -18,8 +19,8 @@ from qat.quantizer import Quantizer
 from qat.spec import QuantSpec, default_activation_spec
 
 FINE_WEIGHT = QuantSpec(bits=16)
-NARROW = QuantSpec(bits=4, narrow_range=True, rule="minmax")
-AFFINE_PLUS = QuantSpec(signed=False, symmetric=False, rule="lsq_plus")
+NARROW = plain(bits=4, narrow_range=True, rule="minmax")
+AFFINE_PLUS = plain(signed=False, symmetric=False, rule="lsq_plus")
 FINE = QuantSpec(bits=16, signed=False, symmetric=False, init="minmax")
 N, L, S = 3, 4, 6
 EARLIER = torch.ones(L, S, dtype=torch.bool).triu(1)
@@ -244,11 +245,11 @@ def test_dropout_is_torchs() -> None:
 @pytest.mark.parametrize(
     ("spec", "operand", "probability"),
     [
-        (default_activation_spec(), default_activation_spec(), QuantSpec(signed=False, init="mse")),
-        (NARROW, NARROW, QuantSpec(bits=4, signed=False, rule="minmax")),
-        (AFFINE_PLUS, AFFINE_PLUS, QuantSpec(signed=False)),
-        (QuantSpec(signed=False, rule="pact"), QuantSpec(), QuantSpec(signed=False, rule="pact")),
-        (QuantSpec(rule="fp8_e4m3"), QuantSpec(rule="fp8_e4m3"), QuantSpec(rule="fp8_e4m3")),
+        (default_activation_spec(), default_activation_spec(), plain(signed=False, init="mse")),
+        (NARROW, NARROW, plain(bits=4, signed=False, rule="minmax")),
+        (AFFINE_PLUS, AFFINE_PLUS, plain(signed=False)),
+        (plain(signed=False, rule="pact"), plain(), plain(signed=False, rule="pact")),
+        (plain(rule="fp8_e4m3"), plain(rule="fp8_e4m3"), plain(rule="fp8_e4m3")),
     ],
 )
 def test_grids_of_the_products(spec: QuantSpec, operand: QuantSpec, probability: QuantSpec) -> None:
@@ -395,7 +396,7 @@ MISTAKES = [
      "QuantMultiheadAttention: key must have 3 axes, the last of 5, got (4, 3, 8)"),
     (lambda: QuantMultiheadAttention(8, 2)(X[None], X, X), ValueError,
      "QuantMultiheadAttention: query must have 2 or 3 axes, the last of 8, got (1, 4, 3, 8)"),
-    (lambda: QuantMultiheadAttention(8, 2, activation_spec=QuantSpec(bits=1, signed=False)), ValueError,
+    (lambda: QuantMultiheadAttention(8, 2, activation_spec=plain(bits=1, signed=False)), ValueError,
      "QuantMultiheadAttention: no grid for q, k and v: rule 'lsq': a signed grid needs at least 2 bits, got bits=1;"
      " use the rule 'binary' for one bit, or signed=False"),
     (nested_call, ValueError, "QuantMultiheadAttention: query is a nested tensor; pad it"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rule_specs import plain
 from torch import Tensor, nn
 from twin_case import assert_learns
 
@@ -16,18 +17,18 @@ from qat.spec import QuantSpec
 
 SPECS = {
     "row": None,
-    "tensor": QuantSpec(bits=4),
-    "affine": QuantSpec(bits=4, symmetric=False, granularity="channel"),
-    "affine tensor": QuantSpec(bits=4, symmetric=False),
+    "tensor": QuantSpec(bits=4, granularity="tensor"),
+    "affine": QuantSpec(bits=4, symmetric=False),
+    "affine tensor": QuantSpec(bits=4, symmetric=False, granularity="tensor"),
 }
 WHOLE_TABLE = {
-    "ewgs": QuantSpec(bits=4, granularity="channel", ewgs="fixed"),
+    "ewgs": QuantSpec(bits=4, ewgs="fixed"),
     "group": QuantSpec(bits=4, granularity="group", group_size=2),
-    "minmax": QuantSpec(granularity="channel", rule="minmax"),
-    "dorefa": QuantSpec(bits=4, rule="dorefa"),
-    "lsq_plus": QuantSpec(bits=4, rule="lsq_plus", symmetric=False, init="percentile", percentile=90),
-    "apot": QuantSpec(bits=4, rule="apot"),
-    "ternary": QuantSpec(bits=2, rule="ternary", granularity="channel"),
+    "minmax": QuantSpec(rule="minmax"),
+    "dorefa": QuantSpec(bits=4, rule="dorefa", granularity="tensor"),
+    "lsq_plus": plain(bits=4, rule="lsq_plus", symmetric=False, init="percentile", percentile=90),
+    "apot": QuantSpec(bits=4, rule="apot", granularity="tensor"),
+    "ternary": QuantSpec(bits=2, rule="ternary"),
 }
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -277,7 +278,7 @@ MISTAKES = [
      r"QuantEmbeddingBag: activation_spec must be None, since indices are exact; got QuantSpec\(.*\)"),
     (lambda: QuantEmbedding(3, 2, sparse=True, weight_spec=QuantSpec(rule="dorefa")),
      "QuantEmbedding: sparse=True needs a weight_spec of rule 'lsq', granularity 'tensor' or 'channel' and"
-     " ewgs 'none', got 'dorefa', 'tensor' and 'none'"),
+     " ewgs 'none', got 'dorefa', 'channel' and 'none'"),
     (lambda: QuantEmbeddingBag(3, 2, sparse=True, mode="max"),
      "QuantEmbeddingBag: sparse=True needs mode 'sum' or 'mean', got 'max'"),
     (lambda: QuantEmbeddingBag(3, 2, scale_grad_by_freq=True, mode="max"),

@@ -29,7 +29,7 @@ SLOW = (
 
 FINE = qat.QuantRecipe(
     weight=qat.QuantSpec(bits=16),
-    activation=qat.QuantSpec(bits=16, signed=False, symmetric=False),
+    activation=qat.QuantSpec(bits=16, init="minmax"),
 )
 """Grids so fine that rounding does not show in the outputs: random deep networks amplify that of 8 bits."""
 

@@ -12,10 +12,17 @@ from torch import Tensor, nn
 
 import qat
 from qat.functional import round_ste
-from qat.quantizer import Quantizer, create_quantizer, register_quantizer, registered_quantizers
+from qat.quantizer import (
+    LSQQuantizer,
+    Quantizer,
+    create_quantizer,
+    register_quantizer,
+    registered_quantizers,
+    scale_shape,
+)
 from qat.quantizer import registry as registry_module
 from qat.ranges import initial_range
-from qat.spec import QuantSpec, default_activation_spec
+from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
 
 SPECS = {
     "lsq symmetric": (plain(bits=4), ()),
@@ -56,6 +63,22 @@ def test_codes_and_output_equal_numpy(spec, shape):
     assert expected.min() == spec.qmin and expected.max() == spec.qmax
     np.testing.assert_array_equal(quantizer.codes(x).detach().numpy(), expected)
     np.testing.assert_array_equal(quantizer(x).detach().numpy(), (expected - zero) * scale)
+
+
+def test_what_a_spec_leaves_open_is_that_of_the_role():
+    for make in (create_quantizer, LSQQuantizer):
+        weight, activation = make(QuantSpec(bits=4), "weight", (3, 1)), make(QuantSpec(bits=4))
+        assert weight.spec == replace(default_weight_spec(), bits=4)
+        assert activation.spec == replace(default_activation_spec(), bits=4)
+    assert scale_shape(QuantSpec(bits=4), (3, 8)) == (3, 1)
+
+
+def test_a_quantizers_state_is_that_of_a_spec_said_in_full():
+    said = create_quantizer(replace(default_activation_spec(), bits=4))
+    said.set_range(torch.tensor(-1.0), torch.tensor(2.0))
+    short = create_quantizer(QuantSpec(bits=4))
+    short.load_state_dict(said.state_dict())
+    assert torch.equal(short(data(50)), said(data(50)))
 
 
 def test_loading_an_uncalibrated_state_forgets_the_calibration():

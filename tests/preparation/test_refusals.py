@@ -1,0 +1,150 @@
+"""Models that `prepare` cannot take, and calls that do not fit a prepared one: a sentence each, with the way out."""
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import fx, nn
+
+import qat
+from qat.analysis.work import integer_work
+
+
+def imitation(module: str, name: str, base: type[nn.Module] = nn.Module) -> Any:
+    """A class that says that it comes from a package which is not installed."""
+    return type(name, (base,), {"__module__": module})
+
+
+FOREIGN = {
+    "torch.ao, eager": ("torch.ao.nn.qat.modules.conv", "Conv2d", "torch.ao.quantization"),
+    "torch.ao, FX": ("torch.ao.quantization.fake_quantize", "FusedMovingAvgObsFakeQuantize", "torch.ao.quantization"),
+    "torch.ao, converted": ("torch.ao.nn.quantized.modules.linear", "Linear", "torch.ao.quantization"),
+    "PT2E": ("torchao.quantization.pt2e.fake_quantize", "FakeQuantize", "torchao"),
+    "Brevitas": ("brevitas.nn.quant_conv", "QuantConv2d", "Brevitas"),
+    "pytorch-quantization": (
+        "pytorch_quantization.nn.modules.tensor_quantizer", "TensorQuantizer", "NVIDIA's pytorch-quantization",
+    ),
+    "ModelOpt": ("modelopt.torch.quantization.nn.modules.tensor_quantizer", "TensorQuantizer", "NVIDIA's ModelOpt"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_model_of_another_toolkit_is_named(case: str) -> None:
+    module, name, toolkit = FOREIGN[case]
+    foreign = imitation(module, name)()
+    recorded = fx.Graph()
+    recorded.output(recorded.call_module("mark", (recorded.placeholder("x"),)))
+    graph = fx.GraphModule({"mark": foreign}, recorded)
+    derived = imitation("my_layers", "Mine", imitation(module, name))()
+    for model, where, kind in (
+        (nn.Sequential(nn.Linear(4, 2), foreign), "'1'", name),
+        (graph, "'mark'", name),
+        (foreign, "'the model'", name),
+        (derived, "'the model'", name),
+    ):
+        with pytest.raises(ValueError) as refusal:
+            qat.prepare(model)
+        assert str(refusal.value) == (
+            f"prepare: the model was prepared by {toolkit} ({where} is its {kind}); prepare takes the float model,"
+            " see docs/coming_over.md"
+        )
+
+
+def test_a_float_model_that_is_only_marked_for_torch_ao_is_prepared() -> None:
+    """torchvision's quantizable models, before they are quantized, hold QuantStubs and FloatFunctionals."""
+    marked = torchvision.models.quantization.resnet18(weights=None, quantize=False).eval()
+    model = qat.prepare(marked, example_inputs=torch.randn(1, 3, 64, 64))
+    assert model.get_submodule("layer1.0.conv1").weight_quantizer.is_calibrated  # type: ignore[union-attr]
+    assert qat.prepare(nn.Sequential(imitation("torchaolib.nn", "Linear", nn.Linear)(4, 2)), dry_run=True)
+
+
+class WithLoss(nn.Module):
+    """Of the shape that Hugging Face's models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.classifier = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, pixel_values: Any = None, labels: Any = None, return_dict: Any = None) -> dict[str, Any]:
+        logits = self.classifier(F.relu(self.conv(pixel_values)).mean((2, 3)))
+        return {"loss": None if labels is None else F.cross_entropy(logits, labels), "logits": logits}
+
+
+IMAGES, LABELS = torch.randn(4, 3, 8, 8), torch.arange(4)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_labels_of_the_example_inputs_that_a_call_leaves_out_are_named(training: bool) -> None:
+    model = qat.prepare(WithLoss(), example_inputs={"pixel_values": IMAGES, "labels": LABELS})
+    qat.calibrate(model, {"pixel_values": IMAGES, "labels": LABELS})
+    model.train(training)
+    assert model(IMAGES, labels=LABELS)["loss"].isfinite()
+    for call in (lambda: model(IMAGES), lambda: model(pixel_values=IMAGES), lambda: model(IMAGES, None)):
+        with pytest.raises(ValueError) as refusal:
+            call()
+        assert str(refusal.value) == (
+            "the model was prepared with its argument 'labels', which this call leaves out; give it, or prepare the"
+            " model with example_inputs that leave it out too"
+        )
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        model(IMAGES, label=LABELS)
+    with pytest.raises((TypeError, AttributeError), match=r"no attribute|must be Tensor"):
+        model("no tensor", LABELS)
+
+
+def two_layers() -> nn.Module:
+    return qat.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 2)))
+
+
+def said_by(model: nn.Module, times: int = 3) -> list[str]:
+    """What it warns of in this many calls."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            model(IMAGES)
+    return [str(each.message) for each in caught]
+
+
+def test_a_model_without_ranges_warns_once_and_names_its_quantizers() -> None:
+    model = two_layers()
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    sentence = (
+        "the quantizers 'input_quantizer', '0_quantizer', '2_quantizer' run on their default range of up to 4; call"
+        " qat.calibrate(model, batches) first"
+    )
+    for each in (model, *twins):
+        assert said_by(each) == [sentence]
+    assert said_by(model) == []
+
+
+def test_it_names_those_without_a_range_alone() -> None:
+    model, fresh = two_layers(), two_layers()
+    qat.calibrate(model, IMAGES)
+    assert said_by(model) == []
+    part = {key: value for key, value in fresh.state_dict().items() if key.startswith("2_quantizer.")}
+    model.load_state_dict(part, strict=False)
+    (sentence,) = said_by(model)
+    assert sentence.startswith("the quantizer '2_quantizer' runs on its default range")
+    alone = qat.prepare(nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()) for _ in range(6))))
+    assert " and 3 more run on" in said_by(alone)[0]
+
+
+def test_a_count_of_integer_work_does_not_use_the_warning_up() -> None:
+    model = two_layers()
+    integer_work(model, IMAGES)
+    assert len(said_by(model)) == 1
+
+
+def test_the_table_of_a_model_that_was_never_prepared_says_so() -> None:
+    twin = qat.QuantLinear.from_float(nn.Linear(8, 4))
+    weights_only = qat.QuantLinear(4, 4, activation_spec=None)
+    table = qat.summary(nn.Sequential(twin, weights_only, qat.QuantEmbedding(3, 2), nn.Linear(4, 2))).splitlines()
+    assert [" ".join(line.split()[-2:]) for line in table[1:5]] == [
+        "input: 0.input_quantizer", "not calibrated", "in float", "input: indices",
+    ]  # fmt: skip
+    assert table[5].endswith("stays float: it is a layer of torch, and qat.prepare was not called on this model")
