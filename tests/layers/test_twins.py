@@ -13,10 +13,12 @@ from twin_case import CASES, Case, activations, assert_learns
 import qat
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
+from qat.spec import QuantSpec
 
 # torch's own
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 QUANTIZER_KEYS = {f"weight_quantizer.{name}" for name in ("scale", "smallest_scale", "calibrated")}
+WEIGHT_ALONE: dict[str, Any] = {"activation_spec": None}
 every_twin = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 FIRST = {case.float_type.__name__: case for case in reversed(CASES.values())}
 """One of each class."""
@@ -49,7 +51,7 @@ def test_from_float_and_back(case: Case) -> None:
     plain = case.float_type(**case.arguments, dtype=torch.float64).eval()
     inputs = converted(case.inputs(), torch.float64)
     random = torch.get_rng_state()
-    layer = case.twin_type.from_float(plain)
+    layer = case.twin_type.from_float(plain, **WEIGHT_ALONE if issubclass(case.twin_type, QuantLayer) else {})
     back = layer.to_float()
     assert torch.equal(torch.get_rng_state(), random), "from_float or to_float draws random numbers"
     assert type(back) is case.float_type and not back.training and not layer.training
@@ -64,6 +66,35 @@ def test_from_float_and_back(case: Case) -> None:
         assert added == QUANTIZER_KEYS
     assert torch.equal(result(back, inputs), result(plain, inputs))
     torch.testing.assert_close(result(calibrated(layer, inputs), inputs), result(plain, inputs), rtol=0.05, atol=0.05)
+
+
+@every_class
+def test_from_float_quantizes_what_the_constructor_quantizes(case: Case) -> None:
+    """The same layers, quantizers and grids, with and without a spec."""
+    every_spec: tuple[dict[str, Any], ...] = ({}, {"weight_spec": QuantSpec(bits=4)})
+    for specs in every_spec:
+        made = case.twin_type(**case.arguments, **specs)
+        twin = case.twin_type.from_float(case.float_type(**case.arguments), **specs)
+        grids = [
+            {name: part.spec for name, part in layer.named_modules() if isinstance(part, Quantizer)}
+            for layer in (made, twin)
+        ]
+        assert grids[0] == grids[1] and twin.state_dict().keys() == made.state_dict().keys()
+        assert len(activations(twin)) == len(activations(made))
+        assert result(calibrated(twin, case.inputs()), case.inputs()).isfinite().all()
+
+
+@every_class
+def test_a_width_for_the_whole_layer_is_refused_with_the_way_to_say_it(case: Case) -> None:
+    with pytest.raises(TypeError) as refusal:
+        case.twin_type(**case.arguments, bits=4)
+    assert str(refusal.value) == (
+        f"{case.twin_type.__name__}: a layer has a grid for its weight and one for its input; write"
+        " weight_spec=QuantSpec(bits=4), activation_spec=QuantSpec(bits=4), or one of them"
+    )
+    with pytest.raises(TypeError) as refusal:
+        case.twin_type(**case.arguments, weight_spec=4)
+    assert str(refusal.value) == "weight_spec must be a QuantSpec or None, got 4"
 
 
 @every_twin
