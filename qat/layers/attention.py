@@ -28,8 +28,9 @@ def operand_spec(spec: QuantSpec) -> QuantSpec:
     Raises:
         ValueError: for one bit, of which only "binary" has a signed grid.
 
-    >>> str(operand_spec(default_spec("activation").changed({"bits": 4})))
-    'uint4 affine per tensor'
+    >>> from qat.spec import default_activation_spec
+    >>> str(operand_spec(default_activation_spec()))
+    'uint8 affine per tensor'
     """
     if not spec.symmetric:
         return _first_possible("q, k and v", spec, replace(spec, rule="lsq", options={}))
@@ -43,8 +44,9 @@ def probability_spec(spec: QuantSpec) -> QuantSpec:
     The rule stays. A rule with only signed grids (binary, the floats) gets a signed one, whose 0 is exact too. A rule
     without a symmetric grid (lsq_plus) becomes "lsq".
 
-    >>> str(probability_spec(default_spec("activation").changed({"bits": 4})))
-    'uint4 symmetric per tensor'
+    >>> from qat.spec import default_activation_spec
+    >>> str(probability_spec(default_activation_spec()))
+    'uint8 symmetric per tensor'
     """
     signed = replace(spec, signed=True, symmetric=True, narrow_range=False)
     unsigned = replace(signed, signed=False)
