@@ -5,9 +5,8 @@ import re
 from dataclasses import fields
 
 from qat.quantizer import Quantizer, create_quantizer, registered_quantizers
-from qat.quantizer.base import Role
 from qat.quantizer.registry import quantizer_class
-from qat.spec import QuantSpec, default_spec
+from qat.spec import QuantSpec, Role, default_spec
 
 ROLES: tuple[Role, ...] = ("weight", "activation")
 GRIDS = {"signed": (True, True), "unsigned": (False, True), "signed affine": (True, False), "affine": (False, False)}

@@ -11,6 +11,7 @@ from tiny_training import user_error
 from torch import nn
 
 from qat.recipe import QuantRecipe
+from qat.spec import QuantSpec
 from qat.targets import PROFILES
 from qat.training.config.error_messages import dotted, sentences_of
 from qat.training.config.file import dump_config, load_config
@@ -196,6 +197,18 @@ def test_grids_that_the_config_leaves_out_are_the_targets(target: str) -> None:
     profile = PROFILES[target]
     recipe = build_recipe(load(f"quantization: {{target: {target}, activation: {{bits: 4}}}}").quantization)
     assert recipe == QuantRecipe(profile.weight, replace(profile.activation, bits=4), target=profile.name)
+
+
+@pytest.mark.parametrize("target", PROFILES)
+@pytest.mark.parametrize(
+    "fields", [{"bits": 4}, {"bits": 4, "init": "percentile"}, {"granularity": "tensor", "rule": "power_of_two"}]
+)
+def test_a_grid_means_the_same_in_yaml_and_in_python(target: str, fields: dict[str, Any]) -> None:
+    section = ", ".join(f"{name}: {value}" for name, value in fields.items())
+    text = f"quantization: {{target: {target}, weight: {{{section}}}, activation: {{{section}}}}}"
+    in_yaml = build_recipe(load(text).quantization)
+    assert in_yaml == QuantRecipe(fields, fields, target=target)
+    assert in_yaml == QuantRecipe(QuantSpec(**fields), QuantSpec(**fields), target=target)
 
 
 def test_first_and_last_bits_and_overrides_by_type_reach_the_recipe() -> None:
