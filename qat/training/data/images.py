@@ -1,17 +1,17 @@
 """A data set: two splits of labelled images, in memory (`ImageArray`) or in files decoded one by one (`ImageFiles`)."""
 
 import os
-import warnings
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
+from qat.training.data.pictures import read_picture
 from qat.training.data.transforms import Channels
-from qat.training.errors import UserError, first_line
+from qat.training.errors import UserError
 
 HALF: Channels = (0.5, 0.5, 0.5)
 
@@ -67,21 +67,10 @@ class ImageFiles:
         Raises:
             UserError: if the file is not an image, is damaged, or has more than 8 bits per channel.
         """
-        path = os.fsdecode(self.paths[index])
         try:
-            with warnings.catch_warnings():
-                # The pixels are readable despite broken EXIF data or a transparent palette.
-                warnings.simplefilter("ignore", UserWarning)
-                with Image.open(path) as image:
-                    if not image.mode.startswith(("I", "F")):
-                        picture: Image.Image = image.convert("RGB")
-                        return picture
-                    mode = image.mode
-        except Exception as error:  # for damaged files, Pillow raises different errors from format to format
-            reason = _reason(error)
-            raise UserError(f"data.root: '{path}' is not a readable image ({reason}); repair or remove it") from error
-        # Pillow would clip these values to 255.
-        raise UserError(f"data.root: '{path}' has pixels of mode '{mode}'; save it with 8 bits a channel")
+            return read_picture(os.fsdecode(self.paths[index]))
+        except UserError as error:
+            raise UserError(f"data.root: {error}") from error
 
     def subset(self, indices: Tensor) -> "ImageFiles":
         """Return only these images, in this order."""
@@ -142,12 +131,3 @@ def _described(value: object) -> str:
     if isinstance(value, Tensor | np.ndarray):
         return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}"
     return type(value).__name__
-
-
-def _reason(error: Exception) -> str:
-    """Describe in a few words what is wrong with a file, without its path."""
-    if isinstance(error, UnidentifiedImageError):
-        return "no known format"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return first_line(error)

@@ -18,7 +18,7 @@ from qat.training.config.schema import DataConfig
 from qat.training.data import datasets
 from qat.training.data.datasets import logger, seeded_generator
 from qat.training.data.images import ImageArray, Images
-from qat.training.data.transforms import Transform, eval_transform, is_random, resized_up_front, train_transform
+from qat.training.data.transforms import Preprocessing, Transform, is_random, resized_up_front, train_transform
 from qat.training.errors import UserError
 
 Sample: TypeAlias = tuple[Tensor, Tensor]
@@ -127,6 +127,8 @@ class Data:
     """The name of each label."""
     image_shape: tuple[int, int, int]
     """Shape of one image: 3, height, width."""
+    preprocessing: Preprocessing
+    """What validation does to an image."""
 
 
 def load_data(config: DataConfig, seed: int, device: torch.device, channels_last: bool) -> Data:
@@ -140,13 +142,19 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
     """
     _check(config)
     dataset = datasets.build_dataset(config, seed)
+    preprocessing = Preprocessing(
+        image_size=config.image_size,
+        resize_size=config.resize_size or config.image_size,
+        mean=config.mean or dataset.mean,
+        std=config.std or dataset.std,
+        resized_by="torch" if isinstance(dataset.val, ImageArray) else "pillow",
+    )
     train = _limited(dataset.train, config.limit_train, "train")
-    val = _prepared(_limited(dataset.val, config.limit_val, "val"), config)
+    val = _prepared(_limited(dataset.val, config.limit_val, "val"), preprocessing.resize_size)
     if not config.augment.random_resized_crop:
-        train = _prepared(train, config)
-    mean, std = config.mean or dataset.mean, config.std or dataset.std
-    plain = eval_transform(config, mean, std)
-    train_view = TransformedImages(train, train_transform(config, mean, std), is_random(config.augment))
+        train = _prepared(train, preprocessing.resize_size)
+    train_view = TransformedImages(train, train_transform(config.augment, preprocessing), is_random(config.augment))
+    plain = preprocessing.pipeline()
     val_view, calibration_view = (TransformedImages(images, plain, random=False) for images in (val, train))
     workers = _default_workers(train) if config.workers is None else config.workers
     make = partial(_loader, workers=workers, pinned=device.type == "cuda", channels_last=channels_last)
@@ -162,6 +170,7 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
         calibration=calibration,
         classes=dataset.classes,
         image_shape=(3, config.image_size, config.image_size),
+        preprocessing=preprocessing,
     )
 
 
@@ -191,10 +200,10 @@ def _limited(images: Images, limit: int | None, split: str) -> Images:
     return images.subset(chosen.sort().values)
 
 
-def _prepared(images: Images, config: DataConfig) -> Images:
+def _prepared(images: Images, resize_size: int) -> Images:
     if not isinstance(images, ImageArray):
         return images
-    return ImageArray(resized_up_front(images.images, config), images.labels)
+    return ImageArray(resized_up_front(images.images, resize_size), images.labels)
 
 
 def _default_workers(images: Images) -> int:

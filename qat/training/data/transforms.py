@@ -6,14 +6,15 @@ returns a normalised float32 tensor with 3 channels. Augmentation draws from tor
 """
 
 from collections.abc import Callable
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
-from qat.training.config.schema import AugmentConfig, DataConfig
+from qat.training.config.schema import AugmentConfig
 
 Picture: TypeAlias = Image.Image | Tensor
 Channels: TypeAlias = tuple[float, float, float]
@@ -21,6 +22,33 @@ Transform: TypeAlias = Callable[[Picture], Tensor]
 
 MAX_RESIZED_BYTES = 512 * 2**20
 """Sets in memory are resized up front only if the result has at most this many bytes."""
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """What validation does to an image, in plain values that are kept with the weights.
+
+    Args:
+        image_size: side of the square that is cropped from the centre, the model's input, in pixels.
+        resize_size: length that the image's shorter side is resized to before, in pixels.
+        mean, std: per channel (red, green, blue), of pixels in [0, 1]; the input is (pixel/255 - mean) / std.
+        interpolation: how the image is resized: bilinear, with antialiasing.
+        resized_by: "pillow" for images from files, "torch" for sets in memory. Where an image is made smaller, their
+            pixels may differ by one level of 255.
+    """
+
+    image_size: int
+    resize_size: int
+    mean: Channels
+    std: Channels
+    interpolation: Literal["bilinear"] = "bilinear"
+    resized_by: Literal["pillow", "torch"] = "pillow"
+
+    def pipeline(self) -> Transform:
+        """Resize the shorter side, crop the centre, normalise."""
+        crop = v2.CenterCrop(self.image_size)
+        pipeline: Transform = v2.Compose([_resize(self.resize_size), crop, ToInput(self.mean, self.std)])
+        return pipeline
 
 
 class ToInput:
@@ -36,22 +64,18 @@ class ToInput:
         return pixels.expand(3, -1, -1).to(torch.float32, copy=True).sub_(self.mean).div_(self.std)
 
 
-def eval_transform(config: DataConfig, mean: Channels, std: Channels) -> Transform:
-    """Return the validation pipeline: resize the shorter side, crop the centre, normalise."""
-    pipeline: Transform = v2.Compose([_resize(config), v2.CenterCrop(config.image_size), ToInput(mean, std)])
-    return pipeline
-
-
-def train_transform(config: DataConfig, mean: Channels, std: Channels) -> Transform:
-    """Return the training pipeline: `config.augment` with the same normalisation.
+def train_transform(augment: AugmentConfig, plain: Preprocessing) -> Transform:
+    """Return the training pipeline: the augmentation, with the normalisation of validation.
 
     Without `random_resized_crop`, images are resized as for validation. They are then cropped at random with
     `crop_padding`, otherwise at the centre.
     """
-    augment, size = config.augment, config.image_size
+    size = plain.image_size
     bilinear = InterpolationMode.BILINEAR
     steps: list[Callable[..., object]] = []
-    steps.append(v2.RandomResizedCrop(size, antialias=True) if augment.random_resized_crop else _resize(config))
+    steps.append(
+        v2.RandomResizedCrop(size, antialias=True) if augment.random_resized_crop else _resize(plain.resize_size)
+    )
     steps.append(v2.RandomCrop(size, padding=augment.crop_padding) if augment.crop_padding else v2.CenterCrop(size))
     if augment.horizontal_flip:
         steps.append(v2.RandomHorizontalFlip(augment.horizontal_flip))
@@ -59,7 +83,7 @@ def train_transform(config: DataConfig, mean: Channels, std: Channels) -> Transf
         steps.append(v2.RandomAffine(10, translate=(0.1, 0.1), scale=(0.9, 1.1), interpolation=bilinear))
     if augment.trivial_augment:
         steps.append(v2.TrivialAugmentWide(interpolation=bilinear))
-    steps.append(ToInput(mean, std))
+    steps.append(ToInput(plain.mean, plain.std))
     if augment.random_erasing:
         steps.append(v2.RandomErasing(augment.random_erasing))
     pipeline: Transform = v2.Compose(steps)
@@ -71,7 +95,7 @@ def is_random(augment: AugmentConfig) -> bool:
     return any(augment.model_dump().values())
 
 
-def resized_up_front(images: Tensor, config: DataConfig) -> Tensor:
+def resized_up_front(images: Tensor, resize_size: int) -> Tensor:
     """Resize `images`, uint8 (N, C, H, W), once, as the first step of each pipeline would in every epoch.
 
     The pipelines keep that step, which then has nothing to do. A set that would grow beyond MAX_RESIZED_BYTES is
@@ -79,12 +103,12 @@ def resized_up_front(images: Tensor, config: DataConfig) -> Tensor:
     """
     count, channels, height, width = images.shape
     short, long = sorted((height, width))
-    target = config.resize_size or config.image_size
-    if short == target or count * channels * target * (target * long // short) > MAX_RESIZED_BYTES:
+    grown = count * channels * resize_size * (resize_size * long // short)
+    if short == resize_size or grown > MAX_RESIZED_BYTES:
         return images
-    resize = _resize(config)
+    resize = _resize(resize_size)
     return torch.cat([resize(part) for part in torch.split(images, 1024)])
 
 
-def _resize(config: DataConfig) -> v2.Resize:
-    return v2.Resize(config.resize_size or config.image_size, antialias=True)
+def _resize(size: int) -> v2.Resize:
+    return v2.Resize(size, antialias=True)

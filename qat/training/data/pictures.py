@@ -1,0 +1,118 @@
+"""One picture: decoded from a file, or in the hands of a program that uses a trained model."""
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torchvision.transforms import v2
+
+from qat.training.data.transforms import Picture, Preprocessing
+from qat.training.errors import UserError, first_line
+
+GivenPicture: TypeAlias = "str | os.PathLike[str] | Image.Image | np.ndarray | Tensor"
+
+
+def read_picture(path: "str | os.PathLike[str]") -> Image.Image:
+    """Decode one image into 8-bit RGB, as torchvision's ImageFolder does: an orientation in EXIF is ignored.
+
+    Raises:
+        UserError: if the file is not an image, is damaged, or has more than 8 bits per channel.
+    """
+    try:
+        with warnings.catch_warnings():
+            # The pixels are readable despite broken EXIF data or a transparent palette.
+            warnings.simplefilter("ignore", UserWarning)
+            with Image.open(path) as image:
+                return as_rgb(image, f"'{path}'")
+    except UserError:
+        raise
+    except Exception as error:  # for damaged files, Pillow raises different errors from format to format
+        raise UserError(f"'{path}' is not a readable image ({_reason(error)}); repair or remove it") from error
+
+
+def as_rgb(image: Image.Image, where: str) -> Image.Image:
+    """The image in 8-bit RGB.
+
+    Raises:
+        UserError: for more than 8 bits per channel, which Pillow would clip to 255.
+    """
+    if image.mode.startswith(("I", "F")):
+        raise UserError(f"{where} has pixels of mode '{image.mode}'; save it with 8 bits a channel")
+    return image.convert("RGB")
+
+
+@dataclass(frozen=True)
+class InputTransform:
+    """A picture as the model's input: exactly what the validation of the model's training feeds it.
+
+    Call it with a path, a PIL image, a uint8 array (H, W) or (H, W, 1 or 3), or a uint8 tensor (1 or 3, H, W). The
+    result is a float32 tensor (1, 3, image_size, image_size) on the CPU. It can be pickled, for a loader's processes.
+
+    Raises:
+        ValueError: for a file that is not a readable image, or pixels of another form.
+        TypeError: for something else.
+
+    >>> transform = InputTransform(Preprocessing(32, 36, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)))
+    >>> transform(np.full((48, 64, 3), 255, np.uint8)).shape
+    torch.Size([1, 3, 32, 32])
+    """
+
+    preprocessing: Preprocessing
+
+    def __call__(self, picture: GivenPicture) -> Tensor:
+        """Resize, crop and normalise one picture."""
+        try:
+            return self.preprocessing.pipeline()(self._as_stored(picture)).unsqueeze(0)
+        except UserError as error:
+            raise ValueError(f"transform: {error}") from None
+
+    def _as_stored(self, picture: GivenPicture) -> Picture:
+        """The picture as the data set had it: as a PIL image from a file, or as a tensor from a set in memory."""
+        if isinstance(picture, np.ndarray):
+            picture = _channels_first(picture)
+        elif isinstance(picture, str | os.PathLike):
+            picture = read_picture(Path(picture))
+        elif isinstance(picture, Image.Image):
+            picture = as_rgb(picture, "the image")
+        elif not isinstance(picture, Tensor):
+            raise TypeError(
+                f"transform: expected a path, a PIL image, or a uint8 array or tensor, got {type(picture).__name__}"
+            )
+        if isinstance(picture, Tensor):
+            _check_pixels(picture)
+        from_files = self.preprocessing.resized_by == "pillow"
+        if isinstance(picture, Tensor) and from_files:
+            image: Image.Image = v2.functional.to_pil_image(picture.cpu())
+            return image.convert("RGB")
+        if isinstance(picture, Image.Image) and not from_files:
+            tensor: Tensor = v2.functional.pil_to_tensor(picture)
+            return tensor
+        return picture.cpu() if isinstance(picture, Tensor) else picture
+
+
+def _channels_first(pixels: np.ndarray) -> Tensor:
+    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (1, 3)):
+        raise UserError(f"expected a uint8 array (H, W) or (H, W, 1 or 3), got {pixels.dtype} {pixels.shape}")
+    pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+    return torch.from_numpy(np.ascontiguousarray(pixels))
+
+
+def _check_pixels(pixels: Tensor) -> None:
+    if pixels.dtype != torch.uint8 or pixels.dim() != 3 or pixels.shape[0] not in (1, 3) or not pixels.numel():
+        kind = str(pixels.dtype).removeprefix("torch.")
+        raise UserError(f"expected a uint8 tensor (1 or 3, H, W), got {kind} {tuple(pixels.shape)}")
+
+
+def _reason(error: Exception) -> str:
+    """Describe in a few words what is wrong with a file, without its path."""
+    if isinstance(error, UnidentifiedImageError):
+        return "no known format"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return first_line(error)
