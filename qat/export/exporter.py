@@ -1,7 +1,10 @@
 """`export_onnx`: a prepared model as an ONNX file with integer initializers."""
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -18,7 +21,13 @@ from qat.export.onnxruntime.rewriting import rewrite_for_runtime
 from qat.tracing.inputs import Inputs
 
 
-def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: Inputs) -> None:
+def export_onnx(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    example_inputs: Inputs,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
     """Write the model in QuantizeLinear/DequantizeLinear form: int8 weights, int32 biases, trained grids.
 
     Ranges are not estimated again. BatchNorm is folded into the weight's scale; fewer than 8 bits are stored in 8-bit
@@ -31,15 +40,19 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
         path: the file to write; an existing one is replaced atomically.
         example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments; of floating-point tensors
             only the shapes matter. The first axis is the batch.
+        metadata: what else a program has to know, such as the names of the classes: it goes into the file's
+            `metadata_props`, each value as JSON. Read it with `json.loads` from ONNX Runtime's
+            `session.get_modelmeta().custom_metadata_map`. docs/run_folder.md lists what `train.py` writes.
 
     Raises:
-        TypeError: if the model holds no quantizer, or the path is not a path.
+        TypeError: if the model holds no quantizer, the path is not a path, or the metadata cannot be written as JSON.
         ValueError: if the model was prepared in parts, if a quantizer is not calibrated, not exportable or wider than
             8 bits, if the model does not run with the inputs, or if the ONNX graph lacks a quantizer of the model.
     """
     import onnx
 
     check_path("export_onnx", path, "model, path, example_inputs")
+    notes = _as_json(metadata or {})
     check_exportable(model)
     evaluated = evaluation_copy(model)
     warn_of_hooks(model)
@@ -59,6 +72,20 @@ def export_onnx(model: nn.Module, path: str | os.PathLike[str], example_inputs: 
     own_initializers(proto)
     strip_traces(proto)
     fix_sizes(program, proto)
+    onnx.helper.set_model_props(proto, notes)
     onnx.checker.check_model(proto)
     with atomic_write(Path(path)) as temporary:
         temporary.write_bytes(proto.SerializeToString())
+
+
+def _as_json(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Each value as JSON."""
+    notes = {}
+    for key, value in metadata.items():
+        if not isinstance(key, str):
+            raise TypeError(f"export_onnx: the keys of metadata must be text, got {key!r}")
+        try:
+            notes[key] = json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"export_onnx: metadata[{key!r}] cannot be written as JSON ({error})") from None
+    return notes

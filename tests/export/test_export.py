@@ -1,5 +1,6 @@
 """Export: integer initializers, the same integers in ONNX Runtime as in torch, and clear refusals."""
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -284,3 +285,26 @@ def test_a_rule_that_leaves_its_grid_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(type(model.conv_quantizer), "quantize", lambda self, x: own(self, x) * 0.5)
     with pytest.raises(ValueError, match=r"other values in quantize\(x\) than its codes\(x\) and grid\(\) say"):
         exported(tmp_path / "model.onnx", model)
+
+
+def test_metadata_are_json_in_the_file(tmp_path: Path) -> None:
+    model, images = small_model(), torch.randn(1, 3, 8, 8)
+    notes = {"classes": ["cat", "größe"], "mean": (0.5, 0.25), "model": "small", "epoch": 3, "none": None}
+    qat.export_onnx(model, tmp_path / "x.onnx", images, metadata=notes)
+    found = {each.key: json.loads(each.value) for each in onnx.load(tmp_path / "x.onnx").metadata_props}
+    assert found == {**notes, "mean": [0.5, 0.25]}
+    qat.export_onnx(model, tmp_path / "y.onnx", images)
+    assert not onnx.load(tmp_path / "y.onnx").metadata_props
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sentence"),
+    [
+        ({"scale": np.ones(2)}, r"metadata\['scale'\] cannot be written as JSON \(Object of type ndarray is not JSON "),
+        ({"loss": float("nan")}, r"metadata\['loss'\] cannot be written as JSON \(Out of range float values are not "),
+        ({3: "x"}, "the keys of metadata must be text, got 3"),
+    ],
+)
+def test_metadata_that_json_cannot_write_are_refused(tmp_path: Path, metadata: Any, sentence: str) -> None:
+    with pytest.raises(TypeError, match=f"^export_onnx: {sentence}"):
+        qat.export_onnx(nn.Identity(), tmp_path / "x.onnx", torch.zeros(1), metadata=metadata)
