@@ -150,6 +150,46 @@ def test_pretrained_weights_keep_all_but_a_classifier_of_other_size(
     assert model.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 10)
 
 
+def described(model: nn.Module) -> list[tuple[str, str, dict[str, Any]]]:
+    """All modules with their settings and the shapes of what they hold."""
+    plain = (bool, int, float, str)
+    return [
+        (
+            name,
+            f"{type(module).__name__} {module.extra_repr()}",
+            {key: value for key, value in vars(module).items() if isinstance(value, plain)},
+        )
+        for name, module in model.named_modules()
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:auxiliary heads in the pretrained googlenet model:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "weights", "kwargs"),
+    [
+        (SMALL, "DEFAULT", {}),
+        ("googlenet", "DEFAULT", {}),
+        ("googlenet", "DEFAULT", {"aux_logits": True, "transform_input": False}),
+        ("inception_v3", "DEFAULT", {}),
+        ("vit_b_16", "IMAGENET1K_SWAG_E2E_V1", {}),
+    ],
+)
+def test_without_weights_the_same_layers_are_built(
+    hub: Path, monkeypatch: pytest.MonkeyPatch, name: str, weights: str, kwargs: dict[str, bool]
+) -> None:
+    config = ModelConfig(name=name, weights=weights, kwargs=kwargs)
+    with monkeypatch.context() as patch:
+        patch.setattr("qat.training.run.models._fetch", lambda *_: None)
+        patch.setattr(torchvision.models.WeightsEnum, "get_state_dict", lambda *_, **__: {})
+        patch.setattr(nn.Module, "load_state_dict", lambda *_, **__: None)
+        expected = build_model(config, 10)
+    found = build_model(config, 10, with_weights=False)
+    assert described(found) == described(expected)
+    assert [value.shape for value in found.state_dict().values()] == [
+        value.shape for value in expected.state_dict().values()
+    ]
+
+
 def test_only_the_linear_classifier_is_replaced(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.hub.HASH_REGEX", NO_HASH)
     published = torchvision.models.mobilenet_v3_small(num_classes=1000).state_dict()

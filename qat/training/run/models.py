@@ -21,10 +21,11 @@ from qat.training.run.weights import last_layer, load_weights
 logger = logging.getLogger("qat")
 
 
-def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
+def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = True) -> nn.Module:
     """Build the float model that `config` names, on the CPU, with its weights.
 
-    The config's `num_classes` takes precedence over the argument, the number of classes of the data set.
+    The config's `num_classes` takes precedence over the argument, the number of classes of the data set. Without
+    weights, the same layers are built, and no file of weights is read or downloaded.
 
     Raises:
         UserError: for an unknown name, arguments or weights that do not fit, or a missing file or network.
@@ -39,13 +40,14 @@ def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
     classes = num_classes if config.num_classes is None else config.num_classes
     if classes < num_classes:
         raise UserError(f"model.num_classes: {classes} is fewer than the data set's {num_classes} classes")
-    model = _users_model(config, classes) if ":" in config.name else _torchvision_model(config, classes)
-    if config.checkpoint is not None:
+    own = ":" in config.name
+    model = _users_model(config, classes) if own else _torchvision_model(config, classes, with_weights)
+    if config.checkpoint is not None and with_weights:
         load_weights(model, config.checkpoint, config.name)
     return model
 
 
-def _torchvision_model(config: ModelConfig, classes: int) -> nn.Module:
+def _torchvision_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Module:
     names = torchvision.models.list_models(module=torchvision.models)
     if config.name not in names:
         near = did_you_mean(config.name, names)
@@ -55,6 +57,8 @@ def _torchvision_model(config: ModelConfig, classes: int) -> nn.Module:
         if key in config.kwargs:
             raise UserError(f"model.kwargs: {key} has a field of its own; set model.weights")
     weights = None if config.weights is None else _weights(config.name, config.weights)
+    if weights is not None and with_weights:
+        _fetch(f"{config.weights} of {config.name}", weights)
     # torchvision loads weights only into a model with their number of classes; the classifier is replaced afterwards.
     built = classes if weights is None else len(weights.meta["categories"])
     try:
@@ -62,39 +66,56 @@ def _torchvision_model(config: ModelConfig, classes: int) -> nn.Module:
             # GoogLeNet and Inception announce a new default of init_weights; users can set it in kwargs.
             warnings.simplefilter("ignore", FutureWarning)
             model: nn.Module = torchvision.models.get_model(
-                config.name, weights=weights, num_classes=built, **config.kwargs
+                config.name, num_classes=built, **_arguments(config, weights, with_weights)
             )
     except Exception as error:  # only the user's kwargs can be the cause
         raise UserError(f"model.kwargs: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
     if built != classes:
         name = _replace_classifier(model, classes)
+    if built != classes and with_weights:
         logger.info("model.weights: %s has %d classes; %s is new, with %d", config.weights, built, name, classes)
     return model
 
 
+def _arguments(config: ModelConfig, weights: Any, with_weights: bool) -> dict[str, Any]:
+    """The builder's keyword arguments; without weights, among them what torchvision's builders change with them."""
+    if weights is None or with_weights:
+        return {"weights": weights, **config.kwargs}
+    if config.name in ("googlenet", "inception_v3"):
+        changed = {"aux_logits": config.name == "inception_v3", "transform_input": True}
+        return {**changed, **config.kwargs, "init_weights": False}
+    if config.name.startswith("vit_"):
+        return {**config.kwargs, "image_size": weights.meta["min_size"][0]}
+    return config.kwargs
+
+
 def _weights(name: str, wanted: str) -> Any:
-    """Return the torchvision weights of that name, after their file has been found or downloaded, and read."""
+    """Return the torchvision weights of that name; nothing is read yet."""
     known = torchvision.models.get_model_weights(name)
     # Weights without categories (vgg16's IMAGENET1K_FEATURES) have a classifier of NaNs.
     usable = [key for key, entry in known.__members__.items() if entry.meta["categories"] is not None]
     key = wanted.removeprefix(f"{known.__name__}.")
     if key not in usable:
         raise UserError(f"model.weights: {name} has no '{wanted}'; it has {', '.join(sorted(usable))}")
+    return known[key]
+
+
+def _fetch(name: str, weights: Any) -> None:
+    """Find or download the file of torchvision's weights, and read it; errors call them `name`."""
     folder = Path(torch.hub.get_dir()) / "checkpoints"
-    file = folder / known[key].url.rsplit("/", 1)[1]
+    file = folder / weights.url.rsplit("/", 1)[1]
     existed = file.exists()
     if existed:  # torchvision checks the hash of a file only when it downloads it
         _check_hash(file)
     try:
-        known[key].get_state_dict(progress=True, check_hash=True)
+        weights.get_state_dict(progress=True, check_hash=True)
     except Exception as error:  # network, disk, hash and damaged file each raise their own errors
         if existed:
             raise UserError(f"model.weights: '{file}' is damaged ({reason(error)}); delete it") from error
         raise UserError(
-            f"model.weights: {key} of {name} could not be downloaded ({reason(error)}); put {file.name} into "
+            f"model.weights: {name} could not be downloaded ({reason(error)}); put {file.name} into "
             f"'{folder}', or use model.checkpoint"
         ) from error
-    return known[key]
 
 
 def _check_hash(file: Path) -> None:
