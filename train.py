@@ -25,8 +25,10 @@ from qat.training.data.loaders import Data, Loader, load_data
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.loop.engine import StageRun, evaluate, train_stage
+from qat.training.loop.evaluated import choose_weights
 from qat.training.loop.preparation import build_recipe, check_forward, prepare_model
 from qat.training.loop.stage_warnings import warnings_about
+from qat.training.run.about import about_model, export_metadata
 from qat.training.run.checkpoint import (
     StageState,
     check_same_config,
@@ -75,7 +77,10 @@ def run(config: RunConfig) -> int:
     with open_run_folder(config) as folder:  # no other run can write there until the end
         if folder.finished is None:
             return run_stages(config, data, device, model, folder, started)
-        print(f"{folder.path}: this run is finished; to start a new one set resume=never and another run_dir")
+        print(
+            f"{folder.path}: this run is finished; a larger qat.epochs trains on, resume=never in another run_dir"
+            " starts a new one"
+        )
         return folder.finished
 
 
@@ -85,11 +90,13 @@ def run_stages(
     """Run the stages that the folder does not contain yet, from the float baseline to the proof."""
     resumed = _read_checkpoint(folder, config)
     results: dict[str, Any] = resumed["results"] if resumed else {}
+    (folder.path / SUMMARY).unlink(missing_ok=True)  # of a finished run, which now has more to do
     write_text(folder.path / RESOLVED_CONFIG, dump_config(config))
+    about = about_model(config, data.classes, data.preprocessing)
 
     with RunLog(folder.path) as log:
         log.say(f"run folder: {folder.path}; device: {device}; curves: tensorboard --logdir {folder.path}")
-        stages = Stages(config, data, device, log, folder, resumed, results)
+        stages = Stages(config, data, device, log, folder, resumed, results, about)
 
         stages.float_baseline(model)
         if config.float_finetune:
@@ -100,7 +107,7 @@ def run_stages(
         stages.qat(quantized)
         status = 0 if not config.export.onnx or stages.export(quantized) else 1
 
-        write_summary(folder.path / SUMMARY, config, results, time.perf_counter() - started, status)
+        write_summary(folder.path / SUMMARY, config, about, results, time.perf_counter() - started, status)
         warnings = [f"warning: {sentence}" for sentence in results["warnings"]]
         log.say("\n".join(["", *table(table_rows(results), numbers=True), "", *warnings]))
         names = sorted(path.name for path in folder.path.iterdir() if path.name[0] != ".")
@@ -121,6 +128,7 @@ class Stages:
     folder: RunFolder
     resumed: dict[str, Any] | None
     results: dict[str, Any]
+    about: dict[str, Any]
     steps: int = 0
 
     @property
@@ -169,7 +177,7 @@ class Stages:
         self.log.scalar("qat/val_loss", found.loss, self.steps)
 
     def qat(self, model: nn.Module) -> None:
-        """Fine-tune with quantization; the table of layers then shows what was learned, such as bit-widths."""
+        """Fine-tune with quantization, and choose the epoch; the table of layers shows what was learned by then."""
         self._train("qat", model, self.config.qat)
         self._write_layers(model)
 
@@ -178,7 +186,8 @@ class Stages:
         path = self.folder.path / MODEL
         with replacing(path) as temporary:
             try:
-                qat.export_onnx(model, temporary, torch.zeros(1, *self.data.image_shape))
+                metadata = export_metadata(self.about, self.results)
+                qat.export_onnx(model, temporary, torch.zeros(1, *self.data.image_shape), metadata=metadata)
             except Exception as error:  # the exporter has its own types; the training is safe in last.pt
                 if isinstance(error, OSError) or memory_shortage(error):
                     raise
@@ -212,15 +221,17 @@ class Stages:
             restore_model(self.folder.checkpoint, self.resumed, model)
             state = StageState(**self.resumed["state"])
             self.log.say(f"{name}: going on after epoch {state.epoch} of {stage.epochs}")
-        evaluation = train_stage(
-            StageRun(
-                name, stage, self.config, model, self.data.train, self.data.val, self.device, self.log,
-                self.folder.path, self.results, first_step, keep_best=name == "qat", sample=self._sample(),
-            ),
-            state,
+        run = StageRun(
+            name, stage, self.config, model, self.data.train, self.data.val, self.device, self.log, self.folder.path,
+            self.results, first_step, keep_best=name == "qat", sample=self._sample(), about=self.about,
         )  # fmt: skip
+        evaluation = train_stage(run, state)
+        choice: dict[str, Any] = {}
+        if name == "qat":
+            epoch, evaluation = choose_weights(run, evaluation)
+            choice = {"weights": self.config.export.weights, "epoch": epoch}
         start = self.results.get({"qat": "calibrated", "float_finetune": "float"}.get(name, ""), {}).get("top1")
-        self.results[name] = {"top1": evaluation.top1, "loss": evaluation.loss, "epochs": stage.epochs}
+        self.results[name] = {"top1": evaluation.top1, "loss": evaluation.loss, "epochs": stage.epochs, **choice}
         found = warnings_about(name, stage, evaluation, start)
         self.results.setdefault("warnings", []).extend(found)
         for sentence in found:

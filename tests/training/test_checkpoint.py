@@ -175,6 +175,29 @@ def test_a_checkpoint_of_another_training_is_refused(before: Any, now: Any, diff
     assert said == f"last.pt: was trained with {difference}; set it back, or start anew in another run_dir"
 
 
+def test_a_run_may_grow_and_not_shrink() -> None:
+    saved = RunConfig(qat={"epochs": 3}).model_dump(mode="json")
+    check_same_config(Path("last.pt"), saved, RunConfig(qat={"epochs": 5}))
+    said = user_error(check_same_config, Path("last.pt"), saved, RunConfig(qat={"epochs": 2}))
+    assert said == (
+        "last.pt: qat.epochs: 2 is fewer than the 3 that it was trained with, and a run can only grow; set it back, or"
+        " start anew in another run_dir"
+    )
+
+
+def test_a_key_that_was_added_since_had_its_default() -> None:
+    saved = RunConfig(quantization={"overrides": {"conv1": {"weight": {"bits": 4}}}}).model_dump(mode="json")
+    now = RunConfig.model_validate(saved)
+    del saved["qat"]["bn_reestimate"], saved["quantization"]["overrides"]["conv1"]["weight"]["max_magnitude"]
+    check_same_config(Path("last.pt"), saved, now)
+    other = now.model_copy(update={"qat": now.qat.model_copy(update={"bn_reestimate": "never"})})
+    said = user_error(check_same_config, Path("last.pt"), saved, other)
+    assert said.startswith("last.pt: was trained with qat.bn_reestimate: 'auto', now it is 'never'; ")
+    saved["qat"]["gone"] = 1
+    said = user_error(check_same_config, Path("last.pt"), saved, now)
+    assert said.startswith("last.pt: was trained with ") and "not set" in said
+
+
 def test_float_weights_load_with_plain_tools(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[3].weight = model[2].weight

@@ -106,7 +106,7 @@ def test_the_summary_names_the_processor(asked: str | None, folder: Path, monkey
 
 def test_the_summary_is_json_or_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
-        write_summary(tmp_path / "summary.json", RunConfig(), {"qat": {"loss": float("nan")}}, 1.0, 0)
+        write_summary(tmp_path / "summary.json", RunConfig(), {"versions": {}}, {"qat": {"loss": float("nan")}}, 1.0, 0)
     assert list(tmp_path.iterdir()) == []
 
 

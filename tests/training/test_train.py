@@ -168,12 +168,12 @@ def test_a_failed_proof_is_status_1(
 ) -> None:
     real = train.qat.export_onnx
 
-    def exports_another(model: torch.fx.GraphModule, path: Path, images: torch.Tensor) -> None:
+    def exports_another(model: torch.fx.GraphModule, path: Path, images: torch.Tensor, **named: Any) -> None:
         with torch.no_grad():
             head = model.get_submodule("8")
             assert isinstance(head, nn.Linear)
             head.weight.neg_()
-            real(model, path, images)
+            real(model, path, images, **named)
             head.weight.neg_()
 
     monkeypatch.setattr(train.qat, "export_onnx", exports_another)
@@ -196,7 +196,7 @@ def test_the_exporter_is_blamed_for_its_own_errors_only(
     error: Exception,
     sentence: str,
 ) -> None:
-    def fails(model: torch.fx.GraphModule, path: Path, images: torch.Tensor) -> None:
+    def fails(model: torch.fx.GraphModule, path: Path, images: torch.Tensor, **named: Any) -> None:
         path.write_text("half of it")
         raise error
 
@@ -211,10 +211,10 @@ def test_a_folder_that_is_replaced_while_the_export_runs_gets_no_file(
 ) -> None:
     real = train.qat.export_onnx
 
-    def slow(model: torch.fx.GraphModule, path: Path, images: torch.Tensor) -> None:
+    def slow(model: torch.fx.GraphModule, path: Path, images: torch.Tensor, **named: Any) -> None:
         (folder / "x").rename(folder / "mine")
         (folder / "x").mkdir()
-        real(model, path, images)
+        real(model, path, images, **named)
 
     monkeypatch.setattr(train.qat, "export_onnx", slow)
     assert start("run_dir=x", "float.epochs=0", "qat.epochs=0") == 2
@@ -255,7 +255,10 @@ def test_a_finished_run_says_so_and_returns_its_status(folder: Path, capsys: pyt
     before = times(folder / "runs" / "tiny")
     capsys.readouterr()
     assert start(*command, "export.onnx=false", "resume=auto") == 0
-    said = "runs/tiny: this run is finished; to start a new one set resume=never and another run_dir\n"
+    said = (
+        "runs/tiny: this run is finished; a larger qat.epochs trains on, resume=never in another run_dir starts a new"
+        " one\n"
+    )
     assert capsys.readouterr() == (said, "")
     assert times(folder / "runs" / "tiny") == before
     assert start(*command, "export.onnx=false", "resume=auto", "seed=3") == 2

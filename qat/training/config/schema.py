@@ -210,6 +210,9 @@ class ExportConfig(Section):
 
     onnx: bool = True
     """Write model.onnx, run it in ONNX Runtime over the whole validation split, and compare."""
+    weights: Literal["best", "last"] = "last"
+    """The epoch of QAT whose weights are exported and reported as QAT: the last one, or the one with the best
+    validation accuracy (best.pt), which is then no accuracy on unseen images."""
 
 
 class RunConfig(Section):
@@ -222,7 +225,8 @@ class RunConfig(Section):
     must be new or empty, unless the run resumes from it."""
     resume: Literal["never", "auto"] = "never"
     """`auto`: continue from last.pt in run_dir (default: the newest runs/<name>*), or start a new run if there is none.
-    For a finished run of the same config, the command says so and returns its exit status."""
+    For a finished run of the same config, the command says so and returns its exit status; with a larger `qat.epochs`
+    it trains on, with another `export` it exports again."""
     imports: list[str] = Field(default_factory=list)
     """Modules of your own that register rules (`qat.register_quantizer`) or targets (`qat.targets.register_target`),
     found from the current folder."""

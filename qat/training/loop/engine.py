@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.batch_norm import freeze_batch_norm
+from qat.batch_norm import copied_statistics, freeze_batch_norm
 from qat.kernels import float_products
 from qat.quantizer import Quantizer
 from qat.switches import freeze_scales
@@ -25,6 +25,7 @@ from qat.training.loop.optimizer import build_optimizer, build_schedule, rates_o
 from qat.training.loop.rules import RuleSchedule
 from qat.training.loop.stage import StageRun
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
+from qat.training.run.folder import BEST_CHECKPOINT, LAST_CHECKPOINT
 from qat.training.run.logging import progress_bar
 
 __all__ = ["Batches", "Evaluation", "StageRun", "TrainBatches", "evaluate", "train_stage"]
@@ -62,6 +63,10 @@ class _Optimization:
     def load(self, state: StageState) -> None:
         self.optimizer.load_state_dict(state.optimizer)
         self.schedule.load_state_dict(state.schedule)
+        # The saved rates are of the schedule's old length, if the stage has more epochs now.
+        factors = [factor(self.schedule.last_epoch) for factor in self.schedule.lr_lambdas]
+        for group, base, factor in zip(self.optimizer.param_groups, self.schedule.base_lrs, factors, strict=True):
+            group["lr"] = base * factor
         self.scaler.load_state_dict(state.scaler)
         if self.ema is not None and state.ema is not None:
             self.ema.load_state_dict(state.ema)
@@ -107,13 +112,20 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
             if evaluation.top1 > optimization.best_top1:
                 optimization.best_top1 = evaluation.top1
                 if run.keep_best:
-                    _save(run, "best.pt", epoch + 1, None)
+                    _save(run, BEST_CHECKPOINT, epoch + 1, evaluation)
+            statistics = None if optimization.ema is None else copied_statistics(run.model)
         log_epoch(run, epoch, training, evaluation, note)
-        _save(run, "last.pt", epoch + 1, optimization.state(epoch + 1, run.device))
+        _save(run, LAST_CHECKPOINT, epoch + 1, evaluation, optimization.state(epoch + 1, run.device), statistics)
     if optimization.ema is not None:
         optimization.ema.copy_to(run.model)
         settle_statistics(run, run.stage.epochs)
-    return evaluation or _validate(run)
+    evaluation = evaluation or _validate(run)
+    if run.keep_best and run.config.export.weights == "last" and evaluation.top1 < optimization.best_top1:
+        run.log.say(
+            f"{run.name}: the best epoch, in {BEST_CHECKPOINT}, had val top1 {optimization.best_top1:.2f} %, the last"
+            f" {evaluation.top1:.2f} %; with resume=auto, export.weights=best takes that one"
+        )
+    return evaluation
 
 
 def _train_epoch(run: StageRun, optimization: _Optimization, epoch: int) -> Meter:
@@ -208,6 +220,8 @@ def _validate_untrained(run: StageRun) -> Evaluation:
             f"{run.name}: the validation loss is {evaluation.loss} without any training; try other weights"
             " (model.weights, model.checkpoint)"
         )
+    if run.keep_best:
+        _save(run, BEST_CHECKPOINT, 0, evaluation)
     return evaluation
 
 
@@ -225,7 +239,14 @@ def _check_finite(run: StageRun, split: str, losses: list[float], epoch: int, fi
             raise UserError(f"{run.name}: the {split} loss is {loss} in {where}; try {' or '.join(advice)}")
 
 
-def _save(run: StageRun, file: str, epochs: int, state: StageState | None) -> None:
+def _save(
+    run: StageRun,
+    file: str,
+    epochs: int,
+    evaluation: Evaluation,
+    state: StageState | None = None,
+    statistics: list[Tensor] | None = None,
+) -> None:
     payload = {
         "stage": run.name,
         "epochs": epochs,
@@ -233,5 +254,8 @@ def _save(run: StageRun, file: str, epochs: int, state: StageState | None) -> No
         "state": None if state is None else vars(state),
         "results": run.results,
         "config": run.config.model_dump(mode="json"),
+        "evaluation": {"top1": evaluation.top1, "loss": evaluation.loss},
+        "statistics": statistics,
+        "about": run.about,
     }
     save_checkpoint(run.folder / file, payload)

@@ -29,6 +29,7 @@ class StageRun:
         first_step: training steps of the run before this stage, so that the curves of the stages join.
         keep_best: whether to write best.pt, the weights of the stage's best epoch as evaluated.
         sample: some training images without augmentation, for `settle_statistics`; None for none.
+        about: what a program that loads the checkpoints has to know of the model, see `about_model`.
     """
 
     name: str
@@ -44,6 +45,7 @@ class StageRun:
     first_step: int = 0
     keep_best: bool = True
     sample: Batches | None = None
+    about: dict[str, Any] = field(default_factory=dict)
 
     def step(self, epoch: int, number: int = 0) -> int:
         """Return the run's step count after `epoch` whole epochs of this stage and `number` steps."""

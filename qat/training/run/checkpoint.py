@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from qat.quantizer import Quantizer
@@ -18,12 +19,18 @@ from qat.training.run.files import replacing
 FORMAT = 1
 """Version of the payload; `load_checkpoint` refuses others."""
 
-FOREIGN = "the checkpoint is damaged or of another program; remove it to start anew"
+FOREIGN = "the checkpoint is damaged or of another program"
 
 PAYLOAD_KEYS = ("stage", "epochs", "model", "state", "results", "config")
 
+OPTIONAL_KEYS = ("evaluation", "statistics", "about")
+"""Keys that checkpoints of earlier versions lack."""
+
 FREE_KEYS = ("name", "run_dir", "resume", "device", "log_every", "data.workers", "data.download", "export")
 """Keys of the config that may differ when a run is resumed, because they do not change the training."""
+
+EPOCHS = "qat.epochs"
+"""This key may grow when a run is resumed: the run then trains on."""
 
 
 @dataclass
@@ -66,18 +73,24 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
 
     The payload has tensors and plain Python values under `PAYLOAD_KEYS`: stage (name), epochs (finished ones), model
     (state_dict), state (the `vars` of a `StageState`, or None if a run cannot resume from it), results and config
-    (plain dicts). A `format` version is added.
+    (plain dicts). A `format` version is added. Of `OPTIONAL_KEYS` it may have evaluation (top1 in percent and loss of
+    the weights as evaluated), statistics (BatchNorm's, of averaged weights, see `copied_statistics`) and about (see
+    `about_model`).
 
     Raises:
         UserError: if the file cannot be written.
     """
-    assert tuple(payload) == PAYLOAD_KEYS, f"checkpoint payload has the keys {list(payload)}"
+    assert tuple(key for key in payload if key not in OPTIONAL_KEYS) == PAYLOAD_KEYS, (
+        f"checkpoint payload has the keys {list(payload)}"
+    )
     with replacing(path) as temporary, open(temporary, "wb") as file:
         torch.save({"format": FORMAT, **payload}, file)
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path, way_out: str = "remove it to start anew") -> dict[str, Any]:
     """Read a file of `save_checkpoint` onto the CPU, with tensors and plain values only.
+
+    The sentence for a file that is no whole checkpoint ends with the way out.
 
     Raises:
         UserError: if the file is missing or damaged, or from another program or version.
@@ -85,13 +98,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     try:
         payload = read_archive(path)
     except DamagedError as error:
-        raise UserError(f"{path}: the checkpoint is damaged ({error}); remove it to start anew") from error
+        raise UserError(f"{path}: the checkpoint is damaged ({error}); {way_out}") from error
     except OSError as error:
         if not error.filename:  # for foreign bytes, torch raises errors of many types, OSError among them
-            raise UserError(f"{path}: {FOREIGN}") from error
+            raise UserError(f"{path}: {FOREIGN}; {way_out}") from error
         raise UserError(f"{path}: cannot read the checkpoint ({error.strerror})") from error
     except Exception as error:
-        raise UserError(f"{path}: {FOREIGN}") from error
+        raise UserError(f"{path}: {FOREIGN}; {way_out}") from error
     version = payload.get("format") if isinstance(payload, dict) else None
     if not isinstance(version, int):
         raise UserError(f"{path}: this is no checkpoint of a run (no format version); weights go in model.checkpoint")
@@ -106,17 +119,22 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahead: tuple[str, ...] = ()) -> None:
     """Refuse to resume if the config differs from `saved`, a JSON dump, with which the checkpoint was trained.
 
-    Only `FREE_KEYS` and the sections in `ahead`, of stages that have not begun, may differ.
+    Only `FREE_KEYS` and the sections in `ahead`, of stages that have not begun, may differ, and `EPOCHS` may grow.
 
     Raises:
         UserError: with the first key that differs, and both values.
     """
-    before, now = dict(_flat(saved)), dict(_flat(config.model_dump(mode="json")))
+    before, now = dict(_flat(_completed(saved))), dict(_flat(config.model_dump(mode="json")))
     for key in [*now, *(key for key in before if key not in now)]:
         if any(key == free or key.startswith(f"{free}.") for free in (*FREE_KEYS, *ahead)):
             continue
-        if key not in before and now[key] is None:  # it is newer than the checkpoint, and not in use
-            continue
+        if key == EPOCHS and key in before and now[key] != before[key]:
+            if now[key] > before[key]:
+                continue
+            raise UserError(
+                f"{path}: {EPOCHS}: {now[key]} is fewer than the {before[key]} that it was trained with, and a run can"
+                " only grow; set it back, or start anew in another run_dir"
+            )
         old, new = (repr(values[key]) if key in values else "not set" for values in (before, now))
         if old != new:
             raise UserError(
@@ -158,6 +176,14 @@ def save_float_weights(path: Path, model: nn.Module) -> None:
     }
     with replacing(path) as temporary:
         write_safetensors(temporary, tensors)
+
+
+def _completed(saved: dict[str, Any]) -> dict[str, Any]:
+    """The saved config with the defaults of keys that were added since; as saved, if it has keys that are gone."""
+    try:
+        return RunConfig.model_validate(saved).model_dump(mode="json")
+    except ValidationError:
+        return saved
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

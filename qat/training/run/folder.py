@@ -17,6 +17,9 @@ RUNS = Path("runs")
 """Parent of the default run folders, relative to the current folder."""
 
 LAST_CHECKPOINT = "last.pt"
+BEST_CHECKPOINT = "best.pt"
+"""The weights of QAT's best epoch, as evaluated; without an epoch, the calibrated model."""
+
 RESOLVED_CONFIG = "config.yaml"
 """The config with all defaults, written at the start."""
 
@@ -25,7 +28,7 @@ LAYERS = "layers.txt"
 MODEL = "model.onnx"
 
 SUMMARY = "summary.json"
-"""Written at the very end: a run folder with this file is finished."""
+"""Written at the very end: a run folder with this file is finished. A run that goes on removes it first."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ def _checkpoint(path: Path, config: RunConfig) -> Path | None:
 def _finished(path: Path, config: RunConfig) -> int | None:
     """The exit status of the run in this folder, if it has done everything that the config asks for.
 
+    More epochs of QAT, or another `export`, are something left to do.
+
     Raises:
         UserError: if it was a run with another config.
     """
@@ -127,10 +132,14 @@ def _finished(path: Path, config: RunConfig) -> int | None:
         summary = json.loads((path / SUMMARY).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):  # missing or truncated: the run repeats its end
         return None
-    if not isinstance(summary, dict) or (config.export.onnx and "onnx" not in summary):
+    if not isinstance(summary, dict):
         return None
     saved = load_config(str(path / RESOLVED_CONFIG))
     check_same_config(path / RESOLVED_CONFIG, saved.model_dump(mode="json"), config)
+    without_onnx = saved.export.model_copy(update={"onnx": False})
+    exported = config.export in (saved.export, without_onnx) and ("onnx" in summary or not config.export.onnx)
+    if not exported or config.qat.epochs != saved.qat.epochs:
+        return None
     return int(summary.get("exit_status", 0))
 
 

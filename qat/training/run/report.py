@@ -3,7 +3,6 @@
 import json
 import math
 import platform
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,12 @@ def session_results(verification: Verification, layers: list[LayerDifference]) -
     }
 
 
-def write_summary(path: Path, config: RunConfig, results: dict[str, Any], seconds: float, status: int) -> None:
+def write_summary(
+    path: Path, config: RunConfig, about: dict[str, Any], results: dict[str, Any], seconds: float, status: int
+) -> None:
     """Write summary.json atomically: the results, what is needed to reproduce them, and the run's exit status.
+
+    `about` is what `about_model` returns.
 
     It also records what multiplies integers exactly on the processor, and the value of QAT_PROCESSOR.
     """
@@ -90,7 +93,8 @@ def write_summary(path: Path, config: RunConfig, results: dict[str, Any], second
         "exit_status": status,
         **results,
         "seconds": round(seconds, 1),
-        "versions": {name: version(name) for name in ("torch", "torchvision", "onnx", "onnxruntime")},
+        "about": {key: value for key, value in about.items() if key != "versions"},
+        "versions": about["versions"],
         "machine": {
             "processor": platform.machine(),
             "threads": torch.get_num_threads(),
@@ -113,5 +117,16 @@ def table_rows(results: dict[str, Any]) -> list[list[str]]:
         if result is not None:
             size = f"{result['size_bytes'] / 1e6:.1f} MB" if "size_bytes" in result else ""
             agreement = f"{100 * result['agreement']:.2f} %" if "agreement" in result else ""
-            rows.append([words, "" if result["top1"] is None else f"{result['top1']:.2f}", size, agreement])
+            top1 = "" if result["top1"] is None else f"{result['top1']:.2f}"
+            rows.append([_row_name(key, words, results), top1, size, agreement])
     return rows
+
+
+def _row_name(key: str, words: str, results: dict[str, Any]) -> str:
+    """The name of a row, with the epoch whose weights it is of where that can be asked."""
+    epochs, qat = results[key.partition(".")[0]].get("epochs"), results.get("qat", {})
+    if key == "float_finetune" and epochs != qat.get("epochs"):  # a run that was extended
+        return f"float, fine-tuned {epochs} epochs"
+    if key == "qat" and qat.get("epoch"):  # 0 without training; unknown to earlier versions
+        return f"{words}, {qat['weights']} epoch ({qat['epoch']} of {epochs})"
+    return words

@@ -1,0 +1,54 @@
+"""The weights of a checkpoint as they were evaluated, and the choice of those that a run ends with: best or last."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from qat.batch_norm import restore_statistics
+from qat.training.errors import UserError
+from qat.training.loop.ema import EMA
+from qat.training.loop.evaluation import Evaluation, evaluate
+from qat.training.loop.stage import StageRun
+from qat.training.run.checkpoint import load_checkpoint, restore_model
+from qat.training.run.folder import BEST_CHECKPOINT
+
+
+def load_evaluated(path: Path, payload: dict[str, Any], model: nn.Module) -> None:
+    """Load the payload of the checkpoint at `path` into a model built and prepared as then.
+
+    last.pt holds the weights that are trained; evaluated were their averages, if there are any, with BatchNorm's
+    statistics for them.
+
+    Raises:
+        UserError: if the checkpoint is from another model.
+    """
+    restore_model(path, payload, model)
+    averages = payload["state"] and payload["state"]["ema"]
+    if averages:
+        ema = EMA(model, 0.0)
+        ema.load_state_dict(averages)
+        ema.copy_to(model)
+    if payload.get("statistics"):
+        restore_statistics(model, payload["statistics"])
+
+
+def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
+    """At the end of QAT, load the best epoch into the model if `export.weights` says so.
+
+    Returns:
+        The epoch whose weights the model holds, and their evaluation.
+
+    Raises:
+        UserError: if the best epoch is asked for and best.pt is missing or damaged.
+    """
+    path, epochs = run.folder / BEST_CHECKPOINT, run.stage.epochs
+    if run.config.export.weights == "last" or epochs == 0:
+        return epochs, last
+    if not path.is_file():
+        raise UserError(f"export.weights: 'best' needs {path}, which is missing; set export.weights=last")
+    payload = load_checkpoint(path, "set export.weights=last")
+    if payload["epochs"] == epochs:
+        return epochs, last
+    load_evaluated(path, payload, run.model)
+    return payload["epochs"], evaluate(run.model, run.val, run.device, channels_last=run.config.channels_last)

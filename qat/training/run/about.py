@@ -1,0 +1,52 @@
+"""What a program has to know that uses a trained model: kept in the checkpoints, in summary.json and in model.onnx."""
+
+from dataclasses import asdict, fields
+from importlib.metadata import version
+from typing import Any
+
+import qat
+from qat.training.config.schema import RunConfig
+from qat.training.data.transforms import Preprocessing
+
+
+def about_model(config: RunConfig, classes: list[str], preprocessing: Preprocessing) -> dict[str, Any]:
+    """Plain values: model (name), classes (names), the fields of `Preprocessing`, target, recipe, versions.
+
+    The recipe is the config's section `quantization`, without what it leaves to the target.
+    """
+    kept = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(preprocessing).items()}
+    return {
+        "model": config.model.name,
+        "classes": list(classes),
+        **kept,
+        "target": config.quantization.target,
+        "recipe": config.quantization.model_dump(mode="json", exclude_defaults=True),
+        "versions": {"qat": qat.__version__} | {name: version(name) for name in PACKAGES},
+    }
+
+
+PACKAGES = ("torch", "torchvision", "onnx", "onnxruntime")
+"""The packages whose versions are kept."""
+
+
+def preprocessing_of(about: dict[str, Any]) -> Preprocessing:
+    """The preprocessing that `about_model` noted.
+
+    Raises:
+        ValueError: if a field is missing or of another form.
+    """
+    try:
+        kept = {field.name: about[field.name] for field in fields(Preprocessing)}
+        mean, std = (tuple(float(value) for value in kept[name]) for name in ("mean", "std"))
+        return Preprocessing(**{**kept, "mean": mean, "std": std})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"what it says of the preprocessing is incomplete ({error})") from None
+
+
+def export_metadata(about: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+    """For `qat.export_onnx(metadata=...)`: about_model, and what is known of the weights when they are exported.
+
+    accuracy has the top-1 of the stages in percent; epoch and epochs say which epoch of QAT the weights are of.
+    """
+    stages = {name: result["top1"] for name, result in results.items() if isinstance(result, dict) and "top1" in result}
+    return {**about, "accuracy": stages, **{key: results["qat"][key] for key in ("weights", "epoch", "epochs")}}
