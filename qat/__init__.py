@@ -33,6 +33,7 @@ from qat.layers import (
     QuantMultiheadAttention,
     QuantRNN,
 )
+from qat.loading import load
 from qat.preparation.proof import self_check
 from qat.quantizer import Quantizer, parameter_groups, penalty, register_quantizer, set_progress
 from qat.recipe import QuantRecipe
@@ -71,6 +72,7 @@ __all__ = [
     "freeze_scales",
     "functional",
     "integer_weights",
+    "load",
     "parameter_groups",
     "penalty",
     "prepare",

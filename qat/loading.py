@@ -1,0 +1,183 @@
+"""`load`: from a run folder or a checkpoint of `train.py` back to the model.
+
+It imports the training script's parts late, so that `import qat` stays light.
+"""
+
+import copy
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+ATTRIBUTES = ("classes", "transform", "config", "accuracy")
+"""What `load` adds to the model."""
+
+
+def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> nn.Module:
+    """The model of a run of `train.py`, with its weights as they were evaluated, in eval mode, on the CPU.
+
+        model = qat.load("runs/x")
+        scores = model(model.transform("cat.jpg")).softmax(1)
+        print(model.classes[scores.argmax()])
+
+    The model is the prepared one, or the float model if the checkpoint is of a run's float stage. Nothing is
+    downloaded, and neither the data nor the config file is read; the folder may have been moved. It has
+
+    - `model.classes`: the names of the classes, a list;
+    - `model.transform`: called with a path, a PIL image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W), returns
+      what validation feeds the model, a float32 tensor (1, 3, height, width); it can be pickled;
+    - `model.config`: the run's config with all defaults, `model.config.data.image_size`;
+    - `model.accuracy`: top-1 of these weights on the validation split, in percent.
+
+    Of these, checkpoints of earlier versions may not know all: these are None, and a warning names them. So does a
+    warning where the model has an attribute of that name itself, which stays.
+
+    Args:
+        path: a run folder, its best.pt or its last.pt. Of a folder, the weights that model.onnx and the table are of.
+        float_model: the float model, if the run trained a model of your own (`package.module:callable`): no code is
+            imported because a file names it. It is not changed.
+
+    Raises:
+        TypeError: if path is not a path, or float_model is not a module.
+        ValueError: if there is no such file, it is damaged or no checkpoint, the model is of your own and was not
+            given, or a rule or target is not registered.
+    """
+    from qat.training.errors import UserError
+
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"load: path must be text or a Path, got {type(path).__name__}")
+    if not isinstance(float_model, nn.Module | None):
+        raise TypeError(f"load: float_model must be a torch.nn.Module, got {type(float_model).__name__}")
+    try:
+        return _load(Path(os.path.expanduser(path)), float_model)
+    except UserError as error:
+        sentence = str(error)
+    raise ValueError(f"load: {sentence}")
+
+
+def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
+    from qat.training.loop.evaluated import load_evaluated
+    from qat.training.run.checkpoint import load_checkpoint
+
+    file = _chosen_in(path) if path.is_dir() else path
+    payload = load_checkpoint(file, "give a run folder, its best.pt or its last.pt")
+    config = _config(file, payload)
+    with torch.random.fork_rng(devices=[]):
+        model = _float_model(file, payload, config, float_model)
+        if payload["stage"] == "qat":
+            model = _prepared(file, model, config)
+    load_evaluated(file, payload, model)
+    _describe(model, file, payload, config)
+    return model.eval()
+
+
+def _chosen_in(folder: Path) -> Path:
+    """The checkpoint of a run folder whose weights model.onnx and the table are of."""
+    from qat.training.config.file import load_config
+    from qat.training.errors import UserError
+    from qat.training.run.folder import BEST_CHECKPOINT, LAST_CHECKPOINT, RESOLVED_CONFIG
+
+    config = load_config(str(folder / RESOLVED_CONFIG)) if (folder / RESOLVED_CONFIG).is_file() else None
+    best = config is not None and (config.export.weights == "best" or config.qat.epochs == 0)
+    names = [BEST_CHECKPOINT, LAST_CHECKPOINT] if best else [LAST_CHECKPOINT, BEST_CHECKPOINT]
+    existing = [folder / name for name in names if (folder / name).is_file()]
+    if not existing:
+        raise UserError(f"'{folder}' has neither best.pt nor last.pt; give the folder of a run of train.py")
+    if config is not None and existing[0].name != names[0]:
+        raise UserError(
+            f"'{folder}' has no {names[0]}, whose weights its model.onnx has; to load others, give {existing[0]}"
+        )
+    return existing[0]
+
+
+def _config(file: Path, payload: dict[str, Any]) -> Any:
+    from pydantic import ValidationError
+
+    from qat.training.config.error_messages import dotted, sentences_of
+    from qat.training.config.schema import RunConfig
+    from qat.training.errors import UserError
+
+    try:
+        return RunConfig.model_validate(payload["config"])
+    except ValidationError as error:
+        sentences = sentences_of(error, lambda location: f"{file}: its config: {dotted(location)}")
+        raise UserError(*sentences) from error
+
+
+def _float_model(file: Path, payload: dict[str, Any], config: Any, given: nn.Module | None) -> nn.Module:
+    """The float model's layers; the weights are loaded later."""
+    from qat.training.errors import UserError
+    from qat.training.run.models import build_model
+
+    if given is not None:
+        return copy.deepcopy(given)
+    if ":" in config.model.name:
+        raise UserError(
+            f"{file}: its model is your own, '{config.model.name}', and no code is imported because a file names it;"
+            " pass the float model, qat.load(path, float_model=...)"
+        )
+    return build_model(config.model, _outputs(payload, config), with_weights=False)
+
+
+def _outputs(payload: dict[str, Any], config: Any) -> int:
+    """The number of classes; checkpoints of earlier versions only have it as the length of the last layer."""
+    classes = (payload.get("about") or {}).get("classes", [])
+    if classes or config.model.num_classes:
+        return int(config.model.num_classes or len(classes))
+    from qat.training.run.models import build_model
+    from qat.training.run.weights import last_layer
+
+    name, _ = last_layer(build_model(config.model, 1, with_weights=False))
+    weight = payload["model"].get(f"{name}.weight")
+    return len(weight) if isinstance(weight, torch.Tensor) and weight.dim() else 1
+
+
+def _prepared(file: Path, model: nn.Module, config: Any) -> nn.Module:
+    """Prepare as the run did. Rules and targets of the user's have to be registered."""
+    from qat.training.errors import UserError
+    from qat.training.loop.preparation import prepare_model
+
+    size = config.data.image_size
+    try:
+        return prepare_model(model, config, (3, size, size))
+    except UserError as error:
+        absent = [name for name in config.imports if name not in sys.modules]
+        if not absent:
+            raise
+        raise UserError(
+            f"{file}: {error}; the run imported {', '.join(absent)}: import that first, for no code is imported because"
+            " a file names it"
+        ) from error
+
+
+def _describe(model: nn.Module, file: Path, payload: dict[str, Any], config: Any) -> None:
+    """Give the model the attributes of `load`, and warn of what is missing."""
+    from qat.training.data.pictures import InputTransform
+    from qat.training.errors import value_errors_reported
+    from qat.training.run.about import preprocessing_of
+
+    about, evaluation = payload.get("about") or {}, payload.get("evaluation") or {}
+    transform = None
+    if about:
+        with value_errors_reported(f"{file}: "):
+            transform = InputTransform(preprocessing_of(about))
+    known = dict(zip(ATTRIBUTES, (about.get("classes"), transform, config, evaluation.get("top1")), strict=True))
+    missing = [f".{name}" for name, value in known.items() if value is None]
+    if missing:
+        warnings.warn(
+            f"load: {file} is of an earlier version, which did not keep {', '.join(missing)}; they are None",
+            stacklevel=4,
+        )
+    taken = [name for name in ATTRIBUTES if hasattr(model, name)]
+    if taken:
+        warnings.warn(
+            f"load: {type(model).__name__} has {', '.join(f'.{name}' for name in taken)} of its own, which the run's"
+            " do not replace",
+            stacklevel=4,
+        )
+    for name in known.keys() - set(taken):
+        setattr(model, name, known[name])

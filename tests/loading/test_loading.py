@@ -1,0 +1,246 @@
+"""`qat.load`: the model of a run, as it was evaluated, wherever its folder lies now."""
+
+import json
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+import qat
+from qat.quantizer import Quantizer
+from qat.training.data.loaders import load_data
+from qat.training.data.pictures import InputTransform
+from qat.training.data.transforms import Preprocessing
+from qat.training.loop.evaluation import evaluate
+from qat.training.run.checkpoint import load_checkpoint
+from tests.loading.conftest import in_place
+
+CPU = torch.device("cpu")
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "summary.json").read_text()))
+
+
+def loss_of(model: Any) -> float:
+    data = load_data(model.config.data, model.config.seed, CPU, channels_last=True)
+    return evaluate(model, data.val, CPU).loss
+
+
+def changed(path: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of a checkpoint whose payload is changed."""
+    payload = torch.load(path, weights_only=True)
+    change(payload)
+    torch.save(payload, to)
+    return to
+
+
+def refusal(path: Any, *arguments: Any) -> str:
+    with pytest.raises(ValueError) as raised:
+        qat.load(path, *arguments)
+    assert raised.value.__cause__ is None and raised.value.__context__ is None
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("file", ["", "last.pt", "best.pt"])
+def test_the_model_is_the_one_that_was_evaluated(own: Path, tiny: Callable[..., nn.Module], file: str) -> None:
+    run = own / "runs" / "own"
+    model: Any = qat.load(run / file, tiny())
+    found = load_checkpoint(run / (file or "last.pt"))["evaluation"]
+    assert loss_of(model) == found["loss"] and model.accuracy == found["top1"]
+    if not file:
+        assert found["loss"] == summary(run)["qat"]["loss"]
+    assert not any(module.training for module in model.modules())
+    assert model.classes == [str(digit) for digit in range(10)]
+    # With averages, last.pt holds other weights for the training to go on with.
+    trained = load_checkpoint(run / "last.pt")["model"]["5.weight"]
+    assert not torch.equal(model.state_dict()["5.weight"], trained)
+
+
+def test_a_moved_folder_needs_neither_the_data_nor_files_of_weights(
+    pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "moved"
+    shutil.copytree(pets / "runs" / "pets", there)
+    monkeypatch.chdir(tmp_path)
+    before = torch.get_rng_state()
+    model: Any = qat.load("moved")
+    assert torch.equal(torch.get_rng_state(), before)
+    image = pets / "images" / "val" / "dog" / "1.png"
+    expected = qat.load(pets / "runs" / "pets")(model.transform(image))
+    assert torch.equal(model(model.transform(str(image))), expected)
+
+    def from_a_file(payload: dict[str, Any]) -> None:
+        payload["config"]["model"] |= {"checkpoint": "gone.pt"}
+
+    file = changed(there / "last.pt", tmp_path / "x.pt", from_a_file)
+    assert torch.equal(qat.load(file)(model.transform(image)), expected)
+
+
+def test_weights_of_torchvision_are_not_downloaded(pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pretrained(payload: dict[str, Any]) -> None:
+        payload["config"]["model"] |= {"weights": "DEFAULT"}
+
+    monkeypatch.setattr("torch.hub.get_dir", lambda: pytest.fail("looks for weights"))
+    model: Any = qat.load(changed(pets / "runs" / "pets" / "last.pt", tmp_path / "x.pt", pretrained))
+    assert model.accuracy == summary(pets / "runs" / "pets")["qat"]["top1"]
+
+
+def test_no_code_is_imported_because_a_file_names_it(
+    own: Path, tiny: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(own)
+    file = own / "runs" / "own" / "last.pt"
+    assert refusal(own / "runs" / "own") == (
+        f"load: {file}: its model is your own, 'tinymodels:tiny', and no code is imported because a file names it;"
+        " pass the float model, qat.load(path, float_model=...)"
+    )
+    assert "tinymodels" not in sys.modules
+
+    def with_rule(payload: dict[str, Any]) -> None:
+        payload["config"]["imports"] = ["tinymodels"]
+        payload["config"]["quantization"]["weight"]["rule"] = "mine"
+
+    said = refusal(changed(file, tmp_path / "x.pt", with_rule), tiny())
+    assert said.startswith(f"load: {tmp_path}/x.pt: quantization.weight.rule: unknown quantizer 'mine'; registered: ")
+    assert said.endswith(
+        "; the run imported tinymodels: import that first, for no code is imported because a file names it"
+    )
+    assert "tinymodels" not in sys.modules
+    said = refusal(file, nn.Linear(3, 2))
+    assert said.startswith("load: ") and "\n" not in said
+
+
+def test_a_checkpoint_of_an_earlier_version_says_what_is_missing(pets: Path, tmp_path: Path) -> None:
+    def old(payload: dict[str, Any]) -> None:
+        for key in ("about", "evaluation", "statistics"):
+            del payload[key]
+        del payload["config"]["export"]["weights"], payload["config"]["qat"]["bn_reestimate"]
+
+    path = changed(pets / "runs" / "pets" / "last.pt", tmp_path / "old.pt", old)
+    with pytest.warns(UserWarning) as warned:
+        model: Any = qat.load(path)
+    assert [str(each.message) for each in warned] == [
+        f"load: {path} is of an earlier version, which did not keep .classes, .transform, .accuracy; they are None"
+    ]
+    assert warned[0].filename == __file__
+    images = torch.rand(2, 3, 48, 48)
+    assert torch.equal(model(images), qat.load(pets / "runs" / "pets")(images))
+
+
+def test_the_calibrated_model_and_the_float_model(own: Path, tiny: Callable[..., nn.Module], tmp_path: Path) -> None:
+    assert in_place(own, "--config", "own.yaml", f"run_dir={tmp_path}/x", "qat.epochs=0") == 0
+    found = summary(tmp_path / "x")
+    model: Any = qat.load(tmp_path / "x", tiny())
+    assert loss_of(model) == found["qat"]["loss"] and model.accuracy == found["calibrated"]["top1"]
+    float_model: Any = qat.load(tmp_path / "x" / "last.pt", tiny())
+    assert not any(isinstance(module, Quantizer) for module in float_model.modules())
+    assert loss_of(float_model) == found["float"]["loss"]
+    (tmp_path / "x" / "best.pt").unlink()
+    assert refusal(tmp_path / "x", tiny()) == (
+        f"load: '{tmp_path}/x' has no best.pt, whose weights its model.onnx has; to load others, give"
+        f" {tmp_path}/x/last.pt"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "cannot read the checkpoint (No such file or directory)"),
+        (b"PK\x03\x04garbage", "the checkpoint is damaged or of another program; give a run folder, its best.pt or"),
+        ({"format": 2}, "the checkpoint has format 2, this version of qat reads format 1"),
+        ({"weight": torch.ones(1)}, "this is no checkpoint of a run (no format version); weights go in model.checkp"),
+    ],
+)
+def test_other_files_are_refused_with_a_sentence(content: Any, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    assert refusal(path).startswith(f"load: {path}: {sentence}")
+    path.unlink(missing_ok=True)
+    assert refusal(tmp_path) == (
+        f"load: '{tmp_path}' has neither best.pt nor last.pt; give the folder of a run of train.py"
+    )
+
+
+def test_wrong_arguments_are_named(pets: Path, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"^load: path must be text or a Path, got Linear$"):
+        qat.load(nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^load: float_model must be a torch.nn.Module, got str$"):
+        qat.load("x", "resnet18")  # type: ignore[arg-type]
+
+    def newer(payload: dict[str, Any]) -> None:
+        payload["config"]["qat"]["magic"] = 1
+
+    path = changed(pets / "runs" / "pets" / "last.pt", tmp_path / "x.pt", newer)
+    assert refusal(path).startswith(f"load: {path}: its config: qat.magic: unknown key; ")
+
+
+def test_an_attribute_of_the_model_stays(own: Path, tiny: Callable[..., nn.Module]) -> None:
+    given = tiny()
+    given.config = "mine"  # type: ignore[assignment]
+
+    class Deciding(nn.Module):
+        """Prepared in parts, it keeps its class and attributes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.config = given, "mine"
+
+    path = own / "runs" / "own" / "last.pt"
+
+    def inside(payload: dict[str, Any]) -> None:
+        payload["stage"], payload["state"], payload["statistics"] = "float", None, None
+        payload["model"] = {f"inner.{key}": value for key, value in given.state_dict().items()}
+
+    file = changed(path, own / "inside.pt", inside)
+    with pytest.warns(UserWarning, match=r"^load: Deciding has \.config of its own, which the run's do not replace$"):
+        model: Any = qat.load(file, Deciding())
+    assert model.config == "mine" and len(model.classes) == 10
+
+
+@pytest.mark.parametrize("resized_by", ["pillow", "torch"])
+def test_every_form_of_a_picture_gives_the_same_input(resized_by: Any, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (70, 90, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    image.save(tmp_path / "x.png")
+    kept = Preprocessing(32, 36, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), resized_by=resized_by)
+    transform = pickle.loads(pickle.dumps(InputTransform(kept)))
+    expected = kept.pipeline()(image if resized_by == "pillow" else pil_to_tensor(image))[None]
+    assert expected.shape == (1, 3, 32, 32) and expected.dtype == torch.float32
+    for form in (tmp_path / "x.png", str(tmp_path / "x.png"), image, pixels, torch.from_numpy(pixels).permute(2, 0, 1)):
+        assert torch.equal(transform(form), expected)
+    grey = transform(pixels[:, :, 0])
+    assert torch.equal(grey, transform(np.repeat(pixels[:, :, :1], 3, axis=2)))
+    assert torch.equal(grey, transform(Image.fromarray(pixels[:, :, 0])))
+
+
+def test_wrong_pictures_are_refused_with_a_sentence(tmp_path: Path) -> None:
+    transform = InputTransform(Preprocessing(32, 32, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
+    (tmp_path / "x.png").write_text("no image")
+    wrong: list[tuple[Any, str]] = [
+        (tmp_path / "x.png", f"'{tmp_path}/x.png' is not a readable image (no known format); repair or remove it"),
+        (tmp_path / "y.png", f"'{tmp_path}/y.png' is not a readable image (No such file or directory); repair or rem"),
+        (Image.new("I;16", (40, 40)), "the image has pixels of mode 'I;16'; save it with 8 bits a channel"),
+        (np.zeros((3, 40, 40), np.uint8), "expected a uint8 array (H, W) or (H, W, 1 or 3), got uint8 (3, 40, 40)"),
+        (np.zeros((40, 40, 3)), "expected a uint8 array (H, W) or (H, W, 1 or 3), got float64 (40, 40, 3)"),
+        (torch.zeros(3, 40, 40), "expected a uint8 tensor (1 or 3, H, W), got float32 (3, 40, 40)"),
+        (torch.zeros(2, 3, 40, 40, dtype=torch.uint8), "expected a uint8 tensor (1 or 3, H, W), got uint8 (2, 3, 4"),
+    ]
+    for picture, sentence in wrong:
+        with pytest.raises(ValueError) as raised:
+            transform(picture)
+        assert str(raised.value).startswith(f"transform: {sentence}")
+    with pytest.raises(TypeError, match=r"^transform: expected a path, a PIL image, or a uint8 array or tensor, got i"):
+        transform(3)  # type: ignore[arg-type]
