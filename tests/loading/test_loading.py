@@ -141,7 +141,7 @@ def test_the_calibrated_model_and_the_float_model(own: Path, tiny: Callable[...,
     assert in_place(own, "--config", "own.yaml", f"run_dir={tmp_path}/x", "qat.epochs=0") == 0
     found = summary(tmp_path / "x")
     model: Any = qat.load(tmp_path / "x", tiny())
-    assert loss_of(model) == found["qat"]["loss"] and model.accuracy == found["calibrated"]["top1"]
+    assert loss_of(model) == found["qat"]["loss"] and model.accuracy == found["qat"]["top1"]
     float_model: Any = qat.load(tmp_path / "x" / "last.pt", tiny())
     assert not any(isinstance(module, Quantizer) for module in float_model.modules())
     assert loss_of(float_model) == found["float"]["loss"]
