@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qat.evaluating import evaluating
 from qat.layers import QuantFunction, QuantLayer
-from qat.preparation.proof import first_calls, prove
+from qat.preparation.proof import check_own_twins, first_calls, prove
 from qat.quantizer import Quantizer, RangeObserver
 from qat.tracing.inputs import Batch, as_batches, call_model, inputs_and_labels, model_device, moved_to
 
@@ -40,7 +40,7 @@ def calibrate(model: nn.Module, batches: Iterable[Batch], limit: int | None = No
     Raises:
         TypeError: if batches cannot be iterated over.
         ValueError: without an activation quantizer or a batch; for a limit below 1; if a quantizer saw no value, or NaN
-            or infinity.
+            or infinity; if a twin of your own (`register_twin`) evaluates otherwise than it trains.
 
     >>> from qat import QuantLinear
     >>> layer = QuantLinear(4, 2)
@@ -78,6 +78,7 @@ def calibrate(model: nn.Module, batches: Iterable[Batch], limit: int | None = No
         seen = [torch.from_numpy(part) for part in _of_all_ranks(observers[name].values(extremes).numpy())]
         elements = max(_of_all_ranks(observers[name].elements))  # a rank without batches has 0
         _set_range(name, quantizer, torch.cat(seen, dim=1), elements)
+    check_own_twins(model, calls)
     prove(model, calls)
 
 

@@ -49,7 +49,7 @@ class QuantSpec:
             None: all that the bits hold.
 
     Attributes:
-        qmin, qmax: lowest and highest integer of the grid, once its bits, sign and narrow range are known.
+        qmin, qmax: lowest and highest integer of the grid; left open, it counts as 8 bits, signed, and not narrow.
 
     Raises:
         ValueError: for values outside these.
@@ -101,11 +101,11 @@ class QuantSpec:
             raise ValueError(f"QuantSpec: max_magnitude must be a whole number of at least 1 or None, got {most!r}")
         if self.narrow_range and self.signed is False:
             raise ValueError("QuantSpec: narrow_range=True needs signed=True; an unsigned grid has no mirror image")
-        if {"bits", "signed"} <= given.keys() and (not self.signed or "narrow_range" in given):
-            low = -(2 ** (bits - 1)) + int(self.narrow_range) if self.signed else 0
-            high = int(2 ** (bits - int(self.signed)) - 1)
-            object.__setattr__(self, "qmin", low if most is None else max(low, -most))
-            object.__setattr__(self, "qmax", high if most is None else min(high, most))
+        signed = self.signed is not False
+        low = int(self.narrow_range is True) - 2 ** (bits - 1) if signed else 0
+        high = 2 ** (bits - int(signed)) - 1
+        object.__setattr__(self, "qmin", low if most is None else max(low, -most))
+        object.__setattr__(self, "qmax", high if most is None else min(high, most))
 
     def _check_group(self) -> None:
         size, granularity = self.group_size, self.granularity
@@ -134,16 +134,6 @@ class QuantSpec:
         @property
         def qmax(self) -> int:
             """Highest integer of the grid."""
-
-    else:
-
-        def __getattr__(self, name: str) -> Any:
-            if name in ("qmin", "qmax"):
-                raise AttributeError(
-                    f"{self!r} has no {name} yet: bits, signed or narrow_range is left open; give it, or ask"
-                    " spec.resolved(default)"
-                )
-            raise AttributeError(f"'QuantSpec' object has no attribute {name!r}")
 
     def given(self) -> dict[str, Any]:
         """The fields that are not left open, by name.

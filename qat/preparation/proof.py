@@ -1,15 +1,21 @@
-"""`self_check`: compares the training step on codes with the plain step, for every traced part of a model."""
+"""What a calibrated model is held to, part by part: training on codes is the plain step (`self_check`), and a user's
+twin evaluates on integers as it trains (`check_own_twins`)."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qat.evaluating import evaluating
+from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.verdict import Verdict
+
+MOST_APART = 0.02
+"""Share of the largest value by which a twin may evaluate otherwise than it trains; rounding makes far less."""
 
 
 def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Verdict]:
@@ -62,3 +68,38 @@ def prove(model: nn.Module, calls: dict[PreparedGraph, Any]) -> dict[str, Verdic
             if verdict is not None:
                 found[name] = verdict
     return found
+
+
+def check_own_twins(model: nn.Module, calls: dict[PreparedGraph, Any]) -> None:
+    """Compare both ways for every layer whose class is not of this library, on the arguments of the parts' first calls.
+
+    Raises:
+        ValueError: for a layer that evaluates otherwise than it trains.
+    """
+    own = {name: module for name, module in model.named_modules() if _is_own(module)}
+    with evaluating(model), torch.no_grad(), ExitStack() as hooks:
+        for name, layer in own.items():
+            hooks.enter_context(layer.register_forward_hook(partial(_compare, name), with_kwargs=True))
+        for graph, (args, kwargs) in calls.items() if own else ():
+            graph(*args, **kwargs)
+
+
+def _is_own(module: nn.Module) -> bool:
+    return isinstance(module, QuantLayer) and not type(module).__module__.startswith("qat.")
+
+
+def _compare(name: str, layer: Any, args: Any, kwargs: Any, evaluated: Any) -> None:
+    if not isinstance(evaluated, Tensor) or not evaluated.numel():
+        return
+    layer.training = True
+    try:
+        trained = layer.forward(*args, **kwargs)
+    finally:
+        layer.training = False
+    largest, off = float(trained.abs().max()), float((trained - evaluated).abs().max())
+    if off > MOST_APART * largest:
+        raise ValueError(
+            f"calibrate: {name} ({type(layer).__name__}) answers up to {largest:.3g} in training, and evaluation on"
+            f" integers is {off:.3g} away from that: its operate must be linear and add the bias last and unscaled, see"
+            " qat.layers.register_twin"
+        )

@@ -78,16 +78,15 @@ def test_what_belongs_to_an_old_value_goes_with_it(change, left):
     assert spec.changed(change) == replace(spec, **left)
 
 
-def test_the_integers_of_a_grid_are_known_once_bits_sign_and_narrow_range_are():
-    assert QuantSpec(bits=4, signed=False).qmax == 15 and QuantSpec(bits=4, signed=True, narrow_range=True).qmin == -7
-    for spec in (QuantSpec(bits=4), QuantSpec(signed=False), QuantSpec(bits=4, signed=True)):
-        with pytest.raises(AttributeError) as refusal:
-            spec.qmin  # noqa: B018
-        assert str(refusal.value) == (
-            f"{spec!r} has no qmin yet: bits, signed or narrow_range is left open; give it, or ask"
-            " spec.resolved(default)"
-        )
-    assert not hasattr(QuantSpec(), "width")
+def test_what_is_left_open_counts_as_signed_wide_and_eight_bits_in_the_integers():
+    bounds = {
+        QuantSpec(bits=4): (-8, 7),
+        QuantSpec(signed=False): (0, 255),
+        QuantSpec(bits=4, signed=False): (0, 15),
+        QuantSpec(bits=4, narrow_range=True): (-7, 7),
+        QuantSpec(max_magnitude=64): (-64, 64),
+    }
+    assert {spec: (spec.qmin, spec.qmax) for spec in bounds} == bounds
 
 
 @pytest.mark.parametrize(

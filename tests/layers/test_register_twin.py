@@ -143,3 +143,24 @@ def test_what_is_no_twin_is_refused() -> None:
         register_twin("Linear")(QuantLinear)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^register_twin\(Linear\): its twin is qat\.layers\.linear\.QuantLinear$"):
         register_twin(nn.Linear)(QuantScaledLinear)
+
+
+class QuantDoubled(QuantLinear):
+    """Scales its bias too, which the integers of a layer do not: evaluation would be another function."""
+
+    def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return 2 * super().operate(x, weight, bias)
+
+
+def test_a_twin_that_evaluates_otherwise_than_it_trains_is_refused() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    register_twin(Doubled)(QuantDoubled)
+    torch.manual_seed(0)
+    with pytest.raises(
+        ValueError, match=r"^calibrate: 0 \(QuantDoubled\) answers up to .* add the bias last and unsca"
+    ):
+        calibrated(nn.Sequential(Doubled(6, 4), nn.ReLU()), draw(16, 6))
+    calibrated(nn.Sequential(Doubled(6, 4, bias=False), nn.ReLU()), draw(16, 6))  # nothing to scale wrongly
