@@ -156,7 +156,7 @@ def test_a_key_that_is_newer_than_the_checkpoint_may_be_left_out() -> None:
     del saved["qat"]["freeze_scales_epoch"]
     check_same_config(Path("last.pt"), saved, RunConfig())
     said = user_error(check_same_config, Path("last.pt"), saved, RunConfig(qat={"freeze_scales_epoch": 1}))
-    assert said.startswith("last.pt: was trained with qat.freeze_scales_epoch: not set, now it is 1;")
+    assert said.startswith("last.pt: was trained with qat.freeze_scales_epoch: None, now it is 1;")
 
 
 @pytest.mark.parametrize(
