@@ -17,6 +17,7 @@ from qat.export.onnx.initializers import own_initializers
 from qat.export.onnx.names import name_quantizers, name_weights, strip_traces
 from qat.export.onnx.operators import OnnxOperations
 from qat.export.onnx.program import export_program, fix_sizes
+from qat.export.onnxruntime.requantization import keep_requantizations
 from qat.export.onnxruntime.rewriting import rewrite_for_runtime
 from qat.tracing.inputs import Inputs
 
@@ -70,6 +71,7 @@ def export_onnx(
     name_quantizers(proto, frozen_grids(frozen))
     name_weights(proto)
     own_initializers(proto)
+    keep_requantizations(proto)
     strip_traces(proto)
     fix_sizes(program, proto)
     onnx.helper.set_model_props(proto, notes)

@@ -1,0 +1,83 @@
+"""A value that is quantized twice is rounded twice in ONNX Runtime too, which would merge the two quantizers."""
+
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from prepared_case import Plain
+from torch import nn
+from torchvision.models.efficientnet import MBConv, MBConvConfig
+
+import qat
+from qat.export import compare_layers
+from qat.quantizer import create_quantizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+BETWEEN = {"nothing": nn.Identity(), "pool": nn.MaxPool2d(2), "reshape": nn.Flatten(2), "relu": nn.ReLU()}
+
+
+def twice(between: nn.Module, spec: qat.QuantSpec) -> nn.Module:
+    """A convolution whose result is quantized on two grids."""
+    layers = {"conv": qat.QuantConv2d(3, 8, 3, padding=1), "between": between}
+    quantizers = {name: create_quantizer(spec, "activation", ()) for name in ("first", "second")}
+    return Plain(lambda self, x: self.second(self.between(self.first(self.conv(x)))), **layers, **quantizers)
+
+
+@pytest.mark.parametrize("symmetric", [False, True], ids=["affine", "symmetric"])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_both_roundings_are_in_the_file(between: str, symmetric: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, path = torch.randn(16, 3, 8, 8), tmp_path / "model.onnx"
+    model = twice(BETWEEN[between], qat.QuantSpec(signed=symmetric, symmetric=symmetric))
+    qat.calibrate(model, [x])
+    with torch.no_grad():
+        model.second.scale.mul_(0.83)
+    model.eval()
+    with torch.no_grad():
+        once = model.second(model.between(model.conv(x)))
+        assert not torch.equal(model(x), once)  # else the test could not fail
+    qat.export_onnx(model, path, x)
+    assert qat.verify_onnx(path, model, [x]).max_difference < 1e-6
+
+
+def test_equal_grids_stay_scalars(tmp_path: Path) -> None:
+    """Merging equal grids changes nothing, and other runtimes fuse scalars best."""
+    x, path = torch.randn(16, 3, 8, 8), tmp_path / "model.onnx"
+    model = twice(nn.Flatten(2), qat.QuantSpec(signed=False, symmetric=False))
+    qat.calibrate(model, [x])
+    model.second.load_state_dict(model.first.state_dict())
+    qat.export_onnx(model.eval(), path, x)
+    quantizers = [node for node in onnx.load(path).graph.node if node.op_type == "QuantizeLinear"]
+    assert len(quantizers) == 3 and not any(node.attribute for node in quantizers)
+
+
+def test_a_tensor_without_a_fixed_axis_is_warned_of(tmp_path: Path) -> None:
+    x = torch.randn(16, 1)
+    model = twice(nn.Identity(), qat.QuantSpec(signed=False, symmetric=False))
+    model.conv = qat.QuantLinear(1, 1)
+    qat.calibrate(model, [x])
+    with torch.no_grad():
+        model.second.scale.mul_(0.83)
+    with pytest.warns(UserWarning, match="'second' requantizes a tensor without an axis of fixed length"):
+        qat.export_onnx(model.eval(), tmp_path / "model.onnx", x)
+
+
+def test_a_block_with_stochastic_depth(tmp_path: Path) -> None:
+    """EfficientNet's: in evaluation two quantizers stand side by side, and the integers of the whole file agree."""
+    torch.manual_seed(0)
+    block = MBConv(MBConvConfig(4, 3, 1, 8, 8, 1, 1.0, 1.0), 0.2, nn.BatchNorm2d)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    x, path = torch.randn(16, 3, 12, 12), tmp_path / "model.onnx"
+    model = qat.prepare(net)
+    qat.calibrate(model, [x])
+    quantizers = dict(model.named_modules())
+    with torch.no_grad():
+        quantizers["1.stochastic_depth_quantizer"].scale.mul_(0.83)
+    qat.export_onnx(model.eval(), path, x)
+    found = compare_layers(path, model, x)
+    assert "1.stochastic_depth_quantizer" in {layer.name for layer in found}
+    assert not [layer for layer in found if layer.differing]
+    step = quantizers["1.add_quantizer"].grid()[0].item()
+    assert qat.verify_onnx(path, model, [x]).max_difference < step / 100
