@@ -1,8 +1,10 @@
 """`calibrate`: set the range of every activation from a few batches, equal on all ranks."""
 
+import copy
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,11 +26,12 @@ MANY_BATCHES = 100
 def calibrate(model: nn.Module, batches: Iterable[Batch], limit: int | None = None) -> None:
     """Run the batches through the model in evaluation mode and set every range, of activations and of weights.
 
-    Meanwhile activations pass unquantized. Each quantizer observes its tensor and then takes the range that its spec's
-    `init` finds. Weights get the range of their present values. Frozen ranges stay (`freeze_scales`), and the log says
-    so; quantizers that are switched off get theirs. Train and eval flags are restored. At the end a fused
-    training step is compared with a plain one on a slice of the first batch, see docs/speed.md. Under
-    torch.distributed every rank may bring its own batches; all ranks end with the same ranges, found on all values.
+    First weights get the range of their present values. Then the batches run with quantized weights, while activations
+    pass unquantized. Each quantizer observes its tensor and then takes the range that its spec's `init` finds. Frozen
+    ranges stay (`freeze_scales`), and the log says so; quantizers that are switched off get theirs. Train and eval
+    flags are restored. At the end a fused training step is compared with a plain one on a slice of the first batch,
+    see docs/speed.md. Under torch.distributed every rank may bring its own batches; all ranks end with the same
+    ranges, found on all values. If it raises, every range is as before.
 
     Args:
         model: a prepared model, or one with quantized layers of your own.
@@ -55,6 +58,38 @@ def calibrate(model: nn.Module, batches: Iterable[Batch], limit: int | None = No
     }
     if not quantizers:
         raise ValueError("calibrate: the model has no activation quantizer; call prepare first")
+    with _unchanged_on_error(model), first_calls(model) as calls:
+        with evaluating(model):  # weights first: activations are observed behind the weights that will be used
+            for module in model.modules():
+                if isinstance(module, QuantLayer):
+                    module.calibrate_weight()
+        observers = _observe(model, quantizers, as_batches(batches), limit)
+        for name, quantizer in _not_frozen(model, quantizers):
+            extremes = quantizer.spec.init == "minmax" and not quantizer.needs_sample
+            seen = [torch.from_numpy(part) for part in _of_all_ranks(observers[name].values(extremes).numpy())]
+            elements = max(_of_all_ranks(observers[name].elements))  # a rank without batches has 0
+            _set_range(name, quantizer, torch.cat(seen, dim=1), elements)
+    check_own_twins(model, calls)
+    prove(model, calls)
+
+
+@contextmanager
+def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
+    """A context that gives every quantizer its state back if the block raises."""
+    quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
+    states = [copy.deepcopy(quantizer.state_dict()) for quantizer in quantizers]
+    try:
+        yield
+    except BaseException:
+        for quantizer, state in zip(quantizers, states, strict=True):
+            quantizer.load_state_dict(state)
+        raise
+
+
+def _observe(
+    model: nn.Module, quantizers: dict[str, Quantizer], batches: Iterable[Batch], limit: int | None
+) -> dict[str, RangeObserver]:
+    """What each quantizer sees while the batches run; the weights of functions get their ranges on the way."""
     observers = {name: RangeObserver() for name in quantizers}
     functions = [module for module in model.modules() if isinstance(module, QuantFunction)]
     try:
@@ -62,24 +97,14 @@ def calibrate(model: nn.Module, batches: Iterable[Batch], limit: int | None = No
             quantizer.observer = observers[name]
         for function in functions:
             function.calibrating = True
-        with evaluating(model), first_calls(model) as calls:
-            _run(model, as_batches(batches), limit)
+        with evaluating(model):
+            _run(model, batches, limit)
     finally:
         for quantizer in quantizers.values():
             quantizer.observer = None
         for function in functions:
             function.calibrating = False
-    with evaluating(model):
-        for module in model.modules():
-            if isinstance(module, QuantLayer):
-                module.calibrate_weight()
-    for name, quantizer in _not_frozen(model, quantizers):
-        extremes = quantizer.spec.init == "minmax" and not quantizer.needs_sample
-        seen = [torch.from_numpy(part) for part in _of_all_ranks(observers[name].values(extremes).numpy())]
-        elements = max(_of_all_ranks(observers[name].elements))  # a rank without batches has 0
-        _set_range(name, quantizer, torch.cat(seen, dim=1), elements)
-    check_own_twins(model, calls)
-    prove(model, calls)
+    return observers
 
 
 def _not_frozen(model: nn.Module, quantizers: dict[str, Quantizer]) -> list[tuple[str, Quantizer]]:

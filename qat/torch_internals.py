@@ -177,6 +177,16 @@ def set_layer_versions(state: Any, versions: Any) -> None:
     state._metadata = versions
 
 
+def note_in_state(state: Any, prefix: str, key: str, value: Any) -> None:
+    """Write a note about the module at this prefix beside its version, where `_load_from_state_dict` is handed it.
+
+    A state dict that is no longer torch's own (filtered, or from safetensors) holds no notes.
+    """
+    notes = layer_versions(state)
+    if notes is not None:
+        notes[prefix.removesuffix(".")][key] = value
+
+
 # ---- graphs of torch.fx ----
 
 GRAPH_CONSTANT = "_tensor_constant"

@@ -268,6 +268,6 @@ class Quantizer(CalibratedParameters):
             self.family.warned = True
             who = self.family.who_runs()
         warnings.warn(
-            f"{who} default range of up to {UNCALIBRATED_REACH:g}; call qat.calibrate(model, batches) first",
+            f"{who} default range, or on one of other bits; call qat.calibrate(model, batches) first",
             stacklevel=3,
         )

@@ -11,10 +11,15 @@ from torch import Tensor, nn
 from qat.quantizer.switching import Switchable
 from qat.ranges import initial_range, scale_and_zero_point
 from qat.spec import QuantSpec
+from qat.torch_internals import note_in_state
 
 FLOOR_SHARE = 1 / 32
 """A learned scale acts as at least this share of the one it started from: below it a tensor is as good as switched
 off, and with its ReLUs dead no gradient would ever bring it back."""
+
+
+INTEGERS = "integers"
+"""What a state dict notes of a quantizer beside its version: the lowest and the highest integer of its spec."""
 
 
 class Family:
@@ -163,7 +168,14 @@ class CalibratedParameters(Switchable):
         elif self.family is not None:
             self.family.uncalibrated[self.family_name] = None
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        note_in_state(destination, prefix, INTEGERS, [self.spec.qmin, self.spec.qmax])
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        integers = [self.spec.qmin, self.spec.qmax]
+        if local_metadata.get(INTEGERS, integers) != integers:  # a range made for other bits is none for these
+            self.calibrated = torch.zeros_like(self.calibrated)
         if not self.calibrated.is_meta:
             self._note(bool(self.calibrated))

@@ -10,7 +10,7 @@ from rule_specs import plain
 from tiny_training import on_two_ranks
 from torch import Tensor, nn
 
-from qat import calibrate
+from qat import QuantLinear, calibrate
 from qat.quantizer import create_quantizer
 from qat.ranges import initial_range, scale_and_zero_point
 from qat.spec import QuantSpec
@@ -189,6 +189,33 @@ def test_a_failing_batch_leaves_the_model_as_it_was():
     assert model.training and model.dropout.training and same(before, ranges(model))
     with pytest.warns(UserWarning, match="default range"):  # quantizing again, not observing
         assert len(model.first(torch.linspace(-1, 1, 5000)).unique()) <= 256
+
+
+def stale_layer() -> nn.Module:
+    """A layer whose weights became 8 times larger behind the back of their range, and a quantizer of its result."""
+    torch.manual_seed(0)
+    layer = QuantLinear(4, 4, plain(bits=4))
+    with torch.no_grad():
+        layer.weight.mul_(8)
+    return nn.Sequential(layer, create_quantizer(AFFINE))
+
+
+def test_activations_are_observed_behind_the_new_ranges_of_weights():
+    model, again = stale_layer(), stale_layer()
+    calibrate(model, batches())
+    for _ in range(2):
+        calibrate(again, batches())
+    assert same(ranges(model), ranges(again))
+
+
+def test_a_failing_calibration_leaves_every_range_as_it_was():
+    model = stale_layer()
+    calibrate(model, batches())
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    before = ranges(model)
+    refusal_of(model, [batches()[0], torch.full((2, 4), float("nan"))])
+    assert same(before, ranges(model)) and model[1].is_calibrated
 
 
 def test_weight_quantizers_are_left_alone():

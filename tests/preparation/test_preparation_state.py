@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import qat
 from qat.layers import QuantLayer
 from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.quantizer import Quantizer
 
 
 class Attends(nn.Module):
@@ -253,3 +255,29 @@ def test_everything_lives_where_the_model_does(case: str) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert model(x.to("meta")).device.type == "meta"
+
+
+def four_or_eight(bits: int) -> nn.Module:
+    return qat.prepare(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval(),
+        qat.QuantRecipe(weight={"bits": bits}, activation={"bits": bits}),
+    )
+
+
+def test_a_state_of_other_bits_brings_weights_and_no_ranges(tmp_path: Path) -> None:
+    """Scales of 8 bits hold a sixteenth of a range at 4: they count as not calibrated, and calibration mends it."""
+    eight, four, fresh, x = four_or_eight(8), four_or_eight(4), four_or_eight(4), draw(4, 3, 8, 8)
+    qat.calibrate(eight, x)
+    torch.save(eight.state_dict(), tmp_path / "eight.pt")
+    four.load_state_dict(torch.load(tmp_path / "eight.pt", weights_only=True))
+    assert not any(module.is_calibrated for module in four.modules() if isinstance(module, Quantizer))
+    assert str(qat.summary(four)).count("not calibrated") == 4
+    with pytest.warns(UserWarning, match="or on one of other bits; call qat.calibrate"):
+        four(x)
+    qat.calibrate(four, x)
+    fresh.load_state_dict(qat.float_state_dict(eight), strict=False)
+    qat.calibrate(fresh, x)
+    assert torch.equal(four(x), fresh(x))
+    again = four_or_eight(8)
+    again.load_state_dict(torch.load(tmp_path / "eight.pt", weights_only=True))
+    assert torch.equal(again(x), eight(x))

@@ -114,8 +114,8 @@ def test_a_model_without_ranges_warns_once_and_names_its_quantizers() -> None:
     model = two_layers()
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     sentence = (
-        "the quantizers 'input_quantizer', '0_quantizer', '2_quantizer' run on their default range of up to 4; call"
-        " qat.calibrate(model, batches) first"
+        "the quantizers 'input_quantizer', '0_quantizer', '2_quantizer' run on their default range, or on one of other"
+        " bits; call qat.calibrate(model, batches) first"
     )
     for each in (model, *twins):
         assert said_by(each) == [sentence]
