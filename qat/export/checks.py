@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from qat.evaluating import evaluating
-from qat.export.integers.consistency import keeps_to_its_grid, sample_for
+from qat.export.integers.consistency import keeps_to_its_grid, rounds_half_to_even, sample_for
 from qat.export.integers.frozen import CONTAINER_BITS
 from qat.layers import QuantLayer
 from qat.preparation.hooks import is_watched
@@ -17,13 +17,20 @@ from qat.preparation.report import LEFT_IN_FLOAT
 from qat.quantizer import Quantizer
 from qat.tracing.inputs import Inputs, call_model
 
+ROUNDS_OTHERWISE = (
+    "has other integers than round(x / scale) + zero_point, halves to even, as which runtimes compute those of"
+    " activations; use it for weights alone, or set exportable = False"
+)
+"""The end of the sentence about a rule that no runtime computes on activations."""
+
 
 def check_exportable(model: nn.Module) -> None:
     """Check that the model is one graph, and that it has integers; see `check_integers`.
 
     Raises:
         TypeError: if the model holds no quantizer.
-        ValueError: if the model was prepared in parts, or for the first quantizer that cannot be written.
+        ValueError: if the model was prepared in parts, or for the first quantizer that cannot be written, or that a
+            runtime would compute otherwise.
     """
     if LEFT_IN_FLOAT in vars(model) and not isinstance(model, fx.GraphModule):
         raise ValueError(
@@ -31,6 +38,9 @@ def check_exportable(model: nn.Module) -> None:
             " part, see qat.preparation.parts.prepared_parts(model)"
         )
     check_integers(model, "export_onnx")
+    for name, quantizer in model.named_modules():
+        if isinstance(quantizer, Quantizer) and not rounds_half_to_even(quantizer):
+            raise ValueError(f"export_onnx: {name!r}: the rule {quantizer.spec.rule!r} {ROUNDS_OTHERWISE}")
 
 
 def check_integers(model: nn.Module, caller: str) -> None:

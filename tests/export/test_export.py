@@ -204,6 +204,23 @@ def test_a_rule_off_the_integer_grid_is_refused(tmp_path: Path, monkeypatch: pyt
         exported(tmp_path / "model.onnx", model)
 
 
+def test_a_rule_that_rounds_halves_up_is_for_weights_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+
+    def half_up(self: Quantizer, x: torch.Tensor) -> torch.Tensor:
+        scale, zero_point = self.grid()
+        return torch.clamp(torch.floor(x / scale + 0.5) + zero_point, *self.bounds())
+
+    def values(self: Quantizer, x: torch.Tensor) -> torch.Tensor:
+        scale, zero_point = self.grid()
+        return (half_up(self, x) - zero_point) * scale
+
+    monkeypatch.setattr(type(model.conv.weight_quantizer), "compute_codes", half_up)
+    monkeypatch.setattr(type(model.conv.weight_quantizer), "quantize", values)
+    with pytest.raises(ValueError, match=r"'input_quantizer': the rule 'lsq' has other integers than round\(x / scale"):
+        exported(tmp_path / "model.onnx", model)
+
+
 def test_swapped_path_and_example_are_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(TypeError) as raised:
         qat.export_onnx(small_model(), torch.randn(1, 3, 8, 8), tmp_path / "x.onnx")  # type: ignore[arg-type]

@@ -11,7 +11,8 @@ from qat.quantizer import registry
 
 OWN_RULES = """
 import qat
-from qat.functional import lsq_quantize
+import torch
+from qat.functional import floor_ste, lsq_quantize
 
 @qat.register_quantizer("my_lsq")
 class MyLSQ(qat.Quantizer):
@@ -27,6 +28,15 @@ class FallsOver(qat.Quantizer):
 class OffItsGrid(qat.Quantizer):
     def quantize(self, x):
         return lsq_quantize(x, self.grid()[0], *self.bounds()) * 1.5
+
+@qat.register_quantizer("half_up")
+class HalfUp(qat.Quantizer):
+    def quantize(self, x):
+        scale, zero_point = self.grid()
+        return (self.compute_codes(x) - zero_point) * scale
+    def compute_codes(self, x):
+        scale, zero_point = self.grid()
+        return torch.clamp(floor_ste(x / scale + 0.5) + zero_point, *self.bounds())
 """
 FILES = {"tinymodels.py": TINY_MODEL, "own_rules.py": OWN_RULES, "tiny.yaml": CONFIG}
 
@@ -103,12 +113,18 @@ def test_a_finished_float_stage_continues_with_another_quantization(folder: Path
         ),
         (
             ["imports=[own_rules]", "quantization.weight.rule=falls_over"],
-            "quantization: 0.weight_quantizer: the rule 'falls_over' failed (KeyError: 'oh', {folder}/own_rules.py:13)",
+            "quantization: 0.weight_quantizer: the rule 'falls_over' failed (KeyError: 'oh', {folder}/own_rules.py:14)",
         ),
         (
             ["imports=[own_rules]", "quantization.weight.rule=off_its_grid"],
             "quantization: 0.weight_quantizer: the rule 'off_its_grid' computes other values in quantize(x) than its"
             " codes(x) and grid() say; make them agree, or set exportable = False",
+        ),
+        (
+            ["imports=[own_rules]", "quantization.activation.rule=half_up"],
+            "quantization: input_quantizer: the rule 'half_up' has other integers than round(x / scale) + zero_point,"
+            " halves to even, as which runtimes compute those of activations; use it for weights alone, or set"
+            " exportable = False",
         ),
         (
             ["quantization.weight.rule=dsq", "quantization.weight.options.alfa=0.3"],

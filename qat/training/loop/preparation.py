@@ -8,7 +8,8 @@ from torch import Tensor, fx, nn
 
 import qat
 from qat.evaluating import evaluating
-from qat.export.integers.consistency import keeps_to_its_grid
+from qat.export.checks import ROUNDS_OTHERWISE
+from qat.export.integers.consistency import keeps_to_its_grid, rounds_half_to_even
 from qat.export.integers.frozen import CONTAINER_BITS
 from qat.layers import QuantFunction
 from qat.preparation.report import LEFT_IN_FLOAT, noted
@@ -87,7 +88,9 @@ def _try_rules(prepared: nn.Module, exports: bool) -> None:
             x = _weight_for(quantizer, prepared.get_submodule(name.rpartition(".")[0]))
         try:
             quantizer(x.clone().requires_grad_()).sum().backward()
-            agrees = not (exports and quantizer.has_integers) or keeps_to_its_grid(quantizer.eval(), x)
+            written = exports and quantizer.has_integers
+            agrees = not written or keeps_to_its_grid(quantizer.eval(), x)
+            rounds = not written or rounds_half_to_even(quantizer)
         except Exception as error:  # user code may raise anything
             details = f"{reason(error)}{place(error)}"
             raise UserError(f"quantization: {name}: the rule {rule!r} failed ({details})") from error
@@ -96,6 +99,8 @@ def _try_rules(prepared: nn.Module, exports: bool) -> None:
                 f"quantization: {name}: the rule {rule!r} computes other values in quantize(x) than its codes(x) and"
                 " grid() say; make them agree, or set exportable = False"
             )
+        if not rounds:
+            raise UserError(f"quantization: {name}: the rule {rule!r} {ROUNDS_OTHERWISE}")
 
 
 def _weight_for(quantizer: qat.Quantizer, owner: Any) -> Tensor:
