@@ -49,7 +49,22 @@ def _way(plan: CodesPlan, node: fx.Node, module: Any, shape: torch.Size | None) 
         return PLAINLY, reason
     if by_formula(next(plan.model.parameters())):
         return BY_FORMULA, ""
-    return _product(plan, node, module, shape) if isinstance(module, QuantLayer) else (ON_CODES, "")
+    if isinstance(module, QuantLayer):
+        return _product(plan, node, module, shape)
+    return ON_CODES, _one_pass(plan, node)
+
+
+def _one_pass(plan: CodesPlan, quantizer: fx.Node) -> str:
+    """What is computed together with a quantizer, from the BatchNorm on; nothing of a product of activations."""
+    chain = plan.chains.get(quantizer)
+    if chain is None:
+        return ""
+    first: Any = chain.source if chain.operands is not None else None
+    if chain.layer is not None and chain.layer in plan.followed:
+        first = chain.layer.kwargs["norm"]
+    nodes = (first, *(chain.activation.nodes[::-1] if chain.activation is not None else ()))
+    names = [str(node.target) if node.op in ("call_module", "get_attr") else node.name for node in nodes if node]
+    return f"in one pass with {', '.join(names)}" if names else ""
 
 
 def _tensors_refusal(plan: CodesPlan, node: fx.Node, module: Any) -> str | None:

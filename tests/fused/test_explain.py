@@ -268,6 +268,24 @@ def test_products_of_activations() -> None:
     assert row(model, "matmul") == (PLAINLY, f"its operand comes from other_quantizer: {constant}")
 
 
+def test_what_a_quantizer_is_computed_with() -> None:
+    """The BatchNorm, the sum and the activation before it: a slope that is not fused is missing here."""
+    x = torch.randn(4, 3, 8, 8)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.silu(self.norm(self.first(x)))
+        y = F.relu(self.second(y) + y)
+        return self.last(self.leaky(self.third(y)))
+
+    convs = {name: nn.Conv2d(4 if name != "first" else 3, 4, 1) for name in ("first", "second", "third", "last")}
+    others = {"norm": nn.BatchNorm2d(4), "silu": nn.SiLU(), "leaky": nn.LeakyReLU(0.1)}
+    model = prepared(Plain(forward, **convs, **others), x)
+    assert row(model, "first_quantizer") == ("on codes", "in one pass with norm")
+    assert row(model, "silu_quantizer") == ("on codes", "in one pass with silu")
+    assert row(model, "add_quantizer") == ("on codes", "in one pass with add, relu")
+    assert "leaky" not in row(model, "leaky_quantizer")[1]
+
+
 def test_what_nothing_on_codes_reads() -> None:
     assert row(block(), "conv3_quantizer") == (PLAINLY, "nothing that computes on codes reads it")
 
