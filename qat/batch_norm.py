@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qat.evaluating import evaluating
 from qat.torch_internals import AnyBatchNorm
-from qat.tracing.inputs import Batch, as_batches, call_model, inputs_and_labels, model_device, moved_to
+from qat.tracing.batches import Batch, answer, as_batches, inputs_and_labels
 
 
 @torch.no_grad()
@@ -30,15 +30,15 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
         How many BatchNorms were computed anew: 0 for a model without any, or if the batches reached none.
 
     Raises:
-        ValueError: without a batch.
+        TypeError, ValueError: as `calibrate` does for what it cannot read.
 
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     >>> reestimate_batch_norm(model, [torch.randn(64, 4) + 5])
     1
     """
+    given = as_batches("reestimate_batch_norm", model, batches, "model, batches")
     norms = batch_norms(model)
     before = [(norm, norm.momentum, copied_statistics(norm)) for norm in norms]
-    device = model_device(model)
     count = 0
     try:
         with evaluating(model):
@@ -46,9 +46,9 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
                 norm.reset_running_stats()
                 norm.momentum = None  # the plain average of all batches
                 norm.train()
-            for batch in as_batches(batches):
+            for batch in given:
                 count += 1
-                call_model(model, moved_to(device, inputs_and_labels(batch)[0]))
+                answer("reestimate_batch_norm", model, inputs_and_labels("reestimate_batch_norm", batch)[0])
         if count == 0:
             raise ValueError("reestimate_batch_norm: batches is empty; at least one batch is needed")
     except BaseException:

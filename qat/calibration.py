@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from qat.evaluating import evaluating
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.proof import check_own_twins, first_calls, prove
 from qat.quantizer import Quantizer, RangeObserver
-from qat.tracing.inputs import Batch, as_batches, call_model, inputs_and_labels, model_device, moved_to
+from qat.tracing.batches import Batch, answer, as_batches, inputs_and_labels
 
 log = logging.getLogger("qat")
 
@@ -36,39 +36,39 @@ def calibrate(model: nn.Module, batches: Iterable[Batch], limit: int | None = No
     Args:
         model: a prepared model, or one with quantized layers of your own.
         batches: tensors; or sequences whose first item is the input, or a tuple of inputs (labels are ignored); or
-            mappings of keyword arguments. Their tensors, in lists and mappings too, are moved to the model's device.
-            A tensor, or a mapping, instead of the batches is one batch.
+            mappings of keyword arguments. A tuple of images beside a tuple of as many targets (mappings), as
+            torchvision's detection loaders give them, is one argument. Tensors, in lists and mappings too, are moved
+            to the model's device. A tensor, or a mapping, instead of the batches is one batch.
         limit: how many batches are read at most, of each rank; None: all.
 
     Raises:
-        TypeError: if batches cannot be iterated over.
-        ValueError: without an activation quantizer or a batch; for a limit below 1; if a quantizer saw no value, or NaN
-            or infinity; if a twin of your own (`register_twin`) evaluates otherwise than it trains.
+        TypeError: if the model is no module, batches cannot be iterated over, or a batch is none.
+        ValueError: for a model without quantizers; without a batch; for a limit below 1; if the model does not run with
+            a batch; if a quantizer saw no value, or NaN or infinity (the first that did is named); if a twin of your
+            own (`register_twin`) evaluates otherwise than it trains.
 
     >>> from qat import QuantLinear
     >>> layer = QuantLinear(4, 2)
     >>> calibrate(layer, torch.randn(16, 4))
     >>> calibrate(layer, (torch.randn(16, 4) for _ in range(1000)), limit=8)
     """
-    _check(batches, limit)
+    given = as_batches("calibrate", model, batches, "model, batches")
+    _check(limit)
     quantizers = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, Quantizer) and module.role == "activation"
     }
-    if not quantizers:
-        raise ValueError("calibrate: the model has no activation quantizer; call prepare first")
+    if not quantizers and not any(isinstance(module, QuantLayer) for module in model.modules()):
+        raise ValueError("calibrate: the model has no quantized layer and no activation quantizer; call prepare first")
     with _unchanged_on_error(model), first_calls(model) as calls:
         with evaluating(model):  # weights first: activations are observed behind the weights that will be used
-            for module in model.modules():
+            for name, module in model.named_modules():
                 if isinstance(module, QuantLayer):
-                    module.calibrate_weight()
-        observers = _observe(model, quantizers, as_batches(batches), limit)
-        for name, quantizer in _not_frozen(model, quantizers):
-            extremes = quantizer.spec.init == "minmax" and not quantizer.needs_sample
-            seen = [torch.from_numpy(part) for part in _of_all_ranks(observers[name].values(extremes).numpy())]
-            elements = max(_of_all_ranks(observers[name].elements))  # a rank without batches has 0
-            _set_range(name, quantizer, torch.cat(seen, dim=1), elements)
+                    with _naming(f"weight of {name!r}"):
+                        module.calibrate_weight()
+        observers = _observe(model, quantizers, given, limit)
+        _set_ranges(_not_frozen(model, quantizers), observers)
     check_own_twins(model, calls)
     prove(model, calls)
 
@@ -90,7 +90,8 @@ def _observe(
     model: nn.Module, quantizers: dict[str, Quantizer], batches: Iterable[Batch], limit: int | None
 ) -> dict[str, RangeObserver]:
     """What each quantizer sees while the batches run; the weights of functions get their ranges on the way."""
-    observers = {name: RangeObserver() for name in quantizers}
+    turns = itertools.count()
+    observers = {name: RangeObserver(turns) for name in quantizers}
     functions = [module for module in model.modules() if isinstance(module, QuantFunction)]
     try:
         for name, quantizer in quantizers.items():
@@ -118,15 +119,12 @@ def _not_frozen(model: nn.Module, quantizers: dict[str, Quantizer]) -> list[tupl
     return [(name, quantizer) for name, quantizer in quantizers.items() if not quantizer.is_frozen]
 
 
-def _check(batches: Any, limit: Any) -> None:
-    if not isinstance(batches, Iterable):
-        raise TypeError(f"calibrate: batches must be a loader, a list of batches or a tensor, got {batches!r}")
+def _check(limit: Any) -> None:
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ValueError(f"calibrate: limit must be a whole number of at least 1 or None, got {limit!r}")
 
 
 def _run(model: nn.Module, batches: Iterable[Batch], limit: int | None) -> None:
-    device = model_device(model)
     count = 0
     with torch.no_grad():
         for batch in itertools.islice(batches, limit):
@@ -136,19 +134,35 @@ def _run(model: nn.Module, batches: Iterable[Batch], limit: int | None) -> None:
                     "calibrate: more than %d batches, all of which are read; ranges rarely need so many:"
                     " calibrate(model, batches, limit=%d)", MANY_BATCHES, MANY_BATCHES,
                 )  # fmt: skip
-            inputs, _ = inputs_and_labels(batch)
-            call_model(model, moved_to(device, inputs))
+            answer("calibrate", model, inputs_and_labels("calibrate", batch)[0])
     if not any(_of_all_ranks(count > 0)):
         raise ValueError("calibrate: batches is empty; at least one batch is needed to find the ranges")
 
 
-def _set_range(name: str, quantizer: Quantizer, values: Tensor, elements: int) -> None:
-    if values.numel() == 0:
-        raise ValueError(f"calibrate: quantizer {name!r} saw no values; is its part of the model ever run?")
+def _set_ranges(quantizers: list[tuple[str, Quantizer]], observers: dict[str, RangeObserver]) -> None:
+    """Set the ranges in the order in which the model ran, so that an error names the quantizer where NaN began."""
+    found = []
+    for name, quantizer in quantizers:
+        observer = observers[name]
+        extremes = quantizer.spec.init == "minmax" and not quantizer.needs_sample
+        seen = [torch.from_numpy(part) for part in _of_all_ranks(observer.values(extremes).numpy())]
+        turns, elements = zip(*_of_all_ranks((observer.turn, observer.elements)), strict=True)
+        # A rank without batches has 0 elements, and the last turn of all.
+        found.append((min(turns), name, quantizer, torch.cat(seen, dim=1), max(elements)))
+    for _, name, quantizer, values, count in sorted(found, key=lambda each: each[0]):
+        if values.numel() == 0:
+            raise ValueError(f"calibrate: quantizer {name!r} saw no values; is its part of the model ever run?")
+        with _naming(f"quantizer {name!r}"):
+            quantizer.fit(values, count)
+
+
+@contextmanager
+def _naming(tensor: str) -> Iterator[None]:
+    """A context whose errors say of which tensor the range is."""
     try:
-        quantizer.fit(values, elements)
+        yield
     except ValueError as error:
-        raise ValueError(f"calibrate: quantizer {name!r}: {error}") from error
+        raise ValueError(f"calibrate: {tensor}: {error}") from error
 
 
 def _of_all_ranks(mine: Any) -> list[Any]:

@@ -146,6 +146,7 @@ class PreparedGraph(fx.GraphModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PreparedGraph":
         twin: Any = super().__deepcopy__(memo)
+        type(twin).__name__ = type(self).__name__  # the name that it prints
         for name, module in self.named_modules():
             part = twin.get_submodule(name)
             keep_class(module, part)

@@ -1,5 +1,9 @@
 """What calibration remembers of a tensor: its extremes, exactly, and a seeded random sample of its values."""
 
+import itertools
+import sys
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -12,12 +16,18 @@ class RangeObserver:
     Extremes are exact; of the values at most 16,384 a batch are kept, chosen by a generator of the observer's own,
     so that the same batches give the same range, on every rank and whatever else draws random numbers.
 
+    Args:
+        turns: numbers that the observers of one model share: each takes the next one when it first sees a value.
+
     Attributes:
         elements: of one sample of the tensor (all of it, if it has one axis only).
+        turn: its number; sys.maxsize if it has seen nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Iterator[int] | None = None) -> None:
         self.elements = 0
+        self.turn = sys.maxsize
+        self._turns = itertools.count() if turns is None else turns
         self._samples: list[Tensor] = []
         self._extremes: list[Tensor] = []
         self._generator = torch.Generator().manual_seed(0)
@@ -27,6 +37,8 @@ class RangeObserver:
         values = x.detach().float().reshape(-1)
         if values.numel() == 0:
             return
+        if not self._extremes:
+            self.turn = next(self._turns)
         self.elements = values.numel() // x.shape[0] if x.dim() > 1 else values.numel()
         self._extremes.append(torch.stack([values.amin(), values.amax()]).cpu())
         if values.numel() > SAMPLES_PER_BATCH:

@@ -2,7 +2,7 @@
 
 import inspect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from qat.torch_internals import pytree
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
-
-Batch = Tensor | Sequence[Any] | Mapping[str, Any]
-"""A tensor, a sequence of inputs and labels, or a mapping of keyword arguments."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -31,26 +28,6 @@ def as_arguments(inputs: Any) -> Arguments:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
-
-
-def as_batches(batches: Iterable[Batch]) -> Iterable[Batch]:
-    """The batches; a tensor, or a mapping of keyword arguments, is one batch.
-
-    >>> len(list(as_batches(torch.zeros(8, 3)))), len(list(as_batches([torch.zeros(8, 3)] * 2)))
-    (1, 2)
-    """
-    return [batches] if isinstance(batches, (Tensor, Mapping)) else batches
-
-
-def inputs_and_labels(batch: Batch) -> tuple[Any, Any]:
-    """The inputs of a batch, and its labels; None if it has none.
-
-    >>> inputs_and_labels(({"x": 1}, "labels")), inputs_and_labels({"x": 1})
-    (({'x': 1}, 'labels'), ({'x': 1}, None))
-    """
-    if isinstance(batch, (Tensor, Mapping)):
-        return batch, None
-    return batch[0], batch[1] if len(batch) > 1 else None
 
 
 def moved_to(device: torch.device, values: Any) -> Any:

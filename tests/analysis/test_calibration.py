@@ -150,19 +150,11 @@ def test_a_long_loader_is_read_to_its_end_and_the_log_says_once_that_there_is_a_
     ]
 
 
-@pytest.mark.parametrize(
-    ("given", "limit", "kind", "sentence"),
-    [
-        ([], 0, ValueError, "calibrate: limit must be a whole number of at least 1 or None, got 0"),
-        ([], 2.0, ValueError, "calibrate: limit must be a whole number of at least 1 or None, got 2.0"),
-        ([], True, ValueError, "calibrate: limit must be a whole number of at least 1 or None, got True"),
-        (3, None, TypeError, "calibrate: batches must be a loader, a list of batches or a tensor, got 3"),
-    ],
-)
-def test_what_calibrate_cannot_read_is_a_sentence(given, limit, kind, sentence):
-    with pytest.raises(kind) as refusal:
-        calibrate(Net(), given, limit)
-    assert str(refusal.value) == sentence
+@pytest.mark.parametrize("limit", [0, 2.0, True])
+def test_a_wrong_limit_is_a_sentence(limit):
+    with pytest.raises(ValueError) as refusal:
+        calibrate(Net(), [], limit)
+    assert str(refusal.value) == f"calibrate: limit must be a whole number of at least 1 or None, got {limit!r}"
 
 
 def test_modes_are_evaluation_inside_and_restored_outside():
@@ -269,7 +261,7 @@ def test_a_constant_input_and_an_all_zero_input_are_calibrated():
 
 
 def test_models_without_quantizers_and_calls_without_batches_are_refused():
-    sentence = "calibrate: the model has no activation quantizer; call prepare first"
+    sentence = "calibrate: the model has no quantized layer and no activation quantizer; call prepare first"
     assert refusal_of(nn.Linear(2, 2), batches()) == sentence
     assert refusal_of(nn.Sequential(create_quantizer(QuantSpec(), "weight")), batches()) == sentence
     sentence = "calibrate: batches is empty; at least one batch is needed to find the ranges"
@@ -294,6 +286,35 @@ def test_one_bad_number_among_many_is_found():
     x = torch.zeros(1000, 1000)
     x[123, 456] = float("nan")
     assert refusal_of(nn.Sequential(create_quantizer(AFFINE)), [x]).endswith("the values hold NaN or infinity")
+
+
+@pytest.mark.parametrize("where", ["last", "first"])
+def test_a_bad_number_is_blamed_on_the_quantizer_that_saw_it_first(where):
+    """The quantizers are registered in another order than they run in."""
+    model = nn.ModuleDict(
+        {"last": create_quantizer(AFFINE), "layer": QuantLinear(4, 4), "first": create_quantizer(AFFINE)}
+    )
+    model.forward = lambda x: model["last"](model["layer"](model["first"](x)))
+    x = batches()[0]
+    if where == "first":
+        x[0, 0] = float("nan")
+    else:
+        model["layer"].bias.data[0] = float("nan")
+    assert refusal_of(model, [x]) == f"calibrate: quantizer {where!r}: initial_range: the values hold NaN or infinity"
+
+
+def test_a_bad_weight_is_named():
+    model = nn.Sequential(QuantLinear(4, 4))
+    model[0].weight.data[1, 2] = float("nan")
+    assert refusal_of(model, batches()) == "calibrate: weight of '0': initial_range: the values hold NaN or infinity"
+
+
+def test_a_layer_without_a_grid_for_its_input_gets_the_range_of_its_weight():
+    layer = QuantLinear(4, 4, activation_spec=None)
+    before = layer.weight_quantizer.scale.clone()
+    layer.weight.data.mul_(8)
+    calibrate(layer, batches())
+    assert torch.equal(layer.weight_quantizer.scale, before * 8)
 
 
 def test_quantizers_that_see_nothing_are_named():

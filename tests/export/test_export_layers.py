@@ -103,7 +103,7 @@ def assert_exports(
     recipe: qat.QuantRecipe | None = None,
     floats: frozenset[tuple[int, ...]] = frozenset(),
 ) -> nn.Module:
-    """Export; the answers are equal for three batch sizes, and for a traced model the integers of every quantizer."""
+    """Export; the answers are equal for three batch sizes, and so are the integers of every quantizer."""
     model = exported(path, net, inputs, recipe)
     assert_file_is_in_integers(path, model, floats)
     content = path.read_bytes()
@@ -111,16 +111,17 @@ def assert_exports(
     for samples in (len(next(iter(inputs.values()))), 1, 7):
         found = qat.verify_onnx(path, model, [part_of(inputs, samples)])
         assert found.samples == samples and found.agreement == 1.0 and found.max_difference < 2e-6, samples
-    if isinstance(model, fx.GraphModule):
-        for optimize in (True, False):
-            layers = compare_layers(path, model, inputs, optimize)
-            assert {layer.name for layer in layers} >= own_names(model)
-            assert [layer for layer in layers if layer.differing > layer.elements / 1000 or layer.largest > 1] == []
+    for optimize in (True, False):
+        layers = compare_layers(path, model, inputs, optimize)
+        assert {layer.name for layer in layers} >= own_names(model)
+        assert [layer for layer in layers if layer.differing > layer.elements / 1000 or layer.largest > 1] == []
     return model
 
 
-def own_names(model: fx.GraphModule) -> set[str]:
-    """The activation quantizers that the graph itself calls, without those of parameters."""
+def own_names(model: nn.Module) -> set[str]:
+    """The activation quantizers; of a graph those that it calls itself, without those of parameters."""
+    if not isinstance(model, fx.GraphModule):
+        return set(activation_quantizers(model))
     nodes = [node for node in model.graph.nodes if node.op == "call_module" and node.args]
     called = {str(node.target) for node in nodes if node.args[0].op != "get_attr"}
     return called & set(activation_quantizers(model))
@@ -319,3 +320,40 @@ def test_parametrised_layers(tmp_path: Path) -> None:
         net[0].parametrizations.weight.original0.mul_(torch.tensor([1.0, 2.0, 3.0, 0.5]).reshape(4, 1, 1, 1))
     model = assert_exports(tmp_path / "model.onnx", net, {"input": draw(4, 3, 5, 5)})
     assert all(parametrize.is_parametrized(model.get_submodule(name)) for name in ("0", "3"))
+
+
+class Siamese(nn.Module):
+    """A prepared part and a layer of its own, each called twice."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part, self.head = part, nn.Sequential(qat.QuantLinear(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.part(x)) - self.head(self.part(x.flip(-1)))
+        return found
+
+
+def test_layers_are_compared_in_any_module(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, path = torch.randn(4, 6), tmp_path / "model.onnx"
+    part = qat.prepare(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)), example_inputs=x)
+    model = exported(path, Siamese(part), {"x": x})
+    calls = ["part.input_quantizer", "part.0_quantizer", "head.0.input_quantizer"]
+    found = compare_layers(path, model, x)
+    assert {layer.name for layer in found} == {*calls, *(f"{name}.1" for name in calls)}
+    assert not any(layer.differing for layer in found)
+    with torch.no_grad():
+        model.get_submodule("part.2").bias += 1
+    assert {layer.name for layer in compare_layers(path, model, x) if layer.differing} == {calls[2], f"{calls[2]}.1"}
+    exported(path, qat.QuantLinear(6, 2), {"x": x})
+    with pytest.raises(ValueError, match=r"has no quantizer 'part.input_quantizer'; was it made from this model\?$"):
+        compare_layers(path, model, x)
+
+
+def test_a_layer_alone_is_compared_too(tmp_path: Path) -> None:
+    x, path = torch.randn(4, 6), tmp_path / "layer.onnx"
+    layer = exported(path, qat.QuantLinear(6, 2), {"x": x})
+    assert [(found.name, found.elements, found.differing) for found in compare_layers(path, layer, x)] == [
+        ("input_quantizer", 24, 0)
+    ]

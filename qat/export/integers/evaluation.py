@@ -6,6 +6,7 @@ from collections import Counter
 import torch
 from torch import Tensor, fx, nn
 
+from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import Quantizer
 from qat.tracing.constants import fixed_nodes
@@ -29,21 +30,11 @@ def evaluation_copy(model: nn.Module) -> nn.Module:
     return evaluated
 
 
-def evaluation_graph(model: fx.GraphModule) -> fx.GraphModule:
-    """The model's graph with only what evaluation computes; it shares the model's modules and parameters."""
-    if isinstance(model, PreparedGraph):
-        model._follow_changes()
-    evaluated = copy.copy(model)
-    evaluated.graph = copy.deepcopy(model.graph)
-    _keep_evaluation(evaluated)
-    return evaluated
-
-
 def call_names(model: fx.GraphModule) -> dict[fx.Node, str]:
     """The name of every quantizer call; the second call of `quantizer` is `quantizer.1`. Calls on constants have none.
 
     Args:
-        model: from `evaluation_graph` or `evaluation_copy`.
+        model: from `evaluation_copy`.
     """
     fixed = fixed_nodes(model.graph)
     seen: Counter[str] = Counter()
@@ -52,6 +43,35 @@ def call_names(model: fx.GraphModule) -> dict[fx.Node, str]:
         for node in model.graph.nodes
         if isinstance(submodule_of(model, node), Quantizer) and node not in fixed
     }
+
+
+def quantizer_calls(model: nn.Module, path: str = "") -> dict[str, list[str]]:
+    """The names of the calls of activation quantizers, by the path of each: those that an exported file has.
+
+    How often a quantizer outside a graph is called is not known before a run: it stands for one call.
+
+    Args:
+        model: from `evaluation_copy`.
+        path: of the model in a larger one.
+    """
+    if isinstance(model, Quantizer):
+        return {path: [path]} if model.role == "activation" else {}
+    calls: dict[str, list[str]] = {}
+    children = list(model.named_children())
+    if isinstance(model, fx.GraphModule):
+        for node, name in call_names(model).items():
+            calls.setdefault(joined(path, str(node.target)), []).append(joined(path, name))
+        called = {str(node.target) for node in model.graph.nodes if node.op == "call_module"}
+        modules = [(name, model.get_submodule(name)) for name in sorted(called)]
+        children = [(name, module) for name, module in modules if not isinstance(module, (Quantizer, QuantLayer))]
+    for name, child in children:
+        calls |= quantizer_calls(child, joined(path, name))
+    return calls
+
+
+def joined(path: str, name: str) -> str:
+    """The path of what is called so in the module at a path; the model itself is at ""."""
+    return f"{path}.{name}" if path else name
 
 
 def numbered(name: str, seen: Counter[str]) -> str:

@@ -1,11 +1,16 @@
 """A model run along the integers of another runtime, so that each layer is compared on the same input integers."""
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, nn
 
+from qat.export.integers.evaluation import numbered
 from qat.export.integers.frozen import stored_offset
 from qat.quantizer import Quantizer
 
@@ -27,46 +32,47 @@ class LayerDifference:
     largest: int
 
 
-class Follower(fx.Interpreter):
-    """Runs a model, continuing at every quantizer with the integers that the other runtime computed there.
+class Follower:
+    """Makes a model continue at every quantizer with the integers that another runtime computed there.
 
     Args:
-        model: from `evaluation_graph`.
-        names: of its quantizer calls.
+        calls: from `quantizer_calls`.
         integers: of the other runtime, as stored, by the names of the calls. A format may merge equal calls: of
             these one is enough.
         file: where they come from, for errors.
 
     Attributes:
-        differences: of every call, after `run`.
+        differences: of every call, in the order in which the model runs.
     """
 
-    def __init__(
-        self, model: fx.GraphModule, names: dict[fx.Node, str], integers: dict[str, Tensor], file: str
-    ) -> None:
-        super().__init__(model)
-        self.names, self.integers, self.file = names, integers, file
+    def __init__(self, calls: dict[str, list[str]], integers: dict[str, Tensor], file: str) -> None:
+        self.calls, self.integers, self.file = calls, integers, file
         self.differences: list[LayerDifference] = []
+        self._seen: Counter[str] = Counter()
+        self._merged = any(name not in integers for names in calls.values() for name in names)
         self._followed: list[tuple[Quantizer, Tensor, Tensor]] = []
 
-    def run_node(self, n: fx.Node) -> Any:
-        """The node's value; for a quantizer from the other runtime's integers.
+    @contextmanager
+    def following(self, model: nn.Module) -> Iterator[None]:
+        """A context in which the model follows; a quantizer without integers raises ValueError."""
+        with ExitStack() as hooks:
+            for path in self.calls:
+                quantizer = model.get_submodule(path)
+                hooks.enter_context(quantizer.register_forward_hook(partial(self._follow, path)))
+            yield
 
-        Raises:
-            ValueError: if that runtime has no integers for a quantizer.
-        """
-        if n not in self.names:
-            return super().run_node(n)
-        quantizer = self.fetch_attr(str(n.target))
-        (x,), _ = self.fetch_args_kwargs_from_env(n)
-        theirs = self._theirs(self.names[n], quantizer, x) - stored_offset(quantizer)
-        gap = (quantizer.codes(x) - theirs).abs()
+    def _follow(self, path: str, quantizer: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """What the quantizer answers instead: the other runtime's values."""
+        name = numbered(path, self._seen)
+        theirs = self._theirs(name, quantizer, args[0]) - stored_offset(quantizer)
+        gap = (quantizer.codes(args[0]) - theirs).abs()
         gap = gap.nan_to_num(nan=float(quantizer.span()))  # a NaN of torch equals no integer
         self.differences.append(
-            LayerDifference(self.names[n], gap.numel(), int((gap > 0).sum()), int(gap.max()) if gap.numel() else 0)
+            LayerDifference(name, gap.numel(), int((gap > 0).sum()), int(gap.max()) if gap.numel() else 0)
         )
         scale, zero_point = quantizer.grid()
-        return (theirs - zero_point) * scale
+        values: Tensor = ((theirs - zero_point) * scale).to(output.dtype)
+        return values
 
     def _theirs(self, name: str, quantizer: Quantizer, x: Tensor) -> Tensor:
         """The other runtime's integers for a call, or for the equal call that it was merged with."""
@@ -76,7 +82,7 @@ class Follower(fx.Interpreter):
             if not equal:
                 raise no_quantizer(self.file, name)
             integers = equal[0]
-        if len(self.integers) < len(self.names):
+        if self._merged:
             self._followed.append((quantizer, x, integers))
         return integers.float()
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from qat.export.integers.evaluation import call_names
+from qat.export.integers.evaluation import call_names, joined
 from qat.export.integers.frozen import FreezingError, FrozenLayer, FrozenParameter, FrozenQuantizer, FrozenTable
 from qat.export.integers.operations import Operations
 from qat.layers import IntegerWeight, QuantBilinear, QuantFunction, QuantLayer
@@ -63,7 +63,7 @@ class _Freezer:
             return self.layer(module, path, {})
         inner = module.inner_weights() if isinstance(module, CompositeTwin) else {}
         for key, child in list(module.named_children()):
-            name = f"{path}.{key}" if path else key
+            name = joined(path, key)
             made = self.layer(child, name, inner) if isinstance(child, QuantFunction) else self.module(child, name)
             if made is not child:
                 children_of(module)[key] = made
@@ -96,7 +96,7 @@ class _Freezer:
             weight, bias = inner.get(path.rpartition(".")[2], (None, None))
             integers = layer.integers(quantizer, None, weight, bias)
         inputs = [
-            FrozenQuantizer(each, f"{path}.{argument}", self.operations)
+            FrozenQuantizer(each, joined(path, argument), self.operations)
             for each, argument in zip(quantizers, layer.quantizer_arguments, strict=True)
         ]
         return FrozenLayer(layer, path, integers, quantizers, self.operations, inputs)
@@ -109,7 +109,7 @@ class _Freezer:
         for number, node in enumerate(list(model.graph.nodes)):
             module = submodule_of(model, node)
             name = names.get(node, str(node.target))
-            full = f"{path}.{name}" if path else name
+            full = joined(path, name)
             if isinstance(module, Quantizer):
                 if node.args[0] in values:
                     constant = FrozenParameter(module, full, values[node.args[0]], self.operations)

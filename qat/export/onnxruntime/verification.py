@@ -1,63 +1,61 @@
 """`verify_onnx` and `compare_layers`: an exported file in ONNX Runtime against its torch model."""
 
 import os
+import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from qat.evaluating import evaluating
 from qat.export.agreement import Pair, Verification, judge
 from qat.export.checks import check_path
-from qat.export.integers.evaluation import call_names, evaluation_graph
+from qat.export.integers.evaluation import evaluation_copy, quantizer_calls
 from qat.export.integers.following import Follower, LayerDifference, no_quantizer
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
-from qat.tracing.inputs import as_arguments, as_batches, call_model, model_device, moved_to
+from qat.tracing.batches import Batch, answer, as_batches, check_model, inputs_and_labels
 
-Batches = Iterable[Tensor | Sequence[Any] | Mapping[str, Any]]
+NUMBER = re.compile(r"\.\d+$")
+"""The end of the name of a quantizer's further calls."""
 
 
 def verify_onnx(
-    path: str | os.PathLike[str], model: torch.nn.Module, batches: Batches, *, default_session: bool = False
+    path: str | os.PathLike[str], model: torch.nn.Module, batches: Iterable[Batch], *, default_session: bool = False
 ) -> Verification:
     """Run the file in ONNX Runtime over the batches and compare its answers with the model's.
 
     Args:
         path: the exported file.
         model: the model that it came from; it runs in evaluation mode and gets its train and eval flags back.
-        batches: tensors, (inputs, labels) pairs, or mappings of keyword arguments; a tensor or a mapping instead of the
-            batches is one batch.
+        batches: as for `calibrate`; labels that are a tensor of classes give `torch_top1` and `onnx_top1`.
         default_session: multiply as a session without options does, which is not exact on x86 without VNNI; false:
             multiply exactly on every processor.
 
     Raises:
-        TypeError: if the path is not a path.
-        ValueError: if there is no batch, if no output holds a value, or if the file has other inputs or outputs than
-            the model.
+        TypeError: if the path is not a path, the model no module, or a batch none.
+        ValueError: if there is no batch, if the model does not run with one, if no output holds a value, or if the file
+            has other inputs or outputs than the model.
         FileNotFoundError: if there is no such file.
     """
     check_path("verify_onnx", path, "path, model, batches")
+    given = as_batches("verify_onnx", model, batches, "path, model, batches")
     session = open_session(Path(path).read_bytes(), exact=not default_session)
-    device = model_device(model)
     pairs: list[Pair] = []
     with evaluating(model), torch.no_grad():
-        for batch in as_batches(batches):
-            inputs: Any = batch
-            labels: Tensor | None = None
-            if not isinstance(batch, (Tensor, Mapping)):
-                inputs, labels = batch[0], batch[1] if len(batch) > 1 else None
-            expected = output_tensors(call_model(model, moved_to(device, inputs)))
-            pairs.append((expected, run_session(session, inputs), labels))
+        for batch in given:
+            inputs, labels = inputs_and_labels("verify_onnx", batch)
+            expected = output_tensors(answer("verify_onnx", model, inputs))
+            pairs.append((expected, run_session(session, inputs), labels if isinstance(labels, Tensor) else None))
     return judge(pairs)
 
 
 def compare_layers(
     path: str | os.PathLike[str],
-    model: fx.GraphModule,
+    model: torch.nn.Module,
     inputs: Any,
     optimize: bool = True,
     *,
@@ -70,7 +68,8 @@ def compare_layers(
 
     Args:
         path: the exported file.
-        model: the prepared model that it came from.
+        model: the model that it came from: prepared, or a module with prepared parts and quantized layers. A copy of it
+            runs on the CPU, in float32 and evaluation mode.
         inputs: one batch: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         optimize: with ONNX Runtime's default graph optimisation (integer kernels), or with none.
         default_session: as for `verify_onnx`.
@@ -83,7 +82,7 @@ def compare_layers(
 
 def compare_layers_and_outputs(
     path: str | os.PathLike[str],
-    model: fx.GraphModule,
+    model: torch.nn.Module,
     inputs: Any,
     optimize: bool = True,
     *,
@@ -94,17 +93,14 @@ def compare_layers_and_outputs(
     Arguments and errors are those of `compare_layers`.
     """
     check_path("compare_layers", path, "path, model, inputs")
-    evaluated = evaluation_graph(model)
-    names = call_names(evaluated)
-    integers, theirs = _runtime_integers(path, list(names.values()), inputs, optimize, default_session)
-    device = model_device(model)
-    given = {name: found.to(device) for name, found in integers.items()}
-    follower = Follower(evaluated, names, given, Path(path).name)
-    args, kwargs = as_arguments(moved_to(device, inputs))
-    with evaluating(model), torch.no_grad():
-        placeholders = [node.target for node in evaluated.graph.nodes if node.op == "placeholder"]
-        answer = follower.run(*args, *(kwargs[str(name)] for name in placeholders if name in kwargs))
-    ours = [x.float() for x in output_tensors(answer)]
+    check_model("compare_layers", model, "path, model, inputs")
+    evaluated = evaluation_copy(model)
+    calls = quantizer_calls(evaluated)
+    integers, theirs = _runtime_integers(path, calls, inputs, optimize, default_session)
+    follower = Follower(calls, integers, Path(path).name)
+    with follower.following(evaluated), torch.no_grad():
+        found = answer("compare_layers", evaluated, inputs)
+    ours = [x.float() for x in output_tensors(found)]
     if [tuple(x.shape) for x in ours] != [tuple(x.shape) for x in theirs]:
         raise ValueError(
             f"compare_layers: the outputs of {Path(path).name} have other shapes than the model's; was it made from it?"
@@ -127,14 +123,15 @@ def optimized_operators(path: str | os.PathLike[str]) -> Counter[str]:
 
 
 def _runtime_integers(
-    path: str | os.PathLike[str], names: list[str], inputs: Any, optimize: bool, default_session: bool
+    path: str | os.PathLike[str], calls: dict[str, list[str]], inputs: Any, optimize: bool, default_session: bool
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """ONNX Runtime's integers by quantizer call, as far as the file has them, and the outputs."""
     import onnx
 
     proto = onnx.load(path)
-    produced = {output for node in proto.graph.node for output in node.output}
-    missing, names = [name for name in names if name not in produced], [name for name in names if name in produced]
+    produced = [output for node in proto.graph.node for output in node.output]
+    names = [output for output in produced if output in calls or NUMBER.sub("", output) in calls]
+    missing = [name for known in calls.values() for name in known if name not in names]
     outputs = [output.name for output in proto.graph.output]
     proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names if name not in outputs)
     session = open_session(proto.SerializeToString(), optimize=optimize, exact=not default_session)

@@ -1,0 +1,137 @@
+"""The batches that calibrate, verify_onnx and reestimate_batch_norm take, and the sentence for every other one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qat
+from qat.export import compare_layers
+
+IMAGE = torch.linspace(-1, 3, 48).reshape(3, 4, 4)
+IMAGES, LABELS = torch.stack([IMAGE, IMAGE / 2]), torch.tensor([0, 1])
+FORM = "calibrate: a batch must be a tensor, (inputs, labels), or a mapping of keyword arguments, got"
+BATCHES = "calibrate: batches must be a loader, a list of batches or a tensor, got"
+REASON = "calibrate: Sequential does not run with a batch: "
+
+
+class Detector(nn.Module):
+    """Takes a list of images, as torchvision's detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = qat.QuantConv2d(3, 2, 3)
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Tensor:
+        assert all(image.dim() == 3 for image in images)
+        if targets is not None:
+            assert all(target.items() for target in targets)
+        found: Tensor = self.layer(torch.stack(images))
+        return found
+
+
+def network() -> nn.Module:
+    return nn.Sequential(qat.QuantConv2d(3, 2, 3), nn.BatchNorm2d(2))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("target", [{"boxes": IMAGE}, [{"bbox": [1, 2, 3, 4]}], []])
+def test_a_loader_of_detection_data_gives_lists_of_images(count: int, target: Any) -> None:
+    samples = [(IMAGE * (i + 1), target) for i in range(count)]
+    model, expected = Detector(), Detector()
+    loader = torch.utils.data.DataLoader(samples, count, collate_fn=lambda batch: tuple(zip(*batch)))  # noqa: B905
+    qat.calibrate(model, loader)
+    qat.calibrate(expected, [([image for image, _ in samples], target)])
+    found, wanted = (each.layer.input_quantizer for each in (model, expected))
+    assert found is not None and wanted is not None and torch.equal(found.scale, wanted.scale)
+
+
+@pytest.mark.parametrize("labels", [LABELS, (LABELS,), (3, 5), ({"boxes": IMAGE},)])
+def test_a_tuple_of_inputs_stays_arguments(labels: Any) -> None:
+    layer = qat.QuantBilinear(3, 3, 2)
+    qat.calibrate(layer, [((torch.ones(4, 3), torch.ones(4, 3)), labels)])
+    assert layer.input_quantizer is not None and layer.input_quantizer.is_calibrated
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (3, f"{BATCHES} 3"),
+        (nn.Sequential(nn.ReLU()), f"{BATCHES} Sequential"),
+        (IMAGES.numpy(), f"{BATCHES} ndarray; torch.from_numpy makes it a tensor"),
+        ([IMAGES.numpy()], f"{FORM} ndarray; torch.from_numpy makes it a tensor"),
+        ([3], f"{FORM} 3"),
+        ([()], f"{FORM} ()"),
+        (["images"], f"{FORM} 'images'"),
+        ([(IMAGES.numpy(), LABELS)], f"{REASON}it holds a numpy array; torch.from_numpy makes it a tensor ("),
+        (
+            [{"image": IMAGES, "label": LABELS}],
+            f"{REASON}the keys of a mapping are arguments of forward(input), and it has 'image', 'label'; give the"
+            " inputs alone: batch['image'], or (batch['image'] for batch in loader) (",
+        ),
+        (
+            [((IMAGES, IMAGES), LABELS)],
+            f"{REASON}its first item is a tuple of 2, which are the arguments of forward(input); where they are one"
+            " argument, a list of images, give ([*images], targets) (",
+        ),
+        (
+            [[(IMAGE, IMAGE), ({}, {})]],
+            f"{REASON}its inputs are a list of 2, one argument of forward(input); where that is one tensor, stack them"
+            " (",
+        ),
+        (
+            [(IMAGES * 80).to(torch.uint8)],
+            f"{REASON}its inputs are torch.uint8 of shape (2, 3, 4, 4); scale images to floating point as in training,"
+            " such as images.float() / 255 (",
+        ),
+        (
+            [(LABELS, IMAGES)],
+            f"{REASON}its inputs are torch.int64 of shape (2,); a batch is (inputs, labels), in this order (",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_a_sentence(given: Any, sentence: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as refusal:
+        qat.calibrate(network(), given)
+    assert str(refusal.value).startswith(sentence) and "\n" not in str(refusal.value)
+    assert sentence.endswith("(") or str(refusal.value) == sentence
+
+
+def test_a_model_without_values_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r"^calibrate: Sequential is on the meta device and has no values; load the"):
+        qat.calibrate(network().to("meta"), [IMAGES])
+
+
+def test_other_errors_are_the_models_own() -> None:
+    with pytest.raises(RuntimeError, match=r"^Given groups=1"):
+        qat.calibrate(network(), [IMAGES[:, :2]])
+
+
+def test_all_that_take_a_model_and_batches_say_their_order_and_read_the_same(tmp_path: Path) -> None:
+    model, path, wrong = network().eval(), tmp_path / "model.onnx", {"image": IMAGES}
+    qat.calibrate(model, IMAGES)
+    qat.export_onnx(model, path, IMAGES)
+    calls: list[tuple[Callable[..., Any], str, tuple[Any, ...]]] = [
+        (qat.calibrate, "model, batches", ()),
+        (qat.reestimate_batch_norm, "model, batches", ()),
+        (qat.verify_onnx, "path, model, batches", (path,)),
+        (compare_layers, "path, model, inputs", (path,)),
+    ]
+    for call, order, before in calls:
+        with pytest.raises(TypeError) as swapped:
+            call(*before, [IMAGES], model)
+        sentence = f"{call.__name__}: model must be a torch.nn.Module, got list; the order is {order}"
+        assert str(swapped.value) == sentence
+        with pytest.raises(ValueError, match=rf"^{call.__name__}: Sequential does not run with a batch: the keys"):
+            call(*before, model, wrong)
+
+
+def test_labels_that_are_no_tensor_give_no_accuracy(tmp_path: Path) -> None:
+    model, path = network().eval(), tmp_path / "model.onnx"
+    qat.calibrate(model, IMAGES)
+    qat.export_onnx(model, path, IMAGES)
+    found = qat.verify_onnx(path, model, [(IMAGES, LABELS.tolist()), (IMAGES, LABELS.numpy())])
+    assert found.agreement == 1.0 and found.torch_top1 is None
