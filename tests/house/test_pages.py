@@ -61,7 +61,7 @@ def test_choosing_bits(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_coming_over(capsys: pytest.CaptureFixture[str]) -> None:
     model = run_page("coming_over")["model"]
-    assert capsys.readouterr().out == "True []\n"
+    assert capsys.readouterr().out == "int8\nTrue []\n"
     quantizers = [module for module in model.modules() if isinstance(module, qat.Quantizer)]
     assert {(each.role, each.spec.rule) for each in quantizers} == {("weight", "minmax"), ("activation", "ema")}
 
