@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.evaluating import evaluating
+from qat.expected import expect_model
 from qat.torch_internals import AnyBatchNorm
 from qat.tracing.batches import Batch, answer, as_batches, inputs_and_labels
 
@@ -83,6 +84,7 @@ def freeze_batch_norm(model: nn.Module, frozen: bool = True) -> int:
     >>> model.train()[1].training
     False
     """
+    expect_model(freeze_batch_norm, model)
     norms = batch_norms(model, frozen=not frozen)
     for norm in norms:
         if frozen:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from qat.expected import expect_model
 from qat.kernels import plain_formulas
 from qat.quantizer import Quantizer
 from qat.quantizer.granularity import to_groups
@@ -41,6 +42,7 @@ def update_ewgs(
 
     Source: Lee et al., "Network Quantization with Element-wise Gradient Scaling", arXiv:2104.00903.
     """
+    expect_model(update_ewgs, model)
     quantizers = {
         name: module
         for name, module in model.named_modules()

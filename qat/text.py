@@ -1,4 +1,4 @@
-"""Text for a reader: tables, and the names that a misspelt one probably stands for."""
+"""Text for a reader: tables, errors in a line, and the names that a misspelt one probably stands for."""
 
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
@@ -49,3 +49,12 @@ def did_you_mean(word: str, known: Iterable[str], count: int = 1, shown: Callabl
     originals = {name.lower(): name for name in known}
     found = [repr(shown(originals[match])) for match in get_close_matches(word.lower(), originals, count)]
     return f"did you mean {' or '.join(found)}?" if found else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type if it has none.
+
+    >>> first_line(ValueError("no such grid\\nand more")), first_line(ValueError())
+    ('no such grid', 'ValueError')
+    """
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

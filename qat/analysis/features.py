@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx, nn
 
+from qat.expected import expect_model
 from qat.preparation.prepared_graph import PreparedGraph, class_of
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT
 from qat.quantizer import Quantizer
@@ -38,6 +39,7 @@ def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]
     >>> {name: tuple(tensor.shape) for name, tensor in found.items()}
     {'block': (5, 4, 4, 4), 'scores': (5, 2)}
     """
+    expect_model(feature_extractor, model)
     if not isinstance(model, PreparedGraph):
         raise TypeError(
             f"feature_extractor: {type(model).__name__} has no one graph; give it a model from qat.prepare, or one of"

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from qat.expected import expect_model
 from qat.quantizer import Quantizer
 
 
@@ -20,6 +21,7 @@ def float_state_dict(model: nn.Module) -> dict[str, Any]:
     >>> sorted(float_state_dict(qat.QuantLinear(4, 2)))
     ['bias', 'weight']
     """
+    expect_model(float_state_dict, model)
     quantizers = [
         f"{name}." for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Quantizer)
     ]

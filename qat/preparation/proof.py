@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.evaluating import evaluating
+from qat.expected import expect_model
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.verdict import Verdict
@@ -38,6 +39,7 @@ def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Verdict
     >>> sorted(qat.self_check(model, x)) in ([""], [])
     True
     """
+    expect_model(self_check, model)
     with evaluating(model), torch.no_grad(), first_calls(model) as calls:
         model(*args, **kwargs)
     return prove(model, calls)

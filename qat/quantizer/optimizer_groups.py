@@ -1,9 +1,11 @@
 """`parameter_groups`: the parameters of a model for any torch optimizer, scales apart from weights."""
 
+from numbers import Real
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from qat.expected import expect_model
 from qat.quantizer.base import Quantizer
 from qat.torch_internals import BatchOrInstanceNorm
 
@@ -47,6 +49,7 @@ def parameter_groups(
         also if it is shared.
 
     Raises:
+        TypeError: if the model is none, such as its parameters.
         ValueError: if the model has no trainable parameter, or a number is negative.
 
     >>> from qat import prepare
@@ -58,11 +61,12 @@ def parameter_groups(
     biases 1 0.01 0.0
     quantizers_8_bits 2 0.001 0.0
     """
+    expect_model(parameter_groups, model)
     given = {"lr": lr, "weight_decay": weight_decay, "norm_weight_decay": norm_weight_decay}
     given["quantizer_lr_factor"] = 0.0 if quantizer_lr_factor is None else quantizer_lr_factor
     for name, value in given.items():
-        if not value >= 0:
-            raise ValueError(f"parameter_groups: {name} must be at least 0, got {value!r}")
+        if not isinstance(value, (Real, Tensor)) or not value >= 0:
+            raise ValueError(f"parameter_groups: {name} must be a number of at least 0, got {value!r}")
     rates = {"weights": (lr, weight_decay), "norms": (lr, norm_weight_decay), "biases": (lr, norm_weight_decay)}
     quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
     of_quantizers: dict[int, str] = {}

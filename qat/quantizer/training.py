@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from qat.expected import expect_model
 from qat.quantizer.base import Quantizer
 
 
@@ -20,6 +21,7 @@ def penalty(model: nn.Module) -> Tensor:
     >>> round(penalty(PACTQuantizer(QuantSpec(signed=False, rule="pact"))).item(), 6)  # 2e-4/2 * 4^2
     0.0016
     """
+    expect_model(penalty, model)
     parts = [module.penalty() for module in model.modules() if isinstance(module, Quantizer)]
     given = [part for part in parts if part is not None]
     return torch.stack(given).sum() if given else torch.zeros(())
@@ -35,6 +37,7 @@ def set_progress(model: nn.Module, progress: float) -> None:
     Raises:
         ValueError: if progress is outside.
     """
+    expect_model(set_progress, model)
     if not 0 <= progress <= 1:
         raise ValueError(f"set_progress: progress must be from 0 to 1, got {progress!r}")
     for module in model.modules():

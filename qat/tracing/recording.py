@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qat.text import first_line
 from qat.torch_internals import (
     GRAPH_CONSTANT,
     buffers_of,
@@ -24,7 +25,7 @@ from qat.tracing.nodes import FACTS, Facts
 from qat.tracing.patches import gradients_refused, torch_takes_proxies
 from qat.tracing.randomness import NoDraws, python_state, seeded
 from qat.tracing.side_effects import UntraceableError, read_before_written, restoring_state
-from qat.tracing.tracer import QuantTracer, first_line, is_foreign
+from qat.tracing.tracer import QuantTracer, is_foreign
 
 
 def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:

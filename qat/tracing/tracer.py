@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.layers.twins import float_type_of
+from qat.text import first_line
 from qat.tracing.attention import multi_head_attention, scaled_dot_product_attention
 from qat.tracing.hints import HintTracer
 
@@ -98,9 +99,3 @@ class QuantTracer(HintTracer):
 def is_foreign(target: Any) -> bool:
     """Whether a function is code of another library or of the user, and no operation of torch or Python."""
     return isinstance(target, types.FunctionType) and target.__module__.partition(".")[0] not in FOREIGN
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -24,8 +24,3 @@ def value_errors_reported(where: str = "") -> Iterator[None]:
         yield
     except ValueError as error:
         raise UserError(f"{where}{error}") from error
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message; its type if it has none."""
-    return (str(error) or type(error).__name__).splitlines()[0]

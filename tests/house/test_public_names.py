@@ -1,11 +1,17 @@
 """Every public name is on a page, in code or in backticks, and its docstring says what it is."""
 
 import importlib
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import qat
 from benchmarks.reference_table import PLACES, first_sentence
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,3 +39,27 @@ def test_every_public_package_is_listed() -> None:
     packages = (ROOT / "qat").glob("*/__init__.py")
     found = {f"qat.{path.parent.name}" for path in packages if "__all__" in path.read_text()}
     assert found - inner == set(PLACES) - {"qat"}
+
+
+READ_BATCHES = ("calibrate", "compare_layers", "reestimate_batch_norm", "verify_onnx")
+TAKING_MODELS = {
+    name: getattr(package, name)
+    for package in (qat, qat.export)
+    for name in package.__all__
+    if inspect.isfunction(getattr(package, name)) and "model" in inspect.signature(getattr(package, name)).parameters
+}
+
+
+@pytest.mark.parametrize("name", sorted(TAKING_MODELS.keys() - set(READ_BATCHES)))
+def test_what_is_no_model_is_refused_in_a_sentence(name: str) -> None:
+    function: Callable[..., Any] = TAKING_MODELS[name]
+    needed = {key for key, each in inspect.signature(function).parameters.items() if each.default is each.empty}
+    others = dict.fromkeys(needed - {"model", "args", "kwargs"}, "model.onnx")
+    for wrong, said in (
+        ([torch.zeros(1)], "got list; "),
+        (nn.Linear(2, 2).state_dict(), "got OrderedDict; load a state dict into the model that it is of, "),
+        (nn.Linear, "got the class Linear; make one of it, Linear(...)"),
+    ):
+        with pytest.raises(TypeError) as refusal:
+            function(model=wrong, **others)
+        assert str(refusal.value).startswith(f"{name}: model must be a torch.nn.Module, {said}")

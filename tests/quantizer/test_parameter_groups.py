@@ -1,6 +1,7 @@
 """`parameter_groups`: every trainable parameter once, in the group of its kind, with the rate of its bits."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -87,13 +88,14 @@ def test_frozen_scales_stay_in_their_group_and_those_without_gradient_do_not() -
             nn.Linear(2, 2).requires_grad_(False), {},
             "parameter_groups: the model has no trainable parameter; unfreeze some (requires_grad_())",
         ),
-        (nn.Linear(2, 2), {"lr": -0.1}, "parameter_groups: lr must be at least 0, got -0.1"),
+        (nn.Linear(2, 2), {"lr": -0.1}, "parameter_groups: lr must be a number of at least 0, got -0.1"),
+        (nn.Linear(2, 2), {"lr": "0.1"}, "parameter_groups: lr must be a number of at least 0, got '0.1'"),
         (
             nn.Linear(2, 2), {"quantizer_lr_factor": -1},
-            "parameter_groups: quantizer_lr_factor must be at least 0, got -1",
+            "parameter_groups: quantizer_lr_factor must be a number of at least 0, got -1",
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_a_sentence(model: nn.Module, given: dict[str, float], sentence: str) -> None:
+def test_what_cannot_be_is_a_sentence(model: nn.Module, given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         parameter_groups(model, **{"lr": 0.1, "weight_decay": 0.0, **given})

@@ -15,13 +15,14 @@ import torch
 import torchvision
 from PIL import Image
 
+from qat.text import first_line
 from qat.training.config.imports import users_callable
 from qat.training.config.schema import WITHOUT_FILES, DataConfig
 from qat.training.data.image_folder import first_few, read_image_folder
 from qat.training.data.images import Dataset, ImageArray
 from qat.training.data.npz import read_npz
 from qat.training.data.transforms import Channels
-from qat.training.errors import UserError, first_line
+from qat.training.errors import UserError
 
 logger = logging.getLogger("qat")
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from qat.training.errors import UserError, first_line
+from qat.text import first_line
+from qat.training.errors import UserError
 
 NEEDED = ("x_train", "y_train", "x_val", "y_val")
 

@@ -12,8 +12,9 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms import v2
 
+from qat.text import first_line
 from qat.training.data.transforms import Picture, Preprocessing
-from qat.training.errors import UserError, first_line
+from qat.training.errors import UserError
 
 GivenPicture: TypeAlias = "str | os.PathLike[str] | Image.Image | np.ndarray | Tensor"
 

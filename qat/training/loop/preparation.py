@@ -12,7 +12,7 @@ from qat.export.checks import ROUNDS_OTHERWISE
 from qat.export.integers.consistency import keeps_to_its_grid, rounds_half_to_even
 from qat.export.integers.frozen import CONTAINER_BITS
 from qat.layers import QuantFunction
-from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.preparation.report import LEFT_IN_FLOAT, WHOLE_MODEL, noted
 from qat.quantizer.registry import quantizer_class
 from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec
@@ -63,7 +63,7 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
     except Exception as error:  # in a user's model, fx and the placement may meet code that they do not support
         raise UserError(f"quantization: {config.model.name} cannot be prepared ({reason(error)})") from error
     if config.export.onnx and not isinstance(prepared, fx.GraphModule):
-        why = noted(prepared, LEFT_IN_FLOAT).get("(the model)", "it has no one graph")
+        why = noted(prepared, LEFT_IN_FLOAT).get(WHOLE_MODEL, "it has no one graph")
         raise UserError(f"export.onnx: {config.model.name} cannot be written as one file: {why}; use export.onnx=false")
     _try_rules(prepared, config.export.onnx)
     if config.export.onnx:
