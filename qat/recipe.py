@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
-from qat.spec import LEFT_OPEN, QuantSpec
+from qat.expected import NamedArguments, unknown_name
+from qat.spec import QuantSpec
 from qat.targets import TargetProfile, profile_of
 
 if TYPE_CHECKING:
@@ -27,12 +28,13 @@ class LayerRecipe:
 
 
 @dataclass(frozen=True)
-class QuantRecipe:
+class QuantRecipe(NamedArguments):
     """The grid of every tensor of a model.
 
     Args:
         weight: grid of weights: a spec, or a mapping of its fields. The target chooses what it leaves open.
-        activation: grid of activations, in the same way.
+        activation: grid of activations, in the same way. There is none without a grid: for activations in float,
+            switch their quantizers off, `qat.disable_fake_quant(model, weights=False)`.
         overrides: layers mapped to their differences: {"weight": {...}, "activation": {...}, "skip": True}. A key is a
             pattern of layer names (shell style: `conv1`, `layer1.*`, `*.downsample.0`), or `type:` and a pattern of
             class names of float layers (`type:Linear`, `type:Conv?d`), or a class (`nn.Linear`). "activation" is the
@@ -45,7 +47,8 @@ class QuantRecipe:
         last_bits: the same for the last one.
 
     Raises:
-        TypeError: for a weight or activation that is neither, or a key that is neither text nor a class.
+        TypeError: for a weight or activation that is neither, None too; for a key that is neither text nor a class; for
+            an argument that it does not have.
         ValueError: for an unknown target, field or override key, or a grid that the target does not run.
 
     >>> first_and_last = {"activation": {"bits": 8}, "weight": {"bits": 8}}
@@ -58,8 +61,8 @@ class QuantRecipe:
     'int8 symmetric per tensor'
     """
 
-    weight: QuantSpec = LEFT_OPEN
-    activation: QuantSpec = LEFT_OPEN
+    weight: QuantSpec = field(default_factory=QuantSpec)
+    activation: QuantSpec = field(default_factory=QuantSpec)
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     target: str = "onnxruntime"
     first_bits: int | None = None
@@ -69,8 +72,8 @@ class QuantRecipe:
 
         def __init__(
             self,
-            weight: QuantSpec | Mapping[str, Any] | None = None,
-            activation: QuantSpec | Mapping[str, Any] | None = None,
+            weight: QuantSpec | Mapping[str, Any] = ...,
+            activation: QuantSpec | Mapping[str, Any] = ...,
             overrides: Mapping[Any, Mapping[str, Any]] = ...,
             target: str = ...,
             first_bits: int | None = None,
@@ -182,10 +185,16 @@ def _with_bits(layer: LayerRecipe, bits: int | None) -> LayerRecipe:
 
 def _resolved(tensor: str, given: Any, default: QuantSpec) -> QuantSpec:
     """The spec of all weights, or of all activations, completed by the target's."""
-    if given is None:
-        return default
     if not isinstance(given, (QuantSpec, Mapping)):
-        raise TypeError(f"QuantRecipe: {tensor} must be a QuantSpec, a mapping of its fields or None, got {given!r}")
+        other = {"weight": "activations", "activation": "weights"}[tensor]
+        way = (
+            f"; leave it out for the target's grid; for {tensor}s in float, call qat.disable_fake_quant(model,"
+            f" {other}=False) after prepare"
+        )
+        raise TypeError(
+            f"QuantRecipe: {tensor} must be a QuantSpec or a mapping of its fields, got {given!r}"
+            f"{way if given is None else ''}"
+        )
     if isinstance(given, Mapping):
         _check_fields(f"QuantRecipe: {tensor}", given)
     try:
@@ -195,10 +204,19 @@ def _resolved(tensor: str, given: Any, default: QuantSpec) -> QuantSpec:
 
 
 def _check_fields(where: str, given: Mapping[str, Any]) -> None:
-    known = {spec_field.name for spec_field in fields(QuantSpec)}
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise ValueError(f"{where}: unknown key {unknown[0]!r}; valid: {', '.join(sorted(known))}")
+    problem = unknown_name(given, sorted(spec_field.name for spec_field in fields(QuantSpec)))
+    if problem:
+        raise ValueError(f"{where}: {problem}")
+
+
+def pattern_of(key: Any) -> str | None:
+    """A key of `overrides` as text: nn.Linear is "type:Linear"; None for what is neither text nor a class.
+
+    >>> pattern_of(int), pattern_of("layer1.*"), pattern_of(4)
+    ('type:int', 'layer1.*', None)
+    """
+    pattern = f"{TYPE_PREFIX}{key.__name__}" if isinstance(key, type) else key
+    return pattern if isinstance(pattern, str) else None
 
 
 def _with_text_keys(overrides: Mapping[Any, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -207,8 +225,8 @@ def _with_text_keys(overrides: Mapping[Any, Mapping[str, Any]]) -> dict[str, Map
         raise TypeError(f"QuantRecipe: overrides must be a mapping, got {overrides!r}")
     found: dict[str, Mapping[str, Any]] = {}
     for key, change in overrides.items():
-        pattern = f"{TYPE_PREFIX}{key.__name__}" if isinstance(key, type) else key
-        if not isinstance(pattern, str):
+        pattern = pattern_of(key)
+        if pattern is None:
             raise TypeError(f"QuantRecipe: overrides: a key is a pattern of names or a class of layers, got {key!r}")
         if pattern == TYPE_PREFIX:
             raise ValueError(f"QuantRecipe: overrides[{pattern!r}]: the class is missing; write 'type:Linear'")
@@ -222,11 +240,12 @@ def _check_override(pattern: str, change: Mapping[str, Any]) -> None:
     where = f"QuantRecipe: overrides[{pattern!r}]"
     if not isinstance(change, Mapping):
         raise ValueError(f"{where}: must be a mapping, got {change!r}")
+    problem = unknown_name(change, ("weight", "activation", "skip"))
+    if problem:
+        raise ValueError(f"{where}: {problem}")
     for key, value in change.items():
-        if key in ("weight", "activation") and not isinstance(value, Mapping):
+        if key != "skip" and not isinstance(value, Mapping):
             raise ValueError(f"{where}[{key!r}]: must be a mapping, got {value!r}")
-        if key not in ("weight", "activation", "skip"):
-            raise ValueError(f"{where}: unknown key {key!r}; valid: weight, activation, skip")
         if key != "skip":
             _check_fields(f"{where}[{key!r}]", value)
 

@@ -5,13 +5,17 @@ from types import TracebackType
 
 from torch import fx, nn
 
+from qat.expected import expect_model
 from qat.layers import QuantLayer
 from qat.layers.sharing import QuantTwin
 from qat.preparation.replacements import QUANTIZER_ARGUMENTS
 from qat.quantizer import Quantizer
-from qat.recipe import QuantRecipe
+from qat.recipe import TYPE_PREFIX, QuantRecipe, pattern_of
 from qat.text import did_you_mean
 from qat.tracing.nodes import submodule_of
+
+Layers = str | type[nn.Module] | Iterable[str | type[nn.Module]]
+"""Which layers of a model: a name, a pattern, a float class, or several of these."""
 
 
 class FakeQuantSwitch:
@@ -19,8 +23,12 @@ class FakeQuantSwitch:
 
     def __init__(self, quantizers: Iterable[Quantizer], disabled: bool) -> None:
         self._before = [(quantizer, quantizer.is_disabled) for quantizer in quantizers]
+        self._disabled = disabled
         for quantizer, _ in self._before:
             quantizer.is_disabled = disabled
+
+    def __repr__(self) -> str:
+        return f"FakeQuantSwitch({'off' if self._disabled else 'on'}, quantizers={len(self._before)})"
 
     def __enter__(self) -> None:
         """Nothing: the call has switched already."""
@@ -33,7 +41,7 @@ class FakeQuantSwitch:
 
 
 def disable_fake_quant(
-    model: nn.Module, layers: str | Iterable[str] = "*", *, weights: bool = True, activations: bool = True
+    model: nn.Module, layers: Layers = "*", *, weights: bool = True, activations: bool = True
 ) -> FakeQuantSwitch:
     """Switch quantization off for a layer, some layers, or all: they compute in float, in training and evaluation.
 
@@ -48,7 +56,7 @@ def disable_fake_quant(
     Args:
         model: a prepared model, or any module that holds quantized layers.
         layers: one pattern or several, as in a recipe's `overrides`: the name of a layer, or of a block with all that
-            is in it, as in fnmatch; or `type:` and a float class; or the name of a quantizer.
+            is in it, as in fnmatch; or a float class, `nn.Linear` or "type:Linear"; or the name of a quantizer.
         weights: switch the quantizers of weights.
         activations: switch those of activations.
 
@@ -56,6 +64,7 @@ def disable_fake_quant(
         A context manager that puts all of these switches back to what they were before the call.
 
     Raises:
+        TypeError: if a pattern is neither text nor a class, such as the layer itself.
         ValueError: if a pattern names nothing, or there is no quantizer of the wanted kind in what it names.
 
     >>> import torch, qat
@@ -67,11 +76,12 @@ def disable_fake_quant(
     >>> torch.equal(without, model(x))
     False
     """
+    expect_model(disable_fake_quant, model)
     return FakeQuantSwitch(_selected("disable_fake_quant", model, layers, weights, activations), True)
 
 
 def enable_fake_quant(
-    model: nn.Module, layers: str | Iterable[str] = "*", *, weights: bool = True, activations: bool = True
+    model: nn.Module, layers: Layers = "*", *, weights: bool = True, activations: bool = True
 ) -> FakeQuantSwitch:
     """Switch quantization on again; see `disable_fake_quant`, which has the arguments, the result and the errors.
 
@@ -82,6 +92,7 @@ def enable_fake_quant(
     >>> [name for name, each in model.named_modules() if isinstance(each, qat.Quantizer) and each.is_disabled]
     ['input_quantizer']
     """
+    expect_model(enable_fake_quant, model)
     return FakeQuantSwitch(_selected("enable_fake_quant", model, layers, weights, activations), False)
 
 
@@ -113,6 +124,7 @@ def freeze_scales(model: nn.Module, frozen: bool = True) -> int:
     >>> [name for name, parameter in layer.named_parameters() if parameter.requires_grad]
     ['weight', 'bias']
     """
+    expect_model(freeze_scales, model)
     quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
     if not quantizers:
         raise ValueError("freeze_scales: the model has no quantizer; call qat.prepare first")
@@ -121,9 +133,7 @@ def freeze_scales(model: nn.Module, frozen: bool = True) -> int:
     return len(quantizers)
 
 
-def _selected(
-    caller: str, model: nn.Module, layers: str | Iterable[str], weights: bool, activations: bool
-) -> list[Quantizer]:
+def _selected(caller: str, model: nn.Module, layers: Layers, weights: bool, activations: bool) -> list[Quantizer]:
     """The quantizers of these roles in what the patterns name, each once."""
     roles = {role for role, wanted in (("weight", weights), ("activation", activations)) if wanted}
     if not roles:
@@ -132,16 +142,23 @@ def _selected(
     if not named:
         raise ValueError(f"{caller}: the model has no quantizer; call qat.prepare first")
     found: dict[Quantizer, None] = {}
-    for pattern in [layers] if isinstance(layers, str) else layers:
+    for wanted in layers if isinstance(layers, Iterable) and not isinstance(layers, (str, nn.Module)) else [layers]:
+        pattern = pattern_of(wanted)
+        if pattern is None:
+            is_part = (name for name, module in model.named_modules() if module is wanted)
+            way = f"give its name, {name!r}" if (name := next(is_part, "")) else "several go in a list"
+            raise TypeError(f"{caller}: layers are given by name or by class, got {type(wanted).__name__}; {way}")
         matched = [owned for name, kind, owned in named if QuantRecipe.matches(pattern, name, kind)]
         if not matched:
             names = [name for name, _, _ in named]
-            hint = did_you_mean(pattern, names, count=3) or f"layers are called {', '.join(names[:3])} ..."
+            kinds = sorted({f"{TYPE_PREFIX}{kind}" for _, kind, _ in named if kind})
+            known = kinds if pattern.startswith(TYPE_PREFIX) else names
+            hint = did_you_mean(pattern, known, count=3) or f"layers are called {', '.join(names[:3])} ..."
             raise ValueError(f"{caller}: {pattern!r} names no quantized layer or quantizer of the model; {hint}")
-        wanted = [each for owned in matched for each in owned if each.role in roles]
-        if not wanted:
+        chosen = [each for owned in matched for each in owned if each.role in roles]
+        if not chosen:
             raise ValueError(f"{caller}: {pattern!r} has no quantizer of {' or '.join(sorted(roles))}s")
-        found |= dict.fromkeys(wanted)
+        found |= dict.fromkeys(chosen)
     return list(found)
 
 

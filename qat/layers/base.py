@@ -125,11 +125,12 @@ class QuantLayer(QuantTwin):
             weight: a weight to use instead of the layer's own weight and bias.
             bias: the bias that belongs to `weight`; None for none.
         """
-        return self._folded(input_quantizer.grid()[0].float(), norm, weight, bias)
+        return self.folded(input_quantizer.grid()[0].float(), norm, weight, bias)
 
-    def _folded(
+    def folded(
         self, input_scale: Tensor, norm: nn.Module | None, weight: Tensor | None, bias: Tensor | None
     ) -> IntegerWeight:
+        """`integers` for an input on a grid of this step, shape ()."""
         if weight is None:
             weight, bias = self.weight, self.bias if bias is None else bias
         rows = self.channels_first(weight)

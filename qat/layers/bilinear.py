@@ -120,7 +120,7 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
                 "QuantBilinear.integers: other_quantizer must be the quantizer of the second input, got None"
             )
         input_scale = input_quantizer.grid()[0].float() * other_quantizer.grid()[0].float()
-        return self._folded(input_scale, norm, weight, bias)
+        return self.folded(input_scale, norm, weight, bias)
 
     def _sum_of_integers(
         self, x1: Tensor, x2: Tensor, integers: IntegerWeight, input_quantizer: Quantizer, other_quantizer: Quantizer

@@ -1,5 +1,6 @@
 """A quantized twin and its float layer: each is made from the other, on the same parameters."""
 
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from qat.evaluating import evaluating
+from qat.expected import NamedArguments
 from qat.spec import QuantSpec
 from qat.torch_internals import buffers_of, parameters_of
 
@@ -35,7 +37,42 @@ def share_parameters(source: nn.Module, target: nn.Module) -> None:
         mine.update({name: theirs[name] for name in mine if name in theirs})
 
 
-class QuantTwin(nn.Module):
+def _check_arguments(twin: "type[QuantTwin]", args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Refuse a grid, or a width, in an argument of torch's, and a yes or no that is neither: torch takes both.
+
+    One width for the whole layer would leave open whether its input has it too.
+
+    Raises:
+        TypeError: for the first such argument.
+    """
+    own = inspect.signature(twin.__init__).parameters
+    by_position = [each.name for each in own.values() if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
+    by_position += [f"argument {number}" for number in range(len(by_position) + 1, len(args) + 1)]
+    float_type = getattr(twin, "float_type", None)  # a product of functions has none
+    of_torch = _arguments_of(float_type) if isinstance(float_type, type) else {}
+    for name, value in (*zip(by_position, args, strict=False), *given.items()):
+        if name in own and name not in of_torch:
+            continue
+        if isinstance(value, QuantSpec) or name == "bits":
+            spec = value if isinstance(value, QuantSpec) else f"QuantSpec(bits={value!r})"
+            looks_up = "activation_spec" in own and own["activation_spec"].default is None
+            raise TypeError(
+                f"{twin.__name__}: got {name}={value!r}, but a grid goes by name; write weight_spec={spec}"
+                + ("" if looks_up else f" for the weight, activation_spec={spec} for the input, or both")
+            )
+        yes_or_no = name in of_torch and isinstance(of_torch[name].default, bool)
+        if yes_or_no and not isinstance(value, (int, type(None))):
+            raise TypeError(f"{twin.__name__}: {name} must be True or False, got {value!r}")
+
+
+@functools.cache
+def _arguments_of(layer: type[nn.Module]) -> dict[str, inspect.Parameter]:
+    """The arguments of a class's constructor and of those of its bases: LSTM's own takes `*args`."""
+    makers = [vars(base)["__init__"] for base in reversed(layer.__mro__) if "__init__" in vars(base)]
+    return {name: each for make in makers for name, each in inspect.signature(make).parameters.items()}
+
+
+class QuantTwin(NamedArguments, nn.Module):
     """Base of the quantized twins; `QuantLayer` is one weight, `CompositeTwin` is several."""
 
     float_type: ClassVar[type[nn.Module]]
@@ -44,15 +81,10 @@ class QuantTwin(nn.Module):
     argument_names: ClassVar[tuple[str, ...]] = ()
     """Arguments of its constructor that it keeps as attributes, besides `bias` and `dtype`."""
 
-    def __new__(cls, *_: Any, **given: Any) -> "Self":
-        """Say where a width belongs: one number for the layer would leave open whether its input has it too."""
-        if "bits" in given and "bits" not in inspect.signature(cls.__init__).parameters:
-            bits = given["bits"]
-            raise TypeError(
-                f"{cls.__name__}: a layer has a grid for its weight and one for its input; write"
-                f" weight_spec=QuantSpec(bits={bits!r}), activation_spec=QuantSpec(bits={bits!r}), or one of them"
-            )
-        return super().__new__(cls)
+    def __new__(cls, *args: Any, **given: Any) -> "Self":
+        """Refuse what torch's constructors would take for something else; see `_check_arguments`."""
+        _check_arguments(cls, args, given)
+        return super().__new__(cls, *args, **given)
 
     @classmethod
     def from_float(

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,14 +38,16 @@ def off(model: nn.Module) -> set[str]:
         ("conv2", {"weights": False}, {"conv1_quantizer"}),
         (["head", "mean_quantizer"], {}, {"head.weight_quantizer", "mean_quantizer"}),
         ("type:Linear", {}, {"head.weight_quantizer", "mean_quantizer"}),
+        (nn.Linear, {}, {"head.weight_quantizer", "mean_quantizer"}),
+        ([nn.Linear, "conv2"], {"activations": False}, {"head.weight_quantizer", "conv2.weight_quantizer"}),
         ("conv[12]", {"activations": False}, {"conv1.weight_quantizer", "conv2.weight_quantizer"}),
     ],
 )
 def test_patterns_name_layers_and_quantizers(
-    model: nn.Module, layers: str | list[str], roles: dict[str, bool], expected: set[str]
+    model: nn.Module, layers: Any, roles: dict[str, bool], expected: set[str]
 ) -> None:
-    qat.disable_fake_quant(model, layers, **roles)
-    assert off(model) == expected
+    switch = qat.disable_fake_quant(model, layers, **roles)
+    assert off(model) == expected and repr(switch) == f"FakeQuantSwitch(off, quantizers={len(expected)})"
     qat.enable_fake_quant(model, layers, **roles)
     assert off(model) == set()
 
@@ -216,6 +219,17 @@ def test_mistakes_are_sentences(model: nn.Module) -> None:
     ):
         qat.disable_fake_quant(model, ["head", "conv9"])
     assert not off(model)
+    with refused(
+        "disable_fake_quant: 'type:QuantLinear' names no quantized layer or quantizer of the model; did you mean"
+        " 'type:Linear'?"
+    ):
+        qat.disable_fake_quant(model, qat.QuantLinear)
+    for layer, sentence in (
+        (model.get_submodule("conv2"), "got QuantConv2d; give its name, 'conv2'"),
+        ([3], "got int; several go in a list"),
+    ):
+        with refused(f"disable_fake_quant: layers are given by name or by class, {sentence}", TypeError):
+            qat.disable_fake_quant(model, layer)  # type: ignore[arg-type]
     with refused("enable_fake_quant: weights and activations are both False; one of them must be True"):
         qat.enable_fake_quant(model, weights=False, activations=False)
     with refused("disable_fake_quant: 'mean_quantizer' has no quantizer of weights"):

@@ -146,3 +146,18 @@ def test_a_wrong_spec_is_refused(wrong, sentence):
 
 def test_the_ends_of_the_percentile_are_allowed():
     assert QuantSpec(percentile=100).percentile == 100 and QuantSpec(percentile=50.01).percentile == 50.01
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"n_bits": 4}, "QuantSpec: unknown argument 'n_bits'; did you mean 'bits'?"),
+        ({"bits": 4, "scheme": 1},
+         "QuantSpec: unknown argument 'scheme'; valid: bits, signed, symmetric, granularity, rule, narrow_range, init,"
+         " percentile, grad_scale, group_size, options, ewgs, ewgs_delta, max_magnitude"),
+    ],
+)  # fmt: skip
+def test_an_unknown_field_is_refused(given, sentence):
+    with pytest.raises(TypeError) as refusal:
+        QuantSpec(**given)
+    assert str(refusal.value) == sentence

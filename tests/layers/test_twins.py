@@ -85,16 +85,49 @@ def test_from_float_quantizes_what_the_constructor_quantizes(case: Case) -> None
 
 
 @every_class
-def test_a_width_for_the_whole_layer_is_refused_with_the_way_to_say_it(case: Case) -> None:
-    with pytest.raises(TypeError) as refusal:
-        case.twin_type(**case.arguments, bits=4)
-    assert str(refusal.value) == (
-        f"{case.twin_type.__name__}: a layer has a grid for its weight and one for its input; write"
-        " weight_spec=QuantSpec(bits=4), activation_spec=QuantSpec(bits=4), or one of them"
+def test_a_grid_or_a_width_for_the_whole_layer_is_refused_with_the_way_to_say_it(case: Case) -> None:
+    looks_up = issubclass(case.float_type, (nn.Embedding, nn.EmbeddingBag))
+    way = "write weight_spec=QuantSpec(bits=4)" + (
+        "" if looks_up else " for the weight, activation_spec=QuantSpec(bits=4) for the input, or both"
     )
+    spec = QuantSpec(bits=4)
+    for args, options, got in (
+        ((), {**case.arguments, "bits": 4}, "bits=4"),
+        ((), {**case.arguments, "bias": spec}, "bias=QuantSpec(bits=4)"),
+        ((*case.arguments.values(), spec), {}, "=QuantSpec(bits=4)"),  # behind the arguments that it needs
+    ):
+        with pytest.raises(TypeError) as refusal:
+            case.twin_type(*args, **options)
+        assert str(refusal.value).startswith(f"{case.twin_type.__name__}: got ")
+        assert str(refusal.value).endswith(f"{got}, but a grid goes by name; {way}")
     with pytest.raises(TypeError) as refusal:
         case.twin_type(**case.arguments, weight_spec=4)
     assert str(refusal.value) == "weight_spec must be a QuantSpec or None, got 4"
+
+
+@every_class
+def test_yes_or_no_is_neither_a_text_nor_a_grid(case: Case) -> None:
+    twin = case.twin_type
+    flag = "sparse" if "num_embeddings" in case.arguments else "bias"
+    for wrong in ("int8", {"bits": 4}, 0.5):
+        with pytest.raises(TypeError) as refusal:
+            twin(**{**case.arguments, flag: wrong})
+        assert str(refusal.value) == f"{twin.__name__}: {flag} must be True or False, got {wrong!r}"
+    twin(**{**case.arguments, flag: False})
+
+
+def test_an_argument_that_no_layer_has_is_named() -> None:
+    with pytest.raises(TypeError) as refusal:
+        qat.QuantLinear(4, 2, biass=False)  # type: ignore[call-arg]
+    assert str(refusal.value) == "QuantLinear: unknown argument 'biass'; did you mean 'bias'?"
+
+
+def test_an_argument_of_a_twin_of_ones_own_may_be_a_grid() -> None:
+    class Twice(qat.QuantLinear):
+        def __init__(self, size: int, grid: QuantSpec, bits: int = 8) -> None:
+            super().__init__(size, size, weight_spec=grid)
+
+    assert Twice(4, QuantSpec(bits=3), bits=4).weight_quantizer.spec.bits == 3
 
 
 @every_twin

@@ -31,7 +31,7 @@ def test_what_is_left_out_is_the_targets_choice(target):
     recipe = QuantRecipe(target=target)
     assert (recipe.weight, recipe.activation, recipe.profile) == (profile.weight, profile.activation, profile)
     four_bits = replace(profile.weight, bits=4)
-    recipe = QuantRecipe(four_bits, None, target=target)
+    recipe = QuantRecipe(four_bits, target=target)
     assert (recipe.weight, recipe.activation) == (four_bits, profile.activation)
     assert recipe.for_layer("any") == LayerRecipe(four_bits, profile.activation)
 
@@ -75,7 +75,8 @@ def test_a_skip_names_the_pattern_that_asked_for_it():
 
 # A recipe's arguments that are refused, and what is said behind "QuantRecipe: ".
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"weight": {"bit": 4}}, f"weight: unknown key 'bit'; valid: {VALID_KEYS}"),
+    ({"weight": {"bit": 4}}, "weight: unknown key 'bit'; did you mean 'bits'?"),
+    ({"weight": {"per_row": 4}}, f"weight: unknown key 'per_row'; valid: {VALID_KEYS}"),
     ({"activation": {"bits": 33}}, "activation: QuantSpec: bits must be a whole number from 1 to 16, got 33"),
     ({"weight": QuantSpec(ewgs_delta=0.1)},
      "weight: QuantSpec: ewgs_delta=0.1 has no effect with ewgs='none'; use ewgs='fixed'"),
@@ -91,9 +92,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "overrides: a class and 'type:Linear' say the same; keep one of them"),
     ({"overrides": {nn.Linear: {"bits": 4}}},
      "overrides['type:Linear']: unknown key 'bits'; valid: weight, activation, skip"),
-    ({"overrides": {"fc": {"weigth": {}}}}, "overrides['fc']: unknown key 'weigth'; valid: weight, activation, skip"),
+    ({"overrides": {"fc": {"weigth": {}}}}, "overrides['fc']: unknown key 'weigth'; did you mean 'weight'?"),
     ({"overrides": {"fc": {"weight": {"bit": 4}}}},
-     f"overrides['fc']['weight']: unknown key 'bit'; valid: {VALID_KEYS}"),
+     "overrides['fc']['weight']: unknown key 'bit'; did you mean 'bits'?"),
     ({"overrides": {"fc": {"weight": {"bits": 33}}}},
      "overrides['fc']['weight']: QuantSpec: bits must be a whole number from 1 to 16, got 33"),
     ({"overrides": {"fc": None}}, "overrides['fc']: must be a mapping, got None"),
@@ -223,11 +224,19 @@ def test_what_a_key_fits(pattern, name, kind, fits):
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"weight": 8}, "QuantRecipe: weight must be a QuantSpec, a mapping of its fields or None, got 8"),
+        ({"weight": 8}, "QuantRecipe: weight must be a QuantSpec or a mapping of its fields, got 8"),
+        ({"activation": "int8"}, "QuantRecipe: activation must be a QuantSpec or a mapping of its fields, got 'int8'"),
         (
-            {"activation": "int8"},
-            "QuantRecipe: activation must be a QuantSpec, a mapping of its fields or None, got 'int8'",
+            {"activation": None},
+            "QuantRecipe: activation must be a QuantSpec or a mapping of its fields, got None; leave it out for the"
+            " target's grid; for activations in float, call qat.disable_fake_quant(model, weights=False) after prepare",
         ),
+        (
+            {"weight": None},
+            "QuantRecipe: weight must be a QuantSpec or a mapping of its fields, got None; leave it out for the"
+            " target's grid; for weights in float, call qat.disable_fake_quant(model, activations=False) after prepare",
+        ),
+        ({"weights": {"bits": 4}}, "QuantRecipe: unknown argument 'weights'; did you mean 'weight'?"),
         ({"overrides": ["fc"]}, "QuantRecipe: overrides must be a mapping, got ['fc']"),
         ({"overrides": {3: {}}}, "QuantRecipe: overrides: a key is a pattern of names or a class of layers, got 3"),
     ],
