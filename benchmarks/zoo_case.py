@@ -34,13 +34,11 @@ from qat.atomic_write import atomic_write
 from qat.layers import QuantLayer
 from qat.layers.twins import layers_of
 from qat.preparation.parts import prepared_parts
-from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.preparation.report import LEFT_IN_FLOAT, WHOLE_MODEL, noted
 from qat.quantizer import Quantizer
 
 LEARNING_RATE = 1e-4
 LONGEST_REASON = 240
-WHOLE_MODEL = "(the model)"
-"""What `prepare` calls a model that it prepares in parts, among the reasons."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from qat.analysis.table import summary
 from qat.evaluating import evaluating
+from qat.expected import expect_model
 from qat.layers import QuantLayer
 from qat.layers.sharing import QuantTwin
 from qat.layers.twins import is_composite
@@ -72,7 +73,8 @@ def prepare(
         The prepared model, in the train or eval mode of the float one; call `calibrate` next. With dry_run, the table.
 
     Raises:
-        TypeError: if recipe is not a QuantRecipe, for instance example inputs passed without their keyword.
+        TypeError: if the model is none, or recipe is not a QuantRecipe, for instance example inputs passed without
+            their keyword.
         ValueError: if the model is prepared already (by another toolkit too) or has nothing to quantize, if a pattern
             of the recipe matches no layer, if the example inputs do not fit, or if a quantizer does not run with them.
 
@@ -81,6 +83,7 @@ def prepare(
     >>> [name for name, module in model.named_modules() if isinstance(module, Quantizer)]
     ['0.weight_quantizer', '4.weight_quantizer', 'input_quantizer', '0_quantizer']
     """
+    expect_model(prepare, model)
     check_float_model(model, recipe)
     recipe = recipe or QuantRecipe()
     graph_class: type[PreparedGraph] = PreparedGraph
@@ -88,7 +91,7 @@ def prepare(
 
     with seeded(0):
         root = _copy_of(model)
-        examples = None if example_inputs is None else bind_inputs(root, example_inputs)
+        examples = None if example_inputs is None else bind_inputs("prepare", root, example_inputs)
         prepared: nn.Module
         try:
             if is_composite(root):
@@ -100,13 +103,20 @@ def prepare(
         layers = noted(prepared, LAYERS)
         check_patterns(recipe, layers)
         if not any(isinstance(module, QuantLayer) for module in prepared.modules()):
-            raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
+            raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize{_where_they_are(model)}")
         _keep_scalar_attributes(prepared, model)
         _set_modes(prepared, model)
         _make_family(prepared)
         if examples is not None:
             probe(prepared, examples)
     return summary(prepared) if dry_run else prepared
+
+
+def _where_they_are(model: nn.Module) -> str:
+    """What to prepare instead of a graph of torch.export, which holds operators and no layers; "" for other models."""
+    nodes = model.graph.nodes if isinstance(model, fx.GraphModule) else ()
+    exported = any(type(node.target).__name__ == "OpOverload" for node in nodes)
+    return "; it comes from torch.export, whose graph holds operators: prepare the float model before" * exported
 
 
 def _set_modes(prepared: nn.Module, model: nn.Module) -> None:

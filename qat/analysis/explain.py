@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from qat.analysis.table import layers_in_order
 from qat.evaluating import evaluating
+from qat.expected import expect_model
 from qat.layers import QuantLayer
 from qat.preparation.explanation import PLAINLY, Trains
 from qat.preparation.prepared_graph import PreparedGraph
@@ -45,6 +46,7 @@ def explain(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping
     input_quantizer  LSQQuantizer  operation by operation  it is not calibrated
     0                QuantLinear   operation by operation  its operand comes from input_quantizer: it is not calibrated
     """
+    expect_model(explain, model)
     calls, shapes = _seen(model, example_inputs)
     said: list[str] = []
     unsaid: set[str] = set()
@@ -94,5 +96,5 @@ def _seen(model: nn.Module, example_inputs: Any) -> tuple[dict[PreparedGraph, An
         for name, module in model.named_modules():
             if isinstance(module, QuantLayer):
                 hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
-        call_with(model, bind_inputs(model, example_inputs))
+        call_with(model, bind_inputs("explain", model, example_inputs))
     return calls, shapes

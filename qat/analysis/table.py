@@ -4,12 +4,14 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
 
+from qat.expected import expect_model
 from qat.layers import QuantLayer
 from qat.layers.composite import CompositeTwin
 from qat.layers.sharing import QuantTwin
 from qat.layers.twins import layers_of
+from qat.preparation.parts import prepared_parts
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, noted
+from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, WHOLE_MODEL, noted
 from qat.quantizer import Quantizer
 from qat.text import table
 from qat.tracing.nodes import submodule_of
@@ -30,7 +32,7 @@ def summary(model: nn.Module) -> str:
 
     Returns:
         The table as text, with one row for each layer or quantizer, in the order in which they run; below it, the
-        counts and the result of the self-check of training.
+        counts, why the model is prepared in parts, and which, if it is, and the result of the self-check of training.
 
     >>> from qat import prepare
     >>> print(summary(prepare(nn.Sequential(nn.Linear(8, 2)))))
@@ -40,8 +42,10 @@ def summary(model: nn.Module) -> str:
     <BLANKLINE>
     1 quantized layer, 1 activation quantizer, 0 layers in float; 18 float parameters, 3 quantizer parameters
     """
+    expect_model(summary, model)
     remarks = {**_inputs(model), **noted(model, COMPROMISES)}
     reasons = noted(model, LEFT_IN_FLOAT)
+    in_parts = reasons.pop(WHOLE_MODEL, None)
     kinds = noted(model, LAYERS)
     for name, _ in layers_of(model):
         if not isinstance(model.get_submodule(name), QuantTwin):
@@ -49,7 +53,10 @@ def summary(model: nn.Module) -> str:
     rows = [_row(name, module, remarks) for name, module in layers_in_order(model)]
     rows += [_float_row(name, model, reason, kinds) for name, reason in reasons.items()]
     in_float = sum(name in kinds or _module(model, name) is not None for name in reasons)
-    return "\n".join([*table([HEADER, *rows]), "", _counts(model, in_float), *_verdicts(model)])
+    lines = [*table([HEADER, *rows]), "", _counts(model, in_float)]
+    if in_parts is not None:
+        lines += [f"the model is {in_parts}", f"parts that are one graph: {', '.join(prepared_parts(model)) or 'none'}"]
+    return "\n".join([*lines, *_verdicts(model)])
 
 
 def _verdicts(model: nn.Module) -> Iterator[str]:

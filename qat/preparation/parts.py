@@ -14,12 +14,12 @@ from qat.layers.twins import float_type_of, is_composite, is_layer, layers_of, m
 from qat.preparation.attributes import keep_attributes, keep_class, plain_attributes
 from qat.preparation.graph import prepare_graph
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.preparation.report import LAYERS, LEFT_IN_FLOAT
+from qat.preparation.report import LAYERS, LEFT_IN_FLOAT, WHOLE_MODEL
 from qat.preparation.swapping import refusal
 from qat.quantizer import create_quantizer
 from qat.recipe import AnyRecipe, QuantRecipe, ScopedRecipe
 from qat.torch_internals import children_of
-from qat.tracing.inputs import bind_arguments, call_with, copied, model_device
+from qat.tracing.inputs import bind_arguments, call_with, copied, model_device, why_it_does_not_run
 from qat.tracing.side_effects import UntraceableError, restoring_state
 
 Calls = Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]
@@ -37,9 +37,17 @@ def prepare_parts(
         reason: why the model cannot be traced as a whole.
 
     Raises:
-        ValueError: if a grid of the recipe does not fit.
+        ValueError: if a grid of the recipe does not fit, or the model does not run with the examples.
     """
-    calls = None if examples is None else record_calls(root, examples)
+    calls = None
+    if examples is not None:
+        try:
+            calls = record_calls(root, examples)
+        except Exception as error:  # of the user's own code
+            said = why_it_does_not_run(examples, error)
+            raise ValueError(
+                f"prepare: {type(root).__name__} does not run with these example_inputs: {said}"
+            ) from error
     for name in ("first_bits", "last_bits"):
         if getattr(recipe, name) is not None:
             raise ValueError(
@@ -48,7 +56,7 @@ def prepare_parts(
     if is_composite(root):
         return _layer(root, "", recipe, {})
     layers = {name: type_name(layer) for name, layer in layers_of(root)}
-    parts = _PartsVisitor(recipe, calls, graph_class, {"(the model)": f"prepared in parts, since {reason}"})
+    parts = _PartsVisitor(recipe, calls, graph_class, {WHOLE_MODEL: f"prepared in parts, since {reason}"})
     parts.visit(root, "")
     setattr(root, LEFT_IN_FLOAT, parts.left)
     setattr(root, LAYERS, layers)

@@ -11,7 +11,11 @@ from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.recipe import QuantRecipe
 
+FUSING = "torch.ao's fuse_modules"
+"""What makes one module of a convolution, its BatchNorm and its ReLU, still in float."""
+
 TOOLKITS = {
+    "torch.ao.nn.intrinsic.modules": FUSING,
     "torch.ao": "torch.ao.quantization",
     "torchao": "torchao",
     "brevitas": "Brevitas",
@@ -24,12 +28,25 @@ IN_FLOAT_MODELS = ("QuantStub", "DeQuantStub", "FloatFunctional", "QuantWrapper"
 """What torch.ao has people write into float models: markers that compute nothing, or in float."""
 
 
+def wrapped(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The attribute and the model in one of torch's wrappers (DataParallel, AveragedModel, a compiled model), or None.
+
+    torch.ao's QuantWrapper is none of them: what it adds are markers in the float model.
+    """
+    if type(model).__module__.startswith("torch.") and type(model).__name__ not in IN_FLOAT_MODELS:
+        for attribute in ("_orig_mod", "module"):
+            inner = getattr(model, attribute, None)
+            if isinstance(inner, nn.Module):
+                return attribute, inner
+    return None
+
+
 def check_float_model(model: nn.Module, recipe: Any) -> None:
     """Raise the errors of `prepare` for models and recipes that it cannot take.
 
     Raises:
         TypeError: if the recipe is none.
-        ValueError: for a model that is quantized already, wrapped, scripted, or without shapes.
+        ValueError: for a model that is quantized already, fused, wrapped, scripted, or without shapes.
     """
     if not (recipe is None or isinstance(recipe, QuantRecipe)):
         raise TypeError(
@@ -41,16 +58,13 @@ def check_float_model(model: nn.Module, recipe: Any) -> None:
     foreign = next(_foreign_modules(model), None)
     if foreign is not None:
         name, kind, toolkit = foreign
-        raise ValueError(
-            f"prepare: the model was prepared by {toolkit} ({name or 'the model'!r} is its {kind}); prepare takes the"
-            " float model, see docs/coming_over.md"
-        )
-    inner = {"_orig_mod": "torch.compile", "module": "parallel"} if type(model).__module__.startswith("torch.") else {}
-    for attribute, what in inner.items():
-        if isinstance(getattr(model, attribute, None), nn.Module):
-            raise ValueError(
-                f"prepare: {type(model).__name__} is a {what} wrapper; prepare its .{attribute} and wrap again"
-            )
+        was, way = "prepared", "prepare takes the float model, see docs/coming_over.md"
+        if toolkit == FUSING:
+            was, way = "fused", "leave fuse_model() and fuse_modules() out, prepare folds BatchNorm itself"
+        raise ValueError(f"prepare: the model was {was} by {toolkit} ({name or 'the model'!r} is its {kind}); {way}")
+    inside = wrapped(model)
+    if inside is not None:
+        raise ValueError(f"prepare: {type(model).__name__} wraps the model; prepare its .{inside[0]} and wrap again")
     compiled = [name.removesuffix("._orig_mod") for name, _ in model.named_modules() if name.endswith("._orig_mod")]
     if compiled:
         raise ValueError(

@@ -5,6 +5,9 @@ from torch import nn
 LEFT_IN_FLOAT = "qat_left_in_float"
 """Attribute of a prepared model and of each of its parts: layer name to the reason why it stays in float."""
 
+WHOLE_MODEL = "(the model)"
+"""What `LEFT_IN_FLOAT` calls a model that is prepared in parts; its reason begins with "prepared in parts"."""
+
 COMPROMISES = "qat_compromises"
 """Attribute: quantizer name to the grid that another consumer of its tensor had asked for."""
 

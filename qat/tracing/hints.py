@@ -24,7 +24,7 @@ from qat.tracing.in_place import written_by
 from qat.tracing.inputs import copied
 from qat.tracing.nodes import FACTS, Facts
 from qat.tracing.patches import tracing_alone
-from qat.tracing.proxies import HintProxy
+from qat.tracing.proxies import BlindProxy, HintProxy
 
 OF_SHAPES = frozenset((
     "getattr", "getitem", "len", "size", "dim", "ndimension", "numel", "nelement", "stride", "get_device",
@@ -72,7 +72,7 @@ class HintTracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """A proxy for a node, with a hint where there are example inputs."""
         if self.examples is None:
-            return super().proxy(node)
+            return BlindProxy(node, self)
         try:
             value = self._value_of(node)
         except BaseException:
@@ -108,8 +108,13 @@ class HintTracer(fx.Tracer):
         """The proxy's value for the example inputs; a guard in the graph refuses any other value.
 
         Raises:
-            TraceError: if it depends on the values of a tensor, and not only on sizes.
+            TraceError: if it depends on the values of a tensor, and not only on sizes; or without example inputs.
         """
+        if self.examples is None:
+            raise TraceError(
+                "the way through the model depends on sizes or values; give example_inputs, with which the sizes are"
+                " known"
+            )
         value = proxy.hint
         if self._follows_values(proxy.node):
             raise TraceError("the way through the model depends on the values of a tensor")
@@ -147,16 +152,16 @@ class HintTracer(fx.Tracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Decide as the example inputs do."""
-        hint = getattr(obj, "hint", None)
+        hint = None if self.examples is None else getattr(obj, "hint", None)
         if isinstance(hint, Sized) and not isinstance(hint, torch.Tensor):
             return len(obj) > 0
-        return super().to_bool(obj) if self.examples is None else bool(self.guard(obj))
+        return bool(self.guard(obj))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         """Iterate over as many items as the example value has."""
-        if self.examples is None:
-            return super().iter(obj)
         items: Any = obj
+        if self.examples is None:
+            self.guard(items)
         if isinstance(items.hint, Mapping):
             return iter(list(items.hint))
         return iter([items[number] for number in range(len(items))])

@@ -5,9 +5,11 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qat.text import first_line
 from qat.torch_internals import pytree
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -46,17 +48,51 @@ def copied(values: Any) -> Any:
     return pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, values)
 
 
-def bind_inputs(model: nn.Module, example_inputs: Inputs) -> Examples:
+def bind_inputs(caller: str, model: nn.Module, example_inputs: Inputs) -> Examples:
     """Example inputs by argument name of forward, on the model's device.
 
     Raises:
         ValueError: if forward does not take them.
     """
-    args, kwargs = as_arguments(moved_to(model_device(model), example_inputs))
     try:
-        return bind_arguments(model, args, kwargs)
-    except TypeError as error:
-        raise ValueError(f"prepare: example_inputs do not fit {type(model).__name__}.forward: {error}") from error
+        return bind_arguments(model, *as_arguments(moved_to(model_device(model), example_inputs)))
+    except (TypeError, NotImplementedError) as error:  # the latter for inputs on the meta device
+        raise ValueError(f"{caller}: example_inputs do not fit {type(model).__name__}.forward: {error}") from error
+
+
+def why_it_does_not_run(examples: Examples, error: Exception) -> str:
+    """What is wrong with example inputs with which a model fails: what they are, and the way out or the error itself.
+
+    >>> why_it_does_not_run({"x": [1.0]}, TypeError("conv2d() got a list"))
+    'x is list; a list is one argument: give the tensor itself, or a tuple of arguments'
+    >>> why_it_does_not_run({"x": torch.zeros(2, dtype=torch.uint8)}, RuntimeError("expected Float"))
+    'x is torch.uint8 of shape (2,): expected Float'
+    """
+    shown, ways = [], []
+    for name, value in examples.items():
+        of_tensor = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        shown.append(f"{name} is {of_tensor or type(value).__name__}")
+        ways.append(_way_out(value))
+    wrong_type = isinstance(error, (TypeError, AttributeError))
+    if wrong_type and any(ways):
+        return "; ".join(f"{what}; {way}" for what, way in zip(shown, ways, strict=True) if way)
+    return f"{', '.join(shown)}: {first_line(error)}"
+
+
+def _way_out(value: Any) -> str:
+    """What to give instead of an argument that no layer takes; "" for a tensor, and for what forward may want."""
+    match value:
+        case np.ndarray():
+            return "torch.from_numpy makes it a tensor"
+        case list():
+            return "a list is one argument: give the tensor itself, or a tuple of arguments"
+        case str() | int() | float() | torch.Size() | torch.device():
+            return "give a tensor as forward gets it"
+        case Tensor() | tuple() | Mapping():
+            return ""
+        case Iterable():
+            return "take the inputs of one of its batches"
+    return ""
 
 
 def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Examples:

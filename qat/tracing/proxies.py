@@ -16,10 +16,9 @@ GRADIENTS = frozenset((
 """Attributes and methods of a tensor that concern its gradients. A graph keeps none of them."""
 
 
-class HintedValue:
-    """Conversions to Python values that a plain proxy refuses; each adds a guard for the example value."""
+class Convertible:
+    """Conversions to Python values that torch.fx refuses: the tracer's guard has the value, or says what is missing."""
 
-    hint: Any
     node: fx.Node
     tracer: Any
 
@@ -37,6 +36,26 @@ class HintedValue:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """For NumPy functions of sizes."""
         return np.asarray(self.tracer.guard(self), dtype)
+
+
+class BlindProxy(Convertible, fx.Proxy):
+    """A proxy without example inputs: the guard refuses every conversion."""
+
+    def __getattr__(self, name: str) -> "BlindAttribute":
+        return BlindAttribute(self, name)
+
+
+class BlindAttribute(Convertible, Attribute):
+    """`x.shape` or `x.view` of a proxy without example inputs."""
+
+    def __getattr__(self, name: str) -> "BlindAttribute":
+        return BlindAttribute(self, name)
+
+
+class HintedValue(Convertible):
+    """What knows its value for the example inputs; each conversion adds a guard for that value."""
+
+    hint: Any
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})

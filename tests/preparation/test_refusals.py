@@ -9,7 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from prepared_case import refused
 from torch import fx, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
 
 import qat
 from qat.analysis.work import integer_work
@@ -61,6 +64,75 @@ def test_a_float_model_that_is_only_marked_for_torch_ao_is_prepared() -> None:
     model = qat.prepare(marked, example_inputs=torch.randn(1, 3, 64, 64))
     assert model.get_submodule("layer1.0.conv1").weight_quantizer.is_calibrated  # type: ignore[union-attr]
     assert qat.prepare(nn.Sequential(imitation("torchaolib.nn", "Linear", nn.Linear)(4, 2)), dry_run=True)
+
+
+def test_a_model_that_torch_ao_only_wraps_in_markers_is_prepared() -> None:
+    model = qat.prepare(torch.ao.quantization.QuantWrapper(nn.Linear(4, 2)), example_inputs=torch.randn(3, 4))
+    assert isinstance(model.get_submodule("module"), qat.QuantLinear)
+
+
+@pytest.mark.parametrize(("name", "training"), [("ConvReLU2d", False), ("ConvBnReLU2d", True)])
+def test_a_model_that_was_only_fused_says_so(name: str, training: bool) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()).train(training)
+    fuse = torch.ao.quantization.fuse_modules_qat if training else torch.ao.quantization.fuse_modules
+    with refused(
+        f"prepare: the model was fused by torch.ao's fuse_modules ('0' is its {name}); leave fuse_model() and"
+        " fuse_modules() out, prepare folds BatchNorm itself"
+    ):
+        qat.prepare(fuse(net, [["0", "1", "2"]]))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "attribute"), [(nn.DataParallel, "module"), (AveragedModel, "module"), (torch.compile, "_orig_mod")]
+)
+def test_a_wrapper_is_named_with_the_model_in_it(wrap: Any, attribute: str) -> None:
+    wrapper = wrap(nn.Linear(4, 2))
+    with refused(f"prepare: {type(wrapper).__name__} wraps the model; prepare its .{attribute} and wrap again"):
+        qat.prepare(wrapper)
+    assert qat.prepare(getattr(wrapper, attribute))
+
+
+def test_what_torch_export_makes_has_no_layers() -> None:
+    exported = torch.export.export(nn.Linear(4, 2), (torch.randn(3, 4),))
+    with refused(
+        "prepare: model must be a torch.nn.Module, got ExportedProgram; torch.export comes after qat.prepare, which"
+        " takes the float model",
+        TypeError,
+    ):
+        qat.prepare(exported)  # type: ignore[call-overload]
+    with refused(
+        "prepare: GraphModule has no layer to quantize; it comes from torch.export, whose graph holds operators:"
+        " prepare the float model before"
+    ):
+        qat.prepare(exported.module())
+
+
+IMAGE = torch.zeros(2, 3, 8, 8)
+NOT_RUNNING: list[tuple[Any, str]] = [
+    (DataLoader(TensorDataset(IMAGE)), "input is DataLoader; take the inputs of one of its batches"),
+    ([IMAGE], "input is list; a list is one argument: give the tensor itself, or a tuple of arguments"),
+    (IMAGE.numpy(), "input is ndarray; torch.from_numpy makes it a tensor"),
+    ({"input": IMAGE.numpy()}, "input is ndarray; torch.from_numpy makes it a tensor"),
+    (IMAGE.shape[:1], "input is int; give a tensor as forward gets it"),
+    (IMAGE.byte(), "input is torch.uint8 of shape (2, 3, 8, 8): "),
+    (IMAGE[:, :2], "input is torch.float32 of shape (2, 2, 8, 8): Given groups=1, "),
+]
+
+
+@pytest.mark.parametrize(("example_inputs", "said"), NOT_RUNNING)
+def test_example_inputs_with_which_the_model_does_not_run_are_shown(example_inputs: Any, said: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        qat.prepare(nn.Sequential(nn.Conv2d(3, 4, 3)), example_inputs=example_inputs)
+    sentence = str(refusal.value)
+    assert sentence.startswith(f"prepare: Sequential does not run with these example_inputs: {said}")
+    assert "\n" not in sentence
+
+
+def test_example_inputs_without_values_are_refused() -> None:
+    with refused("prepare: example_inputs do not fit Conv2d.forward: Cannot copy out of meta tensor; no data!"):
+        qat.prepare(nn.Conv2d(3, 4, 3), example_inputs=IMAGE.to("meta"))
+    with refused("explain: example_inputs do not fit Sequential.forward: missing a required argument: 'input'"):
+        qat.explain(two_layers(), {})
 
 
 class WithLoss(nn.Module):

@@ -293,3 +293,24 @@ def test_the_float_model_remembers_nothing_of_being_traced(example_inputs: Tenso
     assert not hasattr(net, "new") and set(vars(net)) == set(vars(Remembers()))
     x = draw(3, 8)
     torch.testing.assert_close(without_quantizers(model)(x), net.fc(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: self.a(x if x.mean() > 0 else -x),
+        lambda self, x: self.a(x) / len(x),
+        lambda self, x: self.a(x) / len(x.shape),
+        lambda self, x: self.a(x) * int(x.shape[0]),
+        lambda self, x: self.a(x) * float(x.max()),
+        lambda self, x: self.a(sum(x[number] for number in range(x.size(0)))),
+        lambda self, x: self.a(sum(row for row in x)),
+    ],
+    ids=["value", "len", "len of the shape", "int", "float", "range", "rows"],
+)
+def test_without_example_inputs_the_reason_is_that_there_are_none(forward: Callable[[Any, Tensor], Any]) -> None:
+    left = noted(qat.prepare(Plain(forward, a=linear())), LEFT_IN_FLOAT)
+    assert left == {
+        "(the model)": "prepared in parts, since torch.fx cannot trace Plain: the way through the model depends on"
+        " sizes or values; give example_inputs, with which the sizes are known"
+    }
