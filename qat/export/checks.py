@@ -2,19 +2,23 @@
 
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from qat.evaluating import evaluating
 from qat.export.integers.consistency import keeps_to_its_grid, rounds_half_to_even, sample_for
 from qat.export.integers.frozen import CONTAINER_BITS
 from qat.layers import QuantLayer
 from qat.preparation.hooks import is_watched
+from qat.preparation.parts import prepared_parts
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.preparation.report import LEFT_IN_FLOAT
+from qat.preparation.report import LEFT_IN_FLOAT, WHOLE_MODEL
 from qat.quantizer import Quantizer
+from qat.text import first_line
+from qat.torch_internals import pytree
 from qat.tracing.inputs import Inputs, call_model
 
 ROUNDS_OTHERWISE = (
@@ -22,6 +26,11 @@ ROUNDS_OTHERWISE = (
     " activations; use it for weights alone, or set exportable = False"
 )
 """The end of the sentence about a rule that no runtime computes on activations."""
+
+FLOAT32_BYTES = 4
+
+PLAIN_RESULTS = (torch.Tensor, int, float, complex, bool, str, type(None))
+"""What torch.export takes in a model's result, in tuples, lists, dictionaries and whatever else is a pytree."""
 
 
 def check_exportable(model: nn.Module) -> None:
@@ -32,11 +41,14 @@ def check_exportable(model: nn.Module) -> None:
         ValueError: if the model was prepared in parts, or for the first quantizer that cannot be written, or that a
             runtime would compute otherwise.
     """
-    if LEFT_IN_FLOAT in vars(model) and not isinstance(model, fx.GraphModule):
-        raise ValueError(
-            f"export_onnx: {type(model).__name__} was prepared in parts, for its forward has no one graph; export each"
-            " part, see qat.preparation.parts.prepared_parts(model)"
+    if WHOLE_MODEL in vars(model).get(LEFT_IN_FLOAT, {}):
+        parts = prepared_parts(model)
+        way = (
+            f"export each part ({', '.join(parts)}), see qat.preparation.parts.prepared_parts(model)"
+            if parts
+            else "no part of it is one graph; what runs between its decisions becomes a part if it is a submodule"
         )
+        raise ValueError(f"export_onnx: {type(model).__name__} was {vars(model)[LEFT_IN_FLOAT][WHOLE_MODEL]}; {way}")
     check_integers(model, "export_onnx")
     for name, quantizer in model.named_modules():
         if isinstance(quantizer, Quantizer) and not rounds_half_to_even(quantizer):
@@ -52,11 +64,17 @@ def check_integers(model: nn.Module, caller: str) -> None:
 
     Raises:
         TypeError: if the model holds no quantizer.
-        ValueError: for the first quantizer that has no such integers.
+        ValueError: for a parameter in less than float32, or the first quantizer that has no such integers.
     """
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
     if not quantizers:
         raise TypeError(f"{caller}: expected a model from qat.prepare, got {type(model).__name__} without quantizers")
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.element_size() < FLOAT32_BYTES:
+            raise ValueError(
+                f"{caller}: {name!r} is {parameter.dtype}, in which scales are too coarse to give the integers; call"
+                " model.float() first"
+            )
     for name, quantizer in quantizers.items():
         refusal = quantizer.refusal()
         if refusal is not None:
@@ -89,26 +107,46 @@ def check_path(caller: str, path: Any, order: str) -> None:
         raise TypeError(f"{caller}: path must be text or a Path, got {type(path).__name__}; the order is {order}")
 
 
-def check_inputs(model: nn.Module, example_inputs: Inputs) -> None:
-    """Explain an export that failed: the model itself does not run with the inputs.
+def check_new_file(path: Path) -> None:
+    """Check that a file can be written at this path, before the work for it is done.
 
     Raises:
-        ValueError: if that is so.
+        FileNotFoundError: if its folder is missing.
+        IsADirectoryError: if it is a folder itself.
     """
+    if path.is_dir():
+        raise IsADirectoryError(f"export_onnx: {str(path)!r} is a folder; give the file in it, such as model.onnx")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"export_onnx: there is no folder {str(path.parent)!r} to write to; create it first")
+
+
+def why_not_exported(model: nn.Module, example_inputs: Inputs, error: Exception) -> ValueError:
+    """Explain an export that failed: the model does not run with the inputs, returns no tensors, or torch's reason."""
+    name = type(model).__name__
     try:
         with evaluating(model), torch.no_grad():
-            call_model(model, example_inputs)
-    except Exception as error:  # of the user's own code
+            answer = call_model(model, example_inputs)
+    except Exception as failure:  # of the user's own code
         part = vars(model).get("float_class")
-        name = type(model).__name__ if part is None else f"the part {part.__name__}"
+        name = name if part is None else f"the part {part.__name__}"
         hint = (
             "; its inputs are those that the whole model gives it:"
             " qat.preparation.parts.record_calls(model, {argument: value}) has them by the part's name"
         )
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
-            f"export_onnx: {name} does not run with these example_inputs ({lines[0]}){hint if part is not None else ''}"
-        ) from error
+        return ValueError(
+            f"export_onnx: {name} does not run with these example_inputs ({first_line(failure)})"
+            f"{hint if part is not None else ''}"
+        )
+    leaves = [type(leaf).__name__ for leaf in pytree.tree_leaves(answer) if not isinstance(leaf, PLAIN_RESULTS)]
+    if leaves:
+        return ValueError(
+            f"export_onnx: {name} returns {leaves[0]}, into which torch.export does not look; wrap the model in one"
+            " that returns its tensors, alone or in a tuple, a list or a dict"
+        )
+    first: BaseException = error  # the last one is torch.onnx's, several lines about how to ask for help
+    while first.__cause__ is not None:
+        first = first.__cause__
+    return ValueError(f"export_onnx: torch.onnx cannot export {name}: {first_line(first)}")
 
 
 def warn_of_hooks(model: nn.Module) -> None:

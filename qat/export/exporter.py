@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from qat.atomic_write import atomic_write
-from qat.export.checks import check_exportable, check_inputs, check_path, warn_of_hooks
+from qat.expected import expect_model
+from qat.export.checks import check_exportable, check_new_file, check_path, warn_of_hooks, why_not_exported
 from qat.export.integers.evaluation import evaluation_copy
 from qat.export.integers.freezing import freeze, frozen_grids
 from qat.export.integers.frozen import FreezingError
@@ -19,6 +20,7 @@ from qat.export.onnx.operators import OnnxOperations
 from qat.export.onnx.program import export_program, fix_sizes
 from qat.export.onnxruntime.requantization import keep_requantizations
 from qat.export.onnxruntime.rewriting import rewrite_for_runtime
+from qat.preparation.refusals import wrapped
 from qat.tracing.inputs import Inputs
 
 
@@ -36,8 +38,9 @@ def export_onnx(
     `layer1.0.add_quantizer` is called `layer1.0.add_quantizer` in the file, which is how `compare_layers` finds it.
 
     Args:
-        model: a prepared and calibrated model, or a module of quantized layers of your own; it is not changed. Of a
-            model that was prepared in parts, export the parts: `qat.preparation.parts.prepared_parts(model)`.
+        model: a prepared and calibrated model, or a module of quantized layers of your own; it is not changed. What
+            torch wraps around it (DataParallel, AveragedModel, torch.compile) is left out of the file. Of a model that
+            was prepared in parts, export the parts: `qat.preparation.parts.prepared_parts(model)`.
         path: the file to write; an existing one is replaced atomically.
         example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments; of floating-point tensors
             only the shapes matter. The first axis is the batch.
@@ -47,13 +50,19 @@ def export_onnx(
 
     Raises:
         TypeError: if the model holds no quantizer, the path is not a path, or the metadata cannot be written as JSON.
+        FileNotFoundError: if the folder of the path is missing.
         ValueError: if the model was prepared in parts, if a quantizer is not calibrated, not exportable or wider than
-            8 bits, if the model does not run with the inputs, or if the ONNX graph lacks a quantizer of the model.
+            8 bits, if a parameter has fewer bits than float32, if the model does not run with the inputs or returns
+            something else than tensors, if torch.onnx cannot export it, or if the ONNX graph lacks a quantizer.
     """
     import onnx
 
     check_path("export_onnx", path, "model, path, example_inputs")
+    expect_model(export_onnx, model)
+    check_new_file(Path(path))
     notes = _as_json(metadata or {})
+    inside = wrapped(model)  # its batch axis would be fixed: the exporter gives free axes to arguments with names
+    model = model if inside is None else inside[1]
     check_exportable(model)
     evaluated = evaluation_copy(model)
     warn_of_hooks(model)
@@ -64,9 +73,8 @@ def export_onnx(
         raise ValueError(f"export_onnx: {error}") from None
     try:
         program = export_program(frozen, example_inputs)
-    except Exception:  # torch.onnx has its own types
-        check_inputs(model, example_inputs)
-        raise
+    except Exception as error:  # torch.onnx has its own types
+        raise why_not_exported(model, example_inputs, error) from error
     proto = program.model_proto
     name_quantizers(proto, frozen_grids(frozen))
     name_weights(proto)

@@ -329,7 +329,8 @@ def test_a_model_in_parts_is_exported_part_by_part(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as refused:
         qat.export_onnx(model, tmp_path / "model.onnx", x)
     assert str(refused.value) == (
-        "export_onnx: Branches was prepared in parts, for its forward has no one graph; export each part, see"
+        "export_onnx: Branches was prepared in parts, since torch.fx cannot trace Branches: the way through the model"
+        " depends on the values of a tensor; export each part (body, heads.0, heads.1), see"
         " qat.preparation.parts.prepared_parts(model)"
     )
     assert not list(tmp_path.iterdir())

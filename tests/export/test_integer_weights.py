@@ -143,8 +143,35 @@ def test_what_has_no_integers_is_a_sentence() -> None:
     model = qat.prepare(nn.Sequential(nn.Linear(2, 2)))
     with refused("integer_weights: 'input_quantizer' has no range yet; call qat.calibrate(model, batches) first"):
         qat.integer_weights(model)
-    layer = qat.QuantLinear(2, 2, activation_spec=None)
     with refused(
-        "integer_weights: '' (QuantLinear) has no grid for its input; prepare the whole model with qat.prepare"
+        "integer_weights: '0.weight' is torch.float16, in which scales are too coarse to give the integers; call"
+        " model.float() first"
     ):
-        qat.integer_weights(layer)
+        qat.integer_weights(model.half())
+
+
+@pytest.mark.parametrize(
+    ("layer", "shapes"),
+    [
+        (qat.QuantLinear(5, 3, activation_spec=None), {"": ((3, 5), 3)}),
+        (qat.QuantConvTranspose2d(6, 4, 3, activation_spec=None), {"": ((6, 4, 3, 3), 4)}),
+        (qat.QuantConvTranspose2d(6, 4, 3, groups=2, activation_spec=None), {"": ((6, 2, 3, 3), 4)}),
+        (qat.QuantConv1d(2, 4, 3, weight_spec=qat.QuantSpec(granularity="tensor"), activation_spec=None),
+         {"": ((4, 2, 3), 4)}),
+        (qat.QuantBilinear(3, 4, 5, activation_spec=None), {"": ((5, 3, 4), 5)}),
+        (qat.QuantGRU(4, 6, activation_spec=None), {"product_ih_l0": ((18, 4), 18), "product_hh_l0": ((18, 6), 18)}),
+    ],
+    ids=lambda each: type(each).__name__,
+)  # fmt: skip
+def test_a_layer_with_a_float_input_has_the_integers_of_its_weight(
+    layer: Any, shapes: dict[str, Any], tmp_path: Path
+) -> None:
+    arrays = qat.integer_weights(layer)
+    found = {name: (each.weight.shape, len(each.scale)) for name, each in arrays.items()}
+    assert found == shapes and all(each.input_scale is each.bias is each.bias_scale is None for each in arrays.values())
+    if isinstance(layer, qat.layers.QuantLayer):
+        rows = layer.channels_first(torch.from_numpy(arrays[""].weight).float())
+        real = layer.torch_layout(rows * torch.from_numpy(arrays[""].scale).reshape(-1, *[1] * (rows.dim() - 1)))
+        torch.testing.assert_close(real, layer.quantized(layer.weight).detach())
+    with pytest.raises(ValueError, match="has no grid for its input; prepare the whole model with"):
+        qat.export_onnx(layer, tmp_path / "layer.onnx", draw(2, 5))

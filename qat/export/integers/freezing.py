@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from qat.export.integers.evaluation import call_names, joined
@@ -17,7 +18,7 @@ from qat.tracing.in_place import drop_unread
 from qat.tracing.nodes import submodule_of
 
 
-def freeze(model: nn.Module, operations: Operations) -> nn.Module:
+def freeze(model: nn.Module, operations: Operations, *, weights_alone: bool = False) -> nn.Module:
     """The model with every quantizer and quantized layer replaced by its integers.
 
     In a traced model the calls are rewritten, since a layer's integers depend on the grid that its call is handed. In
@@ -26,11 +27,12 @@ def freeze(model: nn.Module, operations: Operations) -> nn.Module:
     Args:
         model: from `evaluation_copy`; it is changed.
         operations: how the frozen modules compute.
+        weights_alone: freeze the weights of layers without an input quantizer too, which then cannot compute.
 
     Raises:
         FreezingError: if a layer has no input quantizer, or integers that do not fit int8.
     """
-    return _Freezer(operations).module(model, "")
+    return _Freezer(operations, weights_alone).module(model, "")
 
 
 def frozen_grids(frozen: nn.Module) -> dict[str, tuple[float, ...]]:
@@ -48,8 +50,8 @@ def frozen_grids(frozen: nn.Module) -> dict[str, tuple[float, ...]]:
 class _Freezer:
     """Makes frozen modules that all compute with the same operations."""
 
-    def __init__(self, operations: Operations) -> None:
-        self.operations = operations
+    def __init__(self, operations: Operations, weights_alone: bool) -> None:
+        self.operations, self.weights_alone = operations, weights_alone
 
     def module(self, module: nn.Module, path: str) -> nn.Module:
         """What replaces the module at this path."""
@@ -82,9 +84,14 @@ class _Freezer:
         `inner`: weight and bias of the products of a composite layer, by name.
         """
         quantizer = layer.input_quantizer
+        weight, bias = inner.get(path.rpartition(".")[2], (None, None))
+        if quantizer is None and self.weights_alone:
+            weight = layer.weight if weight is None else weight
+            return FrozenLayer(layer, path, layer.folded(torch.ones(()), None, weight, None), (), self.operations)
         if quantizer is None:
             raise FreezingError(
-                f"{path!r} ({type(layer).__name__}) has no grid for its input; prepare the whole model with qat.prepare"
+                f"{path or 'the model'!r} ({type(layer).__name__}) has no grid for its input; prepare the whole model"
+                " with qat.prepare, or give the layer an activation_spec"
             )
         quantizers = [quantizer]
         if isinstance(layer, QuantBilinear):
@@ -93,7 +100,6 @@ class _Freezer:
             quantizers.append(other)
             integers = layer.integers(quantizer, other_quantizer=other)
         else:
-            weight, bias = inner.get(path.rpartition(".")[2], (None, None))
             integers = layer.integers(quantizer, None, weight, bias)
         inputs = [
             FrozenQuantizer(each, joined(path, argument), self.operations)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, fx, nn
 
+from qat.expected import expect_model
 from qat.export.checks import check_integers
 from qat.export.integers.evaluation import evaluation_copy, numbered
 from qat.export.integers.freezing import freeze
@@ -23,14 +24,15 @@ Array = npt.NDArray[Any]
 class IntegerArrays:
     """The integers of one layer: real weight = (weight - zero_point) * scale, real input likewise.
 
-    A layer computes y = (sum((x - input_zero_point) * weight) + bias) * bias_scale, with x the codes of its input, and
-    bias_scale = input_scale * scale. BatchNorm is folded in.
+    A layer whose input has a grid computes y = (sum((x - input_zero_point) * weight) + bias) * bias_scale, with x the
+    codes of its input, and bias_scale = input_scale * scale. BatchNorm is folded in.
 
     Attributes:
         weight: int8, in the shape of the float layer's weight; tables and parameters on an unsigned grid are uint8.
         scale: float32, (channels,): of the output, of an embedding (rows,), of a parameter ().
         zero_point: in the type of weight and the shape of scale; 0 for layers.
-        bias: int32, (channels,), on the grid of bias_scale; None for tables and parameters, as all that follow.
+        bias: int32, (channels,), on the grid of bias_scale; None for tables, parameters and layers whose input is in
+            float (`activation_spec=None`), as all that follow.
         bias_scale: float32, (channels,).
         input_scale: float32, (), of a bilinear layer (2,).
         input_zero_point: uint8 or int8, in the shape of input_scale.
@@ -72,9 +74,10 @@ def integer_weights(model: nn.Module) -> dict[str, IntegerArrays]:
     >>> bool(abs(real - layer.weight.detach().numpy()).max() <= arrays.scale.max() / 2 + 1e-6)
     True
     """
+    expect_model(integer_weights, model)
     check_integers(model, "integer_weights")
     try:
-        frozen = freeze(evaluation_copy(model), Operations())
+        frozen = freeze(evaluation_copy(model), Operations(), weights_alone=True)
     except FreezingError as error:
         raise ValueError(f"integer_weights: {error}") from None
     seen: Counter[str] = Counter()
@@ -100,6 +103,8 @@ def _arrays(module: nn.Module, path: str) -> Iterator[tuple[str, IntegerArrays]]
 
 def _of_layer(layer: FrozenLayer) -> IntegerArrays:
     weight = layer.weight if layer.in_torch_layout else layer.geometry.torch_layout(layer.weight)
+    if not layer.input_qparams:
+        return IntegerArrays(*map(_array, (weight, layer.weight_scale, layer.weight_zero_point)))
     scales, zero_points = zip(*layer.input_qparams, strict=True)
     several = len(scales) > 1
     return IntegerArrays(

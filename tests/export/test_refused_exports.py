@@ -1,0 +1,110 @@
+"""What `export_onnx` cannot write, or has to look into, in a sentence with a way out that is tried here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from prepared_case import Plain, draw, refused
+from test_export_layers import quantized
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+import qat
+from qat.preparation.parts import prepared_parts
+
+X = draw(4, 8)
+
+
+@dataclass
+class Answer:
+    """A result that is no pytree."""
+
+    logits: Tensor
+
+
+def net(forward: Callable[..., Any]) -> Plain:
+    return Plain(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 3))
+
+
+class ReturnsTensors(nn.Module):
+    """The way out of a dataclass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.model(x).logits
+        return logits
+
+
+def test_a_result_into_which_torch_does_not_look_is_named(tmp_path: Path) -> None:
+    model = quantized(net(lambda self, x: Answer(self.b(self.a(x)))), X)
+    with refused(
+        "export_onnx: Plain returns Answer, into which torch.export does not look; wrap the model in one that returns"
+        " its tensors, alone or in a tuple, a list or a dict"
+    ):
+        qat.export_onnx(model, tmp_path / "x.onnx", X)
+    wrapped = ReturnsTensors(model)
+    qat.export_onnx(wrapped, tmp_path / "x.onnx", X)
+    assert qat.verify_onnx(tmp_path / "x.onnx", wrapped, X).agreement == 1
+
+
+def test_what_torch_cannot_export_is_one_line_of_its_reason(tmp_path: Path) -> None:
+    model = quantized(net(lambda self, x: torch.linalg.eigvals(self.a(x).mT @ self.a(x)).real), X)
+    with pytest.raises(ValueError) as refusal:
+        qat.export_onnx(model, tmp_path / "x.onnx", X)
+    assert str(refusal.value).startswith("export_onnx: torch.onnx cannot export Plain: ")
+    assert "\n" not in str(refusal.value) and "\x1b" not in str(refusal.value) and "eig" in str(refusal.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_in_less_than_float32_is_exported_as_float(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = quantized(net(lambda self, x: self.b(self.a(x).relu())), X).to(dtype)
+    with refused(
+        f"export_onnx: 'a.weight' is {dtype}, in which scales are too coarse to give the integers; call model.float()"
+        " first"
+    ):
+        qat.export_onnx(model, tmp_path / "x.onnx", X)
+    qat.export_onnx(model.float(), tmp_path / "x.onnx", X)
+    assert qat.verify_onnx(tmp_path / "x.onnx", model, X).agreement == 1
+
+
+def test_a_model_without_a_part_says_how_it_gets_one(tmp_path: Path) -> None:
+    alone = quantized(net(lambda self, x: self.b(self.a(x) if x.mean() > 0 else x)), X)
+    assert not prepared_parts(alone)
+    with refused(
+        "export_onnx: Plain was prepared in parts, since torch.fx cannot trace Plain: the way through the model depends"
+        " on the values of a tensor; no part of it is one graph; what runs between its decisions becomes a part if it"
+        " is a submodule"
+    ):
+        qat.export_onnx(alone, tmp_path / "x.onnx", X)
+    inner = net(lambda self, x: self.b(self.a(x)))
+    split = quantized(Plain(lambda self, x: self.inner(x if x.mean() > 0 else -x), inner=inner), X)
+    (part,) = prepared_parts(split).values()
+    qat.export_onnx(part, tmp_path / "x.onnx", X)
+    assert qat.verify_onnx(tmp_path / "x.onnx", part, X).agreement == 1
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, AveragedModel, torch.compile])
+def test_what_torch_wraps_around_a_model_is_not_in_the_file(wrap: Callable[..., nn.Module], tmp_path: Path) -> None:
+    model = quantized(net(lambda self, x: self.b(self.a(x).relu())), X)
+    path = tmp_path / "x.onnx"
+    qat.export_onnx(wrap(model), path, X)  # a warning that the batch is fixed would be an error here
+    graph = onnx.load(path).graph
+    assert "a_quantizer" in {output for node in graph.node for output in node.output}
+    assert qat.verify_onnx(path, model, [X, draw(7, 8)]).agreement == 1
+
+
+def test_a_place_where_no_file_can_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    for path, error, sentence in (
+        (tmp_path / "none" / "x.onnx", FileNotFoundError, f"there is no folder '{tmp_path}/none' to write to; create it"
+         " first"),
+        (tmp_path, IsADirectoryError, f"'{tmp_path}' is a folder; give the file in it, such as model.onnx"),
+    ):  # fmt: skip
+        with refused(f"export_onnx: {sentence}", error):
+            qat.export_onnx(nn.Identity(), path, X)
