@@ -37,7 +37,7 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
     >>> reestimate_batch_norm(model, [torch.randn(64, 4) + 5])
     1
     """
-    given = as_batches("reestimate_batch_norm", model, batches, "model, batches")
+    given = as_batches(reestimate_batch_norm, model, batches)
     norms = batch_norms(model)
     before = [(norm, norm.momentum, copied_statistics(norm)) for norm in norms]
     count = 0

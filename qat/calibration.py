@@ -52,7 +52,7 @@ def calibrate(model: nn.Module, batches: Iterable[Batch], limit: int | None = No
     >>> calibrate(layer, torch.randn(16, 4))
     >>> calibrate(layer, (torch.randn(16, 4) for _ in range(1000)), limit=8)
     """
-    given = as_batches("calibrate", model, batches, "model, batches")
+    given = as_batches(calibrate, model, batches)
     _check(limit)
     quantizers = {
         name: module

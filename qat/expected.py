@@ -27,14 +27,9 @@ def expect_model(function: Callable[..., Any], model: Any) -> None:
     """
     if isinstance(model, nn.Module):
         return
-    kind, named = (
-        type(model).__name__,
-        [
-            each.name
-            for each in inspect.signature(function).parameters.values()
-            if each.kind is each.POSITIONAL_OR_KEYWORD
-        ],
-    )
+    parameters = inspect.signature(function).parameters.values()
+    named = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    kind = type(model).__name__
     if isinstance(model, type):
         kind, way = f"the class {model.__name__}", f"make one of it, {model.__name__}(...)"
     elif isinstance(model, Mapping):

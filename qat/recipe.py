@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from qat.expected import NamedArguments, unknown_name
-from qat.spec import QuantSpec
+from qat.spec import LEFT_OPEN, QuantSpec
 from qat.targets import TargetProfile, profile_of
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ class QuantRecipe(NamedArguments):
 
     Args:
         weight: grid of weights: a spec, or a mapping of its fields. The target chooses what it leaves open.
-        activation: grid of activations, in the same way. There is none without a grid: for activations in float,
-            switch their quantizers off, `qat.disable_fake_quant(model, weights=False)`.
+            None leaves all open.
+        activation: grid of activations, in the same way. None is not float: for activations in float, switch their
+            quantizers off, `qat.disable_fake_quant(model, weights=False)`.
         overrides: layers mapped to their differences: {"weight": {...}, "activation": {...}, "skip": True}. A key is a
             pattern of layer names (shell style: `conv1`, `layer1.*`, `*.downsample.0`), or `type:` and a pattern of
             class names of float layers (`type:Linear`, `type:Conv?d`), or a class (`nn.Linear`). "activation" is the
@@ -47,8 +48,8 @@ class QuantRecipe(NamedArguments):
         last_bits: the same for the last one.
 
     Raises:
-        TypeError: for a weight or activation that is neither, None too; for a key that is neither text nor a class; for
-            an argument that it does not have.
+        TypeError: for a weight or activation that is none of these; for a key that is neither text nor a class; for an
+            argument that it does not have.
         ValueError: for an unknown target, field or override key, or a grid that the target does not run.
 
     >>> first_and_last = {"activation": {"bits": 8}, "weight": {"bits": 8}}
@@ -61,8 +62,8 @@ class QuantRecipe(NamedArguments):
     'int8 symmetric per tensor'
     """
 
-    weight: QuantSpec = field(default_factory=QuantSpec)
-    activation: QuantSpec = field(default_factory=QuantSpec)
+    weight: QuantSpec = LEFT_OPEN
+    activation: QuantSpec = LEFT_OPEN
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     target: str = "onnxruntime"
     first_bits: int | None = None
@@ -72,8 +73,8 @@ class QuantRecipe(NamedArguments):
 
         def __init__(
             self,
-            weight: QuantSpec | Mapping[str, Any] = ...,
-            activation: QuantSpec | Mapping[str, Any] = ...,
+            weight: QuantSpec | Mapping[str, Any] | None = None,
+            activation: QuantSpec | Mapping[str, Any] | None = None,
             overrides: Mapping[Any, Mapping[str, Any]] = ...,
             target: str = ...,
             first_bits: int | None = None,
@@ -185,16 +186,10 @@ def _with_bits(layer: LayerRecipe, bits: int | None) -> LayerRecipe:
 
 def _resolved(tensor: str, given: Any, default: QuantSpec) -> QuantSpec:
     """The spec of all weights, or of all activations, completed by the target's."""
+    if given is None:
+        return default
     if not isinstance(given, (QuantSpec, Mapping)):
-        other = {"weight": "activations", "activation": "weights"}[tensor]
-        way = (
-            f"; leave it out for the target's grid; for {tensor}s in float, call qat.disable_fake_quant(model,"
-            f" {other}=False) after prepare"
-        )
-        raise TypeError(
-            f"QuantRecipe: {tensor} must be a QuantSpec or a mapping of its fields, got {given!r}"
-            f"{way if given is None else ''}"
-        )
+        raise TypeError(f"QuantRecipe: {tensor} must be a QuantSpec, a mapping of its fields or None, got {given!r}")
     if isinstance(given, Mapping):
         _check_fields(f"QuantRecipe: {tensor}", given)
     try:

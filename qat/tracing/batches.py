@@ -1,12 +1,13 @@
 """The batches that `calibrate`, `verify_onnx` and `reestimate_batch_norm` read, and what is wrong with one."""
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qat.expected import expect_model
 from qat.torch_internals import pytree
 from qat.tracing.inputs import as_arguments, call_model, model_device
 
@@ -16,44 +17,43 @@ Batch = Tensor | Sequence[Any] | Mapping[str, Any]
 ONE_BATCH = "a batch must be a tensor, (inputs, labels), or a mapping of keyword arguments"
 
 
-def as_batches(caller: str, model: Any, batches: Any, order: str) -> Iterable[Batch]:
+def as_batches(function: Callable[..., Any], model: Any, batches: Any) -> Iterable[Batch]:
     """The batches; a tensor, or a mapping of keyword arguments, is one batch.
 
     Args:
-        caller: the function that reads them, for errors.
+        function: the public function that reads them, for errors.
         model: what it was given as the model.
         batches: what it was given as the batches.
-        order: the names of its arguments.
 
     Raises:
         TypeError: if the model is no module, or the batches cannot be iterated over.
         ValueError: if the model is on the meta device.
 
-    >>> len(list(as_batches("f", nn.ReLU(), torch.zeros(8, 3), ""))), len(as_batches("f", nn.ReLU(), [1, 2], ""))
+    >>> from qat import calibrate
+    >>> len(list(as_batches(calibrate, nn.ReLU(), torch.zeros(8, 3)))), len(as_batches(calibrate, nn.ReLU(), [1, 2]))
     (1, 2)
     """
-    check_model(caller, model, order)
+    check_model(function, model)
     if isinstance(batches, nn.Module) or not isinstance(batches, Iterable) or _is_array(batches):
         hint = "; torch.from_numpy makes it a tensor" if _is_array(batches) else ""
         raise TypeError(
-            f"{caller}: batches must be a loader, a list of batches or a tensor, got {_named(batches)}{hint}"
+            f"{function.__name__}: batches must be a loader, a list of batches or a tensor, got {_named(batches)}{hint}"
         )
     return [batches] if isinstance(batches, (Tensor, Mapping)) else batches
 
 
-def check_model(caller: str, model: Any, order: str) -> None:
-    """Check that the model is one and can compute; `order` is that of the caller's arguments.
+def check_model(function: Callable[..., Any], model: Any) -> None:
+    """Check that the model which a public function was given is one, and can compute.
 
     Raises:
         TypeError: if it is no module.
         ValueError: if it is on the meta device.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}; the order is {order}")
+    expect_model(function, model)
     if model_device(model).type == "meta":
         raise ValueError(
-            f"{caller}: {type(model).__name__} is on the meta device and has no values; load the float model's weights"
-            " before prepare"
+            f"{function.__name__}: {type(model).__name__} is on the meta device and has no values; load the float"
+            " model's weights before prepare"
         )
 
 

@@ -186,7 +186,7 @@ def test_a_failing_batch_leaves_the_model_as_it_was():
 def stale_layer() -> nn.Module:
     """A layer whose weights became 8 times larger behind the back of their range, and a quantizer of its result."""
     torch.manual_seed(0)
-    layer = QuantLinear(4, 4, plain(bits=4))
+    layer = QuantLinear(4, 4, weight_spec=plain(bits=4))
     with torch.no_grad():
         layer.weight.mul_(8)
     return nn.Sequential(layer, create_quantizer(AFFINE))

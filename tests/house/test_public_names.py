@@ -41,7 +41,6 @@ def test_every_public_package_is_listed() -> None:
     assert found - inner == set(PLACES) - {"qat"}
 
 
-READ_BATCHES = ("calibrate", "compare_layers", "reestimate_batch_norm", "verify_onnx")
 TAKING_MODELS = {
     name: getattr(package, name)
     for package in (qat, qat.export)
@@ -50,7 +49,7 @@ TAKING_MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(TAKING_MODELS.keys() - set(READ_BATCHES)))
+@pytest.mark.parametrize("name", sorted(TAKING_MODELS))
 def test_what_is_no_model_is_refused_in_a_sentence(name: str) -> None:
     function: Callable[..., Any] = TAKING_MODELS[name]
     needed = {key for key, each in inspect.signature(function).parameters.items() if each.default is each.empty}

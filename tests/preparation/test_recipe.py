@@ -224,17 +224,10 @@ def test_what_a_key_fits(pattern, name, kind, fits):
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"weight": 8}, "QuantRecipe: weight must be a QuantSpec or a mapping of its fields, got 8"),
-        ({"activation": "int8"}, "QuantRecipe: activation must be a QuantSpec or a mapping of its fields, got 'int8'"),
+        ({"weight": 8}, "QuantRecipe: weight must be a QuantSpec, a mapping of its fields or None, got 8"),
         (
-            {"activation": None},
-            "QuantRecipe: activation must be a QuantSpec or a mapping of its fields, got None; leave it out for the"
-            " target's grid; for activations in float, call qat.disable_fake_quant(model, weights=False) after prepare",
-        ),
-        (
-            {"weight": None},
-            "QuantRecipe: weight must be a QuantSpec or a mapping of its fields, got None; leave it out for the"
-            " target's grid; for weights in float, call qat.disable_fake_quant(model, activations=False) after prepare",
+            {"activation": "int8"},
+            "QuantRecipe: activation must be a QuantSpec, a mapping of its fields or None, got 'int8'",
         ),
         ({"weights": {"bits": 4}}, "QuantRecipe: unknown argument 'weights'; did you mean 'weight'?"),
         ({"overrides": ["fc"]}, "QuantRecipe: overrides must be a mapping, got ['fc']"),

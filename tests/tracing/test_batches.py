@@ -115,10 +115,10 @@ def test_all_that_take_a_model_and_batches_say_their_order_and_read_the_same(tmp
     qat.calibrate(model, IMAGES)
     qat.export_onnx(model, path, IMAGES)
     calls: list[tuple[Callable[..., Any], str, tuple[Any, ...]]] = [
-        (qat.calibrate, "model, batches", ()),
+        (qat.calibrate, "model, batches, limit", ()),
         (qat.reestimate_batch_norm, "model, batches", ()),
         (qat.verify_onnx, "path, model, batches", (path,)),
-        (compare_layers, "path, model, inputs", (path,)),
+        (compare_layers, "path, model, inputs, optimize", (path,)),
     ]
     for call, order, before in calls:
         with pytest.raises(TypeError) as swapped:

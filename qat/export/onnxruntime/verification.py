@@ -42,7 +42,7 @@ def verify_onnx(
         FileNotFoundError: if there is no such file.
     """
     check_path("verify_onnx", path, "path, model, batches")
-    given = as_batches("verify_onnx", model, batches, "path, model, batches")
+    given = as_batches(verify_onnx, model, batches)
     session = open_session(Path(path).read_bytes(), exact=not default_session)
     pairs: list[Pair] = []
     with evaluating(model), torch.no_grad():
@@ -93,7 +93,7 @@ def compare_layers_and_outputs(
     Arguments and errors are those of `compare_layers`.
     """
     check_path("compare_layers", path, "path, model, inputs")
-    check_model("compare_layers", model, "path, model, inputs")
+    check_model(compare_layers, model)
     evaluated = evaluation_copy(model)
     calls = quantizer_calls(evaluated)
     integers, theirs = _runtime_integers(path, calls, inputs, optimize, default_session)
