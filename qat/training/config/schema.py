@@ -56,7 +56,8 @@ class ModelConfig(Section):
 
 
 class AugmentConfig(Section):
-    """Training-time augmentation, in the order in which it is applied (torchvision.transforms.v2)."""
+    """Training-time augmentation, in the order in which it is applied: torchvision.transforms.v2. For sets in memory,
+    what does not interpolate (crop_padding, horizontal_flip, random_erasing, cutout) is done on whole batches."""
 
     random_resized_crop: bool = False
     """Crop a random area (8 to 100 %) and resize it to `data.image_size`; validation resizes and crops the centre."""
@@ -70,6 +71,8 @@ class AugmentConfig(Section):
     """TrivialAugmentWide (arXiv:2103.10158)."""
     random_erasing: Probability = 0.0
     """Probability of erasing a random rectangle."""
+    cutout: CountOrZero = 0
+    """Side of a square, in pixels, that is set to the mean around a random centre of every image (arXiv:1708.04552)."""
 
 
 class DataConfig(Section):

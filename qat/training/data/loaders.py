@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from qat.training.config.schema import DataConfig
+from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import datasets
+from qat.training.data.batched import BatchTransform
 from qat.training.data.datasets import logger, seeded_generator
 from qat.training.data.images import ImageArray, Images
 from qat.training.data.transforms import Preprocessing, Transform, is_random, resized_up_front, train_transform
@@ -88,6 +89,31 @@ class TransformedImages(Dataset["Sample | Failure"]):
         return self.transform(picture), self.images.labels[index]
 
 
+class BatchedImages(Dataset[Batch]):
+    """A split's images in memory as the model's inputs, a whole batch at once."""
+
+    def __init__(self, images: ImageArray, transform: BatchTransform) -> None:
+        self.images = images
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.images.labels)
+
+    def __getitems__(self, keys: list[SampleKey]) -> Batch:
+        """Return a batch; torch's loader calls this where it is defined."""
+        indices, seeds = torch.tensor(keys).unbind(1)
+        return self.transform(self.images.images[indices], seeds), self.images.labels[indices]
+
+
+View: TypeAlias = TransformedImages | BatchedImages
+
+
+def _view(images: Images, augment: AugmentConfig, plain: Preprocessing) -> View:
+    if isinstance(images, ImageArray) and BatchTransform.takes(images, augment, plain):
+        return BatchedImages(images, BatchTransform(augment, plain))
+    return TransformedImages(images, train_transform(augment, plain), is_random(augment))
+
+
 class Loader:
     """Batches of one split: float32 normalised images (N, 3, H, W) and int64 labels (N,), on the CPU.
 
@@ -153,9 +179,8 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
     val = _prepared(_limited(dataset.val, config.limit_val, "val"), preprocessing.resize_size)
     if not config.augment.random_resized_crop:
         train = _prepared(train, preprocessing.resize_size)
-    train_view = TransformedImages(train, train_transform(config.augment, preprocessing), is_random(config.augment))
-    plain = preprocessing.pipeline()
-    val_view, calibration_view = (TransformedImages(images, plain, random=False) for images in (val, train))
+    train_view = _view(train, config.augment, preprocessing)
+    val_view, calibration_view = (_view(images, AugmentConfig(), preprocessing) for images in (val, train))
     workers = _default_workers(train) if config.workers is None else config.workers
     make = partial(_loader, workers=workers, pinned=device.type == "cuda", channels_last=channels_last)
     chosen = torch.randperm(len(train.labels), generator=seeded_generator(seed, "calibration")).tolist()
@@ -214,7 +239,7 @@ def _default_workers(images: Images) -> int:
 
 
 def _loader(
-    view: TransformedImages,
+    view: View,
     order: EpochOrder,
     batch_size: int,
     *,
@@ -239,10 +264,13 @@ def _loader(
     return Loader(batches, order)
 
 
-def _collate(samples: "list[Sample | Failure]", channels_last: bool) -> Batch | Failure:
-    failed = [sample for sample in samples if isinstance(sample, Failure)]
-    if failed:
-        return failed[0]
-    images = torch.stack([sample[0] for sample in samples if not isinstance(sample, Failure)])
-    labels = torch.stack([sample[1] for sample in samples if not isinstance(sample, Failure)])
+def _collate(samples: "list[Sample | Failure] | Batch", channels_last: bool) -> Batch | Failure:
+    if isinstance(samples, list):
+        failed = [sample for sample in samples if isinstance(sample, Failure)]
+        if failed:
+            return failed[0]
+        images = torch.stack([sample[0] for sample in samples if not isinstance(sample, Failure)])
+        labels = torch.stack([sample[1] for sample in samples if not isinstance(sample, Failure)])
+    else:
+        images, labels = samples
     return images.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format), labels

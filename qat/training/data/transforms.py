@@ -52,7 +52,10 @@ class Preprocessing:
 
 
 class ToInput:
-    """Turn a picture into a float32 tensor (3, H, W), normalised per channel: (pixel/255 - mean) / std."""
+    """Turn a picture into a float32 tensor (3, H, W), normalised per channel: (pixel/255 - mean) / std.
+
+    A uint8 tensor may have an axis of images before.
+    """
 
     def __init__(self, mean: Channels, std: Channels) -> None:
         self.mean = torch.tensor(mean).mul(255).view(3, 1, 1)
@@ -61,7 +64,25 @@ class ToInput:
     def __call__(self, picture: Picture) -> Tensor:
         """Normalise one image; a single channel is repeated."""
         pixels: Tensor = picture if isinstance(picture, Tensor) else v2.functional.pil_to_tensor(picture)
-        return pixels.expand(3, -1, -1).to(torch.float32, copy=True).sub_(self.mean).div_(self.std)
+        coloured = pixels.expand(*pixels.shape[:-3], 3, -1, -1)
+        return coloured.to(torch.float32, copy=True).sub_(self.mean).div_(self.std)
+
+
+class Cutout:
+    """Set a square with a random centre to 0, the mean; at the border a part of it (arXiv:1708.04552)."""
+
+    def __init__(self, side: int) -> None:
+        self.side = side
+
+    def __call__(self, image: Tensor) -> Tensor:
+        """Cut out of one normalised image (3, H, W), in place."""
+        rows, columns = (
+            slice(max(0, first), max(0, first + self.side))
+            for length in image.shape[1:]
+            for first in [int(torch.randint(length, ())) - self.side // 2]
+        )
+        image[:, rows, columns] = 0
+        return image
 
 
 def train_transform(augment: AugmentConfig, plain: Preprocessing) -> Transform:
@@ -86,6 +107,8 @@ def train_transform(augment: AugmentConfig, plain: Preprocessing) -> Transform:
     steps.append(ToInput(plain.mean, plain.std))
     if augment.random_erasing:
         steps.append(v2.RandomErasing(augment.random_erasing))
+    if augment.cutout:
+        steps.append(Cutout(augment.cutout))
     pipeline: Transform = v2.Compose(steps)
     return pipeline
 
