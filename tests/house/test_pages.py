@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from test_readme import ROOT, run_blocks
@@ -68,6 +69,10 @@ def test_coming_over(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_deploying(place: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
-        run_page("deploying")
+        names = run_page("deploying")
     assert capsys.readouterr().out.split() == ["1.0", "1.0"]
-    assert {path.name for path in place.iterdir()} == {"model.onnx", "expected.npz", "for_tensorrt.onnx"}
+    targets = {f"{target}.{ending}" for target in ("onnxruntime", "openvino", "tensorrt") for ending in ("onnx", "npz")}
+    assert {path.name for path in place.iterdir()} == {*targets, "for_tensorrt.onnx", "images.bin"}
+    graph = onnx.load("for_tensorrt.onnx").graph
+    assert {each.name for each in graph.initializer} <= {name for node in graph.node for name in node.input}
+    assert (place / "images.bin").stat().st_size == names["images"].nbytes
