@@ -37,7 +37,17 @@ def low_bit_table() -> str:
         if "float_finetune" in found:
             top1 = found["float_finetune"]["top1"]
             lines += ["", f"The float weights after the same epoch as with {bits}: {top1:.1f} %."]
+    threads: dict[str, list[str]] = {}
+    for bits, found in runs.items():
+        threads.setdefault(_conditions(found), []).append(bits)
+    lines += ["", "; ".join(f"{' and '.join(bits)}: {what}" for what, bits in threads.items()) + "."]
     return "\n".join(lines) + "\n"
+
+
+def _conditions(found: dict[str, Any]) -> str:
+    """On what a run was made."""
+    machine, torch = found["machine"], found["versions"]["torch"]
+    return f"{machine['processor']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}, torch {torch}"
 
 
 def _kept(name: str) -> dict[str, Any] | None:

@@ -9,6 +9,9 @@ from benchmarks.speed_variants import TITLES
 CPU, GPU = RESULTS / "speed.jsonl", RESULTS / "speed_gpu.jsonl"
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "speed.png"
 NOTHING = "Not measured yet.\n"
+BUSY = 1.0
+"""Load a core from which on a table of single steps says so."""
+FEW_STEPS = "These are single steps: what a step costs stands in the first table."
 PEERS = ("ao_fx", "pt2e", "brevitas")
 """What README compares with. Brevitas' first steps, which collect statistics, are left out: they are slower still."""
 
@@ -31,12 +34,12 @@ def memory_table(results: Path = CPU, device: str = "cpu") -> str:
 
 
 def cold_table(results: Path = CPU) -> str:
-    """A line a model and variant: the first step of a fresh process."""
+    """A line a model and variant: the first two steps of a fresh process; and how busy the machine was."""
     rows = rows_of("cold", results)
     if not rows:
         return NOTHING
     lines = [
-        "| | variant | first step | more than float | with preparation, more than float | a later step |",
+        "| | variant | first step | more than float | with preparation, more than float | the second step |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -48,7 +51,25 @@ def cold_table(results: Path = CPU) -> str:
             differences = ["" if own else f"{row[name]:+.1f} s" for name in ("difference", "difference_prepared")]
             cells += [f"{row['seconds']:.2f} s", *differences, f"{row['later_step']:.2f} s"]
         lines.append(_line(cells))
+    load, cores = max((row["machine"]["load"], row["machine"]["cores"]) for row in rows)
+    if load > BUSY * cores:
+        lines += ["", f"Measured on a busy machine (load {load:.1f} on {cores} cores before it began). {FEW_STEPS}"]
     return "\n".join(lines) + "\n"
+
+
+def gpu_tables(results: Path = GPU) -> str:
+    """All that is measured on a GPU, each table under its sentence; one line while there is none."""
+    if not kept(results):
+        return NOTHING
+    parts = {
+        "": conditions(results),
+        "Training steps under bf16 autocast, as they are:": ratio_table("step", results, "cuda"),
+        "Compiled:": ratio_table("compiled", results, "cuda"),
+        "Memory, where *rises by* is torch's own count:": memory_table(results, "cuda"),
+        "Bandwidth of the quantizers, as a share of what a copy of the same tensor reaches. The forward moves as many"
+        " bytes as the copy, the\nbackward one and a half times as many.": kernel_table(results),
+    }
+    return "\n".join(f"{title}\n\n{table}" if title else table for title, table in parts.items())
 
 
 def kernel_table(results: Path = GPU) -> str:
@@ -86,10 +107,13 @@ def in_short(results: Path = CPU) -> str:
     shared = {comparison(row) for row in peers}
     own = [row for row in rows if row["variant"] == "qat" and comparison(row) in shared]
     *names, last = (TITLES[name] for name in PEERS if any(row["variant"] == name for row in peers))
+    batches = " and ".join(map(str, sorted({row["batch"] for row in own})))
+    single = [row for row in rows_of("scaling", results) if row["variant"] == "qat" and row["batch"] == 1]
+    costs = f"A step with a single image takes {_span(single)}. " if single else ""
     return (
         f"A training step takes **{_span(own)} of the time of a float step**; {', '.join(names)} and {last} take\n"
-        f"{_span(peers)} in the same run ({', '.join(dict.fromkeys(row['subject'] for row in own))}, on a CPU):"
-        " [docs/speed.md](docs/speed.md).\n"
+        f"{_span(peers)} in the same run ({', '.join(dict.fromkeys(row['subject'] for row in own))},"
+        f" {batches} images a step, on a CPU).\n{costs}All of it: [docs/speed.md](docs/speed.md).\n"
     )
 
 
@@ -108,11 +132,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed_memory": memory_table,
     "speed_cold": cold_table,
     "speed_scaling": lambda: ratio_table("scaling"),
-    "speed_gpu_conditions": lambda: conditions(GPU),
-    "speed_gpu_kernels": kernel_table,
-    "speed_gpu_step": lambda: ratio_table("step", GPU, "cuda"),
-    "speed_gpu_compiled": lambda: ratio_table("compiled", GPU, "cuda"),
-    "speed_gpu_memory": lambda: memory_table(GPU, "cuda"),
+    "speed_gpu": gpu_tables,
 }
 """What docs/speed.md marks."""
 

@@ -368,6 +368,8 @@ def test_the_tables_of_memory_first_steps_and_kernels(tmp_path: Path) -> None:
         made_up_row("qat", 8.0, difference=1.0, difference_prepared=4.0, **first),
         missing_row("qat_kept", "fails: RuntimeError: gone", case="cold"),
     ]
+    busy = [row | {"machine": {**ABOUT["machine"], "load": 5.5}} for row in rows]
+    assert "busy machine (load 5.5 on 4 cores" in cold_table(written(tmp_path / "rows", busy)).splitlines()[-1]
     assert cold_table(written(tmp_path / "rows", rows)).splitlines()[2:] == [
         "| resnet18, batch 16, 112 px | float | 1.00 s |  |  | 0.25 s |",
         "| resnet18, batch 16, 112 px | qat | 2.00 s | +1.0 s | +4.0 s | 0.25 s |",
