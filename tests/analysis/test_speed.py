@@ -20,7 +20,16 @@ from benchmarks.speed_operators import OPERATORS, operand
 from benchmarks.speed_plot import bars, draw
 from benchmarks.speed_rows import keep, kept, machine
 from benchmarks.speed_step import Setting, TrainingStep, build_float, build_step
-from benchmarks.speed_table import NOTHING, TABLES, cold_table, conditions, kernel_table, memory_table, ratio_table
+from benchmarks.speed_table import (
+    NOTHING,
+    TABLES,
+    cold_table,
+    conditions,
+    gpu_tables,
+    kernel_table,
+    memory_table,
+    ratio_table,
+)
 from benchmarks.speed_timing import Limits, Timing, compared, contest, interleaved, order
 from benchmarks.speed_variants import BUILDERS, TITLES
 
@@ -381,6 +390,14 @@ def test_the_tables_of_memory_first_steps_and_kernels(tmp_path: Path) -> None:
         del row["batch"]
     table = kernel_table(written(tmp_path / "rows", rows)).splitlines()[2:]
     assert table == ["| weight, bfloat16, 8 x 4 | 250 ms | 80% |"]
+
+
+def test_the_tables_of_a_gpu_come_together(tmp_path: Path) -> None:
+    assert gpu_tables(tmp_path / "none") == NOTHING
+    rows = [made_up_row(name, ratio, device="cuda") for name, ratio in (("float", 1.0), ("qat", 1.25))]
+    text = gpu_tables(written(tmp_path / "rows", rows))
+    assert text.startswith("A Processor 7") and "| 250 ms | 1.25 (1.15 to 1.35) |" in text
+    assert text.count(NOTHING) == 3  # compiled, memory, bandwidth
 
 
 def test_the_conditions_of_a_run(tmp_path: Path) -> None:
