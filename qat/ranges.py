@@ -48,6 +48,10 @@ def initial_range(values: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     return _minmax(values)
 
 
+class NotFiniteError(ValueError):
+    """Values from which no range can be found, because one is NaN or infinite."""
+
+
 def require_finite(values: Tensor, caller: str = "") -> None:
     """Refuse values from which no range can be found.
 
@@ -55,7 +59,7 @@ def require_finite(values: Tensor, caller: str = "") -> None:
         ValueError: if a value is NaN or infinite.
     """
     if not bool(torch.isfinite(values).all()):
-        raise ValueError(f"{caller}the values hold NaN or infinity")
+        raise NotFiniteError(f"{caller}the values hold NaN or infinity")
 
 
 def scale_and_zero_point(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from torch import fx, nn
 
 from qat.expected import expect_model
 from qat.preparation.prepared_graph import PreparedGraph, class_of
-from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT
+from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE
 from qat.quantizer import Quantizer
 from qat.text import did_you_mean
 from qat.torch_internals import keep_signature
@@ -58,7 +58,7 @@ def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]
     graph.output(ends)
     drop_unread(graph, model)
     found = class_of(model)(model, graph, f"{type(model).__name__}Features")
-    for note in (LEFT_IN_FLOAT, COMPROMISES, LAYERS):
+    for note in (LEFT_IN_FLOAT, COMPROMISES, LAYERS, PROFILE):
         vars(found)[note] = vars(model).get(note, {})
     return found.train(model.training)
 

@@ -1,5 +1,6 @@
 """`summary`: a prepared model as a table."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
@@ -9,12 +10,17 @@ from qat.layers import QuantLayer
 from qat.layers.composite import CompositeTwin
 from qat.layers.sharing import QuantTwin
 from qat.layers.twins import layers_of
+from qat.preparation.operations import AVERAGING, JOINING, NONLINEAR, operation_of
 from qat.preparation.parts import prepared_parts
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, WHOLE_MODEL, noted
+from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE, WHOLE_MODEL, noted
 from qat.quantizer import Quantizer
+from qat.targets import TargetProfile
 from qat.text import table
+from qat.tracing.constants import constant_nodes
 from qat.tracing.nodes import submodule_of
+
+ALL = {**JOINING, **AVERAGING, **NONLINEAR}
 
 HEADER = ("name", "type", "grid", "rule", "parameters", "remark")
 
@@ -56,7 +62,23 @@ def summary(model: nn.Module) -> str:
     lines = [*table([HEADER, *rows]), "", _counts(model, in_float)]
     if in_parts is not None:
         lines += [f"the model is {in_parts}", f"parts that are one graph: {', '.join(prepared_parts(model)) or 'none'}"]
-    return "\n".join([*lines, *_verdicts(model)])
+    return "\n".join([*lines, *_between(model), *_verdicts(model)])
+
+
+def _between(model: nn.Module) -> Iterator[str]:
+    """The operations without parameters that the target computes in float between integers, and why."""
+    for prefix, part in _graphs(model):
+        profile: TargetProfile | None = vars(part).get(PROFILE)
+        if not profile:  # a graph of the user's own
+            continue
+        constant = constant_nodes(part.graph)
+        found = Counter(operation_of(node, part, ALL) for node in part.graph.nodes if node not in constant)
+        named = [f"{count} {name}" for name, count in found.most_common() if name in profile.float_operations]
+        reason = profile.reasons.get("float_operations")
+        if named:
+            where = f" in {prefix.rstrip('.')}" if prefix else ""
+            why = f": {reason.text}" if reason else ""
+            yield f"{profile.name} computes {', '.join(named)} between the layers{where} in float{why}"
 
 
 def _verdicts(model: nn.Module) -> Iterator[str]:

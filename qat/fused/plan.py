@@ -139,7 +139,7 @@ class CodesPlan:
         if reason is not None:
             return reason
         if self.memory.writers(node):
-            return "something writes into its output"
+            return "an operation in place changes its output"
         readers = self.memory.readers(node)
         writing = [each for each in readers if may_write(submodule_of(self.model, each))]
         return f"{writing[0].target}, which reads it, may write into its output" if writing else None

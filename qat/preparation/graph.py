@@ -6,7 +6,7 @@ from qat.layers.twins import layers_of, type_name
 from qat.preparation.functional_weights import FunctionalLayer, find_functional_layers, quantize_functional_layers
 from qat.preparation.placement import place_quantizers
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT
+from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE
 from qat.preparation.swapping import fuse_batch_norms, name_float_rest, refusal, swap_layers
 from qat.recipe import AnyRecipe, ScopedRecipe
 from qat.tracing.in_place import mark_later_writes
@@ -43,7 +43,7 @@ def prepare_graph(
     left |= {name: f"a function that cannot be traced computes in float: {why}" for name, why in opaque.items()}
     graph_module.graph.lint()
     graph_module.recompile()
-    vars(graph_module).update({LEFT_IN_FLOAT: left, COMPROMISES: compromises, LAYERS: layers})
+    vars(graph_module).update({LEFT_IN_FLOAT: left, COMPROMISES: compromises, LAYERS: layers, PROFILE: recipe.profile})
     return graph_module
 
 

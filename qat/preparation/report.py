@@ -14,6 +14,9 @@ COMPROMISES = "qat_compromises"
 LAYERS = "qat_layers"
 """Attribute: all layers that a recipe could name, those in float included, name to float class."""
 
+PROFILE = "qat_target"
+"""Attribute of a traced part: the `TargetProfile` that its grids are for."""
+
 VERDICTS = "qat_self_checks"
 """Attribute: what `qat.fused.self_check.judging` found, by the state of the model that was checked."""
 

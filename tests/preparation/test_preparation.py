@@ -151,6 +151,17 @@ def test_what_stays_float_says_why() -> None:
     assert "2 quantized layers, 4 activation quantizers, 4 layers in float;" in table
 
 
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "integer_only"])
+def test_the_summary_names_what_computes_in_float_between_layers(target: str) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Hardswish(), nn.Conv2d(4, 4, 1), nn.Hardswish(), nn.Conv2d(4, 4, 1))
+    profile = qat.targets.profile_of(target)
+    model = qat.prepare(nn.Sequential(net, nn.Sigmoid()), qat.QuantRecipe(target=target))
+    said = [line for line in qat.summary(model).splitlines() if "between the layers" in line]
+    named = {"onnxruntime": "2 hardswish", "tensorrt": "2 hardswish, 1 sigmoid"}.get(target)
+    reason = profile.reasons["float_operations"].text
+    assert said == ([f"{target} computes {named} between the layers in float: {reason}"] if named else [])
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [

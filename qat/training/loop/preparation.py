@@ -1,6 +1,8 @@
 """From the `quantization` section of a config to a `QuantRecipe` and a prepared model, with early checks of both."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from qat.export.integers.frozen import CONTAINER_BITS
 from qat.layers import QuantFunction
 from qat.preparation.report import LEFT_IN_FLOAT, WHOLE_MODEL, noted
 from qat.quantizer.registry import quantizer_class
+from qat.ranges import NotFiniteError
 from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec
 from qat.targets import profile_of
@@ -162,3 +165,21 @@ def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
 def _spec(tensor: str, default: QuantSpec, config: SpecConfig) -> QuantSpec:
     with value_errors_reported(f"quantization.{tensor}: "):
         return QuantSpec(**config.model_dump(exclude_none=True)).resolved(default)
+
+
+@contextmanager
+def calibration_reported(config: RunConfig) -> Iterator[None]:
+    """Turn a ValueError of `qat.calibrate` into a UserError; NaN and infinity are of the float model's making."""
+    try:
+        yield
+    except ValueError as error:
+        if not isinstance(error.__cause__, NotFiniteError):
+            raise UserError(str(error)) from error
+        where = f"the float model computes NaN or infinity on training images ({error})"
+        if config.float.epochs == 0:
+            raise UserError(f"float: {where}; try other weights (model.weights, model.checkpoint)") from error
+        clip = "" if config.float.clip_grad_norm else " or float.clip_grad_norm=1"
+        raise UserError(
+            f"float: the training diverged, {where}; start anew in another run_dir with a lower float.lr (now"
+            f" {config.float.lr:g}){clip}"
+        ) from error
