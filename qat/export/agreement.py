@@ -55,14 +55,14 @@ def judge(pairs: list[Pair]) -> Verification:
     largest = torch.stack([(a.double() - b.double()).abs().max() for both in compared for a, b in both])
     return Verification(
         samples=sum(len(expected[0]) if expected[0].dim() else 1 for expected, _, _ in pairs),
-        agreement=min(_equal_predictions(both).double().mean().item() for both in compared),
+        agreement=min(equal_predictions(both).double().mean().item() for both in compared),
         torch_top1=_top1(pairs, 0),
         onnx_top1=_top1(pairs, 1),
         max_difference=largest.max().item(),
     )
 
 
-def _equal_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
+def equal_predictions(both: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Which predictions of one output are equal, of the model and of the file: one flat tensor for all batches."""
     first = both[0][0]
     if not first.is_floating_point():

@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qat.export.agreement import ROUNDING
 from qat.export.integers.evaluation import numbered
 from qat.export.integers.frozen import stored_offset
 from qat.quantizer import Quantizer
+
+NEAR_TIE = 0.01
+"""How far from a tie, in levels, float32 rounding may decide to which integer a value goes. It is several hundred times
+what was seen in any model, and far less than what another scale or a second rounding moves a value by."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,15 @@ class LayerDifference:
         elements: integers compared.
         differing: how many are not equal.
         largest: largest difference, in levels.
+        beyond_ties: how many of those that differ are no near-ties: torch's value would have to be off by more than
+            `NEAR_TIE` levels to be rounded to the other integer.
     """
 
     name: str
     elements: int
     differing: int
     largest: int
+    beyond_ties: int = 0
 
 
 class Follower:
@@ -65,11 +73,7 @@ class Follower:
         """What the quantizer answers instead: the other runtime's values."""
         name = numbered(path, self._seen)
         theirs = self._theirs(name, quantizer, args[0]) - stored_offset(quantizer)
-        gap = (quantizer.codes(args[0]) - theirs).abs()
-        gap = gap.nan_to_num(nan=float(quantizer.span()))  # a NaN of torch equals no integer
-        self.differences.append(
-            LayerDifference(name, gap.numel(), int((gap > 0).sum()), int(gap.max()) if gap.numel() else 0)
-        )
+        self.differences.append(_difference(name, quantizer, args[0], theirs))
         scale, zero_point = quantizer.grid()
         values: Tensor = ((theirs - zero_point) * scale).to(output.dtype)
         return values
@@ -85,6 +89,18 @@ class Follower:
         if self._merged:
             self._followed.append((quantizer, x, integers))
         return integers.float()
+
+
+def _difference(name: str, quantizer: Quantizer, x: Tensor, theirs: Tensor) -> LayerDifference:
+    """The integers of x and the other runtime's."""
+    gap = (quantizer.codes(x) - theirs).abs()
+    gap = gap.nan_to_num(nan=float(quantizer.span()))  # a NaN of torch equals no integer
+    differing = int((gap > 0).sum())
+    if not differing:
+        return LayerDifference(name, gap.numel(), 0, 0)
+    step = quantizer.grid()[0] * max(NEAR_TIE, ROUNDING * float(quantizer.span()))
+    near = (quantizer.codes(x - step) <= theirs) & (theirs <= quantizer.codes(x + step))
+    return LayerDifference(name, gap.numel(), differing, int(gap.max()), int((~near).sum()))
 
 
 def no_quantizer(file: str, name: str) -> ValueError:

@@ -44,13 +44,15 @@ def verify_onnx(
     check_path("verify_onnx", path, "path, model, batches")
     given = as_batches(verify_onnx, model, batches)
     session = open_session(Path(path).read_bytes(), exact=not default_session)
-    pairs: list[Pair] = []
     with evaluating(model), torch.no_grad():
-        for batch in given:
-            inputs, labels = inputs_and_labels("verify_onnx", batch)
-            expected = output_tensors(answer("verify_onnx", model, inputs))
-            pairs.append((expected, run_session(session, inputs), labels if isinstance(labels, Tensor) else None))
-    return judge(pairs)
+        return judge([answers("verify_onnx", session, model, batch)[1] for batch in given])
+
+
+def answers(caller: str, session: Any, model: torch.nn.Module, batch: Batch) -> tuple[Any, Pair]:
+    """The inputs of a batch; and the model's outputs, the session's, and the labels, if they are classes."""
+    inputs, labels = inputs_and_labels(caller, batch)
+    expected = output_tensors(answer(caller, model, inputs))
+    return inputs, (expected, run_session(session, inputs), labels if isinstance(labels, Tensor) else None)
 
 
 def compare_layers(
@@ -94,18 +96,56 @@ def compare_layers_and_outputs(
     """
     check_path("compare_layers", path, "path, model, inputs")
     check_model(compare_layers, model)
-    evaluated = evaluation_copy(model)
-    calls = quantizer_calls(evaluated)
-    integers, theirs = _runtime_integers(path, calls, inputs, optimize, default_session)
-    follower = Follower(calls, integers, Path(path).name)
-    with follower.following(evaluated), torch.no_grad():
-        found = answer("compare_layers", evaluated, inputs)
-    ours = [x.float() for x in output_tensors(found)]
-    if [tuple(x.shape) for x in ours] != [tuple(x.shape) for x in theirs]:
-        raise ValueError(
-            f"compare_layers: the outputs of {Path(path).name} have other shapes than the model's; was it made from it?"
-        )
-    return follower.differences, list(zip(ours, theirs, strict=True))
+    return LayerComparison(path, model, optimize, default_session=default_session).follow(inputs)
+
+
+class LayerComparison:
+    """A file in a session that also gives the integers of every quantizer, and a copy of the model that follows them.
+
+    The arguments are those of `compare_layers`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        model: torch.nn.Module,
+        optimize: bool = True,
+        *,
+        default_session: bool = False,
+    ) -> None:
+        import onnx
+
+        self.file, self.model = Path(path).name, evaluation_copy(model)
+        self.calls = quantizer_calls(self.model)
+        proto = onnx.load(path)
+        produced = [output for node in proto.graph.node for output in node.output]
+        self.names = [name for name in produced if name in self.calls or NUMBER.sub("", name) in self.calls]
+        self.missing = [name for known in self.calls.values() for name in known if name not in self.names]
+        self.outputs = [output.name for output in proto.graph.output]
+        more = [name for name in self.names if name not in self.outputs]
+        proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in more)
+        self.session = open_session(proto.SerializeToString(), optimize=optimize, exact=not default_session)
+
+    def follow(self, inputs: Any) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
+        """What `compare_layers_and_outputs` returns for one batch.
+
+        Raises:
+            ValueError: if the file's quantizers are not the model's.
+        """
+        try:
+            results = run_session(self.session, inputs, [*self.outputs, *self.names])
+        except ValueError as error:
+            raise no_quantizer(self.file, self.missing[0]) if self.missing else error from None
+        theirs, integers = results[: len(self.outputs)], results[len(self.outputs) :]
+        follower = Follower(self.calls, dict(zip(self.names, integers, strict=True)), self.file)
+        with follower.following(self.model), torch.no_grad():
+            found = answer("compare_layers", self.model, inputs)
+        ours = [x.float() for x in output_tensors(found)]
+        if [tuple(x.shape) for x in ours] != [tuple(x.shape) for x in theirs]:
+            raise ValueError(
+                f"compare_layers: the outputs of {self.file} have other shapes than the model's; was it made from it?"
+            )
+        return follower.differences, [(a, b.float()) for a, b in zip(ours, theirs, strict=True)]
 
 
 def optimized_operators(path: str | os.PathLike[str]) -> Counter[str]:
@@ -120,24 +160,3 @@ def optimized_operators(path: str | os.PathLike[str]) -> Counter[str]:
         open_session(Path(path).read_bytes(), optimized=optimized)
         graph = onnx.load(optimized).graph
     return Counter(node.op_type for node in graph.node)
-
-
-def _runtime_integers(
-    path: str | os.PathLike[str], calls: dict[str, list[str]], inputs: Any, optimize: bool, default_session: bool
-) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """ONNX Runtime's integers by quantizer call, as far as the file has them, and the outputs."""
-    import onnx
-
-    proto = onnx.load(path)
-    produced = [output for node in proto.graph.node for output in node.output]
-    names = [output for output in produced if output in calls or NUMBER.sub("", output) in calls]
-    missing = [name for known in calls.values() for name in known if name not in names]
-    outputs = [output.name for output in proto.graph.output]
-    proto.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names if name not in outputs)
-    session = open_session(proto.SerializeToString(), optimize=optimize, exact=not default_session)
-    try:
-        results = run_session(session, inputs, [*outputs, *names])
-    except ValueError as error:
-        raise no_quantizer(Path(path).name, missing[0]) if missing else error from None
-    integers = dict(zip(names, results[len(outputs) :], strict=True))
-    return integers, [result.float() for result in results[: len(outputs)]]
