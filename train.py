@@ -17,16 +17,15 @@ import torch
 from torch import fx, nn
 
 import qat
-from qat.text import table
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.imports import import_extensions
 from qat.training.config.schema import RunConfig, StageConfig
 from qat.training.data.loaders import Data, Loader, load_data
-from qat.training.errors import UserError, value_errors_reported
+from qat.training.errors import UserError
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.loop.engine import StageRun, evaluate, train_stage
 from qat.training.loop.evaluated import choose_weights
-from qat.training.loop.preparation import build_recipe, check_forward, prepare_model
+from qat.training.loop.preparation import build_recipe, calibration_reported, check_forward, prepare_model
 from qat.training.loop.stage_warnings import warnings_about
 from qat.training.run.about import about_model, export_metadata
 from qat.training.run.checkpoint import (
@@ -42,10 +41,16 @@ from qat.training.run.folder import FLOAT_WEIGHTS, LAYERS, MODEL, RESOLVED_CONFI
 from qat.training.run.logging import RunLog
 from qat.training.run.models import build_model
 from qat.training.run.proof import prove
-from qat.training.run.report import table_rows, write_summary
+from qat.training.run.report import read_problem, report_lines, write_summary
 from qat.training.run.weights import load_weights
 
 logger = logging.getLogger("qat")
+
+HOW_IT_TRAINS = (
+    "How it trains: on codes is the fast way, on 8-bit integers in kernels of this library; operation by operation is"
+    " in float32 on the same grids, by torch's own operations. Both are the same function, which is exported."
+)
+"""What a reader of layers.txt needs for `qat.explain`'s table."""
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
@@ -81,7 +86,7 @@ def run(config: RunConfig) -> int:
             f"{folder.path}: this run is finished; a larger qat.epochs trains on, resume=never in another run_dir"
             " starts a new one"
         )
-        return folder.finished
+        return _verdict(folder.path, read_problem(folder.path / SUMMARY))
 
 
 def run_stages(
@@ -105,14 +110,21 @@ def run_stages(
         quantized = stages.quantized(model)
         stages.calibrate(quantized)
         stages.qat(quantized)
-        status = 0 if not config.export.onnx or stages.export(quantized) else 1
+        problem = stages.export(quantized) if config.export.onnx else ""
 
-        write_summary(folder.path / SUMMARY, config, about, results, time.perf_counter() - started, status)
+        summary = write_summary(folder.path / SUMMARY, config, about, results, time.perf_counter() - started, problem)
         warnings = [f"warning: {sentence}" for sentence in results["warnings"]]
-        log.say("\n".join(["", *table(table_rows(results), numbers=True), "", *warnings]))
+        log.say("\n".join(["", *report_lines(summary), "", *warnings]))
         names = sorted(path.name for path in folder.path.iterdir() if path.name[0] != ".")
         log.say(f"in {folder.path}: {', '.join(names)}")
-    return status
+    return _verdict(folder.path, problem)
+
+
+def _verdict(folder: Path, problem: str) -> int:
+    """The exit status of a finished run; a failed proof is the last thing that it says."""
+    if problem:
+        print(f"{folder / MODEL}: {problem}", file=sys.stderr)
+    return 1 if problem else 0
 
 
 @dataclass
@@ -160,14 +172,16 @@ class Stages:
         if not self._has_begun("qat"):  # otherwise the file already shows what was learned
             write_text(self.folder.path / LAYERS, layers + "\n")
         lines = layers.splitlines()
-        self.log.say("\n".join([f"prepared: {lines[-1]}", *(line for line in lines if "stays float:" in line)]))
+        end = lines.index("")
+        left = [line for line in lines[:end] if "stays float:" in line]
+        self.log.say("\n".join([f"prepared: {lines[end + 1]}", *lines[end + 2 :], *left]))
         return prepared
 
     def calibrate(self, model: nn.Module) -> None:
         """Set the activation ranges from training images, and evaluate the calibrated model."""
         if self._has_begun("qat"):
             return
-        with value_errors_reported():  # NaN or infinity in the activations of the float model
+        with calibration_reported(self.config):
             qat.calibrate(model, self._sample())
         self._write_layers(model)
         found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
@@ -181,8 +195,11 @@ class Stages:
         self._train("qat", model, self.config.qat)
         self._write_layers(model)
 
-    def export(self, model: nn.Module) -> bool:
-        """Write model.onnx, run it over the whole validation split, and compare every layer's integers."""
+    def export(self, model: nn.Module) -> str:
+        """Write model.onnx, run it over the whole validation split, and compare every layer's integers.
+
+        Returns why the proof failed, "" if it holds.
+        """
         path = self.folder.path / MODEL
         with replacing(path) as temporary:
             try:
@@ -202,13 +219,12 @@ class Stages:
         self.results["onnx"] = proof.results
         self.log.say("\n".join(proof.sentences()))
         self._write_layers(model, proof.saturation_table())
-        problems = proof.problems()
-        if problems:
-            print(f"{path}: {' and '.join(problems)}; do not deploy it", file=sys.stderr)
-        return not problems
+        self.results["warnings"].extend(proof.warnings())
+        return proof.problem()
 
     def _write_layers(self, model: nn.Module, *more: str) -> None:
-        write_text(self.folder.path / LAYERS, "\n\n".join([qat.summary(model), qat.explain(model), *more]) + "\n")
+        parts = [qat.summary(model), HOW_IT_TRAINS, qat.explain(model), *more]
+        write_text(self.folder.path / LAYERS, "\n\n".join(parts) + "\n")
 
     def _train(self, name: str, model: nn.Module, stage: StageConfig) -> None:
         """Train one stage; if the checkpoint is from this stage, resume in it."""
@@ -232,6 +248,7 @@ class Stages:
             choice = {"weights": self.config.export.weights, "epoch": epoch}
         start = self.results.get({"qat": "calibrated", "float_finetune": "float"}.get(name, ""), {}).get("top1")
         self.results[name] = {"top1": evaluation.top1, "loss": evaluation.loss, "epochs": stage.epochs, **choice}
+        self.results["val_images"] = evaluation.count
         found = warnings_about(name, stage, evaluation, start)
         self.results.setdefault("warnings", []).extend(found)
         for sentence in found:

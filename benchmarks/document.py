@@ -20,8 +20,7 @@ from benchmarks.self_check import self_check_table
 from benchmarks.speed_table import TABLES as SPEED_TABLES
 from benchmarks.targets_table import limits_table, reasons_table, targets_table
 from benchmarks.zoo_table import families_table, models_table
-from qat.text import table
-from qat.training.run.report import table_rows
+from qat.training.run.report import report_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -53,14 +52,7 @@ MARKED = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?<!-- end -->", re.DOTA
 def run_table(name: str) -> str:
     """The table of one kept summary, with the machine and the versions that it was measured on."""
     summary = json.loads((RESULTS / f"{name}.json").read_text())
-    versions = ", ".join(f"{package} {number}" for package, number in summary["versions"].items())
-    layers = summary["onnx"]["layers"]
-    rows = "\n".join(table(table_rows(summary), numbers=True))
-    return (
-        f"{rows}\n\n"
-        f"{layers['differing']} of {layers['elements']:,} integers differ over {layers['compared']} layers;"
-        f" {summary['seconds']:.0f} s on {summary['machine']['threads']} threads\n{versions}\n"
-    )
+    return "\n".join(report_lines(summary)) + "\n"
 
 
 def with_tables(document: str) -> str:

@@ -99,6 +99,10 @@ class CalibratedParameters(Switchable):
         """What TensorBoard shows of it, name to tensor (its mean is drawn)."""
         return {name: getattr(self, name) for name in self._positive}
 
+    def positive_parameters(self) -> list[Tensor]:
+        """The parameters of `add_positive`."""
+        return [getattr(self, name) for name in self._positive]
+
     def resting_on_floor(self) -> Tensor | None:
         """How many learned scales are below what they act as; None if none is learned."""
         below = [(getattr(self, name) < getattr(self, f"smallest_{name}")).sum() for name in self._positive]

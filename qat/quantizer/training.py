@@ -43,3 +43,17 @@ def set_progress(model: nn.Module, progress: float) -> None:
     for module in model.modules():
         if isinstance(module, Quantizer):
             module.set_progress(progress)
+
+
+def resting_scales(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """How many learned scales rest on their floor, and how many there are, by the name of their quantizer.
+
+    Quantizers that learn no scale are left out.
+    """
+    found = {name: each for name, each in model.named_modules() if isinstance(each, Quantizer)}
+    counts = {name: count for name, each in found.items() if (count := each.resting_on_floor()) is not None}
+    resting = torch.stack(list(counts.values())).tolist() if counts else []  # one device synchronisation
+    return {
+        name: (int(count), sum(p.numel() for p in found[name].positive_parameters()))
+        for name, count in zip(counts, resting, strict=True)
+    }

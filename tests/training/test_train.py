@@ -13,6 +13,9 @@ from torch import nn
 
 import train
 from qat.quantizer import registered_quantizers
+from qat.training.config.schema import RunConfig
+from qat.training.errors import UserError
+from qat.training.loop.preparation import calibration_reported
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MODEL = """
@@ -178,7 +181,39 @@ def test_a_failed_proof_is_status_1(
 
     monkeypatch.setattr(train.qat, "export_onnx", exports_another)
     assert start("run_dir=wrong") == 1
-    assert "of its predictions are the torch model's" in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "of its predictions are the torch model's, and near-ties of rounding do not explain the others" in said
+    found = summary(folder / "wrong")
+    assert said.endswith(found["problem"]) and found["onnx"]["differences"]["unexplained"] > 0
+    assert start("run_dir=wrong", "resume=auto") == 1
+    assert capsys.readouterr().err == f"wrong/model.onnx: {found['problem']}\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            {},
+            "float: the training diverged, the float model computes NaN or infinity on training images (calibrate:"
+            " quantizer 'input_quantizer': initial_range: the values hold NaN or infinity); start anew in another"
+            " run_dir with a lower float.lr (now 0.1) or float.clip_grad_norm=1",
+        ),
+        (
+            {"epochs": 0},
+            "float: the float model computes NaN or infinity on training images (calibrate: quantizer"
+            " 'input_quantizer': initial_range: the values hold NaN or infinity); try other weights (model.weights,"
+            " model.checkpoint)",
+        ),
+    ],
+)
+def test_a_float_model_that_overflows_is_not_a_calibration_error(overrides: dict[str, Any], sentence: str) -> None:
+    config = RunConfig.model_validate({"float": overrides})
+    model = train.qat.prepare(nn.Sequential(nn.Linear(8, 2)))
+    with pytest.raises(UserError) as caught, calibration_reported(config):
+        train.qat.calibrate(model, [torch.full((4, 8), float("inf"))])
+    assert str(caught.value) == sentence
+    with pytest.raises(UserError, match="calibrate: batches is empty"), calibration_reported(config):
+        train.qat.calibrate(model, [])
 
 
 @pytest.mark.parametrize(

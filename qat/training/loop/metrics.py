@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qat.quantizer import Quantizer, penalty
+from qat.quantizer.training import resting_scales
 from qat.training.loop.evaluation import Evaluation
 from qat.training.loop.stage import StageRun
 
@@ -73,33 +74,36 @@ def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation
     step = run.step(epoch + 1)
     run.log.scalar(f"{run.name}/val_loss", validation.loss, step)
     run.log.scalar(f"{run.name}/val_top1", validation.top1, step)
-    resting = _log_quantizers(run, step)
+    _log_quantizers(run, step)
     parts = [
         f"{run.name} {epoch + 1}/{run.stage.epochs}: train loss {training.mean_loss:.3f}, top1 {training.top1:.2f} %",
         f"val loss {validation.loss:.3f}, top1 {validation.top1:.2f} %",
         f"{training.images_per_second:.0f} images/s",
         note,
-        _floor_note(run, epoch, resting),
+        _floor_note(run, epoch),
     ]
     run.log.say("; ".join(part for part in parts if part))
 
 
-def _floor_note(run: StageRun, epoch: int, resting: dict[str, int]) -> str:
+def _floor_note(run: StageRun, epoch: int) -> str:
     """Which learned scales rest on their floor, and what may help; "" if none does."""
+    counts = resting_scales(run.model)
+    resting = {name: count for name, (count, _) in counts.items() if count}
     if not resting:
         return ""
     worst = sorted(resting, key=lambda name: -resting[name])[:3]
     named = ", ".join(f"{resting[name]} of {name}" for name in worst)
     more = len(resting) - len(worst)
     advice = "a lower qat.quantizer_lr_factor may help"
-    if epoch == 0:  # no rate takes a scale to 1/32 of its start so soon
-        advice = "they began far too large: more quantization.calibration_batches or another init may help"
+    if epoch == 0:  # to 1/32 so soon: they began far too large, or one step carried them past zero
+        advice = "a lower qat.lr, more quantization.calibration_batches or another init may help"
     others = f" and {more} more quantizers" if more else ""
-    return f"{sum(resting.values())} learned scales rest on their floor ({named}{others}): {advice}"
+    total = sum(count for _, count in counts.values())
+    return f"{sum(resting.values()):,} of {total:,} learned scales rest on their floor ({named}{others}): {advice}"
 
 
-def _log_quantizers(run: StageRun, step: int) -> dict[str, int]:
-    """Log what the quantizers learn, and return those with scales at their lower bound, and how many."""
+def _log_quantizers(run: StageRun, step: int) -> None:
+    """Log what the quantizers learn."""
     quantizers = {name: module for name, module in run.model.named_modules() if isinstance(module, Quantizer)}
     curves = {
         f"{kind}/{name}": values for name, module in quantizers.items() for kind, values in module.curves().items()
@@ -108,14 +112,10 @@ def _log_quantizers(run: StageRun, step: int) -> dict[str, int]:
         f"ewgs_delta/{name}": module.ewgs_delta for name, module in quantizers.items() if module.spec.ewgs == "hessian"
     }
     if not curves:
-        return {}
+        return
     cost = penalty(run.model).detach()
     if any(module.penalty() is not None for module in quantizers.values()):
         run.log.scalar(f"{run.name}/penalty", float(cost), step)
     means = torch.stack([values.detach().float().mean() for values in curves.values()]).tolist()
     for name, mean in zip(curves, means, strict=True):
         run.log.scalar(name, mean, step)
-    resting = {name: module.resting_on_floor() for name, module in quantizers.items()}
-    counts = {name: count for name, count in resting.items() if count is not None}
-    found = torch.stack(list(counts.values())).tolist() if counts else []
-    return {name: int(count) for name, count in zip(counts, found, strict=True) if count}

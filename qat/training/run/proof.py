@@ -9,14 +9,27 @@ from typing import Any
 from torch import fx
 
 import qat
-from qat.export import LayerDifference, Saturation, compare_layers, find_saturation, optimized_operators
+from qat.export import (
+    Differences,
+    LayerDifference,
+    Saturation,
+    compare_layers,
+    explain_differences,
+    find_saturation,
+    optimized_operators,
+)
 from qat.export.onnxruntime.default_session import default_is_exact, needs_option
+from qat.quantizer.training import resting_scales
 from qat.text import table
 from qat.training.errors import UserError
-from qat.training.run.report import onnx_results, session_results
+from qat.training.run.report import difference_results, onnx_results, session_results
 
 MIN_AGREEMENT = 0.995
-"""Share of equal predictions below which the proof fails."""
+"""Share of predictions below which the proof fails: those that are equal, or differ because of near-ties alone."""
+
+STEADIER = "docs/run_folder.md says how to make it steadier (Exit status 1)"
+
+WHAT_NOW = "docs/run_folder.md says what now (Exit status 1)"
 
 FLOAT_OPERATORS = ("Conv", "FusedConv", "ConvTranspose", "Gemm", "MatMul", "FusedGemm", "FusedMatMul")
 
@@ -34,21 +47,62 @@ class Proof:
         results: the `onnx` section of summary.json.
         layers: the differences of every layer's integers, with exact products.
         saturation: which layers may saturate in 16-bit sums.
+        differences: what is behind predictions that differ; None if enough are equal.
+        collapsed: quantizers of activations whose scale rests on its floor.
     """
 
     results: dict[str, Any]
     layers: list[LayerDifference]
     saturation: list[Saturation]
+    differences: Differences | None = None
+    collapsed: frozenset[str] = frozenset()
 
     def problems(self) -> list[str]:
         """The reasons why the proof fails, as parts of one sentence; empty if it does not."""
         found = []
-        if not self.results["agreement"] >= MIN_AGREEMENT:
-            found.append(f"only {100 * self.results['agreement']:.2f} % of its predictions are the torch model's")
+        if not self.results["agreement"] >= MIN_AGREEMENT and not self._explained():
+            found.append(
+                f"only {100 * self.results['agreement']:.2f} % of its predictions are the torch model's, and near-ties"
+                f" of rounding do not explain the others ({self._largest_gap()})"
+            )
         wrong = [layer.name for layer in self.layers if layer.largest > 1]
         if wrong:
-            found.append(f"its integers differ by more than one level in {len(wrong)} layers ({wrong[0]} first)")
+            count = "1 layer" if len(wrong) == 1 else f"{len(wrong)} layers"
+            found.append(f"its integers differ by more than one level in {count} ({wrong[0]} first)")
+            collapsed = [name for name in wrong if name in self.collapsed]
+            if collapsed:
+                found.append(
+                    f"the grid of {collapsed[0]} collapsed: its scale rests on its floor, where float32 rounding of"
+                    " large values is more than a level (a lower qat.lr keeps it, or a better float model)"
+                )
         return found
+
+    def problem(self) -> str:
+        """The reasons as one sentence about model.onnx; "" if the proof holds."""
+        found = self.problems()
+        return f"{' and '.join(found)}; do not deploy it: {WHAT_NOW}" if found else ""
+
+    def warnings(self) -> list[str]:
+        """What a run that passes has to say all the same."""
+        differences = self.differences
+        if differences is None or self.problems():
+            return []
+        most = max(differences.layers, key=lambda layer: layer.differing).name
+        count, total = (sum(getattr(each, key) for each in differences.layers) for key in ("differing", "elements"))
+        return [
+            f"onnx: {differences.differing:,} of {differences.predictions:,} predictions are not the torch model's,"
+            f" because of near-ties: in their batches {count:,} of {total:,} integers (most in {most}) were rounded"
+            f" to the neighbour, and torch goes on from them to the same answers ({self._largest_gap()});"
+            f" this model makes another class of a rounding, on any runtime: {STEADIER}"
+        ]
+
+    def _explained(self) -> bool:
+        found = self.differences
+        return found is not None and found.unexplained <= _allowed(found.predictions)
+
+    def _largest_gap(self) -> str:
+        gap = self.results["max_logit_difference"]
+        return "a logit is not finite" if gap is None else f"largest difference of a logit {gap:.3g}"
 
     def sentences(self) -> list[str]:
         """The lines for the log."""
@@ -82,7 +136,8 @@ class Proof:
 def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
     """Run the file of `export_onnx` over the batches, (images, labels), and compare it with the exported model.
 
-    Predictions are compared on all batches, every layer's integers on the first; they are iterated several times.
+    Predictions are compared on all batches, every layer's integers on the first; they are iterated several times. If
+    too few predictions are equal, `qat.export.explain_differences` looks for the reason.
 
     Raises:
         UserError: if ONNX Runtime has no session with exact products on this machine.
@@ -94,15 +149,24 @@ def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
     saturation = find_saturation(path)
     images = next(iter(batches))[0]
     layers = compare_layers(path, model, images)
-    results = onnx_results(
-        qat.verify_onnx(path, model, batches), layers, dict(optimized_operators(path)), path.stat().st_size, saturation
-    )
+    found = qat.verify_onnx(path, model, batches)
+    results = onnx_results(found, layers, dict(optimized_operators(path)), path.stat().st_size, saturation)
+    differences = None
+    if not found.agreement >= MIN_AGREEMENT:
+        differences = explain_differences(path, model, batches, enough=_allowed(found.samples) + 1)
+        results["differences"] = difference_results(differences)
     if not default_is_exact():
         results["default_session"] = session_results(
             qat.verify_onnx(path, model, batches, default_session=True),
             compare_layers(path, model, images, default_session=True),
         )
-    return Proof(results, layers, saturation)
+    resting = frozenset(name for name, (count, learned) in resting_scales(model).items() if count == learned)
+    return Proof(results, layers, saturation, differences, resting)
+
+
+def _allowed(predictions: int) -> int:
+    """How many predictions may differ without an explanation."""
+    return int((1 - MIN_AGREEMENT) * predictions)
 
 
 def _answers(found: dict[str, Any]) -> str:

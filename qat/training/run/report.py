@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from qat.export import LayerDifference, Saturation, Verification
+from qat.export import Differences, LayerDifference, Saturation, Verification
 from qat.export.onnxruntime.default_session import multiplies_exactly
 from qat.kernels.cpu import onednn, processor
+from qat.text import table
 from qat.training.config.schema import RunConfig
 from qat.training.run.files import write_text
 
@@ -77,12 +78,28 @@ def session_results(verification: Verification, layers: list[LayerDifference]) -
     }
 
 
-def write_summary(
-    path: Path, config: RunConfig, about: dict[str, Any], results: dict[str, Any], seconds: float, status: int
-) -> None:
-    """Write summary.json atomically: the results, what is needed to reproduce them, and the run's exit status.
+def difference_results(differences: Differences) -> dict[str, Any]:
+    """What summary.json says of predictions that are not the torch model's."""
+    most = sorted(differences.layers, key=lambda layer: -layer.differing)[:MOST_DIFFERING]
+    return {
+        "predictions": differences.predictions,
+        "differing": differences.differing,
+        "unexplained": differences.unexplained,
+        "integers": {
+            "compared": sum(layer.elements for layer in differences.layers),
+            "differing": sum(layer.differing for layer in differences.layers),
+            "beyond_ties": sum(layer.beyond_ties for layer in differences.layers),
+            "most_differing": {layer.name: layer.differing for layer in most if layer.differing},
+        },
+    }
 
-    `about` is what `about_model` returns.
+
+def write_summary(
+    path: Path, config: RunConfig, about: dict[str, Any], results: dict[str, Any], seconds: float, problem: str
+) -> dict[str, Any]:
+    """Write summary.json atomically, and return it: results, what is needed to reproduce them, and the exit status.
+
+    `problem` says why the proof failed, "" if it did not; `about` is what `about_model` returns.
 
     It also records what multiplies integers exactly on the processor, and the value of QAT_PROCESSOR.
     """
@@ -90,7 +107,8 @@ def write_summary(
         "name": config.name,
         "seed": config.seed,
         "epochs": config.qat.epochs,
-        "exit_status": status,
+        "exit_status": 1 if problem else 0,
+        "problem": problem or None,
         **results,
         "seconds": round(seconds, 1),
         "about": {key: value for key, value in about.items() if key != "versions"},
@@ -106,6 +124,43 @@ def write_summary(
         },
     }
     write_text(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    return summary
+
+
+def read_problem(path: Path) -> str:
+    """Why the run with this summary.json ended with exit status 1; "" if it did not."""
+    summary = json.loads(path.read_bytes())
+    if not summary.get("exit_status"):
+        return ""
+    # Earlier versions did not write the reason down.
+    return str(summary.get("problem") or "it does not answer as the trained model does (onnx in summary.json)")
+
+
+def report_lines(summary: dict[str, Any]) -> list[str]:
+    """What a run says at its end of its summary: the table, and what has to be known to read it."""
+    lines = [*table(table_rows(summary), numbers=True), ""]
+    images = summary.get("val_images")  # earlier versions lack it
+    if images:
+        share = summary["qat"]["top1"] / 100
+        noise = 200 * math.sqrt(share * (1 - share) / images)
+        lines.append(f"top1 is of {images:,} images: +-{noise:.1f} points (two standard deviations) on others")
+    bits = sorted(_low_bits(summary.get("about", {}).get("recipe", {})))
+    if bits and "onnx" in summary:
+        lines.append(f"weights of {' and '.join(map(str, bits))} bits are stored in int8: they do not shrink the file")
+    threads = summary["machine"]["threads"]
+    time = f"{summary['seconds']:.0f} s on {threads} thread{'' if threads == 1 else 's'}"
+    if "onnx" in summary:
+        layers = summary["onnx"]["layers"]
+        differing = f"{layers['differing']:,} of {layers['elements']:,} integers differ"
+        time = f"{differing} over {layers['compared']} layers; {time}"
+    versions = (f"{package} {number}" for package, number in summary["versions"].items())
+    return [*lines, time, ", ".join(versions)]
+
+
+def _low_bits(recipe: dict[str, Any]) -> set[int]:
+    """The bits of weights below 8 that a config's section `quantization` asks for."""
+    specs = [each.get("weight") or {} for each in (recipe, *recipe.get("overrides", {}).values())]
+    return {spec["bits"] for spec in specs if (spec.get("bits") or 8) < 8}
 
 
 def table_rows(results: dict[str, Any]) -> list[list[str]]:
