@@ -1,7 +1,9 @@
 """The exception that the command turns into plain sentences on standard error and exit status 2."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -24,3 +26,8 @@ def value_errors_reported(where: str = "") -> Iterator[None]:
         yield
     except ValueError as error:
         raise UserError(f"{where}{error}") from error
+
+
+def looked_in(path: Path) -> str:
+    """For a path that does not exist: the folder in which a relative one was looked for, " (looked in '/home/me')"."""
+    return "" if path.is_absolute() else f" (looked in '{os.getcwd()}')"

@@ -427,6 +427,18 @@ def test_damaged_weights_are_not_trained_on(module: Path) -> None:
         assert refused(name) == f"model.checkpoint: '{name}' is damaged ({reason}); take another copy of it"
 
 
+def test_the_checkpoint_of_a_quantized_model_names_the_float_weights(module: Path) -> None:
+    state = changed()
+    payload = {"format": 1, "stage": "qat", "model": state | {"scale": torch.ones(1)}}
+    torch.save(payload, "last.pt")
+    said = "model.checkpoint: 'last.pt' is a checkpoint of a quantized model; "
+    assert refused("last.pt") == f"{said}a file of float weights is needed"
+    save_file(state, "float.safetensors")
+    assert refused("last.pt") == f"{said}'float.safetensors' has the run's float weights"
+    torch.save({**payload, "stage": "float", "model": state}, "last.pt")
+    assert equal(build(5, name="own_nets:net", checkpoint="last.pt").state_dict(), state)
+
+
 def test_absent_files_are_refused(module: Path) -> None:
     folder = module.parent
     assert refused("x.pt") == f"model.checkpoint: 'x.pt' does not exist (looked in '{folder}')"

@@ -15,6 +15,9 @@ from qat.training.config.schema import RunConfig
 from qat.training.config.yaml_subset import LARGEST, dump_yaml, parse_yaml
 from qat.training.errors import UserError
 
+NULLS = "null leaves a choice to the target, the data set or the model; layers.txt shows every layer's grid"
+"""The first line of a written config."""
+
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -70,7 +73,7 @@ def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | 
 
 def dump_config(config: RunConfig) -> str:
     """Write the config with all defaults filled in, as YAML that `load_config` reads back to an equal config."""
-    return dump_yaml(config.model_dump())
+    return f"# {NULLS}\n{dump_yaml(config.model_dump())}"
 
 
 def _find(path: str, config_folder: Path | None) -> Path:

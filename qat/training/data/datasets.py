@@ -161,7 +161,7 @@ def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
                 f"{' '.join(known.archives)} into '{root / known.archives_in}' and run again"
             ) from error
         raise UserError(
-            f"data.root: '{root}' has no complete {config.name} (expected in '{root / known.folder}'); "
+            f"data.root: '{root}' has no complete {config.name} (expected in '{(root / known.folder).absolute()}'); "
             "set data.download: true"
         ) from error
     train, val = (_array(_channels_first(np.asarray(split.data)), np.asarray(split.targets)) for split in splits)

@@ -16,7 +16,7 @@ import torch
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from qat.training.data.images import ImageFiles
-from qat.training.errors import UserError
+from qat.training.errors import UserError, looked_in
 
 logger = logging.getLogger("qat")
 
@@ -38,7 +38,7 @@ def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
     """
     layout = f"expected {root}/train/<class>/ and {root}/val/<class>/"
     if not root.is_dir():
-        raise UserError(f"data.root: '{root}' is not a folder; {layout}")
+        raise UserError(f"data.root: '{root}' is not a folder{looked_in(root)}; {layout}")
     absent = [name for name in SPLITS if not (root / name).is_dir()]
     if absent:
         raise UserError(f"data.root: '{root}' has no folder {' and no folder '.join(absent)}; {layout}")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from qat.text import first_line
-from qat.training.errors import UserError
+from qat.training.errors import UserError, looked_in
 
 NEEDED = ("x_train", "y_train", "x_val", "y_val")
 
@@ -56,7 +56,10 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
 
 def _load(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
-        raise UserError(f"data.root: '{path}' is not a file; data.name 'npz' reads {', '.join(NEEDED)} from one .npz")
+        raise UserError(
+            f"data.root: '{path}' is not a file{looked_in(path)}; data.name 'npz' reads {', '.join(NEEDED)} from one"
+            " .npz"
+        )
     if not zipfile.is_zipfile(path):  # np.load also reads a single .npy array
         raise UserError(f"data.root: '{path}' is not an .npz archive")
     try:

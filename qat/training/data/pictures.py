@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 
 from qat.text import first_line
 from qat.training.data.transforms import Picture, Preprocessing
-from qat.training.errors import UserError
+from qat.training.errors import UserError, looked_in
 
 GivenPicture: TypeAlias = "str | os.PathLike[str] | Image.Image | np.ndarray | Tensor"
 
@@ -33,6 +33,8 @@ def read_picture(path: "str | os.PathLike[str]") -> Image.Image:
                 return as_rgb(image, f"'{path}'")
     except UserError:
         raise
+    except FileNotFoundError:
+        raise UserError(f"'{path}' does not exist{looked_in(Path(path))}") from None
     except Exception as error:  # for damaged files, Pillow raises different errors from format to format
         raise UserError(f"'{path}' is not a readable image ({_reason(error)}); repair or remove it") from error
 

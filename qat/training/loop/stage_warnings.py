@@ -14,15 +14,17 @@ def warnings_about(name: str, stage: StageConfig, evaluation: Evaluation, start:
 
     Chance level is the share of the most common label, which a constant prediction reaches. A result is above chance if
     it exceeds it by two standard deviations of a share among that many images. If even a perfect result would not, the
-    split is too small to tell and there is no warning. `start` is top1 on the same images before the stage, None if
-    there was no trained model.
+    split is too small to tell and there is no warning, unless all its images are of one class. `start` is top1 on the
+    same images before the stage, None if there was no trained model.
     """
     best_constant, count = evaluation.most_common / 100.0, evaluation.count
     margin = 100.0 * SIGMAS * math.sqrt(best_constant * (1.0 - best_constant) / count)
     section = "float" if name == "float" else "qat"
     advice = f"; try a lower {section}.lr (now {stage.lr:g}) or more epochs" if stage.epochs else ""
     warnings = []
-    if evaluation.top1 <= evaluation.most_common + margin < 100.0:
+    if evaluation.most_common == 100.0:
+        warnings.append(f"{name}: all {count} validation images are of one class, so val top1 says nothing")
+    elif evaluation.top1 <= evaluation.most_common + margin < 100.0:
         warnings.append(
             f"{name}: val top1 {evaluation.top1:.2f} % is at chance level: the same answer for all {count} images"
             f" gives {evaluation.most_common:.2f} %{advice}"

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from qat.torch_internals import layer_versions, set_layer_versions
-from qat.training.errors import UserError
+from qat.training.errors import UserError, looked_in
 from qat.training.run.archive import DamagedError, read_archive, read_safetensors
+from qat.training.run.folder import FLOAT_WEIGHTS
 
 State: TypeAlias = "OrderedDict[str, Tensor]"
 
@@ -32,8 +33,7 @@ def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model
     where = f"{key}: '{path}'"
     file = Path(os.path.expanduser(path))
     if not file.is_file():
-        kind = "is a folder" if file.is_dir() else "does not exist"
-        raise UserError(f"{where} {kind}" + ("" if file.is_absolute() else f" (looked in '{os.getcwd()}')"))
+        raise UserError(f"{where} " + ("is a folder" if file.is_dir() else f"does not exist{looked_in(file)}"))
     state = _read(file, where)
     own = model.state_dict()
     _adopt_names(state, own)
@@ -79,6 +79,7 @@ def _read(file: Path, where: str) -> State:
     except Exception as error:  # torch.load raises errors of many types for files that torch.save did not write
         raise UserError(f"{where} is not a file of weights; it must be {FORMATS}") from error
     if isinstance(content, dict):
+        _refuse_quantized(content, file, where)
         content = next((content[key] for key in ("state_dict", "model") if isinstance(content.get(key), dict)), content)
     if not isinstance(content, dict) or not all(_is_plain(value) for value in content.values()):
         raise UserError(f"{where} holds something else than weights; it must be {FORMATS}")
@@ -88,6 +89,14 @@ def _read(file: Path, where: str) -> State:
     if hasattr(content, "_metadata"):  # versions of the layers, with which they convert older weights
         state._metadata = content._metadata  # type: ignore[attr-defined]
     return state
+
+
+def _refuse_quantized(content: dict[str, Any], file: Path, where: str) -> None:
+    """Refuse a run's checkpoint of QAT, whose weights are a quantized model's."""
+    if isinstance(content.get("format"), int) and content.get("stage") == "qat":
+        beside = file.with_name(FLOAT_WEIGHTS)
+        other = f"'{beside}' has the run's float weights" if beside.is_file() else "a file of float weights is needed"
+        raise UserError(f"{where} is a checkpoint of a quantized model; {other}")
 
 
 def _is_plain(value: Any) -> bool:
