@@ -7,6 +7,7 @@
 
 import argparse
 import logging
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -24,24 +25,36 @@ from qat.training.data.loaders import Data, Loader, load_data
 from qat.training.errors import UserError
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.loop.engine import StageRun, evaluate, train_stage
-from qat.training.loop.evaluated import choose_weights
+from qat.training.loop.evaluated import choice_in_words, choose_weights, is_same_choice
 from qat.training.loop.preparation import build_recipe, calibration_reported, check_forward, prepare_model
 from qat.training.loop.stage_warnings import warnings_about
 from qat.training.run.about import about_model, export_metadata
 from qat.training.run.checkpoint import (
     StageState,
     check_same_config,
+    check_same_data,
     load_checkpoint,
     restore_model,
     save_float_weights,
 )
 from qat.training.run.exit_status import exit_status, memory_shortage
 from qat.training.run.files import replacing, write_text
-from qat.training.run.folder import FLOAT_WEIGHTS, LAYERS, MODEL, RESOLVED_CONFIG, SUMMARY, RunFolder, open_run_folder
+from qat.training.run.folder import (
+    FLOAT_WEIGHTS,
+    LAYERS,
+    MODEL,
+    RESOLVED_CONFIG,
+    SUMMARY,
+    RunFolder,
+    goes_on,
+    open_run_folder,
+    read_summary,
+)
 from qat.training.run.logging import RunLog
 from qat.training.run.models import build_model
 from qat.training.run.proof import prove
 from qat.training.run.report import read_problem, report_lines, write_summary
+from qat.training.run.staging import results_of
 from qat.training.run.weights import load_weights
 
 logger = logging.getLogger("qat")
@@ -76,7 +89,7 @@ def run(config: RunConfig) -> int:
     import_extensions(config.imports)
     build_recipe(config.quantization)  # a wrong recipe shows before the data are read or downloaded
     data = load_data(config.data, config.seed, device, config.channels_last)
-    model = build_model(config.model, len(data.classes))
+    model = build_model(config.model, len(data.classes), with_weights=not goes_on(config))
     check_forward(model, config, data.image_shape, len(data.classes))
     prepare_model(model, config, data.image_shape)  # shows errors in the recipe before hours of float training
     with open_run_folder(config) as folder:  # no other run can write there until the end
@@ -95,28 +108,32 @@ def run_stages(
     """Run the stages that the folder does not contain yet, from the float baseline to the proof."""
     resumed = _read_checkpoint(folder, config)
     results: dict[str, Any] = resumed["results"] if resumed else {}
-    (folder.path / SUMMARY).unlink(missing_ok=True)  # of a finished run, which now has more to do
-    write_text(folder.path / RESOLVED_CONFIG, dump_config(config))
+    changes = check_same_data(resumed, data.classes, data.contents) if resumed else []
+    results["data"] = data.contents
     about = about_model(config, data.classes, data.preprocessing)
+    finished = (folder.path / SUMMARY).exists()  # and now it has more to do
 
-    with RunLog(folder.path) as log:
-        log.say(f"run folder: {folder.path}; device: {device}; curves: tensorboard --logdir {folder.path}")
-        stages = Stages(config, data, device, log, folder, resumed, results, about)
+    with RunLog(folder.path, anew=resumed is None) as log, results_of(folder.path, finished) as place:
+        curves = f"tensorboard --logdir {shlex.quote(str(folder.path))}"
+        log.say(f"run folder: {folder.path}; device: {device}; curves: {curves}")
+        write_text(place / RESOLVED_CONFIG, dump_config(config))
+        stages = Stages(config, data, device, log, folder, place, resumed, results, about)
 
+        stages.warn(changes)
         stages.float_baseline(model)
         if config.float_finetune:
-            stages.float_finetune(build_model(config.model, len(data.classes)))
+            stages.float_finetune(build_model(config.model, len(data.classes), with_weights=False))
         load_weights(model, str(stages.float_weights), config.model.name, "float weights")
         quantized = stages.quantized(model)
         stages.calibrate(quantized)
         stages.qat(quantized)
-        problem = stages.export(quantized) if config.export.onnx else ""
+        problem = stages.export(quantized)
 
-        summary = write_summary(folder.path / SUMMARY, config, about, results, time.perf_counter() - started, problem)
+        summary = write_summary(place / SUMMARY, config, about, results, time.perf_counter() - started, problem)
         warnings = [f"warning: {sentence}" for sentence in results["warnings"]]
         log.say("\n".join(["", *report_lines(summary), "", *warnings]))
-        names = sorted(path.name for path in folder.path.iterdir() if path.name[0] != ".")
-        log.say(f"in {folder.path}: {', '.join(names)}")
+    names = sorted(path.name for path in folder.path.iterdir() if path.name[0] != ".")
+    log.say(f"in {folder.path}: {', '.join(names)}")
     return _verdict(folder.path, problem)
 
 
@@ -138,6 +155,8 @@ class Stages:
     device: torch.device
     log: RunLog
     folder: RunFolder
+    place: Path
+    """Where the results of the run are written, see `results_of`."""
     resumed: dict[str, Any] | None
     results: dict[str, Any]
     about: dict[str, Any]
@@ -170,7 +189,7 @@ class Stages:
         prepared = prepare_model(model, self.config, self.data.image_shape).to(self.device)
         layers = qat.summary(prepared)
         if not self._has_begun("qat"):  # otherwise the file already shows what was learned
-            write_text(self.folder.path / LAYERS, layers + "\n")
+            write_text(self.place / LAYERS, layers + "\n")
         lines = layers.splitlines()
         end = lines.index("")
         left = [line for line in lines[:end] if "stays float:" in line]
@@ -198,9 +217,16 @@ class Stages:
     def export(self, model: nn.Module) -> str:
         """Write model.onnx, run it over the whole validation split, and compare every layer's integers.
 
-        Returns why the proof failed, "" if it holds.
+        Returns why the proof failed, "" if it holds, or if nothing is exported.
         """
-        path = self.folder.path / MODEL
+        before = read_summary(self.folder.path) or {}
+        exported = before["qat"] if "onnx" in before else {}
+        if not self.config.export.onnx:
+            if (self.folder.path / MODEL).exists() and not is_same_choice(exported, self.results["qat"]):
+                self.warn([f"{MODEL} is of an earlier export, not of these weights: export.onnx is false"])
+            return ""
+        self.log.say(f"export: {choice_in_words(self.results['qat'], exported)}")
+        path = self.place / MODEL
         with replacing(path) as temporary:
             try:
                 metadata = export_metadata(self.about, self.results)
@@ -222,9 +248,15 @@ class Stages:
         self.results["warnings"].extend(proof.warnings())
         return proof.problem()
 
+    def warn(self, sentences: list[str]) -> None:
+        """Log warnings, and keep them for the summary."""
+        self.results.setdefault("warnings", []).extend(sentences)
+        for sentence in sentences:
+            self.log.say(f"warning: {sentence}")
+
     def _write_layers(self, model: nn.Module, *more: str) -> None:
         parts = [qat.summary(model), HOW_IT_TRAINS, qat.explain(model), *more]
-        write_text(self.folder.path / LAYERS, "\n\n".join(parts) + "\n")
+        write_text(self.place / LAYERS, "\n\n".join(parts) + "\n")
 
     def _train(self, name: str, model: nn.Module, stage: StageConfig) -> None:
         """Train one stage; if the checkpoint is from this stage, resume in it."""
@@ -236,7 +268,9 @@ class Stages:
             assert self.folder.checkpoint is not None
             restore_model(self.folder.checkpoint, self.resumed, model)
             state = StageState(**self.resumed["state"])
-            self.log.say(f"{name}: going on after epoch {state.epoch} of {stage.epochs}")
+            done = f"all {stage.epochs} epochs are trained; evaluating the last one"
+            on = f"going on after epoch {state.epoch} of {stage.epochs}"
+            self.log.say(f"{name}: {done if state.epoch == stage.epochs else on}")
         run = StageRun(
             name, stage, self.config, model, self.data.train, self.data.val, self.device, self.log, self.folder.path,
             self.results, first_step, keep_best=name == "qat", sample=self._sample(), about=self.about,
@@ -249,10 +283,7 @@ class Stages:
         start = self.results.get({"qat": "calibrated", "float_finetune": "float"}.get(name, ""), {}).get("top1")
         self.results[name] = {"top1": evaluation.top1, "loss": evaluation.loss, "epochs": stage.epochs, **choice}
         self.results["val_images"] = evaluation.count
-        found = warnings_about(name, stage, evaluation, start)
-        self.results.setdefault("warnings", []).extend(found)
-        for sentence in found:
-            self.log.say(f"warning: {sentence}")
+        self.warn(warnings_about(name, stage, evaluation, start))
 
     def _sample(self) -> Loader:
         """Training images without augmentation, from which ranges and statistics are estimated."""

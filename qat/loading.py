@@ -21,7 +21,8 @@ def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> 
     """The model of a run of `train.py`, with its weights as they were evaluated, in eval mode, on the CPU.
 
         model = qat.load("runs/x")
-        scores = model(model.transform("cat.jpg")).softmax(1)
+        with torch.no_grad():
+            scores = model(model.transform("cat.jpg")).softmax(1)
         print(model.classes[scores.argmax()])
 
     The model is the prepared one, or the float model if the checkpoint is of a run's float stage. Nothing is
@@ -34,7 +35,10 @@ def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> 
     - `model.accuracy`: top-1 of these weights on the validation split, in percent.
 
     Of these, checkpoints of earlier versions may not know all: these are None, and a warning names them. So does a
-    warning where the model has an attribute of that name itself, which stays.
+    warning where the model has an attribute of that name itself, which stays. A warning also says if the folder's run
+    is not finished, and at which epoch it is.
+
+    The parameters require gradients, so that the model can be trained on; predict under `torch.no_grad()`.
 
     Args:
         path: a run folder, its best.pt or its last.pt. Of a folder, the weights that model.onnx and the table are of.
@@ -60,11 +64,16 @@ def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> 
 
 
 def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
+    from qat.training.errors import UserError, looked_in
     from qat.training.loop.evaluated import load_evaluated
     from qat.training.run.checkpoint import load_checkpoint
 
+    if not path.exists():
+        raise UserError(f"'{path}' does not exist{looked_in(path)}")
     file = _chosen_in(path) if path.is_dir() else path
     payload = load_checkpoint(file, "give a run folder, its best.pt or its last.pt")
+    if path.is_dir():
+        _warn_if_unfinished(path, file, payload)
     config = _config(file, payload)
     with torch.random.fork_rng(devices=[]):
         model = _float_model(file, payload, config, float_model)
@@ -80,8 +89,10 @@ def _chosen_in(folder: Path) -> Path:
     from qat.training.config.file import load_config
     from qat.training.errors import UserError
     from qat.training.run.folder import BEST_CHECKPOINT, LAST_CHECKPOINT, RESOLVED_CONFIG
+    from qat.training.run.staging import result
 
-    config = load_config(str(folder / RESOLVED_CONFIG)) if (folder / RESOLVED_CONFIG).is_file() else None
+    file = result(folder, RESOLVED_CONFIG)
+    config = load_config(str(file)) if file.is_file() else None
     best = config is not None and (config.export.weights == "best" or config.qat.epochs == 0)
     names = [BEST_CHECKPOINT, LAST_CHECKPOINT] if best else [LAST_CHECKPOINT, BEST_CHECKPOINT]
     existing = [folder / name for name in names if (folder / name).is_file()]
@@ -92,6 +103,23 @@ def _chosen_in(folder: Path) -> Path:
             f"'{folder}' has no {names[0]}, whose weights its model.onnx has; to load others, give {existing[0]}"
         )
     return existing[0]
+
+
+def _warn_if_unfinished(folder: Path, file: Path, payload: dict[str, Any]) -> None:
+    """Warn where a folder's results are missing, or are of other weights: its run was interrupted, or is running."""
+    from qat.training.run.folder import MODEL, SUMMARY, read_summary
+
+    stage, epoch, summary = payload["stage"], payload["epochs"], read_summary(folder)
+    now = f"{file.name} has {'the quantized' if stage == 'qat' else 'a float'} model after epoch {epoch}"
+    if summary is None:
+        epochs = payload["config"]["float" if stage == "float" else "qat"]["epochs"]
+        warnings.warn(f"load: '{folder}': the run is not finished; {now} of {epochs}, stage {stage}", stacklevel=4)
+    elif summary.get("qat", {}).get("epoch", epoch) != epoch:
+        warnings.warn(
+            f"load: '{folder}': {MODEL} and {SUMMARY} are of epoch {summary['qat']['epoch']}, and the run that goes on"
+            f" from there is not finished; {now}",
+            stacklevel=4,
+        )
 
 
 def _config(file: Path, payload: dict[str, Any]) -> Any:

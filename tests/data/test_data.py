@@ -20,6 +20,7 @@ from tiny_training import CPU, user_error
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import transforms
 from qat.training.data.datasets import build_dataset, read_digits
+from qat.training.data.images import ImageArray, ImageFiles
 from qat.training.data.loaders import Data, load_data
 from qat.training.errors import UserError
 
@@ -331,6 +332,31 @@ def test_npz_reads_colour_and_grey(tmp_path: Path, caplog: pytest.LogCaptureFixt
 def test_npz_mistakes_are_sentences(tmp_path: Path, changed: dict[str, np.ndarray | None], expected: str) -> None:
     fields = npz(tmp_path, **changed)
     assert refusal(**fields) == expected.replace("{}", f"data.root: '{fields['root']}'")
+
+
+@pytest.mark.parametrize("name", ["npz", "imagefolder", "mnist"])
+def test_a_missing_place_says_where_it_was_looked_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert f"'{tmp_path}" in refusal(name=name, root="nowhere")
+
+
+def test_one_class_is_refused(tmp_path: Path) -> None:
+    fields = npz(tmp_path, y_train=np.zeros(4, np.int64), y_val=np.zeros(2, np.int64), classes=None)
+    assert refusal(**fields) == (
+        f"data.root: '{fields['root']}' has 1 class (0), which every answer gets right; a classifier needs at least 2"
+    )
+
+
+def test_the_digest_tells_other_images_and_other_labels(tmp_path: Path) -> None:
+    pixels, labels = torch.arange(24, dtype=torch.uint8).reshape(2, 3, 2, 2), torch.tensor([0, 1])
+    files = np.array([b"/a/cat/1.png", b"/a/dog/2.png"])
+    arrays = [ImageArray(pixels, labels), ImageArray(pixels.flip(0), labels), ImageArray(pixels, labels.flip(0))]
+    listed = [ImageFiles(files, labels), ImageFiles(files[::-1], labels), ImageFiles(files, labels.flip(0))]
+    assert len({each.digest() for each in (*arrays, *listed)}) == 6
+    assert ImageArray(pixels.contiguous(memory_format=torch.channels_last), labels).digest() == arrays[0].digest()
+    assert ImageFiles(np.array([b"b/cat/1.png", b"b/dog/2.png"]), labels).digest() == listed[0].digest()
 
 
 def test_files_that_are_not_npz_are_refused(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_the_calibrated_model_and_the_float_model(own: Path, tiny: Callable[...,
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "cannot read the checkpoint (No such file or directory)"),
+        (None, "does not exist"),
         (b"PK\x03\x04garbage", "the checkpoint is damaged or of another program; give a run folder, its best.pt or"),
         ({"format": 2}, "the checkpoint has format 2, this version of qat reads format 1"),
         ({"weight": torch.ones(1)}, "this is no checkpoint of a run (no format version); weights go in model.checkp"),
@@ -167,11 +167,49 @@ def test_other_files_are_refused_with_a_sentence(content: Any, sentence: str, tm
         path.write_bytes(content)
     elif content is not None:
         torch.save(content, path)
-    assert refusal(path).startswith(f"load: {path}: {sentence}")
+    assert refusal(path).startswith(
+        f"load: {path}: {sentence}" if content is not None else f"load: '{path}' {sentence}"
+    )
     path.unlink(missing_ok=True)
     assert refusal(tmp_path) == (
         f"load: '{tmp_path}' has neither best.pt nor last.pt; give the folder of a run of train.py"
     )
+
+
+def test_a_missing_path_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refusal("runs/x") == f"load: 'runs/x' does not exist (looked in '{tmp_path}')"
+
+
+def test_the_model_of_an_unfinished_run_says_so(own: Path, tiny: Callable[..., nn.Module], tmp_path: Path) -> None:
+    run = tmp_path / "own"
+    shutil.copytree(own / "runs" / "own", run)
+
+    def at(stage: str, epochs: int) -> Callable[[dict[str, Any]], None]:
+        return lambda payload: payload.update(stage=stage, epochs=epochs)
+
+    def said() -> str:
+        with pytest.warns(UserWarning) as warned:
+            qat.load(run, tiny())
+        assert warned[0].filename.endswith("test_loading.py")
+        return str(warned[0].message)
+
+    changed(run / "last.pt", run / "last.pt", at("qat", 3))
+    assert said() == (
+        f"load: '{run}': model.onnx and summary.json are of epoch 2, and the run that goes on from there is not"
+        " finished; last.pt has the quantized model after epoch 3"
+    )
+    changed(run / "last.pt", run / "last.pt", at("qat", 1))
+    (run / "summary.json").unlink()
+    now = "the run is not finished; last.pt has"
+    assert said() == f"load: '{run}': {now} the quantized model after epoch 1 of 2, stage qat"
+
+    def in_float(payload: dict[str, Any]) -> None:
+        payload.update(stage="float", epochs=1, state=None, statistics=None, model=tiny().state_dict())
+
+    changed(run / "last.pt", run / "last.pt", in_float)
+    assert said() == f"load: '{run}': {now} a float model after epoch 1 of 1, stage float"
+    assert not any(isinstance(module, Quantizer) for module in qat.load(run / "last.pt", tiny()).modules())
 
 
 def test_wrong_arguments_are_named(pets: Path, tmp_path: Path) -> None:
@@ -231,7 +269,7 @@ def test_wrong_pictures_are_refused_with_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "x.png").write_text("no image")
     wrong: list[tuple[Any, str]] = [
         (tmp_path / "x.png", f"'{tmp_path}/x.png' is not a readable image (no known format); repair or remove it"),
-        (tmp_path / "y.png", f"'{tmp_path}/y.png' is not a readable image (No such file or directory); repair or rem"),
+        (tmp_path / "y.png", f"'{tmp_path}/y.png' does not exist"),
         (Image.new("I;16", (40, 40)), "the image has pixels of mode 'I;16'; save it with 8 bits a channel"),
         (np.zeros((3, 40, 40), np.uint8), "expected a uint8 array (H, W) or (H, W, 1 or 3), got uint8 (3, 40, 40)"),
         (np.zeros((40, 40, 3)), "expected a uint8 array (H, W) or (H, W, 1 or 3), got float64 (40, 40, 3)"),

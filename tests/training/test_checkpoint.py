@@ -18,6 +18,7 @@ from qat.training.run.checkpoint import (
     StageState,
     capture_rng,
     check_same_config,
+    check_same_data,
     load_checkpoint,
     restore_model,
     restore_rng,
@@ -94,7 +95,8 @@ def test_a_missing_folder_is_a_sentence(tmp_path: Path) -> None:
     assert user_error(load_checkpoint, path) == f"{path}: cannot read the checkpoint (No such file or directory)"
 
 
-DAMAGED = "the checkpoint is damaged or of another program; remove it to start anew"
+WAY_OUT = "restore a copy of it, or start anew in another run_dir"
+DAMAGED = f"the checkpoint is damaged or of another program; {WAY_OUT}"
 FOREIGN = "this is no checkpoint of a run (no format version); weights go in model.checkpoint"
 
 
@@ -125,7 +127,7 @@ def test_a_truncated_or_flipped_checkpoint_is_damaged(tmp_path: Path) -> None:
     path, model = tmp_path / "last.pt", nn.Linear(30, 20)
     save_checkpoint(path, payload(model))
     flip_a_bit(path, model.weight.detach())
-    said = "the checkpoint is damaged (the checksum of archive/data/0 is wrong); remove it to start anew"
+    said = f"the checkpoint is damaged (the checksum of archive/data/0 is wrong); {WAY_OUT}"
     assert user_error(load_checkpoint, path) == f"{path}: {said}"
     path.write_bytes(path.read_bytes()[:-100])
     assert user_error(load_checkpoint, path) == f"{path}: {DAMAGED}"
@@ -147,8 +149,20 @@ def test_a_checkpoint_of_another_model_is_refused(model: nn.Module, difference: 
 def test_keys_that_do_not_change_the_training_may_differ() -> None:
     saved = RunConfig().model_dump(mode="json")
     changed = {"name": "b", "run_dir": "b", "resume": "auto", "device": "cpu", "log_every": 3}
-    changed |= {"export": {"onnx": False}, "data": {"workers": 2, "download": True}}
+    changed |= {"export": {"onnx": False}, "compile": True, "channels_last": False, "integer_forward": "off"}
+    changed |= {"data": {"workers": 2, "download": True, "root": "elsewhere", "eval_batch_size": 7}}
     check_same_config(Path("last.pt"), saved, RunConfig(**changed))
+
+
+def test_other_data_are_noticed() -> None:
+    contents = {"train": {"images": 9, "digest": "a"}, "val": {"images": 3, "digest": "b"}}
+    before = {"about": {"classes": ["cat", "dog"]}, "results": {"data": contents}}
+    assert check_same_data(before, ["cat", "dog"], contents) == []
+    assert check_same_data({"results": {}}, ["cat"], contents) == []  # of an earlier version
+    (said,) = check_same_data(before, ["cat", "dog"], contents | {"val": {"images": 3, "digest": "c"}})
+    assert said.startswith("data: the val images are others than before (3 then, 3 now); ")
+    said = user_error(check_same_data, before, ["dog", "cat"], contents)
+    assert said.startswith("data: 2 classes, the run was trained with 2: in another order; set data.root to its images")
 
 
 def test_a_key_that_is_newer_than_the_checkpoint_may_be_left_out() -> None:

@@ -31,6 +31,13 @@ def test_a_resumed_run_hides_later_points_of_the_stopped_one(tmp_path: Path) -> 
     assert len({path.name for path in tmp_path.iterdir()}) == 3
 
 
+def test_a_run_that_starts_anew_hides_the_curves_of_a_failed_start(tmp_path: Path) -> None:
+    for anew, value in ((False, 1.0), (True, 0.5)):
+        with RunLog(tmp_path, anew) as log:
+            log.scalar("loss", value, int(anew))
+    assert curves(tmp_path) == {"loss": [(1, 0.5)]}
+
+
 class FullDisk(io.BytesIO):
     """A file that accepts writes but fails to flush."""
 

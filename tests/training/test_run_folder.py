@@ -12,6 +12,7 @@ from qat.training.config.file import dump_config
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
 from qat.training.run import folder as run_folder
+from qat.training.run.checkpoint import save_checkpoint
 from qat.training.run.folder import RunFolder, open_run_folder
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -117,6 +118,53 @@ def test_a_run_with_a_truncated_summary_repeats_its_end(summary: str) -> None:
         assert folder == RunFolder(Path("runs/x").absolute(), Path("runs/x/last.pt"))
 
 
+TRAINS, CALIBRATES = {"float": {"epochs": 1}}, {"qat": {"epochs": 0}}
+
+
+@pytest.mark.parametrize(
+    ("files", "before", "never", "auto"),
+    [
+        # What a start leaves that found a broken image, or was killed; with float.epochs: 0, float weights are a copy.
+        ([], TRAINS, True, True),
+        (["events.out.tfevents.1", "layers.txt", ".last.pt.tmp", ".lock", ".staged/model.onnx"], TRAINS, True, True),
+        (["float.safetensors", "layers.txt"], {}, True, True),
+        (["float.safetensors", "best.pt:1"], {}, True, True),  # no space for last.pt
+        (["float.safetensors", "best.pt:0", "model.onnx"], CALIBRATES, True, True),
+        (["float.safetensors", "best.pt:0", "model.onnx", "summary.json"], CALIBRATES, False, True),  # export again
+        # Weights whose last.pt was removed, finished runs, and a user's own files stay.
+        (["float.safetensors"], TRAINS, False, False),
+        (["float.safetensors", "best.pt:2"], {}, False, False),
+        (["model.onnx"], {}, False, False),
+        (["events.out.tfevents.1", "notes.txt"], {}, False, False),
+    ],
+)
+def test_a_start_is_repeated_where_nothing_was_trained(
+    files: list[str], before: dict[str, Any], never: bool, auto: bool
+) -> None:
+    make("x/", *(f"x/{file.partition(':')[0]}" for file in files))
+    Path("x/config.yaml").write_text(dump_config(RunConfig(**before)))
+    for epochs in [int(file.partition(":")[2]) for file in files if ":" in file]:
+        empty: dict[str, Any] = {"model": {}, "state": None, "results": {}, "config": {}}
+        save_checkpoint(Path("x/best.pt"), {"stage": "qat", "epochs": epochs, **empty})
+    for resume, allowed in (("never", never), ("auto", auto)):
+        config = RunConfig(run_dir="x", resume=resume, **before)
+        if not allowed:
+            why = " and has no last.pt to go on from" if resume == "auto" else ""
+            assert user_error(open_run_folder, config) == f"run_dir: 'x' is not empty{why}; choose another"
+            continue
+        with open_run_folder(config) as folder:
+            assert folder == RunFolder(Path("x").absolute(), None)
+
+
+def test_a_config_of_the_users_own_is_never_overwritten() -> None:
+    make("x/")
+    Path("x/config.yaml").write_text(f"# mine\n{dump_config(RunConfig())}")
+    for resume in ("never", "auto"):
+        assert refusal(RunConfig(run_dir="x", resume=resume)).startswith("run_dir: 'x' is not empty")
+    make("x/events.out.tfevents.1")  # of an earlier version, whose config had fewer keys
+    open_run_folder(RunConfig(run_dir="x")).__exit__(None, None, None)
+
+
 def test_a_folder_has_one_run_at_a_time() -> None:
     make("runs/x/last.pt", "empty/")
     host = f"process {os.getpid()} on {socket.gethostname()}"
@@ -156,7 +204,7 @@ def test_files_of_a_faster_run_are_seen_after_locking(monkeypatch: pytest.Monkey
         return real(path)
 
     monkeypatch.setattr(run_folder, "RunLock", lock)
-    with pytest.raises(UserError, match=r"^run_dir: 'mine' is not empty; choose another, or set resume=auto "):
+    with pytest.raises(UserError, match=r"^run_dir: 'mine' is not empty; choose another$"):
         open_run_folder(RunConfig(run_dir="mine"))
     assert not Path("mine/.lock").exists()
 
@@ -165,6 +213,7 @@ def test_files_of_a_faster_run_are_seen_after_locking(monkeypatch: pytest.Monkey
     ("run_dir", "resume", "sentence"),
     [
         ("mine", "never", "run_dir: 'mine' is not empty; choose another, or set resume=auto to go on from its last.pt"),
+        ("other", "never", "run_dir: 'other' is not empty; choose another"),
         ("other", "auto", "run_dir: 'other' is not empty and has no last.pt to go on from; choose another"),
         ("file", "auto", "run_dir: 'file' is not a folder; choose another"),
         ("file/x", "never", "run_dir: 'file/x': cannot use it (Not a directory); choose another"),

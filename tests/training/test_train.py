@@ -123,6 +123,11 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again_in_its_folder(
         patch.setattr(train, "train_stage", stop)
         assert start("run_dir=early") == 130
     assert start("run_dir=early", "resume=auto", "qat.epochs=1") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(train.qat, "calibrate", stop)
+        assert start("run_dir=again", "float.epochs=0") == 130
+    assert (folder / "again" / "float.safetensors").exists()
+    assert start("run_dir=again", "float.epochs=0", "qat.epochs=1") == 0  # the same command, after a repair of the data
 
 
 @pytest.mark.parametrize(
@@ -146,7 +151,7 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again_in_its_folder(
         ),
         (
             ["run_dir=occupied"],
-            "run_dir: 'occupied' is not empty; choose another, or set resume=auto to go on from its last.pt",
+            "run_dir: 'occupied' is not empty; choose another",
         ),
         (
             ["quantization.activation.granularity=channel"],
@@ -320,7 +325,7 @@ def test_a_second_run_in_the_same_folder_is_refused(
     assert start("run_dir=one") == 130 and statuses == [2, 2]
     first, second, _ = capsys.readouterr().err.splitlines()
     assert first.startswith(f"{folder}/one: another run writes there (process ")
-    assert second == "run_dir: 'one' is not empty; choose another, or set resume=auto to go on from its last.pt"
+    assert second == first
     assert "seed: 0" in (folder / "one" / "config.yaml").read_text()
     assert sorted(path.name for path in (folder / "one").iterdir() if path.name[:6] != "events") == ["config.yaml"]
 

@@ -225,7 +225,7 @@ class RunConfig(Section):
     """Name of the run; default: the config file's name."""
     run_dir: str | None = None
     """Run folder; default: the first of runs/<name>, runs/<name>-2, -3 ... that does not exist. A folder given here
-    must be new or empty, unless the run resumes from it."""
+    must be new or empty, or hold only what a start left that trained nothing, unless the run resumes from it."""
     resume: Literal["never", "auto"] = "never"
     """`auto`: continue from last.pt in run_dir (default: the newest runs/<name>*), or start a new run if there is none.
     For a finished run of the same config, the command says so and returns its exit status; with a larger `qat.epochs`

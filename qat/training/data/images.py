@@ -1,5 +1,6 @@
 """A data set: two splits of labelled images, in memory (`ImageArray`) or in files decoded one by one (`ImageFiles`)."""
 
+import hashlib
 import os
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -39,6 +40,10 @@ class ImageArray:
         """Return one image, uint8 (C, H, W)."""
         return self.images[index]
 
+    def digest(self) -> str:
+        """A short digest of pixels and labels, by which another run can tell that it has the same images."""
+        return _digest(self.labels, self.images.contiguous().numpy().data)
+
     def subset(self, indices: Tensor) -> "ImageArray":
         """Return only these images, in this order."""
         return ImageArray(self.images[indices], self.labels[indices])
@@ -71,6 +76,10 @@ class ImageFiles:
             return read_picture(os.fsdecode(self.paths[index]))
         except UserError as error:
             raise UserError(f"data.root: {error}") from error
+
+    def digest(self) -> str:
+        """A short digest of the files' names, without folders, and of the labels; the files are not read."""
+        return _digest(self.labels, b"/".join(map(os.path.basename, self.paths.tolist())))
 
     def subset(self, indices: Tensor) -> "ImageFiles":
         """Return only these images, in this order."""
@@ -125,6 +134,12 @@ def _check_split(where: str, split: Images, classes: int) -> None:
     lowest, highest = int(labels.min()), int(labels.max())
     if lowest < 0 or highest >= classes:
         raise ValueError(f"{where}: labels go from {lowest} to {highest}, but classes has length {classes}")
+
+
+def _digest(labels: Tensor, content: "bytes | memoryview[int]") -> str:
+    digest = hashlib.sha256(labels.contiguous().numpy().data)
+    digest.update(content)
+    return digest.hexdigest()[:16]
 
 
 def _described(value: object) -> str:

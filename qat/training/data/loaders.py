@@ -155,6 +155,8 @@ class Data:
     """Shape of one image: 3, height, width."""
     preprocessing: Preprocessing
     """What validation does to an image."""
+    contents: dict[str, dict[str, int | str]]
+    """For `train` and `val` the number of images, and their `digest`."""
 
 
 def load_data(config: DataConfig, seed: int, device: torch.device, channels_last: bool) -> Data:
@@ -168,6 +170,12 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
     """
     _check(config)
     dataset = datasets.build_dataset(config, seed)
+    if len(dataset.classes) < 2:
+        where = f"data.root: '{config.root}'" if config.root else f"data.name: '{config.name}'"
+        raise UserError(
+            f"{where} has {len(dataset.classes)} class ({', '.join(dataset.classes)}), which every answer gets right;"
+            " a classifier needs at least 2"
+        )
     preprocessing = Preprocessing(
         image_size=config.image_size,
         resize_size=config.resize_size or config.image_size,
@@ -176,7 +184,12 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
         resized_by="torch" if isinstance(dataset.val, ImageArray) else "pillow",
     )
     train = _limited(dataset.train, config.limit_train, "train")
-    val = _prepared(_limited(dataset.val, config.limit_val, "val"), preprocessing.resize_size)
+    val = _limited(dataset.val, config.limit_val, "val")
+    contents: dict[str, dict[str, int | str]] = {
+        split: {"images": len(images.labels), "digest": images.digest()}
+        for split, images in (("train", train), ("val", val))
+    }
+    val = _prepared(val, preprocessing.resize_size)
     if not config.augment.random_resized_crop:
         train = _prepared(train, preprocessing.resize_size)
     train_view = _view(train, config.augment, preprocessing)
@@ -196,6 +209,7 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
         classes=dataset.classes,
         image_shape=(3, config.image_size, config.image_size),
         preprocessing=preprocessing,
+        contents=contents,
     )
 
 

@@ -96,7 +96,7 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
         raise UserError(f"data.batch_size: {run.config.data.batch_size} leaves no whole training batch; reduce it")
     optimization = _Optimization(run)
     rates = rates_of_scales(optimization.optimizer, run.stage)
-    if rates:
+    if rates and (state is None or state.epoch < run.stage.epochs):
         run.log.say(f"{run.name}: {rates}")
     if state is not None:
         optimization.load(state)

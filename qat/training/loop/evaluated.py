@@ -52,3 +52,32 @@ def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
         return epochs, last
     load_evaluated(path, payload, run.model)
     return payload["epochs"], evaluate(run.model, run.val, run.device, channels_last=run.config.channels_last)
+
+
+def is_same_choice(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two results of QAT, sections `qat` of summary.json, are of the same epoch of as many."""
+    return all(one.get(key) == other.get(key) for key in ("epoch", "epochs"))
+
+
+def choice_in_words(now: dict[str, Any], before: dict[str, Any]) -> str:
+    """Which weights are exported, and which of an earlier export they replace; `before` may be empty.
+
+    >>> three = {"weights": "last", "epoch": 3, "epochs": 3}
+    >>> choice_in_words(three, {})
+    'epoch 3 of 3 (last)'
+    >>> choice_in_words(three, {"weights": "best", "epoch": 2, "epochs": 3})
+    'epoch 3 of 3 (last) replaces epoch 2 of 3 (best) in model.onnx; export.weights=best brings that back'
+    """
+    words = _named(now)
+    if "epoch" not in before:  # nothing, or of an earlier version
+        return words
+    if is_same_choice(now, before):
+        return f"{words} again"
+    back = f"; export.weights={before['weights']} brings that back" if now["epochs"] == before["epochs"] else ""
+    return f"{words} replaces {_named(before)} in model.onnx{back}"
+
+
+def _named(choice: dict[str, Any]) -> str:
+    if choice["epoch"] == 0:
+        return "the calibrated model, without training"
+    return f"epoch {choice['epoch']} of {choice['epochs']} ({choice['weights']})"

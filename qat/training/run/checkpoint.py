@@ -26,8 +26,12 @@ PAYLOAD_KEYS = ("stage", "epochs", "model", "state", "results", "config")
 OPTIONAL_KEYS = ("evaluation", "statistics", "about")
 """Keys that checkpoints of earlier versions lack."""
 
-FREE_KEYS = ("name", "run_dir", "resume", "device", "log_every", "data.workers", "data.download", "export")
-"""Keys of the config that may differ when a run is resumed, because they do not change the training."""
+FREE_KEYS = (
+    "name", "run_dir", "resume", "device", "log_every", "export", "channels_last", "compile", "cuda_graphs",
+    "integer_forward", "data.root", "data.workers", "data.download", "data.eval_batch_size",
+)  # fmt: skip
+"""Keys of the config that may differ when a run is resumed, because they do not change what is trained: they say where
+and how fast. What lies in data.root is compared by `check_same_data`."""
 
 EPOCHS = "qat.epochs"
 """This key may grow when a run is resumed: the run then trains on."""
@@ -87,7 +91,9 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
         torch.save({"format": FORMAT, **payload}, file)
 
 
-def load_checkpoint(path: Path, way_out: str = "remove it to start anew") -> dict[str, Any]:
+def load_checkpoint(
+    path: Path, way_out: str = "restore a copy of it, or start anew in another run_dir"
+) -> dict[str, Any]:
     """Read a file of `save_checkpoint` onto the CPU, with tensors and plain values only.
 
     The sentence for a file that is no whole checkpoint ends with the way out.
@@ -140,6 +146,34 @@ def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahea
             raise UserError(
                 f"{path}: was trained with {key}: {old}, now it is {new}; set it back, or start anew in another run_dir"
             )
+
+
+def check_same_data(payload: dict[str, Any], classes: list[str], contents: dict[str, Any]) -> list[str]:
+    """Compare the data with those of the checkpoint's payload; return a warning for each split that has other images.
+
+    `classes` and `contents` are those of `Data`. Checkpoints of earlier versions did not keep them.
+
+    Raises:
+        UserError: if the classes differ.
+    """
+    before = (payload.get("about") or {}).get("classes", classes)
+    if before != classes:
+        gone, new = (
+            [name for name in some if name not in others] for some, others in ((before, classes), (classes, before))
+        )
+        named = [f"{what} {', '.join(names[:3])}" for what, names in (("without", gone), ("with", new)) if names]
+        raise UserError(
+            f"data: {len(classes)} classes, the run was trained with {len(before)}:"
+            f" {' and '.join(named) or 'in another order'}; set data.root to its images, or start anew in another"
+            " run_dir"
+        )
+    saved = payload["results"].get("data", contents)
+    return [
+        f"data: the {split} images are others than before ({saved[split]['images']} then, {now['images']} now);"
+        " accuracies before and after do not compare"
+        for split, now in contents.items()
+        if saved[split] != now
+    ]
 
 
 def restore_model(path: Path, payload: dict[str, Any], model: nn.Module) -> None:

@@ -19,6 +19,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from qat.training.errors import UserError
 
+PREFIX = "events.out.tfevents."
+"""How TensorBoard's files are named."""
+
 
 class EventFile:
     """A new event file of scalars in an existing folder; points of earlier files are hidden from `purge_step` on.
@@ -29,7 +32,7 @@ class EventFile:
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         self._folder = folder
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        name = f"{PREFIX}{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         with self._errors_reported():
             self._file = open(folder / name, "xb")  # noqa: SIM115  (closed by `close`)
         self._write(file_version="brain.Event:2")

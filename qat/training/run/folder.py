@@ -5,13 +5,16 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from qat.training.config.file import load_config
+from qat.training.config.file import dump_config, load_config
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
-from qat.training.run.checkpoint import check_same_config
+from qat.training.run.checkpoint import check_same_config, load_checkpoint
+from qat.training.run.events import PREFIX
 from qat.training.run.files import temporary_of
 from qat.training.run.lock import LOCK, FolderInUseError, RunLock
+from qat.training.run.staging import STAGED, is_ready, move_up, result
 
 RUNS = Path("runs")
 """Parent of the default run folders, relative to the current folder."""
@@ -28,7 +31,7 @@ LAYERS = "layers.txt"
 MODEL = "model.onnx"
 
 SUMMARY = "summary.json"
-"""Written at the very end: a run folder with this file is finished. A run that goes on removes it first."""
+"""Written at the very end: a run folder with this file holds the results of a finished run."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,25 @@ def open_run_folder(config: RunConfig) -> RunFolder:
     if config.name in ("", "..") or Path(config.name).name != config.name:
         raise UserError(f"name: {config.name!r} must be a plain name without slashes; to choose a place set run_dir")
     numbers = _numbered_folders(config.name)
-    if config.resume == "auto":
-        for number in sorted(numbers, reverse=True):
-            if any((numbers[number] / name).is_file() for name in (LAST_CHECKPOINT, SUMMARY)):
-                return _given_folder(numbers[number], config)
-    return _next_folder(config, 1 + max(numbers, default=0))
+    newest = _newest_run(numbers) if config.resume == "auto" else None
+    return _given_folder(newest, config) if newest else _next_folder(config, 1 + max(numbers, default=0))
+
+
+def goes_on(config: RunConfig) -> bool:
+    """Whether a run with this config has a last.pt to go on from, and so needs no float weights from elsewhere."""
+    if config.resume != "auto":
+        return False
+    given = config.run_dir and Path(os.path.expanduser(config.run_dir))
+    path = given or _newest_run(_numbered_folders(config.name))
+    return path is not None and os.path.isfile(path / LAST_CHECKPOINT)  # os.path: False, no error, without permission
+
+
+def _newest_run(numbers: dict[int, Path]) -> Path | None:
+    """The folder with the highest number that has something to go on from."""
+    for number in sorted(numbers, reverse=True):
+        if any((numbers[number] / name).is_file() for name in (LAST_CHECKPOINT, SUMMARY)):
+            return numbers[number]
+    return None
 
 
 def _given_folder(path: Path, config: RunConfig) -> RunFolder:
@@ -87,6 +104,9 @@ def _given_folder(path: Path, config: RunConfig) -> RunFolder:
         path.mkdir(parents=True, exist_ok=True)
     if not path.is_dir():
         raise UserError(f"run_dir: '{path}' is not a folder; choose another")
+    if config.resume == "auto" and is_ready(path):
+        with RunFolder(path, None, lock=RunLock(path)):
+            move_up(path)
     finished = _finished(path, config) if config.resume == "auto" else None
     return RunFolder(path, None, finished) if finished is not None else _locked(path, config)
 
@@ -106,18 +126,46 @@ def _checkpoint(path: Path, config: RunConfig) -> Path | None:
     """The checkpoint that a run in this folder resumes from; None if it is a new run."""
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise UserError(f"{path}: this folder is not writable; choose another run_dir or change its permissions")
-    resume = config.resume == "auto"
-    if resume and (path / LAST_CHECKPOINT).is_file():
-        return path / LAST_CHECKPOINT
-    # A run that was killed before it wrote its config leaves these files.
-    leftovers = {LOCK, temporary_of(path / RESOLVED_CONFIG).name}
-    if {entry.name for entry in path.iterdir()} <= leftovers:
+    resume, last = config.resume == "auto", path / LAST_CHECKPOINT
+    if last.is_file():
+        if resume:
+            return last
+        raise UserError(f"run_dir: '{path}' is not empty; choose another, or set resume=auto to go on from its last.pt")
+    if _nothing_trained(path, resume):
         return None
-    if resume and (path / RESOLVED_CONFIG).is_file():
-        return None  # this run, stopped before the end of its first epoch
-    if resume:
-        raise UserError(f"run_dir: '{path}' is not empty and has no last.pt to go on from; choose another")
-    raise UserError(f"run_dir: '{path}' is not empty; choose another, or set resume=auto to go on from its last.pt")
+    what = "is not empty and has no last.pt to go on from" if resume else "is not empty"
+    raise UserError(f"run_dir: '{path}' {what}; choose another")
+
+
+def _nothing_trained(path: Path, resume: bool) -> bool:
+    """Whether a folder is empty, or holds only what a start leaves that ended before its first last.pt.
+
+    A run may start there again, with another config too. Files that this program did not write, trained weights and a
+    finished run are never touched; only what calibration made, without training, is made again by a run that resumes.
+    """
+    results = (RESOLVED_CONFIG, LAYERS, FLOAT_WEIGHTS, BEST_CHECKPOINT, LAST_CHECKPOINT, MODEL, SUMMARY)
+    names = {entry.name for entry in path.iterdir()} - {LOCK, STAGED}
+    names -= {temporary_of(path / name).name for name in results}
+    curves = {name for name in names if name.startswith(PREFIX)}
+    if not names:
+        return True
+    try:
+        config = load_config(str(path / RESOLVED_CONFIG))
+    except UserError:  # missing, or of another program
+        return False
+    if not curves and (path / RESOLVED_CONFIG).read_text(encoding="utf-8") != dump_config(config):
+        return False  # a user's own
+    again = {RESOLVED_CONFIG, LAYERS, *curves}
+    if config.float.epochs == 0:
+        again.add(FLOAT_WEIGHTS)
+        if (
+            BEST_CHECKPOINT in names
+            and load_checkpoint(path / BEST_CHECKPOINT, "remove it to start anew")["epochs"] <= 1
+        ):
+            again.add(BEST_CHECKPOINT)  # written shortly before last.pt, for which there may have been no space
+        if config.qat.epochs == 0:
+            again |= {MODEL, SUMMARY} if resume else {MODEL}
+    return names <= again
 
 
 def _finished(path: Path, config: RunConfig) -> int | None:
@@ -128,11 +176,8 @@ def _finished(path: Path, config: RunConfig) -> int | None:
     Raises:
         UserError: if it was a run with another config.
     """
-    try:
-        summary = json.loads((path / SUMMARY).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # missing or truncated: the run repeats its end
-        return None
-    if not isinstance(summary, dict):
+    summary = read_summary(path)
+    if summary is None:  # the run repeats its end
         return None
     saved = load_config(str(path / RESOLVED_CONFIG))
     check_same_config(path / RESOLVED_CONFIG, saved.model_dump(mode="json"), config)
@@ -141,6 +186,15 @@ def _finished(path: Path, config: RunConfig) -> int | None:
     if not exported or config.qat.epochs != saved.qat.epochs:
         return None
     return int(summary.get("exit_status", 0))
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """The summary of the finished run in a folder; None if it is missing or truncated."""
+    try:
+        summary = json.loads(result(path, SUMMARY).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) else None
 
 
 def _numbered_folders(name: str) -> dict[int, Path]:

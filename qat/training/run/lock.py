@@ -133,7 +133,7 @@ class RunLock:
 
 
 def check_folder(folder: Path) -> None:
-    """Call `RunLock.check` for the lock that this process holds on a folder; do nothing for a folder without a lock.
+    """Call `RunLock.check` for the lock that this process holds on a folder or one above it; without one, do nothing.
 
     Folders are compared by name, because a link may lead elsewhere by now.
 
@@ -141,7 +141,7 @@ def check_folder(folder: Path) -> None:
         UserError: if the folder is no longer the one that was locked.
     """
     for lock in list(_held.values()):
-        if lock.folder == folder.absolute():
+        if lock.folder in (folder.absolute(), *folder.absolute().parents):
             lock.check()
 
 

@@ -20,14 +20,19 @@ class RunLog:
     """The curves, in an existing run folder, and the text output of one run; a context manager that closes its file.
 
     Steps are counted over the whole run, so that the curves of a resumed run join (see `resume`).
+
+    Args:
+        folder: the run folder.
+        anew: hide the curves that an earlier start left in the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, anew: bool = False) -> None:
         self.folder = folder
+        self.anew = anew
         self._events: EventFile | None = None
 
     def __enter__(self) -> "RunLog":
-        self._events = EventFile(self.folder)
+        self._events = EventFile(self.folder, purge_step=0 if self.anew else None)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
