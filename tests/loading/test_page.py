@@ -19,7 +19,7 @@ from tests.loading.conftest import PETS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "run_folder.md").read_text()
-WITH_TORCH, WITHOUT_TORCH = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+WITH_TORCH, WITHOUT_TORCH, EXPLAINED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = [line.split() for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 SAVED = """
 import sys
@@ -58,6 +58,11 @@ def test_the_same_prediction_with_torch_and_without(place: Path, capsys: pytest.
     for tensor in (torch.from_numpy(seen["input"]), model.transform("photo.png")):  # type: ignore[attr-defined]
         assert torch.equal(tensor, validated)
     torch.testing.assert_close(torch.from_numpy(seen["scores"]), session["scores"], rtol=0, atol=1e-4)
+
+
+def test_differences_are_explained(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(EXPLAINED, "run_folder.md", "exec"), {"qat": qat})
+    assert capsys.readouterr().out.endswith(" of 64 predictions differ, 0 of them without a near-tie\n")
 
 
 def test_the_metadata_are_those_of_the_page_and_of_the_summary(place: Path) -> None:
