@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.default_rule import rule_table
+from benchmarks.loading import loading_table
 from benchmarks.low_bit_table import low_bit_table
 from benchmarks.reference_table import reference_table
 from benchmarks.rules_table import rules_table
@@ -34,6 +35,7 @@ DOCUMENTS = (
     "docs/zoo.md",
 )
 FROM_CODE = {
+    "loading": loading_table,
     "low_bit": low_bit_table,
     "reference": reference_table,
     "rules": rules_table,

@@ -84,8 +84,8 @@ def conditions(results: Path = CPU) -> str:
     if not rows:
         return NOTHING
     lines = []
-    for name in dict.fromkeys(_conditions(row) for row in rows):
-        own = [row for row in rows if _conditions(row) == name]
+    for name in dict.fromkeys(conditions_of(row) for row in rows):
+        own = [row for row in rows if conditions_of(row) == name]
         loads = [row["machine"]["load"] for row in own]
         dates = sorted({row["date"] for row in own})
         when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
@@ -200,7 +200,8 @@ def _memory(row: Row) -> str:
     return f"{row['ratio']:.2f}" + ("" if row["peak_ratio"] is None else f" / {row['peak_ratio']:.2f}")
 
 
-def _conditions(row: Row) -> str:
+def conditions_of(row: Row) -> str:
+    """The machine and the versions of a row, in words."""
     machine = row["machine"]
     flags = f" with {', '.join(machine['flags'])}" if machine["flags"] else ""
     gpu = f"{machine['gpu']}; " if "gpu" in machine else ""
