@@ -92,6 +92,7 @@ def test_a_wrapper_is_named_with_the_model_in_it(wrap: Any, attribute: str) -> N
     assert qat.prepare(getattr(wrapper, attribute))
 
 
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")  # torch 2.11's own
 def test_what_torch_export_makes_has_no_layers() -> None:
     exported = torch.export.export(nn.Linear(4, 2), (torch.randn(3, 4),))
     with refused(
