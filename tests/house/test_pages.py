@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import textwrap
 import sys
 import warnings
 from pathlib import Path
@@ -34,7 +35,7 @@ def run_page(name: str) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         assert list(run_blocks(f"docs/{name}.md", names))
     for sketch in re.findall(r"```python sketch\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), re.DOTALL):
-        compile(sketch, name, "exec")
+        compile(textwrap.dedent(sketch), name, "exec")  # it may stand in a list
     return names
 
 
