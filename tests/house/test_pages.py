@@ -3,8 +3,8 @@
 import json
 import logging
 import re
-import textwrap
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
