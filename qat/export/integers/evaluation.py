@@ -15,8 +15,11 @@ from qat.tracing.nodes import submodule_of
 from qat.tracing.train_eval import evaluation_only
 
 
-def evaluation_copy(model: nn.Module) -> nn.Module:
-    """A copy on the CPU, in float32 and evaluation mode, whose graphs hold only what evaluation computes."""
+def evaluation_copy(model: nn.Module, fold_quantizers: bool = False) -> nn.Module:
+    """A copy on the CPU, in float32 and evaluation mode, whose graphs hold only what evaluation computes.
+
+    `fold_quantizers`: whether quantized parameters become constants too, so that only calls on activations are left.
+    """
     for part in model.modules():
         if isinstance(part, PreparedGraph):
             part._follow_changes()  # layers that were replaced after `prepare`
@@ -26,7 +29,7 @@ def evaluation_copy(model: nn.Module) -> nn.Module:
     for part in evaluated.modules():
         if isinstance(part, fx.GraphModule):
             _keep_evaluation(part)
-            _fold(part)
+            _fold(part, fold_quantizers)
     return evaluated
 
 
@@ -86,13 +89,14 @@ def _keep_evaluation(model: fx.GraphModule) -> None:
 
 
 @torch.no_grad()
-def _fold(model: fx.GraphModule) -> None:
+def _fold(model: fx.GraphModule, fold_quantizers: bool) -> None:
     """Store what layers compute from parameters alone: it never changes, and a runtime would compute it differently.
 
-    A quantized parameter that a matrix product reads is left: it is stored as integers.
+    A quantized parameter that a matrix product reads is left, unless asked for: it is stored as integers.
     """
     fixed = fixed_nodes(model.graph)
-    if not any(node.op == "call_module" and not isinstance(submodule_of(model, node), Quantizer) for node in fixed):
+    left = () if fold_quantizers else Quantizer
+    if not any(node.op == "call_module" and not isinstance(submodule_of(model, node), left) for node in fixed):
         return
     interpreter = fx.Interpreter(model, garbage_collect_values=False)
     for number, node in enumerate(list(model.graph.nodes)):
@@ -102,9 +106,11 @@ def _fold(model: fx.GraphModule) -> None:
         readers = [user for user in node.users if user not in fixed]
         if not readers or not isinstance(value, Tensor) or node.op == "get_attr":
             continue
-        if not isinstance(submodule_of(model, node), Quantizer):
+        if not isinstance(submodule_of(model, node), left):
             model.register_buffer(f"folded_{number}", value.detach().clone())
             with model.graph.inserting_after(node):
                 folded = model.graph.get_attr(f"folded_{number}")
             for user in readers:
                 user.replace_input_with(node, folded)
+    drop_unread(model.graph, model)
+    model.recompile()

@@ -115,7 +115,7 @@ class LayerComparison:
     ) -> None:
         import onnx
 
-        self.file, self.model = Path(path).name, evaluation_copy(model)
+        self.file, self.model = Path(path).name, evaluation_copy(model, fold_quantizers=True)
         self.calls = quantizer_calls(self.model)
         proto = onnx.load(path)
         produced = [output for node in proto.graph.node for output in node.output]
