@@ -18,9 +18,10 @@ import torch
 from torch import fx, nn
 
 import qat
+from qat.finetuning import Distillation
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.imports import import_extensions
-from qat.training.config.schema import RunConfig, StageConfig
+from qat.training.config.schema import DistillationConfig, QATStageConfig, RunConfig, StageConfig
 from qat.training.data.loaders import Data, Loader, load_data
 from qat.training.errors import UserError
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
@@ -271,9 +272,17 @@ class Stages:
             done = f"all {stage.epochs} epochs are trained; evaluating the last one"
             on = f"going on after epoch {state.epoch} of {stage.epochs}"
             self.log.say(f"{name}: {done if state.epoch == stage.epochs else on}")
+        distillation = None
+        if isinstance(stage, QATStageConfig) and stage.distillation is not None:
+            distillation = Distillation(
+                self._teacher(stage.distillation),
+                temperature=stage.distillation.temperature,
+                weight=stage.distillation.weight,
+            )
         run = StageRun(
             name, stage, self.config, model, self.data.train, self.data.val, self.device, self.log, self.folder.path,
-            self.results, first_step, keep_best=name == "qat", sample=self._sample(), about=self.about,
+            self.results, first_step, keep_best=name == "qat", sample=self._sample(), distillation=distillation,
+            about=self.about,
         )  # fmt: skip
         evaluation = train_stage(run, state)
         choice: dict[str, Any] = {}
@@ -284,6 +293,15 @@ class Stages:
         self.results[name] = {"top1": evaluation.top1, "loss": evaluation.loss, "epochs": stage.epochs, **choice}
         self.results["val_images"] = evaluation.count
         self.warn(warnings_about(name, stage, evaluation, start))
+
+    def _teacher(self, config: DistillationConfig) -> nn.Module:
+        """The float model to learn from: this run's, unless the config names another."""
+        classes = len(self.data.classes)
+        teacher = build_model(config.teacher or self.config.model, classes, with_weights=config.teacher is not None)
+        if config.teacher is None:
+            load_weights(teacher, str(self.float_weights), self.config.model.name, "float weights")
+        layout = torch.channels_last if self.config.channels_last else torch.contiguous_format
+        return teacher.to(self.device, memory_format=layout).requires_grad_(False)
 
     def _sample(self) -> Loader:
         """Training images without augmentation, from which ranges and statistics are estimated."""

@@ -46,6 +46,9 @@ class QuantRecipe(NamedArguments):
         first_bits: bits of weight and input of the first quantized layer in the order of execution, 1 to 16; None
             treats it like the others. Overrides win over it.
         last_bits: the same for the last one.
+        residual_bits: bits of the tensors that sums, products, concatenations and averages read, 1 to 16, as published
+            low-bit networks have them, whose residual stream is float; a layer that reads such a tensor gets a grid of
+            its own bits behind that one. None: the bits of activation.
 
     Raises:
         TypeError: for a weight or activation that is none of these; for a key that is neither text nor a class; for an
@@ -68,6 +71,7 @@ class QuantRecipe(NamedArguments):
     target: str = "onnxruntime"
     first_bits: int | None = None
     last_bits: int | None = None
+    residual_bits: int | None = None
 
     if TYPE_CHECKING:  # what goes in; `__post_init__` completes the specs
 
@@ -79,6 +83,7 @@ class QuantRecipe(NamedArguments):
             target: str = ...,
             first_bits: int | None = None,
             last_bits: int | None = None,
+            residual_bits: int | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -94,7 +99,7 @@ class QuantRecipe(NamedArguments):
             _check_override(pattern, self.overrides[pattern])
         everywhere = LayerRecipe(self.weight, self.activation)
         self._check_target(everywhere, "QuantRecipe")
-        for name in ("first_bits", "last_bits"):
+        for name in ("first_bits", "last_bits", "residual_bits"):
             bits = getattr(self, name)
             if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 16):
                 raise ValueError(f"QuantRecipe: {name} must be a whole number from 1 to 16 or None, got {bits!r}")
@@ -106,6 +111,11 @@ class QuantRecipe(NamedArguments):
     def profile(self) -> TargetProfile:
         """The target's profile: what it computes in integers, and on which grids."""
         return profile_of(self.target)
+
+    @property
+    def residual(self) -> QuantSpec:
+        """Grid of the tensors that sums, products, concatenations and averages read."""
+        return self.activation if self.residual_bits is None else replace(self.activation, bits=self.residual_bits)
 
     def for_layer(
         self, name: str, kind: "type[nn.Module] | None" = None, position: Position | None = None
@@ -265,6 +275,11 @@ class ScopedRecipe:
     def activation(self) -> QuantSpec:
         """Grid of activations."""
         return self.recipe.activation
+
+    @property
+    def residual(self) -> QuantSpec:
+        """See `QuantRecipe.residual`."""
+        return self.recipe.residual
 
     @property
     def profile(self) -> TargetProfile:

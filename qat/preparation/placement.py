@@ -4,6 +4,7 @@ A tensor needs a grid if a quantized layer or a matrix product reads it, directl
 values. Sums, products, concatenations and averages ask for a grid if their own result is read as integers. The
 quantizer stands at the end of the producer's chain: conv -> BatchNorm -> ReLU is one producer, since nothing else reads
 the tensors in between, and so is add -> ReLU. A residual block of convolutions thus stays in integers from end to end.
+A consumer that asks for fewer bits than others gets a quantizer of its own behind the shared one.
 The residual stream of a transformer, which only norms read, stays in float.
 """
 
@@ -49,6 +50,15 @@ class Placement:
             specs = [self.recipe.activation]
         return specs
 
+    def fewer_bits(self, node: fx.Node, bits: int) -> list[tuple[fx.Node, fx.Node, QuantSpec]]:
+        """The consumers of a tensor that ask for fewer bits, each with its operand and its grid."""
+        return [
+            (reader, operand, spec)
+            for reader, operand in readings(node, self.graph_module)
+            for spec in self._demand(reader, operand)
+            if spec.bits < bits
+        ]
+
     def asks(self, reader: fx.Node, operand: fx.Node) -> bool:
         """Whether a consumer in the traced graph asks for a grid on this operand."""
         return reader in self.order and bool(self._demand(reader, operand))
@@ -67,10 +77,10 @@ class Placement:
         if is_product(reader, self.graph_module):
             return [self.recipe.activation]
         if self.profile.quantizes_outputs:
-            return [self.recipe.activation] if self._has_no_float(reader) else []
+            return [self.recipe.residual] if self._has_no_float(reader) else []
         if operand in self.constants or not self._takes_grids(reader):
             return []
-        return [self.recipe.activation] if self._is_wanted(reader) else []
+        return [self.recipe.residual] if self._is_wanted(reader) else []
 
     def _has_no_float(self, reader: fx.Node) -> bool:
         """On a target without float arithmetic, every operation and the model's outputs need a grid."""
@@ -109,10 +119,11 @@ class Placement:
 def place_quantizers(graph_module: fx.GraphModule, recipe: AnyRecipe) -> dict[str, str]:
     """Insert activation quantizers in place, and pass every quantized layer the quantizer of its input.
 
-    If consumers of a tensor ask for different grids, the one with the most bits wins.
+    If consumers of a tensor ask for different grids, the one with the most bits wins; those that ask for fewer bits
+    read a grid of their own behind it.
 
     Returns:
-        The quantizers whose tensor has a consumer that asked for another grid, name to that grid.
+        The quantizers whose tensor has a consumer that asked for another grid of as many bits, name to that grid.
     """
     placement = Placement(graph_module, recipe)
     compromises: dict[str, str] = {}
@@ -124,10 +135,12 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: AnyRecipe) -> dict[st
     for group in shared_grids(wanted, placement):
         specs = [spec for node in group for spec in wanted[node]]
         chosen = max(specs, key=lambda spec: spec.bits)
-        name = _add_quantizer(group[0], chosen, placement)
+        name = _add_quantizer(f"{_producer_name(group[0], graph_module)}_quantizer", chosen, placement)
+        fewer = [each for node in group for each in placement.fewer_bits(node, chosen.bits)]
         for node in group:
             _insert_call(node, name, placement)
-        others = sorted({str(spec) for spec in specs if spec != chosen})
+        _narrow(fewer, name, placement)
+        others = sorted({str(spec) for spec in specs if spec != chosen and spec.bits == chosen.bits})
         if others:
             compromises[name] = f"shared with a reader that asked for {', '.join(others)}"
     for node in list(graph_module.graph.nodes):
@@ -187,9 +200,10 @@ def grid_of(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node | None:
     return producer if isinstance(submodule_of(graph_module, producer), Quantizer) else None
 
 
-def _add_quantizer(node: fx.Node, spec: QuantSpec, placement: Placement) -> str:
+def _add_quantizer(wanted: str, spec: QuantSpec, placement: Placement) -> str:
+    """Register a quantizer under this name, or the next one that is free."""
     graph_module = placement.graph_module
-    name = free_name(graph_module, f"{_producer_name(node, graph_module)}_quantizer")
+    name = free_name(graph_module, wanted)
     try:
         graph_module.add_submodule(name, create_quantizer(spec, "activation", (), model_device(graph_module)))
     except ValueError as error:
@@ -213,6 +227,21 @@ def _insert_call(node: fx.Node, name: str, placement: Placement) -> None:
         quantized = graph_module.graph.call_module(name, (node,))
     for user in [user for user in node.users if last < order.get(user, -1) < until and user not in writers]:
         user.replace_input_with(node, quantized)
+
+
+def _narrow(fewer: list[tuple[fx.Node, fx.Node, QuantSpec]], shared: str, placement: Placement) -> None:
+    """Put a quantizer of fewer bits between the shared one and the consumers that ask for them; one for each grid."""
+    graph_module, calls = placement.graph_module, dict[tuple[fx.Node, QuantSpec], fx.Node]()
+    for reader, operand, spec in fewer:
+        for given in reader.all_input_nodes:
+            source = grid_of(given, graph_module)
+            if source is None or source.target != shared or (given is not operand and source.args[0] is not operand):
+                continue
+            if (given, spec) not in calls:
+                name = _add_quantizer(f"{shared}_{spec.bits}_bits", spec, placement)
+                with graph_module.graph.inserting_after(given):
+                    calls[given, spec] = graph_module.graph.call_module(name, (given,))
+            reader.replace_input_with(given, calls[given, spec])
 
 
 def _producer_name(node: fx.Node, graph_module: fx.GraphModule) -> str:

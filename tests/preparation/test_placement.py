@@ -209,11 +209,39 @@ def test_overrides_choose_the_grid_of_a_layers_input() -> None:
 
 
 def test_a_reader_that_does_not_get_its_grid_is_named() -> None:
-    recipe = qat.QuantRecipe(overrides={"block.conv1": {"activation": {"bits": 4}}})  # the residual add reads it too
+    recipe = qat.QuantRecipe(overrides={"block.conv1": {"activation": {"init": "minmax"}}})  # the add reads it too
     model = qat.prepare(Net(), recipe)
-    assert model.stem_quantizer.spec.bits == 8
     line = next(line for line in qat.summary(model).splitlines() if line.startswith("stem_quantizer"))
-    assert "shared with a reader that asked for uint4 affine per tensor; not calibrated" in line
+    assert "shared with a reader that asked for uint8 affine per tensor; not calibrated" in line
+
+
+def test_a_reader_of_fewer_bits_has_a_grid_behind_the_shared_one() -> None:
+    recipe = qat.QuantRecipe(overrides={"block.conv1": {"activation": {"bits": 4}}})  # the residual add reads it too
+    model = qat.prepare(Net(), recipe, torch.randn(2, 3, 8, 8))
+    bits = {name: model.get_submodule(name).spec.bits for name in activation_quantizers(model)}
+    assert {name for name, width in bits.items() if width == 4} == {"stem_quantizer_4_bits"}
+    narrow = next(node for node in model.graph.nodes if node.target == "stem_quantizer_4_bits")
+    assert narrow.args[0].target == "pool" and narrow.args[0].args[0].target == "stem_quantizer"
+    assert [user.target for user in narrow.users if user.op == "call_module"] == ["block.conv1"]
+    assert "shared with" not in qat.summary(model)
+
+
+def test_residual_bits_are_those_of_what_sums_and_averages_read() -> None:
+    recipe = qat.QuantRecipe({"bits": 2}, {"bits": 2}, first_bits=8, last_bits=8, residual_bits=6)
+    model = qat.prepare(Net(), recipe, torch.randn(2, 3, 8, 8))
+    bits = {name: model.get_submodule(name).spec.bits for name in activation_quantizers(model)}
+    assert bits == {
+        "input_quantizer": 8,
+        "stem_quantizer": 6,  # the sum and the first convolution of the block read it
+        "stem_quantizer_2_bits": 2,
+        "block.conv1_quantizer": 2,
+        "block.conv2_quantizer": 6,
+        "block.add_quantizer": 6,  # the pool reads it
+        "adaptive_avg_pool2d_quantizer": 8,
+    }
+    for wrong in (0, 17, 2.5, True):
+        with pytest.raises(ValueError, match=f"residual_bits must be a whole number from 1 to 16 or None, got {wrong}"):
+            qat.QuantRecipe(residual_bits=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("example_inputs", [torch.randn(3, 2, 2, 2), None])

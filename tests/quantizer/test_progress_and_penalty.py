@@ -15,7 +15,7 @@ from torch import nn
 import qat
 from qat.export import compare_layers
 from qat.layers import QuantLayer
-from qat.training.loop.rules import RuleSchedule
+from qat.training.loop.aids import Aids
 
 
 def test_annealed_rules_follow_the_progress():
@@ -107,13 +107,13 @@ def test_a_million_elements_cost_the_same_in_half_precision():
 
 def test_the_trainer_does_what_penalty_and_set_progress_do():
     model = nn.ModuleList(fitted(role, spec) for role, spec in specs.QUANTIZERS.values())
-    schedule, twin = RuleSchedule(model), copy.deepcopy(model)
-    schedule.before_step(0.7)
+    aids, twin = Aids(model), copy.deepcopy(model)
+    aids.before_step(0.7)
     qat.set_progress(twin, 0.7)
     assert same_state(state_of(model), state_of(twin))
-    total = schedule.with_penalty(torch.tensor(2.0))
+    total = aids.added_to(torch.tensor(2.0), torch.empty(0), torch.empty(0))
     torch.testing.assert_close(total, 2.0 + qat.penalty(twin))
-    RuleSchedule(nn.Linear(2, 2)).before_epoch(pytest.fail, iter(()))  # nothing to do without quantizers
+    Aids(nn.Linear(2, 2)).before_epoch(pytest.fail, iter(()))  # nothing to do without quantizers
 
 
 def learned_widths(cost: float) -> torch.fx.GraphModule:

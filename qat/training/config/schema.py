@@ -137,6 +137,17 @@ class StageConfig(Section):
     behind the weights. `auto`: after training, where that clearly lowers the loss on these images. Frozen ones stay."""
 
 
+class DistillationConfig(Section):
+    """The quantized model also learns what a float model answers: `qat.finetuning.Distillation`."""
+
+    weight: NonNegative = 1.0
+    """Of the divergence from the teacher, beside the loss of the labels."""
+    temperature: Positive = 1.0
+    """Of both models' logits; above 1 wrong classes count more, which costs much at few bits."""
+    teacher: ModelConfig | None = None
+    """Another float model, with its weights; null: the float model of this run. It costs one of its forwards a step."""
+
+
 class QATStageConfig(StageConfig):
     """Fine-tuning with quantization."""
 
@@ -145,6 +156,8 @@ class QATStageConfig(StageConfig):
     """Learning rate of quantizer parameters (scales), as a factor of lr; null: by each quantizer's bits, 0.1 from 8
     bits on, 1.0 up to 4. At 8 bits, where a scale is a hundredth of the values it rounds, 1.0 lets scales collapse (50
     of MobileNetV2's, measured); at 4 bits and fewer 1.0 is LSQ's own."""
+    distillation: DistillationConfig | None = None
+    """Learn from a float model too; {} does so with the run's own."""
     freeze_bn_epoch: CountOrZero | None = None
     """From this epoch on (0 is the first), batch-norm statistics are frozen."""
     freeze_scales_epoch: CountOrZero | None = None
@@ -201,6 +214,9 @@ class QuantizationConfig(Section):
     """Bits of weight and input of the first quantized layer in the order of execution; overrides win over it."""
     last_bits: Bits | None = None
     """The same for the last quantized layer."""
+    residual_bits: Bits | None = None
+    """Bits of what sums, products, concatenations and averages read, such as the residual stream, which published
+    low-bit networks keep in float; a layer that reads it gets a grid of its own bits behind it."""
     overrides: dict[str, OverrideConfig] = Field(default_factory=dict)
     """Changes for some layers. A key is a pattern of layer names (`conv1`, `layer1.*`, as in fnmatch), or `type:` and
     the class of the float layer (`type:Linear`). Later keys win."""

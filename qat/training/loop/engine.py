@@ -15,6 +15,7 @@ from qat.quantizer import Quantizer
 from qat.switches import freeze_scales
 from qat.training.config.schema import QATStageConfig
 from qat.training.errors import UserError
+from qat.training.loop.aids import Aids
 from qat.training.loop.compiled import CompiledModel
 from qat.training.loop.device import autocast, compile_mode
 from qat.training.loop.ema import EMA
@@ -22,7 +23,6 @@ from qat.training.loop.evaluation import Batches, Evaluation, TrainBatches, eval
 from qat.training.loop.metrics import Meter, log_epoch, log_window
 from qat.training.loop.norm_statistics import settle_statistics
 from qat.training.loop.optimizer import build_optimizer, build_schedule, rates_of_scales
-from qat.training.loop.rules import RuleSchedule
 from qat.training.loop.stage import StageRun
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
 from qat.training.run.folder import BEST_CHECKPOINT, LAST_CHECKPOINT
@@ -42,7 +42,7 @@ class _Optimization:
         self.schedule = build_schedule(self.optimizer, run.stage, len(run.train))
         self.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.amp == "fp16")
         self.ema = None if run.stage.ema_decay is None else EMA(run.model, run.stage.ema_decay)
-        self.rules = RuleSchedule(run.model)
+        self.aids = Aids(run.model, run.distillation)
         self.compiled: CompiledModel | None = None
         if run.config.compile:
             self.compiled = CompiledModel(run.model, compile_mode(run.device, run.config.cuda_graphs))
@@ -132,7 +132,7 @@ def _train_epoch(run: StageRun, optimization: _Optimization, epoch: int) -> Mete
     run.train.set_epoch(epoch)
     run.model.train()
     _freeze(run, epoch)
-    optimization.rules.before_epoch(
+    optimization.aids.before_epoch(
         lambda batch: _loss_of(run, to_device(batch, run.device, channels_last=run.config.channels_last))[0], run.train
     )
     whole, window = Meter(), Meter()
@@ -141,7 +141,7 @@ def _train_epoch(run: StageRun, optimization: _Optimization, epoch: int) -> Mete
             images, labels = to_device(batch, run.device, channels_last=run.config.channels_last)
             lr = optimization.optimizer.param_groups[0]["lr"]
             last = max(run.stage.epochs * len(run.train) - 1, 1)
-            optimization.rules.before_step((epoch * len(run.train) + number - 1) / last)
+            optimization.aids.before_step((epoch * len(run.train) + number - 1) / last)
             window.rows.append(_train_step(run, optimization, images, labels))
             window.sizes.append(len(labels))
             if number % run.config.log_every == 0 or number == len(run.train):
@@ -162,7 +162,7 @@ def _train_step(run: StageRun, optimization: _Optimization, images: Tensor, labe
     if run.config.cuda_graphs:  # the graphs may reuse the memory of the previous step
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     loss, logits = _loss_of(run, (images, labels), optimization.compiled)
-    total = optimization.rules.with_penalty(loss)
+    total = optimization.aids.added_to(loss, logits, images)
     optimization.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
     norm = torch.zeros_like(loss)
     if run.stage.clip_grad_norm is not None:
@@ -170,6 +170,7 @@ def _train_step(run: StageRun, optimization: _Optimization, images: Tensor, labe
         norm = nn.utils.clip_grad_norm_(optimization.parameters, run.stage.clip_grad_norm)
     optimization.scaler.step(optimization.optimizer)
     optimization.scaler.update()
+    optimization.aids.after_step()
     optimization.schedule.step()
     optimization.optimizer.zero_grad(set_to_none=True)
     if optimization.ema is not None:

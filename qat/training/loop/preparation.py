@@ -43,6 +43,7 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
             target=config.target,
             first_bits=config.first_bits,
             last_bits=config.last_bits,
+            residual_bits=config.residual_bits,
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qat.finetuning import Distillation
 from qat.training.config.schema import RunConfig, StageConfig
 from qat.training.loop.evaluation import Batches, TrainBatches
 from qat.training.run.logging import RunLog
@@ -29,6 +30,7 @@ class StageRun:
         first_step: training steps of the run before this stage, so that the curves of the stages join.
         keep_best: whether to write best.pt, the weights of the stage's best epoch as evaluated.
         sample: some training images without augmentation, for `settle_statistics`; None for none.
+        distillation: what the model learns from besides labels; None for nothing.
         about: what a program that loads the checkpoints has to know of the model, see `about_model`.
     """
 
@@ -45,6 +47,7 @@ class StageRun:
     first_step: int = 0
     keep_best: bool = True
     sample: Batches | None = None
+    distillation: Distillation | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
     def step(self, epoch: int, number: int = 0) -> int:

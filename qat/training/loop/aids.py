@@ -1,4 +1,5 @@
-"""The training loop's support for quantization rules: annealing, penalties, EWGS's delta."""
+"""What a stage calls around its steps besides forward, backward and the optimizer: the hooks of rules, and the aids of
+the config, which are classes of `qat.finetuning`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,16 +7,23 @@ from typing import Any
 from torch import Tensor, nn
 
 from qat.ewgs import update_ewgs
+from qat.finetuning import Distillation
 from qat.quantizer import Quantizer
 from qat.training.errors import value_errors_reported
 from qat.training.loop.evaluation import TrainBatches
 
 
-class RuleSchedule:
-    """Calls the hooks of a model's quantizers that define them; which ones do is found once, at construction."""
+class Aids:
+    """Calls the hooks of a model's quantizers that define them, found once at construction, and the stage's aids.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: the model of the stage.
+        distillation: what it learns from besides labels; None for nothing.
+    """
+
+    def __init__(self, model: nn.Module, distillation: Distillation | None = None) -> None:
         self.model = model
+        self.distillation = distillation
         quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
         self.annealed = [q for q in quantizers if type(q).set_progress is not Quantizer.set_progress]
         self.penalised = [q for q in quantizers if type(q).penalty is not Quantizer.penalty]
@@ -32,13 +40,18 @@ class RuleSchedule:
                 update_ewgs(self.model, lambda _model, batch: loss_of(batch), [next(iter(batches))])
 
     def before_step(self, progress: float) -> None:
-        """Set the training progress (0 to 1) of annealed rules."""
+        """Tell the annealed rules the training progress, 0 to 1."""
         for quantizer in self.annealed:
             quantizer.set_progress(progress)
 
-    def with_penalty(self, loss: Tensor) -> Tensor:
-        """Return the loss plus the penalties of the rules."""
+    def added_to(self, loss: Tensor, logits: Tensor, images: Tensor) -> Tensor:
+        """The task's loss plus the penalties of the rules and the losses of the aids."""
         for quantizer in self.penalised:
             penalty = quantizer.penalty()
             loss = loss if penalty is None else loss + penalty
+        if self.distillation is not None:
+            loss = loss + self.distillation(logits.float(), images)
         return loss
+
+    def after_step(self) -> None:
+        """What follows the optimizer's step; nothing yet."""

@@ -1,0 +1,5 @@
+"""Aids of fine-tuning: what helps few bits to the accuracy of many, each a small class or function for any loop."""
+
+from qat.finetuning.distillation import Distillation
+
+__all__ = ["Distillation"]
