@@ -12,23 +12,30 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 import qat
-from qat.finetuning import Distillation
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.imports import import_extensions
-from qat.training.config.schema import DistillationConfig, QATStageConfig, RunConfig, StageConfig
+from qat.training.config.schema import RunConfig, StageConfig
 from qat.training.data.loaders import Data, Loader, load_data
 from qat.training.errors import UserError
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.loop.engine import StageRun, evaluate, train_stage
 from qat.training.loop.evaluated import choice_in_words, choose_weights, is_same_choice
 from qat.training.loop.preparation import build_recipe, calibration_reported, check_forward, prepare_model
+from qat.training.loop.progressive import (
+    float_counterpart,
+    on_grids_of,
+    progressive_stages,
+    take_weights,
+    training_of,
+)
 from qat.training.loop.stage_warnings import warnings_about
+from qat.training.loop.teacher import build_distillation, check_teacher
 from qat.training.run.about import about_model, export_metadata
 from qat.training.run.checkpoint import (
     StageState,
@@ -92,6 +99,7 @@ def run(config: RunConfig) -> int:
     data = load_data(config.data, config.seed, device, config.channels_last)
     model = build_model(config.model, len(data.classes), with_weights=not goes_on(config))
     check_forward(model, config, data.image_shape, len(data.classes))
+    check_teacher(config, len(data.classes))
     prepare_model(model, config, data.image_shape)  # shows errors in the recipe before hours of float training
     with open_run_folder(config) as folder:  # no other run can write there until the end
         if folder.finished is None:
@@ -127,6 +135,7 @@ def run_stages(
         load_weights(model, str(stages.float_weights), config.model.name, "float weights")
         quantized = stages.quantized(model)
         stages.calibrate(quantized)
+        stages.progressive(model, quantized)
         stages.qat(quantized)
         problem = stages.export(quantized)
 
@@ -149,8 +158,6 @@ def _verdict(folder: Path, problem: str) -> int:
 class Stages:
     """The stages of a run. Each writes its result; a resumed run skips the stages that it had finished."""
 
-    order: ClassVar = ("float", "float_finetune", "qat")
-
     config: RunConfig
     data: Data
     device: torch.device
@@ -162,6 +169,12 @@ class Stages:
     results: dict[str, Any]
     about: dict[str, Any]
     steps: int = 0
+    qat_epochs: int = 0
+
+    @property
+    def order(self) -> list[str]:
+        """The names of the stages that train."""
+        return ["float", "float_finetune", *progressive_stages(self.config.qat), "qat"]
 
     @property
     def float_weights(self) -> Path:
@@ -180,10 +193,10 @@ class Stages:
         self.results["float"]["size_bytes"] = self.float_weights.stat().st_size
 
     def float_finetune(self, model: nn.Module) -> None:
-        """Fine-tune the float model with QAT's settings, for a fair comparison."""
+        """Fine-tune the float model with QAT's settings and all of its epochs, for a fair comparison."""
         if not self._is_finished("float_finetune"):
             load_weights(model, str(self.float_weights), self.config.model.name, "float weights")
-        self._train("float_finetune", model, self.config.qat)
+        self._train("float_finetune", model, float_counterpart(self.config.qat))
 
     def quantized(self, model: nn.Module) -> nn.Module:
         """Prepare the model, log what stays float, and write the table of layers."""
@@ -199,7 +212,7 @@ class Stages:
 
     def calibrate(self, model: nn.Module) -> None:
         """Set the activation ranges from training images, and evaluate the calibrated model."""
-        if self._has_begun("qat"):
+        if self._has_begun(self.order[2]):  # the first stage on grids
             return
         with calibration_reported(self.config):
             qat.calibrate(model, self._sample())
@@ -209,6 +222,28 @@ class Stages:
         self.log.say(f"calibrated: val top1 {found.top1:.2f} %")
         self.log.scalar("qat/val_top1", found.top1, self.steps)
         self.log.scalar("qat/val_loss", found.loss, self.steps)
+
+    def progressive(self, float_model: nn.Module, model: nn.Module) -> None:
+        """Train on the grids of `qat.progressive` in turn, each from the last one's weights; hand the last on."""
+        trained: nn.Module | None = None
+        for name, stage in progressive_stages(self.config.qat).items():
+            on_grids = model
+            if not self._is_finished(name):
+                on_grids = prepare_model(float_model, on_grids_of(self.config, stage), self.data.image_shape)
+                on_grids.to(self.device)
+                if not self._has_begun(name):
+                    self._start_from(trained, on_grids)
+                trained = on_grids
+            self._train(name, on_grids, training_of(self.config.qat, stage))
+        if trained is not None:
+            self._start_from(trained, model)
+
+    def _start_from(self, trained: nn.Module | None, model: nn.Module) -> None:
+        """Give the model the weights of another, if there is one, and ranges that fit them."""
+        if trained is not None:
+            take_weights(model, trained)
+        with calibration_reported(self.config):
+            qat.calibrate(model, self._sample())
 
     def qat(self, model: nn.Module) -> None:
         """Fine-tune with quantization, and choose the epoch; the table of layers shows what was learned by then."""
@@ -262,6 +297,9 @@ class Stages:
     def _train(self, name: str, model: nn.Module, stage: StageConfig) -> None:
         """Train one stage; if the checkpoint is from this stage, resume in it."""
         first_step, self.steps = self.steps, self.steps + stage.epochs * len(self.data.train)
+        epochs_before = self.qat_epochs
+        if name.startswith("qat"):
+            self.qat_epochs += stage.epochs
         if self._is_finished(name):
             return
         state = None
@@ -272,17 +310,12 @@ class Stages:
             done = f"all {stage.epochs} epochs are trained; evaluating the last one"
             on = f"going on after epoch {state.epoch} of {stage.epochs}"
             self.log.say(f"{name}: {done if state.epoch == stage.epochs else on}")
-        distillation = None
-        if isinstance(stage, QATStageConfig) and stage.distillation is not None:
-            distillation = Distillation(
-                self._teacher(stage.distillation),
-                temperature=stage.distillation.temperature,
-                weight=stage.distillation.weight,
-            )
+        classes = len(self.data.classes)
+        distillation = build_distillation(self.config, stage, classes, self.float_weights, self.device)
         run = StageRun(
             name, stage, self.config, model, self.data.train, self.data.val, self.device, self.log, self.folder.path,
-            self.results, first_step, keep_best=name == "qat", sample=self._sample(), distillation=distillation,
-            about=self.about,
+            self.results, first_step, epochs_before, keep_best=name == "qat", sample=self._sample(),
+            distillation=distillation, about=self.about,
         )  # fmt: skip
         evaluation = train_stage(run, state)
         choice: dict[str, Any] = {}
@@ -293,15 +326,6 @@ class Stages:
         self.results[name] = {"top1": evaluation.top1, "loss": evaluation.loss, "epochs": stage.epochs, **choice}
         self.results["val_images"] = evaluation.count
         self.warn(warnings_about(name, stage, evaluation, start))
-
-    def _teacher(self, config: DistillationConfig) -> nn.Module:
-        """The float model to learn from: this run's, unless the config names another."""
-        classes = len(self.data.classes)
-        teacher = build_model(config.teacher or self.config.model, classes, with_weights=config.teacher is not None)
-        if config.teacher is None:
-            load_weights(teacher, str(self.float_weights), self.config.model.name, "float weights")
-        layout = torch.channels_last if self.config.channels_last else torch.contiguous_format
-        return teacher.to(self.device, memory_format=layout).requires_grad_(False)
 
     def _sample(self) -> Loader:
         """Training images without augmentation, from which ranges and statistics are estimated."""

@@ -148,22 +148,6 @@ class DistillationConfig(Section):
     """Another float model, with its weights; null: the float model of this run. It costs one of its forwards a step."""
 
 
-class QATStageConfig(StageConfig):
-    """Fine-tuning with quantization."""
-
-    lr: Positive = 0.01
-    quantizer_lr_factor: Positive | None = None
-    """Learning rate of quantizer parameters (scales), as a factor of lr; null: by each quantizer's bits, 0.1 from 8
-    bits on, 1.0 up to 4. At 8 bits, where a scale is a hundredth of the values it rounds, 1.0 lets scales collapse (50
-    of MobileNetV2's, measured); at 4 bits and fewer 1.0 is LSQ's own."""
-    distillation: DistillationConfig | None = None
-    """Learn from a float model too; {} does so with the run's own."""
-    freeze_bn_epoch: CountOrZero | None = None
-    """From this epoch on (0 is the first), batch-norm statistics are frozen."""
-    freeze_scales_epoch: CountOrZero | None = None
-    """From this epoch on, the ranges of all quantizers are frozen: scales stay, weights learn."""
-
-
 class SpecConfig(Section):
     """One grid: the fields of `qat.QuantSpec`. Fields that are left out keep the target's choice."""
 
@@ -191,6 +175,38 @@ class SpecConfig(Section):
     max_magnitude: Count | None = None
     """Largest integer, and the smallest with a minus sign: 64 for weights whose products cannot saturate on x86
     without VNNI."""
+
+
+class ProgressiveConfig(Section):
+    """A stage of QAT before the last, on other grids, which hands its weights on."""
+
+    bits: Bits | None = None
+    """Bits of weights and activations; of layers that first_bits, last_bits or overrides name, those stay."""
+    weight: SpecConfig = SpecConfig()
+    """Further changes of the grid of weights (`{rule: lsq}`)."""
+    activation: SpecConfig = SpecConfig()
+    epochs: Count = 1
+    lr: Positive | None = None
+    """Peak learning rate; null: qat.lr."""
+
+
+class QATStageConfig(StageConfig):
+    """Fine-tuning with quantization."""
+
+    lr: Positive = 0.01
+    quantizer_lr_factor: Positive | None = None
+    """Learning rate of quantizer parameters (scales), as a factor of lr; null: by each quantizer's bits, 0.1 from 8
+    bits on, 1.0 up to 4. At 8 bits, where a scale is a hundredth of the values it rounds, 1.0 lets scales collapse (50
+    of MobileNetV2's, measured); at 4 bits and fewer 1.0 is LSQ's own."""
+    distillation: DistillationConfig | None = None
+    """Learn from a float model too; {} does so with the run's own."""
+    progressive: tuple[ProgressiveConfig, ...] = ()
+    """Stages before the last, one after the other, such as `[{bits: 8}, {bits: 4, epochs: 2}]` before 2 bits: each
+    starts from the weights of the one before, with ranges found anew. All else is as in the last one."""
+    freeze_bn_epoch: CountOrZero | None = None
+    """From this epoch on (0 is the first), batch-norm statistics are frozen."""
+    freeze_scales_epoch: CountOrZero | None = None
+    """From this epoch on, the ranges of all quantizers are frozen: scales stay, weights learn."""
 
 
 class OverrideConfig(Section):

@@ -129,7 +129,7 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
 
 
 def _train_epoch(run: StageRun, optimization: _Optimization, epoch: int) -> Meter:
-    run.train.set_epoch(epoch)
+    run.train.set_epoch(run.epochs_before + epoch)
     run.model.train()
     _freeze(run, epoch)
     optimization.aids.before_epoch(

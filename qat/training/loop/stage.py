@@ -28,6 +28,7 @@ class StageRun:
         folder: the folder for last.pt and best.pt.
         results: plain values (or tensors) from earlier stages, saved in the checkpoints.
         first_step: training steps of the run before this stage, so that the curves of the stages join.
+        epochs_before: epochs of earlier stages that this one continues, so that no order of images repeats.
         keep_best: whether to write best.pt, the weights of the stage's best epoch as evaluated.
         sample: some training images without augmentation, for `settle_statistics`; None for none.
         distillation: what the model learns from besides labels; None for nothing.
@@ -45,6 +46,7 @@ class StageRun:
     folder: Path
     results: dict[str, Any] = field(default_factory=dict)
     first_step: int = 0
+    epochs_before: int = 0
     keep_best: bool = True
     sample: Batches | None = None
     distillation: Distillation | None = None

@@ -1,0 +1,50 @@
+"""Progressive bit-widths: stages of QAT on grids of their own, each from the weights of the one before."""
+
+from torch import nn
+
+from qat.analysis.state import float_state_dict
+from qat.training.config.schema import ProgressiveConfig, QATStageConfig, RunConfig, SpecConfig
+
+
+def progressive_stages(config: QATStageConfig) -> dict[str, ProgressiveConfig]:
+    """The stages before the last, by the names that they have in curves and checkpoints: qat_1, qat_2 and so on."""
+    return {f"qat_{number}": stage for number, stage in enumerate(config.progressive, 1)}
+
+
+def on_grids_of(config: RunConfig, stage: ProgressiveConfig) -> RunConfig:
+    """The run's config with the stage's grids; what the stage leaves out is as in the last one."""
+    bits = SpecConfig(bits=stage.bits)
+    grids = {
+        tensor: _changed(_changed(getattr(config.quantization, tensor), bits), getattr(stage, tensor))
+        for tensor in ("weight", "activation")
+    }
+    return config.model_copy(update={"quantization": config.quantization.model_copy(update=grids)})
+
+
+def training_of(config: QATStageConfig, stage: ProgressiveConfig) -> QATStageConfig:
+    """How the stage trains: as the last one, but for its epochs and rate; nothing is frozen yet."""
+    return config.model_copy(
+        update={
+            "epochs": stage.epochs,
+            "lr": config.lr if stage.lr is None else stage.lr,
+            "warmup_epochs": min(config.warmup_epochs, stage.epochs),
+            "freeze_bn_epoch": None,
+            "freeze_scales_epoch": None,
+        }
+    )
+
+
+def float_counterpart(config: QATStageConfig) -> QATStageConfig:
+    """How the float model is fine-tuned for comparison: for all epochs of QAT, and not from itself as a teacher."""
+    epochs = config.epochs + sum(stage.epochs for stage in config.progressive)
+    own_teacher = config.distillation is not None and config.distillation.teacher is None
+    return config.model_copy(update={"epochs": epochs, **({"distillation": None} if own_teacher else {})})
+
+
+def take_weights(model: nn.Module, trained: nn.Module) -> None:
+    """Give a prepared model what another has learned on other grids, without its ranges; calibrate it afterwards."""
+    model.load_state_dict(float_state_dict(trained), strict=False)
+
+
+def _changed(spec: SpecConfig, change: SpecConfig) -> SpecConfig:
+    return spec.model_copy(update=change.model_dump(exclude_none=True))

@@ -1,0 +1,91 @@
+"""Distillation: its loss and gradient by the published formula, and the teacher of a run."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import train
+from qat.finetuning import Distillation
+
+
+class Answers(nn.Module):
+    """A teacher whose logits are given; it notes in which mode it was asked."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits, self.modes = nn.Parameter(logits), list[bool]()
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.modes.append(self.training)
+        return self.logits[: len(images)]
+
+
+def softmax(z: np.ndarray) -> np.ndarray:
+    e = np.exp(z - z.max(1, keepdims=True))
+    return np.asarray(e / e.sum(1, keepdims=True))
+
+
+@pytest.mark.parametrize(("temperature", "weight"), [(1.0, 1.0), (5.0, 0.3)])
+def test_loss_and_gradient_are_those_of_the_formula(temperature: float, weight: float) -> None:
+    generator = np.random.default_rng(0)
+    z, t = generator.normal(size=(2, 6, 4)) * 3
+    p, q = softmax(t / temperature), softmax(z / temperature)
+    expected = weight * temperature**2 * (p * (np.log(p) - np.log(q))).sum() / len(z)
+    logits = torch.tensor(z, requires_grad=True)
+    teacher = Answers(torch.tensor(t))
+    loss = Distillation(teacher, temperature=temperature, weight=weight)(logits, torch.zeros(6, 1))
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None
+    np.testing.assert_allclose(logits.grad.numpy(), weight * temperature * (q - p) / len(z), rtol=1e-9, atol=1e-12)
+    assert teacher.logits.grad is None and teacher.modes == [False] and teacher.training
+
+
+def test_half_precision_logits_are_compared_in_float32() -> None:
+    z = torch.randn(8, 5)
+    loss = Distillation(Answers(torch.randn(8, 5)))(z.bfloat16(), torch.zeros(8, 1))
+    assert loss.dtype == torch.float32 and math.isfinite(loss.item())
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Distillation: model must be a torch\.nn\.Module, got str"):
+        Distillation("resnet18")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Distillation: temperature must be above 0, got 0"):
+        Distillation(nn.Identity(), temperature=0)
+    with pytest.raises(ValueError, match="Distillation: weight must be at least 0, got -1"):
+        Distillation(nn.Identity(), weight=-1)
+    with pytest.raises(ValueError, match=r"teacher returns \(4, 3\), the student \(4, 2\); both need the same"):
+        Distillation(Answers(torch.zeros(4, 3)))(torch.zeros(4, 2), torch.zeros(4, 1))
+
+
+def top1s(run: Path) -> dict[str, float]:
+    found = json.loads((run / "summary.json").read_text())
+    return {key: found[key]["loss"] for key in ("float_finetune", "qat")}
+
+
+def test_a_run_learns_from_its_float_model_or_from_another(folder: Path) -> None:
+    def start(name: str, *arguments: str) -> dict[str, float]:
+        assert train.main(["--config", "tiny.yaml", f"run_dir={name}", "float_finetune=true", *arguments]) == 0
+        return top1s(folder / name)
+
+    alone, own = start("alone"), start("own", "qat.distillation={}")
+    assert own["float_finetune"] == alone["float_finetune"]  # it is its own teacher
+    assert own["qat"] != alone["qat"]
+    assert start("nothing", "qat.distillation={weight: 0}") == alone
+    teacher = "{name: 'tinyaids:tiny', kwargs: {channels: 12}, checkpoint: large/float.safetensors}"
+    start("large", "model.kwargs={channels: 12}")
+    other = start("other", f"qat.distillation={{teacher: {teacher}}}")
+    assert other["qat"] != own["qat"] and other["float_finetune"] != alone["float_finetune"]
+
+
+def test_a_teacher_without_its_file_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    teacher = "{name: 'tinyaids:tiny', checkpoint: nowhere.safetensors}"
+    assert train.main(["--config", "tiny.yaml", f"qat.distillation={{teacher: {teacher}}}"]) == 2
+    problem = capsys.readouterr().err
+    assert "qat.distillation.teacher: model.checkpoint: 'nowhere.safetensors' does not exist" in problem
+    assert not (folder / "runs").exists()  # it shows before anything is trained

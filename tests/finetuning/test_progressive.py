@@ -1,0 +1,97 @@
+"""Progressive bit-widths: the stages before the last, what they hand on, and resuming in the middle of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train
+from qat.quantizer import Quantizer
+from qat.training.config.file import load_config
+from qat.training.loop.progressive import float_counterpart, on_grids_of, training_of
+
+PROGRESSIVE = "qat.progressive=[{bits: 8, epochs: 2}, {bits: 6, weight: {rule: minmax}, lr: 0.02}]"
+
+
+def start(*arguments: str) -> int:
+    return train.main(["--config", "tiny.yaml", PROGRESSIVE, "quantization.first_bits=8", *arguments])
+
+
+def test_each_stage_has_its_grids_and_starts_from_the_weights_of_the_last(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = train.train_stage, list[tuple[Any, ...]]()
+
+    def watched(run: train.StageRun, state: Any = None) -> Any:
+        specs = [module.spec for module in run.model.modules() if isinstance(module, Quantizer)]
+        bits = {spec.bits for spec in specs}, {spec.rule for spec in specs}
+        before = {name: value.clone() for name, value in run.model.named_parameters() if "quantizer" not in name}
+        evaluation = real(run, state)
+        after = {name: value.clone() for name, value in run.model.named_parameters() if "quantizer" not in name}
+        seen.append((run.name, bits, run.stage.epochs, run.stage.lr, before, after))
+        return evaluation
+
+    monkeypatch.setattr(train, "train_stage", watched)
+    assert start("run_dir=run", "float_finetune=true") == 0
+    assert [each[:4] for each in seen] == [
+        ("float", (set(), set()), 1, 0.05),
+        ("float_finetune", (set(), set()), 5, 0.01),
+        ("qat_1", ({8}, {"lsq"}), 2, 0.01),
+        ("qat_2", ({8, 6}, {"lsq", "minmax"}), 1, 0.02),
+        ("qat", ({8, 4}, {"lsq"}), 2, 0.01),
+    ]
+    for earlier, later in ((seen[0], seen[2]), (seen[2], seen[3]), (seen[3], seen[4])):
+        assert all(torch.equal(value, later[4][name]) for name, value in earlier[5].items())
+        assert not all(torch.equal(value, later[5][name]) for name, value in earlier[5].items())
+
+
+@pytest.mark.parametrize(("stage", "epoch"), [("qat_1", 1), ("qat_2", 0), ("qat", 0), ("qat", 1)])
+def test_a_run_stopped_in_any_stage_ends_as_if_it_had_not_been(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str, epoch: int
+) -> None:
+    orders: dict[str, list[int]] = {}
+
+    def train_stage(run: train.StageRun, state: Any = None) -> Any:
+        set_epoch = run.train.set_epoch
+
+        def watched(number: int) -> None:
+            if stop and run.name == stage and number == run.epochs_before + epoch:
+                raise KeyboardInterrupt
+            orders.setdefault(run.name, []).append(number)
+            set_epoch(number)
+
+        run.train.set_epoch = watched  # type: ignore[method-assign]
+        try:
+            return real(run, state)
+        finally:
+            run.train.set_epoch = set_epoch  # type: ignore[method-assign]
+
+    real, stop = train.train_stage, False
+    monkeypatch.setattr(train, "train_stage", train_stage)
+    assert start("run_dir=whole") == 0
+    assert (orders["qat_1"], orders["qat_2"], orders["qat"]) == ([0, 1], [2], [3, 4])  # no order of images twice
+    stop = True
+    assert start("run_dir=parts") == 130
+    stop = False
+    assert start("run_dir=parts", "resume=auto") == 0
+    whole, parts = (torch.load(folder / name / "last.pt", weights_only=True) for name in ("whole", "parts"))
+    assert whole["model"].keys() == parts["model"].keys()
+    assert all(torch.equal(value, parts["model"][key]) for key, value in whole["model"].items())
+    found = [json.loads((folder / name / "summary.json").read_text()) for name in ("whole", "parts")]
+    assert all(found[0][key] == found[1][key] for key in ("calibrated", "qat"))
+
+
+def test_a_stage_leaves_what_it_does_not_name_as_it_is(folder: Path) -> None:
+    extra = ("qat.freeze_bn_epoch=1", "qat.warmup_epochs=2", "quantization.weight.init=mse", "qat.distillation={}")
+    config = load_config("tiny.yaml", [PROGRESSIVE, *extra])
+    first, second = config.qat.progressive
+    grids = on_grids_of(config, second).quantization
+    assert (grids.weight.bits, grids.weight.rule, grids.weight.init) == (6, "minmax", "mse")
+    assert (grids.activation.bits, grids.activation.rule) == (6, None)
+    assert config.quantization.weight.bits == 4
+    training = training_of(config.qat, second)
+    assert (training.epochs, training.lr, training.warmup_epochs, training.freeze_bn_epoch) == (1, 0.02, 1, None)
+    assert training_of(config.qat, first).lr == config.qat.lr
+    assert float_counterpart(config.qat).epochs == 5 and float_counterpart(config.qat).distillation is None
