@@ -25,6 +25,8 @@ class Distillation:
             gradients, and its own mode and parameters stay as they are.
         temperature: T, above 0.
         weight: of this loss beside the task's, at least 0.
+        amp: type of autocast in the teacher's forward, such as torch.bfloat16; None for its own precision. Where the
+            processor has bfloat16 it halves the teacher's cost.
 
     Raises:
         TypeError: if the teacher is no module, or its answer no tensor.
@@ -38,13 +40,15 @@ class Distillation:
     True
     """
 
-    def __init__(self, teacher: nn.Module, *, temperature: float = 1.0, weight: float = 1.0) -> None:
+    def __init__(
+        self, teacher: nn.Module, *, temperature: float = 1.0, weight: float = 1.0, amp: torch.dtype | None = None
+    ) -> None:
         expect_model(Distillation, teacher)
         if not temperature > 0:
             raise ValueError(f"Distillation: temperature must be above 0, got {temperature!r}")
         if not weight >= 0:
             raise ValueError(f"Distillation: weight must be at least 0, got {weight!r}")
-        self.teacher, self.temperature, self.weight = teacher, temperature, weight
+        self.teacher, self.temperature, self.weight, self.amp = teacher, temperature, weight, amp
 
     def __call__(self, logits: Tensor, images: Tensor) -> Tensor:
         """The loss of the student's logits for these images; logits and result in float32 or wider."""
@@ -62,7 +66,8 @@ class Distillation:
     @torch.no_grad()
     def answers(self, images: Tensor) -> Tensor:
         """The teacher's logits."""
-        with evaluating(self.teacher):
+        amp = torch.autocast(images.device.type, self.amp or torch.bfloat16, enabled=self.amp is not None)
+        with evaluating(self.teacher), amp:
             answers = self.teacher(images)
         if not isinstance(answers, Tensor):
             raise TypeError(f"Distillation: the teacher must return a tensor of logits, got {type(answers).__name__}")

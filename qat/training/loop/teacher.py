@@ -30,7 +30,8 @@ def build_distillation(
         teacher = _other(wanted.teacher, classes)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     teacher.to(device, memory_format=layout).requires_grad_(False)
-    return Distillation(teacher, temperature=wanted.temperature, weight=wanted.weight)
+    amp = None if wanted.amp == "none" else torch.bfloat16
+    return Distillation(teacher, temperature=wanted.temperature, weight=wanted.weight, amp=amp)
 
 
 def check_teacher(config: RunConfig, classes: int) -> None:
