@@ -24,8 +24,8 @@ def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]
 
     Args:
         model: from `prepare`, traced as one graph.
-        names: of layers, blocks or quantizers of the model ("layer1", "layer4.1.conv2"); or such names mapped to the
-            keys of the dictionary.
+        names: of layers, blocks or quantizers of the model ("layer1", "layer4.1.conv2"), "" for its own output; or
+            such names mapped to the keys of the dictionary.
 
     Raises:
         TypeError: if the model is not one graph: it was prepared in parts, or not prepared.
@@ -65,6 +65,8 @@ def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]
 
 def _end_of(name: str, model: fx.GraphModule) -> fx.Node:
     """The node that holds the output of a part of the model, on its grid if it has one."""
+    if not name:
+        return _output_of(model)
     inside = [node for node in model.graph.nodes if node.op in ("call_module", "call_function", "call_method")]
     named = [node for node in inside if _is_of(node, name)]
     if not named:
@@ -73,6 +75,13 @@ def _end_of(name: str, model: fx.GraphModule) -> fx.Node:
         raise ValueError(f"feature_extractor: nothing runs in {name!r}; {hint}")
     last: fx.Node = named[-1]
     return next((user for user in last.users if isinstance(submodule_of(model, user), Quantizer)), last)
+
+
+def _output_of(model: fx.GraphModule) -> fx.Node:
+    returned = next(node.args[0] for node in model.graph.nodes if node.op == "output")
+    if not isinstance(returned, fx.Node):
+        raise ValueError(f"feature_extractor: the model returns a {type(returned).__name__}, and '' is one tensor")
+    return returned
 
 
 def _is_of(node: fx.Node, name: str) -> bool:

@@ -1,11 +1,15 @@
 """`Distillation`: the quantized model learns what a float model answers, beside the labels."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.evaluating import evaluating
 from qat.expected import expect_model
+from qat.finetuning.watching import LOGITS, watched
 
 
 class Distillation:
@@ -14,11 +18,13 @@ class Distillation:
     With z the student's logits of a batch, t the teacher's of the same images, and T the temperature:
 
         loss = weight * T^2 * mean over the batch of KL(softmax(t / T) || softmax(z / T))
+               + sum over features of weight_f * mean((s_f - t_f)^2) / mean(t_f^2)
 
-    Its gradient by z is weight * T * (softmax(z / T) - softmax(t / T)) / batch. LSQ adds it to the cross-entropy of the
-    labels, one to one, with T = 1 (arXiv:1902.08153, section 3.6). A higher temperature says more about wrong classes,
-    and costs much at few bits: ResNet-20 W3A8 80.9 % with T = 5, 91.4 % with T = 1. It costs one forward of the teacher
-    in every step, about a third of a float step if that is the float model itself.
+    with s_f and t_f the outputs of a module of both models (arXiv:1412.6550). Its gradient by z is
+    weight * T * (softmax(z / T) - softmax(t / T)) / batch. LSQ adds it to the cross-entropy of the labels, one to one,
+    with T = 1 (arXiv:1902.08153, section 3.6). A higher temperature says more about wrong classes, and costs much at
+    few bits: ResNet-20 W3A8 80.9 % with T = 5, 91.4 % with T = 1. It costs one forward of the teacher in every step,
+    about a third of a float step if that is the float model itself.
 
     Args:
         teacher: a float model that returns logits, on the device of the images; it is used in eval mode, without
@@ -27,10 +33,13 @@ class Distillation:
         weight: of this loss beside the task's, at least 0.
         amp: type of autocast in the teacher's forward, such as torch.bfloat16; None for its own precision. Where the
             processor has bfloat16 it halves the teacher's cost.
+        features: names of modules that both models have, whose outputs are of the same shape, with their weights.
+            The student then is `watching(model)`, which returns these outputs too.
 
     Raises:
         TypeError: if the teacher is no module, or its answer no tensor.
-        ValueError: for a temperature or weight outside its range, or a teacher with other classes than the student.
+        ValueError: for a temperature or weight outside its range; a module that a model does not have; or outputs of
+            teacher and student that differ in shape.
 
     >>> teacher, student, images = nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(8, 4)
     >>> distillation = Distillation(teacher)
@@ -41,34 +50,60 @@ class Distillation:
     """
 
     def __init__(
-        self, teacher: nn.Module, *, temperature: float = 1.0, weight: float = 1.0, amp: torch.dtype | None = None
+        self,
+        teacher: nn.Module,
+        *,
+        temperature: float = 1.0,
+        weight: float = 1.0,
+        amp: torch.dtype | None = None,
+        features: Mapping[str, float] | None = None,
     ) -> None:
         expect_model(Distillation, teacher)
         if not temperature > 0:
             raise ValueError(f"Distillation: temperature must be above 0, got {temperature!r}")
-        if not weight >= 0:
-            raise ValueError(f"Distillation: weight must be at least 0, got {weight!r}")
+        for share in (weight, *(features or {}).values()):
+            if not share >= 0:
+                raise ValueError(f"Distillation: weight must be at least 0, got {share!r}")
+        self.features = dict(features or {})
+        self._asked = watched(teacher, list(self.features))
         self.teacher, self.temperature, self.weight, self.amp = teacher, temperature, weight, amp
 
-    def __call__(self, logits: Tensor, images: Tensor) -> Tensor:
-        """The loss of the student's logits for these images; logits and result in float32 or wider."""
+    def watching(self, model: nn.Module) -> nn.Module:
+        """The student to call in training: the model itself, or with features one that returns them too.
+
+        It shares the model's modules; set it to `train()` and `eval()` as the model.
+        """
+        return watched(model, list(self.features))
+
+    def __call__(self, output: Tensor | Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """The loss of the student's output for these images: logits, or what `watching(model)` returns."""
         answers = self.answers(images)
-        if answers.shape != logits.shape:
-            raise ValueError(
-                f"Distillation: the teacher returns {tuple(answers.shape)}, the student {tuple(logits.shape)}; both"
-                " need the same classes"
-            )
+        student: Mapping[str, Tensor] = {LOGITS: output} if isinstance(output, Tensor) else output
+        for name, answer in answers.items():
+            if answer.shape != student[name].shape:
+                raise ValueError(
+                    f"Distillation: {name}: the teacher's are {tuple(answer.shape)}, the student's"
+                    f" {tuple(student[name].shape)}; both need the same shape"
+                )
+        loss = self.weight * self._divergence(student[LOGITS], answers[LOGITS])
+        for name, weight in self.features.items():
+            found, wanted = (each[name].to(loss.dtype) for each in (student, answers))
+            loss = loss + weight * F.mse_loss(found, wanted) / wanted.square().mean().clamp_min(1e-12)
+        return loss
+
+    def _divergence(self, logits: Tensor, answers: Tensor) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         student, teacher = (F.log_softmax(z.to(wide) / self.temperature, dim=-1) for z in (logits, answers))
-        divergence = F.kl_div(student, teacher, log_target=True, reduction="batchmean")
-        return self.weight * self.temperature**2 * divergence
+        return self.temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
     @torch.no_grad()
-    def answers(self, images: Tensor) -> Tensor:
-        """The teacher's logits."""
+    def answers(self, images: Tensor) -> dict[str, Tensor]:
+        """The teacher's logits, under that key, and its features by name."""
         amp = torch.autocast(images.device.type, self.amp or torch.bfloat16, enabled=self.amp is not None)
         with evaluating(self.teacher), amp:
-            answers = self.teacher(images)
-        if not isinstance(answers, Tensor):
+            answers: Any = self._asked(images)
+        if isinstance(answers, Tensor):
+            answers = {LOGITS: answers}
+        if not isinstance(answers.get(LOGITS) if isinstance(answers, dict) else None, Tensor):
             raise TypeError(f"Distillation: the teacher must return a tensor of logits, got {type(answers).__name__}")
         return answers

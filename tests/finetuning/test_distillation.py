@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import qat
 import train
 from qat.finetuning import Distillation
 
@@ -59,8 +60,43 @@ def test_what_cannot_be_compared_is_refused() -> None:
         Distillation(nn.Identity(), temperature=0)
     with pytest.raises(ValueError, match="Distillation: weight must be at least 0, got -1"):
         Distillation(nn.Identity(), weight=-1)
-    with pytest.raises(ValueError, match=r"teacher returns \(4, 3\), the student \(4, 2\); both need the same"):
+    with pytest.raises(ValueError, match=r"logits: the teacher's are \(4, 3\), the student's \(4, 2\); both need"):
         Distillation(Answers(torch.zeros(4, 3)))(torch.zeros(4, 2), torch.zeros(4, 1))
+
+
+def block() -> nn.Sequential:
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+    return nn.Sequential(layers, nn.Flatten(), nn.Linear(16, 3))
+
+
+def test_features_are_those_of_the_same_module_of_both_models() -> None:
+    torch.manual_seed(0)
+    teacher, images = block().eval(), torch.randn(6, 3, 4, 4)
+    model = qat.prepare(block(), example_inputs=images)
+    qat.calibrate(model, [images])
+    distillation = Distillation(teacher, weight=0.0, features={"0": 0.5})
+    student = distillation.watching(model.eval())
+    output = student(images)
+    torch.testing.assert_close(output["logits"], model(images), rtol=0, atol=0)
+    wanted = teacher[0](images).detach().numpy().astype(float)
+    expected = 0.5 * ((output["0"].detach().numpy() - wanted) ** 2).mean() / (wanted**2).mean()
+    loss = distillation(output, images)
+    assert loss.item() == pytest.approx(expected, rel=1e-5) and expected > 0.01
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert model.get_submodule("0.0").weight.grad.abs().sum() > 0 and model.get_submodule("2").weight.grad is None
+    assert distillation({"logits": teacher(images), "0": teacher[0](images)}, images).item() == pytest.approx(
+        0, abs=1e-9
+    )
+
+
+def test_features_of_float_students_and_unknown_modules() -> None:
+    teacher, student, images = block().eval(), block().eval(), torch.randn(6, 3, 4, 4)
+    distillation = Distillation(teacher, features={"0": 1.0})
+    output = distillation.watching(student)(images)
+    assert torch.equal(output["0"], student[0](images)) and torch.equal(output["logits"], student(images))
+    assert Distillation(teacher).watching(student) is student
+    with pytest.raises(ValueError, match="features: Sequential has no module 'layer3'; modules are called 0, 0.0"):
+        Distillation(teacher, features={"layer3": 1.0})
 
 
 def top1s(run: Path) -> dict[str, float]:
@@ -79,6 +115,8 @@ def test_a_run_learns_from_its_float_model_or_from_another(folder: Path) -> None
     assert start("nothing", "qat.distillation={weight: 0}") == alone
     teacher = "{name: 'tinyaids:tiny', kwargs: {channels: 12}, checkpoint: large/float.safetensors}"
     start("large", "model.kwargs={channels: 12}")
+    features = start("features", "qat.distillation={features: {'2': 0.5}}")
+    assert features["qat"] != own["qat"] and features["float_finetune"] == alone["float_finetune"]
     other = start("other", f"qat.distillation={{teacher: {teacher}}}")
     assert other["qat"] != own["qat"] and other["float_finetune"] != alone["float_finetune"]
 

@@ -146,6 +146,8 @@ class DistillationConfig(Section):
     """Of both models' logits; above 1 wrong classes count more, which costs much at few bits."""
     teacher: ModelConfig | None = None
     """Another float model, with its weights; null: the float model of this run. It costs one of its forwards a step."""
+    features: dict[str, NonNegative] = Field(default_factory=dict)
+    """Modules of both models whose outputs are compared too, with the weight of each: `{layer3: 0.1}`."""
     amp: Literal["none", "bf16"] = "none"
     """Precision of the teacher's forward; bf16 halves its cost where the processor has it (avx512_bf16, AMX, CUDA)."""
 
@@ -301,6 +303,10 @@ class RunConfig(Section):
             raise ValueError("cuda_graphs: true needs a CUDA device; on device 'cpu' leave it out")
         if self.cuda_graphs and not self.compile:
             raise ValueError("cuda_graphs: true is about compiled models; add compile: true, or leave it out")
+        if self.compile and self.qat.distillation is not None and self.qat.distillation.features:
+            raise ValueError(
+                "qat.distillation.features: compiled code does not return them; leave them out, or compile"
+            )
         if not self.imports:  # else a module may still register the target; `build_recipe` checks it after the imports
             try:
                 profile_of(self.quantization.target)

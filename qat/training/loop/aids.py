@@ -19,11 +19,15 @@ class Aids:
     Args:
         model: the model of the stage.
         distillation: what it learns from besides labels; None for nothing.
+
+    Attributes:
+        student: what a training step calls: the model, or one that returns what the distillation needs too.
     """
 
     def __init__(self, model: nn.Module, distillation: Distillation | None = None) -> None:
         self.model = model
         self.distillation = distillation
+        self.student = model if distillation is None else distillation.watching(model)
         quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
         self.annealed = [q for q in quantizers if type(q).set_progress is not Quantizer.set_progress]
         self.penalised = [q for q in quantizers if type(q).penalty is not Quantizer.penalty]
@@ -44,13 +48,13 @@ class Aids:
         for quantizer in self.annealed:
             quantizer.set_progress(progress)
 
-    def added_to(self, loss: Tensor, logits: Tensor, images: Tensor) -> Tensor:
+    def added_to(self, loss: Tensor, output: Any, images: Tensor) -> Tensor:
         """The task's loss plus the penalties of the rules and the losses of the aids."""
         for quantizer in self.penalised:
             penalty = quantizer.penalty()
             loss = loss if penalty is None else loss + penalty
         if self.distillation is not None:
-            loss = loss + self.distillation(logits.float(), images)
+            loss = loss + self.distillation(output, images)
         return loss
 
     def after_step(self) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.batch_norm import copied_statistics, freeze_batch_norm
+from qat.finetuning.watching import LOGITS
 from qat.kernels import float_products
 from qat.quantizer import Quantizer
 from qat.switches import freeze_scales
@@ -131,6 +132,7 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
 def _train_epoch(run: StageRun, optimization: _Optimization, epoch: int) -> Meter:
     run.train.set_epoch(run.epochs_before + epoch)
     run.model.train()
+    optimization.aids.student.train()
     _freeze(run, epoch)
     optimization.aids.before_epoch(
         lambda batch: _loss_of(run, to_device(batch, run.device, channels_last=run.config.channels_last))[0], run.train
@@ -161,8 +163,9 @@ def _train_step(run: StageRun, optimization: _Optimization, images: Tensor, labe
         optimization.compiled.prove(images, lambda forward: _loss_of(run, (images, labels), forward)[0])
     if run.config.cuda_graphs:  # the graphs may reuse the memory of the previous step
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    loss, logits = _loss_of(run, (images, labels), optimization.compiled)
-    total = optimization.aids.added_to(loss, logits, images)
+    loss, output = _loss_of(run, (images, labels), optimization.compiled or optimization.aids.student)
+    total = optimization.aids.added_to(loss, output, images)
+    logits = output[LOGITS]
     optimization.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
     norm = torch.zeros_like(loss)
     if run.stage.clip_grad_norm is not None:
@@ -183,18 +186,22 @@ def _train_step(run: StageRun, optimization: _Optimization, images: Tensor, labe
 
 def _loss_of(
     run: StageRun, batch: tuple[Tensor, Tensor], forward: Callable[[Tensor], Any] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of a batch (with auxiliary classifiers) and the logits; forward may be the compiled model."""
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of a batch (with auxiliary classifiers), and the logits with what else a distillation watches.
+
+    `forward` may be the compiled model, or `Aids.student`.
+    """
     images, labels = batch
     products = float_products() if run.config.integer_forward == "off" else nullcontext()
     with autocast(run.device, run.config.amp), products:
         output = (forward or run.model)(images)
-    logits, auxiliary = split_output(output, len(labels))
+    watched = output if isinstance(output, dict) and LOGITS in output else {LOGITS: output}
+    logits, auxiliary = split_output(watched[LOGITS], len(labels))
     smoothing = run.stage.label_smoothing
     loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing)
     for side in auxiliary:
         loss = loss + AUXILIARY_WEIGHT * F.cross_entropy(side.float(), labels, label_smoothing=smoothing)
-    return loss, logits
+    return loss, {**watched, LOGITS: logits}
 
 
 def _freeze(run: StageRun, epoch: int) -> None:

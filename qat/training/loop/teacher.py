@@ -31,7 +31,9 @@ def build_distillation(
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     teacher.to(device, memory_format=layout).requires_grad_(False)
     amp = None if wanted.amp == "none" else torch.bfloat16
-    return Distillation(teacher, temperature=wanted.temperature, weight=wanted.weight, amp=amp)
+    return Distillation(
+        teacher, temperature=wanted.temperature, weight=wanted.weight, amp=amp, features=wanted.features
+    )
 
 
 def check_teacher(config: RunConfig, classes: int) -> None:
