@@ -101,9 +101,9 @@ class Distillation:
         """The teacher's logits, under that key, and its features by name."""
         amp = torch.autocast(images.device.type, self.amp or torch.bfloat16, enabled=self.amp is not None)
         with evaluating(self.teacher), amp:
-            answers: Any = self._asked(images)
-        if isinstance(answers, Tensor):
-            answers = {LOGITS: answers}
-        if not isinstance(answers.get(LOGITS) if isinstance(answers, dict) else None, Tensor):
-            raise TypeError(f"Distillation: the teacher must return a tensor of logits, got {type(answers).__name__}")
+            returned: Any = self._asked(images)
+        answers: dict[str, Any] = returned if self.features else {LOGITS: returned}
+        if not isinstance(answers[LOGITS], Tensor):
+            kind = type(answers[LOGITS]).__name__
+            raise TypeError(f"Distillation: the teacher must return a tensor of logits, got {kind}")
         return answers

@@ -305,7 +305,7 @@ class RunConfig(Section):
             raise ValueError("cuda_graphs: true is about compiled models; add compile: true, or leave it out")
         if self.compile and self.qat.distillation is not None and self.qat.distillation.features:
             raise ValueError(
-                "qat.distillation.features: compiled code does not return them; leave them out, or compile"
+                "qat.distillation.features: compiled code does not return them; leave them out, or set compile: false"
             )
         if not self.imports:  # else a module may still register the target; `build_recipe` checks it after the imports
             try:

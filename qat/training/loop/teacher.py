@@ -29,7 +29,8 @@ def build_distillation(
     else:
         teacher = _other(wanted.teacher, classes)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
-    teacher.to(device, memory_format=layout).requires_grad_(False)
+    teacher.to(device).to(memory_format=layout)  # type: ignore[call-overload]
+    teacher.requires_grad_(False)
     amp = None if wanted.amp == "none" else torch.bfloat16
     return Distillation(
         teacher, temperature=wanted.temperature, weight=wanted.weight, amp=amp, features=wanted.features
