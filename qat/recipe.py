@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 Position = Literal["first", "last"]
 
+RESIDUAL_BITS = 8
+"""What sums and averages read has at least so many bits, unless a recipe says otherwise: ResNet-20 W2A2 gains 7 points
+(docs/accuracy.md)."""
+
 TYPE_PREFIX = "type:"
 """Prefix of an override's key that names classes of layers."""
 
@@ -46,9 +50,9 @@ class QuantRecipe(NamedArguments):
         first_bits: bits of weight and input of the first quantized layer in the order of execution, 1 to 16; None
             treats it like the others. Overrides win over it.
         last_bits: the same for the last one.
-        residual_bits: bits of the tensors that sums, products, concatenations and averages read, 1 to 16, as published
-            low-bit networks have them, whose residual stream is float; a layer that reads such a tensor gets a grid of
-            its own bits behind that one. None: the bits of activation.
+        residual_bits: bits of the tensors that sums, products, concatenations and averages read, 1 to 16. None: at
+            least 8, since published low-bit networks have their residual stream in float. If these are not activation's
+            bits, the grid is the target's own, and a layer that reads such a tensor gets its own grid behind that one.
 
     Raises:
         TypeError: for a weight or activation that is none of these; for a key that is neither text nor a class; for an
@@ -115,7 +119,8 @@ class QuantRecipe(NamedArguments):
     @property
     def residual(self) -> QuantSpec:
         """Grid of the tensors that sums, products, concatenations and averages read."""
-        return self.activation if self.residual_bits is None else replace(self.activation, bits=self.residual_bits)
+        bits = max(self.activation.bits, RESIDUAL_BITS) if self.residual_bits is None else self.residual_bits
+        return self.activation if bits == self.activation.bits else replace(self.profile.activation, bits=bits)
 
     def for_layer(
         self, name: str, kind: "type[nn.Module] | None" = None, position: Position | None = None

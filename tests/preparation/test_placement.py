@@ -194,6 +194,7 @@ def test_overrides_choose_the_grid_of_a_layers_input() -> None:
         weight=qat.QuantSpec(bits=4),
         activation=qat.QuantSpec(bits=4, signed=False, symmetric=False),
         overrides={"stem": eight, "fc": eight},
+        residual_bits=4,
     )
     model = qat.prepare(Net(), recipe)
     bits = {name: model.get_submodule(name).spec.bits for name in activation_quantizers(model)}
@@ -239,6 +240,11 @@ def test_residual_bits_are_those_of_what_sums_and_averages_read() -> None:
         "block.add_quantizer": 6,  # the pool reads it
         "adaptive_avg_pool2d_quantizer": 8,
     }
+    # Left out, they are at least 8: the target's own grid, whatever rule the layers read.
+    for given, found in (({"bits": 2, "rule": "pact"}, 8), ({"bits": 8}, 8), ({"bits": 16}, 16)):
+        recipe = qat.QuantRecipe(activation=given)
+        assert recipe.residual.bits == found and (recipe.residual.rule == "lsq" or recipe.residual == recipe.activation)
+    assert qat.QuantRecipe(activation={"bits": 2}, residual_bits=2).residual.bits == 2
     for wrong in (0, 17, 2.5, True):
         with pytest.raises(ValueError, match=f"residual_bits must be a whole number from 1 to 16 or None, got {wrong}"):
             qat.QuantRecipe(residual_bits=wrong)  # type: ignore[arg-type]

@@ -261,6 +261,7 @@ def test_the_widest_reader_decides_about_a_shared_grid_and_the_others_read_one_b
         activation=qat.QuantSpec(bits=4, signed=True, symmetric=True),
         overrides={"layers.1": {"activation": {"bits": 6}}},
         target="tensorrt",
+        residual_bits=4,
     )
     net, x = Dense().eval(), draw(4, 3, 6, 6)
     model = qat.prepare(net, recipe, x)

@@ -29,7 +29,7 @@ def build_distillation(
     else:
         teacher = _other(wanted.teacher, classes)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
-    teacher.to(device).to(memory_format=layout)  # type: ignore[call-overload]
+    teacher.to(device).to(memory_format=layout)
     teacher.requires_grad_(False)
     amp = None if wanted.amp == "none" else torch.bfloat16
     return Distillation(
