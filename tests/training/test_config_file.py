@@ -17,6 +17,7 @@ from qat.targets import PROFILES
 from qat.training.config.error_messages import dotted, sentences_of
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.schema import RunConfig
+from qat.training.errors import UserError
 from qat.training.loop.preparation import build_recipe
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -40,13 +41,9 @@ def problems(text: str, *overrides: str) -> list[str]:
 # The shipped configs
 
 
-def test_the_shipped_configs_are_the_four_of_the_readme() -> None:
-    assert SHIPPED == [
-        "mobilenet_v3_large_imagefolder.yaml",
-        "resnet18_cifar10_w4a4.yaml",
-        "resnet18_imagenet_int8.yaml",
-        "resnet_int8.yaml",
-    ]
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_stands_in_the_readme(name: str) -> None:
+    assert f"| `{name}` |" in (CONFIGS.parent / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -421,3 +418,26 @@ def test_a_file_name_that_is_not_utf8_gives_a_run_name(tmp_path: Path) -> None:
     file = tmp_path / os.fsdecode(b"b\xff.yaml")
     file.write_text("seed: 1")
     assert load_config(str(file)).name == "b\\udcff"
+
+
+def test_what_qat_leaves_out_follows_the_bits(tmp_path: Path) -> None:
+    def read(*overrides: str) -> RunConfig:
+        (tmp_path / "run.yaml").write_text("quantization: {weight: {bits: 2}, activation: {bits: 4}}\n")
+        return load_config(str(tmp_path / "run.yaml"), overrides)
+
+    two = read("qat.progressive=[{bits: 8}, {weight: {bits: 3}, lr: 0.1}, {weight: {bits: 3}, activation: {bits: 8}}]")
+    assert (two.qat.optimizer, two.qat.lr) == ("adamw", 0.002)
+    assert [stage.lr for stage in two.qat.progressive] == [3.125e-05, 0.1, 0.001]
+    (tmp_path / "resolved.yaml").write_text(dump_config(two))
+    assert load_config(str(tmp_path / "resolved.yaml")) == two  # and an own choice of bits does not move it
+    assert load_config(str(tmp_path / "resolved.yaml"), ["quantization.weight.bits=8"]).qat == two.qat
+    for given, found in (
+        ("qat.lr=0.3", ("sgd", 0.3)),
+        ("qat.optimizer=sgd", ("sgd", 0.01)),
+        ("quantization.weight.bits=4", ("adamw", 5e-4)),
+        ("quantization={}", ("sgd", 0.01)),
+    ):
+        assert (read(given).qat.optimizer, read(given).qat.lr) == found, given
+    assert read("qat.lr=0.3", "qat.progressive=[{bits: 8}]").qat.progressive[0].lr is None
+    with pytest.raises(UserError, match="qat: expected a section with keys"):
+        read("qat=3")

@@ -67,7 +67,7 @@ def test_training_learns_and_logs_its_curves(tmp_path: Path, capsys: pytest.Capt
     assert captured.err == ""  # no terminal: no bar in the first 30 seconds
     lines = captured.out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["qat", "qat 1/3", "qat 2/3", "qat 3/3"]
-    assert lines[0] == "qat: scales learn at 0.1 lr (8 bits); qat.quantizer_lr_factor sets another rate"
+    assert lines[0].startswith("qat: sgd at lr 0.1, scales at 0.1 lr (8 bits); qat.optimizer, qat.lr and")
     assert f"; val loss {result.loss:.3f}, top1 100.00 %; " in lines[-1]
 
 

@@ -26,7 +26,8 @@ def test_nothing_to_train_is_a_sentence() -> None:
         (
             QATStageConfig(lr=0.2),
             {"quantizers_8_bits": 0.02, "quantizers_3_bits": 0.2},
-            "scales learn at 0.1 lr (8 bits) and 1 lr (3 bits); qat.quantizer_lr_factor sets another rate",
+            "sgd at lr 0.2, scales at 0.1 lr (8 bits) and 1 lr (3 bits);"
+            " qat.optimizer, qat.lr and qat.quantizer_lr_factor set others",
         ),
         (QATStageConfig(lr=0.2, quantizer_lr_factor=0.5), {"quantizers": 0.1}, ""),
         (StageConfig(lr=0.2), {"quantizers": 0.2}, ""),

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from qat.text import did_you_mean
+from qat.training.config.by_bits import with_choices_by_bits
 from qat.training.config.error_messages import Location, as_yaml, dotted, one_line, schema_at, sentences_of
 from qat.training.config.schema import RunConfig
 from qat.training.config.yaml_subset import LARGEST, dump_yaml, parse_yaml
@@ -63,7 +64,7 @@ def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | 
 
     try:
         # JSON mode is strict about types, but accepts a list where the schema has a tuple.
-        config = RunConfig.model_validate_json(json.dumps(tree), strict=True)
+        config = RunConfig.model_validate_json(json.dumps(with_choices_by_bits(tree)), strict=True)
     except ValidationError as error:
         raise UserError(*problems, *sentences_of(error, where)) from None
     if problems:

@@ -191,13 +191,16 @@ class ProgressiveConfig(Section):
     activation: SpecConfig = SpecConfig()
     epochs: Count = 1
     lr: Positive | None = None
-    """Peak learning rate; null: qat.lr."""
+    """Peak learning rate; left out: qat.lr, or by the stage's own bits if that is left out too."""
 
 
 class QATStageConfig(StageConfig):
     """Fine-tuning with quantization."""
 
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """Left out together with lr: adamw where weights or activations have at most 4 bits, else sgd."""
     lr: Positive = 0.01
+    """Peak learning rate. Left out: 0.01 of sgd; of adamw by the fewest bits, 0.0005 at 4, 0.001 at 3, 0.002 at 2."""
     quantizer_lr_factor: Positive | None = None
     """Learning rate of quantizer parameters (scales), as a factor of lr; null: by each quantizer's bits, 0.1 from 8
     bits on, 1.0 up to 4. At 8 bits, where a scale is a hundredth of the values it rounds, 1.0 lets scales collapse (50

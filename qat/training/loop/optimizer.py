@@ -42,14 +42,17 @@ def build_optimizer(model: nn.Module, stage: StageConfig) -> torch.optim.Optimiz
 
 
 def rates_of_scales(optimizer: torch.optim.Optimizer, stage: StageConfig) -> str:
-    """A sentence on the rates of scales where their bits decided them; "" where the config did, or without scales."""
+    """A sentence on the rates where bits decided those of scales; "" where the config did, or without scales."""
     by_bits = isinstance(stage, QATStageConfig) and stage.quantizer_lr_factor is None
     found = [
         f"{group['initial_lr'] / stage.lr:.2g} lr ({group['name'].split('_')[1]} bits)"
         for group in optimizer.param_groups
         if by_bits and group["name"].startswith("quantizers_")
     ]
-    return f"scales learn at {' and '.join(found)}; qat.quantizer_lr_factor sets another rate" if found else ""
+    if not found:
+        return ""
+    own = f"{stage.optimizer} at lr {stage.lr:g}, scales at {' and '.join(found)}"
+    return f"{own}; qat.optimizer, qat.lr and qat.quantizer_lr_factor set others"
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, stage: StageConfig, steps_per_epoch: int) -> LambdaLR:
