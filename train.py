@@ -20,7 +20,8 @@ from torch import fx, nn
 import qat
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.imports import import_extensions
-from qat.training.config.schema import RunConfig, StageConfig
+from qat.training.config.schema import RunConfig
+from qat.training.config.stages import StageConfig
 from qat.training.data.loaders import Data, Loader, load_data
 from qat.training.errors import UserError
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything

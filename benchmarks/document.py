@@ -11,6 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from benchmarks.accuracy_table import accuracy_table, model_table
 from benchmarks.default_rule import rule_table
 from benchmarks.loading import loading_table
 from benchmarks.low_bit_table import low_bit_table
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     "README.md",
+    "docs/accuracy.md",
     "docs/default_rule.md",
     "docs/reference.md",
     "docs/rules.md",
@@ -35,6 +37,8 @@ DOCUMENTS = (
     "docs/zoo.md",
 )
 FROM_CODE = {
+    "accuracy": accuracy_table,
+    "models": model_table,
     "loading": loading_table,
     "low_bit": low_bit_table,
     "reference": reference_table,

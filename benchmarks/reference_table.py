@@ -17,6 +17,7 @@ PLACES = (
     "qat.quantizer",
     "qat.targets",
     "qat.export",
+    "qat.finetuning",
     "qat.testing",
     "qat.kernels",
 )

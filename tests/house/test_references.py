@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qat.training.config.schema import QATStageConfig
+from qat.training.config.stages import QATStageConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("qat", "tests", "docs", "benchmarks", "configs")

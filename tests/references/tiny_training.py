@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
-from qat.training.config.schema import RunConfig, StageConfig
+from qat.training.config.schema import RunConfig
+from qat.training.config.stages import StageConfig
 from qat.training.errors import UserError
 from qat.training.loop.engine import StageRun, train_stage
 from qat.training.run.checkpoint import StageState, load_checkpoint, restore_model

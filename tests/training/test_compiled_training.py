@@ -10,7 +10,7 @@ from test_engine import stage_run, train
 from tiny_training import curves, tiny_model
 from torch import Tensor, nn
 
-from qat.training.config.schema import QATStageConfig
+from qat.training.config.stages import QATStageConfig
 from qat.training.loop.compiled import CompiledModel
 
 ENDED = "compile: %s; training goes on without torch.compile, slower"

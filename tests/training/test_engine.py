@@ -11,7 +11,7 @@ from tiny_training import CPU, Outputs, Returns, TinyBatches, curves, resume, st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qat.training.config.schema import QATStageConfig, StageConfig
+from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop.engine import evaluate
 from qat.training.run.checkpoint import load_checkpoint
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tiny_training import CPU, Outputs, Returns, TinyBatches, resume, stage_run, tiny_model, train, user_error
 from torch import nn
 
-from qat.training.config.schema import QATStageConfig, StageConfig
+from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop.evaluation import Evaluation, evaluate
 from qat.training.loop.norm_statistics import settle_statistics
 from qat.training.loop.stage_warnings import warnings_about

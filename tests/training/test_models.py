@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from tiny_training import user_error
 from torch import Tensor, nn
 
-from qat.training.config.schema import ModelConfig
+from qat.training.config.stages import ModelConfig
 from qat.training.run.checkpoint import save_float_weights
 from qat.training.run.models import build_model
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
-from qat.training.config.schema import QATStageConfig, StageConfig
+from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop.ema import EMA
 from qat.training.loop.optimizer import build_optimizer, build_schedule, rates_of_scales
 

@@ -14,7 +14,7 @@ from qat.finetuning.watching import LOGITS
 from qat.kernels import float_products
 from qat.quantizer import Quantizer
 from qat.switches import freeze_scales
-from qat.training.config.schema import QATStageConfig
+from qat.training.config.stages import QATStageConfig
 from qat.training.errors import UserError
 from qat.training.loop.aids import Aids
 from qat.training.loop.compiled import CompiledModel

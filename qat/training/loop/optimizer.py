@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from qat.quantizer import parameter_groups
-from qat.training.config.schema import QATStageConfig, StageConfig
+from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.errors import UserError
 
 WARMUP_START = 0.01

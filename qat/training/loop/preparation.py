@@ -22,7 +22,8 @@ from qat.spec import QuantSpec
 from qat.targets import profile_of
 from qat.tracing.inputs import model_device
 from qat.training.config.imports import place, reason
-from qat.training.config.schema import QuantizationConfig, RunConfig, SpecConfig
+from qat.training.config.schema import QuantizationConfig, RunConfig
+from qat.training.config.stages import SpecConfig
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.loop.evaluation import split_output
 

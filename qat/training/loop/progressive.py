@@ -3,7 +3,8 @@
 from torch import nn
 
 from qat.analysis.state import float_state_dict
-from qat.training.config.schema import ProgressiveConfig, QATStageConfig, RunConfig, SpecConfig
+from qat.training.config.schema import RunConfig
+from qat.training.config.stages import ProgressiveConfig, QATStageConfig, SpecConfig
 
 
 def progressive_stages(config: QATStageConfig) -> dict[str, ProgressiveConfig]:

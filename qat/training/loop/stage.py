@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from qat.finetuning import Distillation
-from qat.training.config.schema import RunConfig, StageConfig
+from qat.training.config.schema import RunConfig
+from qat.training.config.stages import StageConfig
 from qat.training.loop.evaluation import Batches, TrainBatches
 from qat.training.run.logging import RunLog
 

@@ -2,7 +2,7 @@
 
 import math
 
-from qat.training.config.schema import StageConfig
+from qat.training.config.stages import StageConfig
 from qat.training.loop.evaluation import Evaluation
 
 SIGMAS = 2.0

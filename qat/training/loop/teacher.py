@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from qat.finetuning import Distillation
-from qat.training.config.schema import ModelConfig, QATStageConfig, RunConfig, StageConfig
+from qat.training.config.schema import RunConfig
+from qat.training.config.stages import ModelConfig, QATStageConfig, StageConfig
 from qat.training.errors import UserError
 from qat.training.run.models import build_model
 from qat.training.run.weights import load_weights

@@ -14,7 +14,7 @@ from torch import nn
 
 from qat.text import did_you_mean
 from qat.training.config.imports import reason, users_callable
-from qat.training.config.schema import ModelConfig
+from qat.training.config.stages import ModelConfig
 from qat.training.errors import UserError
 from qat.training.run.weights import last_layer, load_weights
 

@@ -1,0 +1,50 @@
+"""The rows of docs/accuracy.md: recipes of configs/, and baselines that get the same epochs, data and float weights."""
+
+from dataclasses import dataclass
+
+TORCH_AO = "torch.ao"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Args:
+        config: stem of a file of configs/, or torch.ao.
+        bits: of weights and activations.
+        epochs: of QAT in all.
+        what: its name in the table.
+        overrides: changes of the config, or arguments of benchmarks.accuracy_torch_ao.
+        teacher: whether it learns from ResNet-56, whose weights `--teacher` names.
+    """
+
+    config: str
+    bits: int
+    epochs: int
+    what: str
+    overrides: tuple[str, ...] = ()
+    teacher: bool = False
+
+
+PLAIN_RATES = {8: 0.001, 4: 0.01, 3: 0.02, 2: 0.04}
+"""SGD's for plain LSQ: at 4 and 8 bits the paper's, below it raised with the step (0.01 leaves 2 bits behind)."""
+
+
+def _rows() -> dict[str, Row]:
+    rows: dict[str, Row] = {}
+    for bits in (8, 4, 3, 2):
+        name = f"resnet20_cifar10_w{bits}a{bits}"
+        compared = ("float_finetune=true",) if bits in (8, 4) else ()
+        rows[name] = Row(name, bits, 6, "our recipe", compared)
+        plain = ("qat.distillation=null", "qat.optimizer=sgd", f"qat.lr={PLAIN_RATES[bits]}")
+        rows[f"{name}_plain"] = Row(name, bits, 6, "plain LSQ, SGD", plain)
+        if bits < 8:
+            low = (*plain, f"quantization.residual_bits={bits}")
+            rows[f"{name}_low_residual"] = Row(name, bits, 6, "plain LSQ, residual stream at the same bits", low)
+        if bits in (8, 4):
+            rows[f"{name}_torch_ao"] = Row(TORCH_AO, bits, 6, "torch.ao, FX", ("--bits", str(bits), "--epochs", "6"))
+    return rows
+
+
+ROWS = _rows()
+"""Name of the run folder and of the result -> the row."""

@@ -1,0 +1,74 @@
+"""docs/accuracy.md's tables, from benchmarks/results/accuracy.jsonl and the models in benchmarks/models."""
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks.accuracy import MODELS, kept
+from benchmarks.accuracy_rows import ROWS, Row
+
+TITLES = ("bits", "what", "epochs", "seeds", "calibrated", "QAT", "ONNX Runtime", "QAT - float", "training loss")
+
+
+def accuracy_table() -> str:
+    """Every row, also those that were not run; means over seeds, with the spread where there are several."""
+    lines = [f"| {' | '.join(TITLES)} |", f"|---|---|{'---:|' * (len(TITLES) - 2)}"]
+    results = kept()
+    for name, row in ROWS.items():
+        own = [each for each in results if each["row"] == name]
+        lines.append(f"| {' | '.join(_cells(row, own))} |")
+    return "\n".join([*lines, "", *_floats(results)]) + "\n"
+
+
+def model_table() -> str:
+    """The trained models that lie in benchmarks/models, with the accuracy of the run that they are from."""
+    lines = ["| model | bits | top-1 on the 1,000 test images | ONNX file | weights |", "|---|---|---:|---:|---:|"]
+    results = {each["row"]: each for each in reversed(kept()) if each["seed"] == 0}
+    for path in sorted(MODELS.glob("*.onnx")):
+        weights = path.with_suffix(".safetensors")
+        sizes = " | ".join(f"{file.stat().st_size / 1000:,.0f} kB" for file in (path, weights))
+        top1 = results[path.stem]["qat"]
+        lines.append(f"| `{path.stem}` | {ROWS[path.stem].bits} | {top1:.1f} % | {sizes} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row, own: list[dict[str, Any]]) -> list[str]:
+    start = [str(row.bits), row.what, str(row.epochs)]
+    if not own:
+        return [*start, "not run", *[""] * (len(TITLES) - 4)]
+    difference = np.mean([each["difference"] for each in own])
+    error = np.mean([each["standard_error"] for each in own])
+    return [
+        *start,
+        str(len(own)),
+        *(_percent([each[stage] for each in own]) for stage in ("calibrated", "qat", "onnx")),
+        f"{difference:+.1f} ± {error:.1f}",
+        f"{np.mean([each['train_loss'] for each in own]):.3f}",
+    ]
+
+
+def _percent(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    spread = f" ({min(known):.1f} to {max(known):.1f})" if len(known) > 1 else ""
+    return f"{np.mean(known):.1f} %{spread}"
+
+
+def _floats(results: list[dict[str, Any]]) -> list[str]:
+    """What float has: as given, and after the same epochs."""
+    if not results:
+        return []
+    last = results[-1]
+    floats = [f"{last['float']:.1f} % as published"]
+    for each in results:
+        if each["float_finetune"] is not None:
+            how = f"for {each['epochs']} epochs as the recipe of {ROWS[each['row']].bits} bits"
+            floats.append(f"{each['float_finetune']:.1f} % fine-tuned {how}")
+    machine, versions = last["machine"], last["versions"]
+    return [
+        f"Float: {'; '.join(floats)}.",
+        "",
+        f"torch {versions['torch']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)};"
+        f" {machine.get('processor', 'CPU')}; last measured {last['date']} at {last['commit']}.",
+    ]

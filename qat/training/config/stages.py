@@ -1,0 +1,130 @@
+"""The sections of a config that say what is trained and how: the model, the stages, and their grids."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from qat.training.config.section import Bits, Count, CountOrZero, NonNegative, Positive, Probability, Section
+
+
+class ModelConfig(Section):
+    """Which float model is quantized, and where its weights come from."""
+
+    name: str = "resnet18"
+    """A torchvision classification builder (`resnet18`), or `package.module:callable` for a model of your own."""
+    weights: str | None = None
+    """Pretrained torchvision weights by name (`DEFAULT`, `IMAGENET1K_V1`); downloaded once by torchvision."""
+    num_classes: Count | None = None
+    """Classes of the last layer; default: those of the data set."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of the builder."""
+    checkpoint: str | None = None
+    """A file of float weights, .safetensors or a weights-only .pt; relative to the current folder."""
+
+
+class StageConfig(Section):
+    """How a model is trained: used for the float baseline and, with its own values, for QAT."""
+
+    epochs: CountOrZero = 1
+    """Passes over the training data; 0 skips the stage."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    lr: Positive = 0.1
+    """Peak learning rate, reached after the warm-up."""
+    momentum: Probability = 0.9
+    """SGD momentum (Nesterov); AdamW ignores it."""
+    weight_decay: NonNegative = 1e-4
+    """Weight decay of weights. Norms and biases: `norm_weight_decay`; quantizer parameters never decay."""
+    norm_weight_decay: NonNegative = 0.0
+    """Weight decay of normalisation parameters and biases."""
+    warmup_epochs: NonNegative = 0.0
+    """Linear warm-up from 1 % of lr, in epochs (fractions allowed)."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """After the warm-up: cosine to 0 over the remaining steps, or constant."""
+    label_smoothing: Probability = 0.0
+    clip_grad_norm: Positive | None = None
+    """Clip the gradient's total norm to this."""
+    ema_decay: Probability | None = None
+    """Keep an exponential moving average of the weights with this decay per step, and evaluate it."""
+    bn_reestimate: Literal["auto", "always", "never"] = "auto"
+    """Before each evaluation, and so before calibration and export, estimate BatchNorm's running statistics anew from
+    `quantization.calibration_batches` of training images. After a short training, or with a small momentum, they lag
+    behind the weights. `auto`: after training, where that clearly lowers the loss on these images. Frozen ones stay."""
+
+
+class DistillationConfig(Section):
+    """The quantized model also learns what a float model answers: `qat.finetuning.Distillation`."""
+
+    weight: NonNegative = 1.0
+    """Of the divergence from the teacher, beside the loss of the labels."""
+    temperature: Positive = 1.0
+    """Of both models' logits; above 1 wrong classes count more, which costs much at few bits."""
+    teacher: ModelConfig | None = None
+    """Another float model, with its weights; null: the float model of this run. It costs one of its forwards a step."""
+    features: dict[str, NonNegative] = Field(default_factory=dict)
+    """Modules of both models whose outputs are compared too, with the weight of each: `{layer3: 0.1}`."""
+    amp: Literal["none", "bf16"] = "none"
+    """Precision of the teacher's forward; bf16 halves its cost where the processor has it (avx512_bf16, AMX, CUDA)."""
+
+
+class SpecConfig(Section):
+    """One grid: the fields of `qat.QuantSpec`. Fields that are left out keep the target's choice."""
+
+    bits: Bits | None = None
+    signed: bool | None = None
+    symmetric: bool | None = None
+    granularity: Literal["tensor", "channel", "group"] | None = None
+    """One scale for the tensor, one per channel (weights), or one for every `group_size` inputs of a channel."""
+    group_size: Count | None = None
+    rule: str | None = None
+    """Name of a registered quantizer (`lsq`); see docs/rules.md."""
+    options: dict[str, Any] | None = None
+    """Further options of the rule (`{momentum: 0.05}` for `ema`); see docs/rules.md."""
+    narrow_range: bool | None = None
+    init: Literal["minmax", "percentile", "mse", "lsq"] | None = None
+    """How the first range is found."""
+    percentile: Annotated[float, Field(gt=50, le=100)] | None = None
+    """With init=percentile: the percentage of values below the upper bound of the range, and above the lower one."""
+    grad_scale: Literal["sample", "batch", "none", "relative"] | None = None
+    """N in LSQ's gradient factor 1/sqrt(N*qmax): elements per sample, per batch, or no factor; `relative`: scale^2."""
+    ewgs: Literal["none", "fixed", "hessian"] | None = None
+    """Element-wise gradient scaling (arXiv:2104.00903) on top of a uniform rule: with `ewgs_delta`, or with a delta
+    that is computed before every epoch from the trace of the Hessian."""
+    ewgs_delta: NonNegative | None = None
+    max_magnitude: Count | None = None
+    """Largest integer, and the smallest with a minus sign: 64 for weights whose products cannot saturate on x86
+    without VNNI."""
+
+
+class ProgressiveConfig(Section):
+    """A stage of QAT before the last, on other grids, which hands its weights on."""
+
+    bits: Bits | None = None
+    """Bits of weights and activations; of layers that first_bits, last_bits or overrides name, those stay."""
+    weight: SpecConfig = SpecConfig()
+    """Further changes of the grid of weights (`{rule: lsq}`)."""
+    activation: SpecConfig = SpecConfig()
+    epochs: Count = 1
+    lr: Positive | None = None
+    """Peak learning rate; left out: qat.lr, or by the stage's own bits if that is left out too."""
+
+
+class QATStageConfig(StageConfig):
+    """Fine-tuning with quantization."""
+
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """Left out together with lr: adamw where weights or activations have at most 4 bits, else sgd."""
+    lr: Positive = 0.01
+    """Peak learning rate. Left out: 0.01 of sgd; of adamw by the fewest bits, 0.0005 at 4, 0.001 at 3, 0.002 at 2."""
+    quantizer_lr_factor: Positive | None = None
+    """Learning rate of quantizer parameters (scales), as a factor of lr; null: by each quantizer's bits, 0.1 from 8
+    bits on, 1.0 up to 4. At 8 bits, where a scale is a hundredth of the values it rounds, 1.0 lets scales collapse (50
+    of MobileNetV2's, measured); at 4 bits and fewer 1.0 is LSQ's own."""
+    distillation: DistillationConfig | None = None
+    """Learn from a float model too; {} does so with the run's own."""
+    progressive: tuple[ProgressiveConfig, ...] = ()
+    """Stages before the last, one after the other, such as `[{bits: 8}, {bits: 4, epochs: 2}]` before 2 bits: each
+    starts from the weights of the one before, with ranges found anew. All else is as in the last one."""
+    freeze_bn_epoch: CountOrZero | None = None
+    """From this epoch on (0 is the first), batch-norm statistics are frozen."""
+    freeze_scales_epoch: CountOrZero | None = None
+    """From this epoch on, the ranges of all quantizers are frozen: scales stay, weights learn."""
