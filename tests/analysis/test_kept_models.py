@@ -1,0 +1,42 @@
+"""The trained models in benchmarks/models: they load, they are small, and docs/accuracy.md has the run they are from."""
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import qat
+from benchmarks.accuracy import LARGEST, MODELS, ROOT, kept
+from benchmarks.accuracy_rows import ROWS
+from benchmarks.cifar_resnet import resnet20
+from qat.training.config.file import load_config
+from qat.training.loop.preparation import build_recipe
+
+NAMES = sorted(path.stem for path in MODELS.glob("*.onnx"))
+
+
+def test_each_model_has_its_weights_beside_it():
+    assert NAMES
+    assert NAMES == sorted(path.stem for path in MODELS.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_small_and_its_accuracy_is_that_of_its_run(name):
+    result = next(each for each in kept() if (each["row"], each["seed"]) == (name, 0))
+    with safe_open(MODELS / f"{name}.safetensors", "pt") as file:
+        assert float(file.metadata()["top1"]) == pytest.approx(result["qat"])
+    for suffix in (".onnx", ".safetensors"):
+        assert (MODELS / f"{name}{suffix}").stat().st_size <= LARGEST
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_weights_answer_as_the_onnx_file(name):
+    config = load_config(str(ROOT / "configs" / f"{ROWS[name].config}.yaml"), list(ROWS[name].overrides))
+    model = qat.prepare(resnet20(), build_recipe(config.quantization))
+    model.load_state_dict(load_file(MODELS / f"{name}.safetensors"))
+    images = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    result = qat.verify_onnx(MODELS / f"{name}.onnx", model, [images])
+    assert result.agreement == 1.0
+    with torch.no_grad():
+        answers = model.eval()(images)
+    assert result.max_difference < 0.02 * float(answers.max() - answers.min())
