@@ -50,9 +50,10 @@ class QuantRecipe(NamedArguments):
         first_bits: bits of weight and input of the first quantized layer in the order of execution, 1 to 16; None
             treats it like the others. Overrides win over it.
         last_bits: the same for the last one.
-        residual_bits: bits of the tensors that sums, products, concatenations and averages read, 1 to 16. None: at
-            least 8, since published low-bit networks have their residual stream in float. If these are not activation's
-            bits, the grid is the target's own, and a layer that reads such a tensor gets its own grid behind that one.
+        residual_bits: bits of the tensors that sums, products, concatenations, averages and float operations read, 1
+            to 16. None: at least 8, since published low-bit networks have all these in float. If these are not
+            activation's bits, the grid is the target's own, and a layer that reads such a tensor gets its own grid
+            behind that one.
 
     Raises:
         TypeError: for a weight or activation that is none of these; for a key that is neither text nor a class; for an

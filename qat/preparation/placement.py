@@ -4,7 +4,8 @@ A tensor needs a grid if a quantized layer or a matrix product reads it, directl
 values. Sums, products, concatenations and averages ask for a grid if their own result is read as integers. The
 quantizer stands at the end of the producer's chain: conv -> BatchNorm -> ReLU is one producer, since nothing else reads
 the tensors in between, and so is add -> ReLU. A residual block of convolutions thus stays in integers from end to end.
-A consumer that asks for fewer bits than others gets a quantizer of its own behind the shared one.
+A consumer that asks for fewer bits than others gets a quantizer of its own behind the shared one, and what is computed
+in float does not read few bits: it counts as a reader of the residual stream.
 The residual stream of a transformer, which only norms read, stays in float.
 """
 
@@ -47,8 +48,16 @@ class Placement:
         found = [pair for pair in readings(node, self.graph_module) if written_by(pair[0], self.graph_module) is None]
         specs = [spec for reader, operand in found for spec in self._demand(reader, operand)]
         if not specs and self._ends_convolution(node):
-            specs = [self.recipe.activation]
+            return [self.recipe.residual]
+        if specs and self.recipe.residual.bits > max(spec.bits for spec in specs):  # float code does not read few bits
+            specs += [self.recipe.residual] * any(self._computes_in_float(reader, operand) for reader, operand in found)
         return specs
+
+    def _computes_in_float(self, reader: fx.Node, operand: fx.Node) -> bool:
+        """Whether a consumer reads the values, asks for no grid, and so gets the one that stands there."""
+        layer = isinstance(submodule_of(self.graph_module, reader), QuantLayer)
+        reads = reader in self.tensors or reader.op == "output"
+        return reads and not layer and not self._demand(reader, operand)
 
     def fewer_bits(self, node: fx.Node, bits: int) -> list[tuple[fx.Node, fx.Node, QuantSpec]]:
         """The consumers of a tensor that ask for fewer bits, each with its operand and its grid."""

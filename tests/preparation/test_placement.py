@@ -240,6 +240,29 @@ def test_residual_bits_are_those_of_what_sums_and_averages_read() -> None:
         "block.add_quantizer": 6,  # the pool reads it
         "adaptive_avg_pool2d_quantizer": 8,
     }
+    # Float operations read it too: here a SiLU, and the sum whose result nothing reads as integers.
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.mid, self.end = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = nn.functional.silu(self.stem(x))
+            z = nn.functional.relu(self.mid(y) + y)
+            return self.end(z) + z
+
+    model = qat.prepare(Gated(), qat.QuantRecipe({"bits": 2}, {"bits": 2}), torch.randn(2, 3, 8, 8))
+    bits = {name: model.get_submodule(name).spec.bits for name in activation_quantizers(model)}
+    assert bits == {
+        "input_quantizer": 2,
+        "stem_quantizer": 8,  # the SiLU reads it
+        "silu_quantizer": 8,  # the first sum
+        "silu_quantizer_2_bits": 2,
+        "mid_quantizer": 8,
+        "add_quantizer": 8,  # the last sum, which is the model's output and stays in float
+        "add_quantizer_2_bits": 2,
+        "end_quantizer": 8,
+    }
     # Left out, they are at least 8: the target's own grid, whatever rule the layers read.
     for given, found in (({"bits": 2, "rule": "pact"}, 8), ({"bits": 8}, 8), ({"bits": 16}, 16)):
         recipe = qat.QuantRecipe(activation=given)

@@ -104,7 +104,7 @@ class QuantizationConfig(Section):
     last_bits: Bits | None = None
     """The same for the last quantized layer."""
     residual_bits: Bits | None = None
-    """Bits of what sums, products, concatenations and averages read, such as the residual stream; null: at least 8,
+    """Bits of what sums, products, averages and float operations read, such as the residual stream; null: at least 8,
     since published low-bit networks have it in float. A layer that reads it gets a grid of its own bits behind it."""
     overrides: dict[str, OverrideConfig] = Field(default_factory=dict)
     """Changes for some layers. A key is a pattern of layer names (`conv1`, `layer1.*`, as in fnmatch), or `type:` and
