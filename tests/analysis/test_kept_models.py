@@ -1,4 +1,4 @@
-"""The trained models in benchmarks/models: they load, they are small, and docs/accuracy.md has the run they are from."""
+"""The trained models in benchmarks/models: they load, they are small, and the results have the run they are from."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ from qat.training.loop.preparation import build_recipe
 NAMES = sorted(path.stem for path in MODELS.glob("*.onnx"))
 
 
-def test_each_model_has_its_weights_beside_it():
+def test_each_model_has_its_weights_beside_it() -> None:
     assert NAMES
-    assert NAMES == sorted(path.stem for path in MODELS.glob("*.safetensors"))
+    assert sorted(path.stem for path in MODELS.glob("*.safetensors")) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_small_and_its_accuracy_is_that_of_its_run(name):
+def test_it_is_small_and_its_accuracy_is_that_of_its_run(name: str) -> None:
     result = next(each for each in kept() if (each["row"], each["seed"]) == (name, 0))
     with safe_open(MODELS / f"{name}.safetensors", "pt") as file:
         assert float(file.metadata()["top1"]) == pytest.approx(result["qat"])
@@ -30,7 +30,7 @@ def test_it_is_small_and_its_accuracy_is_that_of_its_run(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_weights_answer_as_the_onnx_file(name):
+def test_the_weights_answer_as_the_onnx_file(name: str) -> None:
     config = load_config(str(ROOT / "configs" / f"{ROWS[name].config}.yaml"), list(ROWS[name].overrides))
     model = qat.prepare(resnet20(), build_recipe(config.quantization))
     model.load_state_dict(load_file(MODELS / f"{name}.safetensors"))
