@@ -240,6 +240,7 @@ def test_residual_bits_are_those_of_what_sums_and_averages_read() -> None:
         "block.add_quantizer": 6,  # the pool reads it
         "adaptive_avg_pool2d_quantizer": 8,
     }
+
     # Float operations read it too: here a SiLU, and the sum whose result nothing reads as integers.
     class Gated(nn.Module):
         def __init__(self) -> None:
