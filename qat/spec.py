@@ -36,7 +36,8 @@ class QuantSpec(NamedArguments):
         group_size: with granularity="group", how many inputs share a scale; it has to divide their number.
         rule: name of a registered quantizer; see `qat.register_quantizer`.
         options: what this rule takes besides, by name; each quantizer class says what it takes (`options_type`).
-        narrow_range: leave out the lowest signed integer, so that the grid is its own mirror image.
+        narrow_range: leave out the lowest signed integer, so that the grid is its own mirror image. Left open, weights
+            of 2 and 3 bits keep it: at 2 bits it is the difference between three levels and four.
         init: how the first range is found: "minmax", "percentile", "mse" or "lsq" (2*mean|x|/sqrt(qmax)).
         percentile: with init="percentile", the percent of values below the upper bound, and above the lower one.
         grad_scale: N in LSQ's factor 1/sqrt(N*qmax) on the gradient of an activation's scale: elements per
@@ -163,7 +164,8 @@ class QuantSpec(NamedArguments):
         """The spec with other values of some fields. What belongs to the old values goes, unless it is given too.
 
         That is: the options of another rule, the group size without groups, the delta of a fixed EWGS, the narrow
-        range of an unsigned grid.
+        range of an unsigned grid and of one of 2 or 3 bits (whose lowest integer is a third or a seventh of all it has,
+        and needs no mirror image: int8 and int4 hold that). From few bits to more it comes back.
 
         Args:
             change: names of fields to values. None leaves a field as it is, but for group_size, ewgs_delta and
@@ -174,6 +176,8 @@ class QuantSpec(NamedArguments):
 
         >>> print(default_spec("weight").changed({"signed": False}))
         uint8 symmetric per channel
+        >>> print(default_spec("weight").changed({"bits": 2}))
+        int2 symmetric per channel
         """
         change = {name: value for name, value in change.items() if value is not LEFT_OPEN or name not in _CHOSEN}
         dropped: dict[str, Any] = {}
@@ -183,7 +187,9 @@ class QuantSpec(NamedArguments):
             dropped["ewgs_delta"] = None
         if change.get("granularity", "group") != "group":
             dropped["group_size"] = None
-        if change.get("signed") is False:
+        if self.narrow_range is narrow_by_bits(self.bits):  # it was not chosen against the bits
+            dropped["narrow_range"] = narrow_by_bits(change.get("bits") or self.bits)
+        if change.get("signed", self.signed) is False:
             dropped["narrow_range"] = False
         return replace(self, **{**dropped, **change})
 
@@ -200,6 +206,11 @@ class QuantSpec(NamedArguments):
             kind += " narrow"
         share = f"group of {self.group_size}" if self.granularity == "group" else self.granularity
         return f"{kind} {'symmetric' if self.symmetric else 'affine'} per {share}"
+
+
+def narrow_by_bits(bits: int) -> bool:
+    """Whether a grid leaves out its lowest integer unless a spec says otherwise: all but those of 2 and 3 bits do."""
+    return bits not in (2, 3)
 
 
 _CHOICES: dict[str, Any] = {"granularity": Granularity, "init": RangeInit, "grad_scale": GradScale, "ewgs": EWGS}

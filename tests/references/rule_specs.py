@@ -275,7 +275,7 @@ def uncalibrated(
     weight_spec: QuantSpec, activation_spec: QuantSpec, overrides: Overrides | None = None
 ) -> torch.fx.GraphModule:
     """The model above, prepared."""
-    recipe = qat.QuantRecipe(weight_spec, activation_spec, overrides or {})
+    recipe = qat.QuantRecipe(weight_spec, activation_spec, overrides or {}, residual_bits=activation_spec.bits)
     return qat.prepare(float_model(activation_spec.rule == "binary"), recipe)
 
 
