@@ -20,6 +20,7 @@ from qat.export.onnx.operators import OnnxOperations
 from qat.export.onnx.program import export_program, fix_sizes
 from qat.export.onnxruntime.requantization import keep_requantizations
 from qat.export.onnxruntime.rewriting import rewrite_for_runtime
+from qat.export.onnxruntime.sums import add_exactly
 from qat.preparation.refusals import wrapped
 from qat.tracing.inputs import Inputs
 
@@ -80,6 +81,7 @@ def export_onnx(
     name_weights(proto)
     own_initializers(proto)
     keep_requantizations(proto)
+    add_exactly(proto)
     strip_traces(proto)
     fix_sizes(program, proto)
     onnx.helper.set_model_props(proto, notes)

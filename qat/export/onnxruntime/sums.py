@@ -1,0 +1,32 @@
+"""Sums at few bits: ONNX Runtime's integer sum rounds near-ties its own way, which few bits make large.
+
+Its QLinearAdd computes (a - za) * (sa / s) + (b - zb) * (sb / s) in an order of its own. Where the result lies within
+rounding of a tie, its integer is one off. Of 256 levels that is nothing; but of 8 levels, or where a quantizer of 8
+levels stands behind it, it is an eighth of the range: at 3 bits 2 of ResNet-20's 1,000 predictions were others. The
+operator `Sum` has no integer kernel, so the runtime adds the dequantized values in float32, as torch does: all logits
+are then equal bit by bit. It costs a pass over floats. Sums that are read as 8 bits stay integer ones.
+"""
+
+from typing import Any
+
+from qat.export.onnxruntime.requantization import MOVING
+
+THROUGH = {*MOVING, "QuantizeLinear", "DequantizeLinear"}
+"""What may stand between a sum and a quantizer of few bits."""
+
+
+def add_exactly(proto: Any) -> None:
+    """Write every sum that ends on a grid of fewer than 8 bits as `Sum`.
+
+    Args:
+        proto: an exported file, whose quantizers of fewer than 8 bits end with a Clip of integers; it is changed.
+    """
+    made_by = {name: node for node in proto.graph.node for name in node.output}
+    for node in proto.graph.node:
+        before = made_by.get(node.input[0]) if node.op_type == "Clip" else None
+        if before is None or before.op_type != "QuantizeLinear":
+            continue
+        while before is not None and before.op_type in THROUGH:
+            before = made_by.get(before.input[0])
+        if before is not None and before.op_type == "Add":
+            before.op_type = "Sum"
