@@ -7,7 +7,7 @@ import numpy as np
 from benchmarks.accuracy import MODELS, kept
 from benchmarks.accuracy_rows import ROWS, Row
 
-TITLES = ("bits", "what", "epochs", "seeds", "calibrated", "QAT", "ONNX Runtime", "QAT - float", "training loss")
+TITLES = ("bits", "what", "epochs", "seeds", "calibrated", "QAT", "ONNX Runtime", "same answers", "QAT - float", "training loss")
 
 
 def accuracy_table() -> str:
@@ -42,9 +42,14 @@ def _cells(row: Row, own: list[dict[str, Any]]) -> list[str]:
         *start,
         str(len(own)),
         *(_percent([each[stage] for each in own]) for stage in ("calibrated", "qat", "onnx")),
+        _percent([_share(each["agreement"]) for each in own]),
         f"{difference:+.1f} ± {error:.1f}",
         f"{np.mean([each['train_loss'] for each in own]):.3f}",
     ]
+
+
+def _share(agreement: float | None) -> float | None:
+    return None if agreement is None else 100 * agreement
 
 
 def _percent(values: list[float | None]) -> str:
