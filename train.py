@@ -35,6 +35,7 @@ from qat.training.loop.progressive import (
     take_weights,
     training_of,
 )
+from qat.training.loop.stage import steps_per_epoch
 from qat.training.loop.stage_warnings import warnings_about
 from qat.training.loop.teacher import build_distillation, check_teacher
 from qat.training.run.about import about_model, export_metadata
@@ -297,7 +298,7 @@ class Stages:
 
     def _train(self, name: str, model: nn.Module, stage: StageConfig) -> None:
         """Train one stage; if the checkpoint is from this stage, resume in it."""
-        first_step, self.steps = self.steps, self.steps + stage.epochs * len(self.data.train)
+        first_step, self.steps = self.steps, self.steps + stage.epochs * steps_per_epoch(stage, self.data.train)
         epochs_before = self.qat_epochs
         if name.startswith("qat"):
             self.qat_epochs += stage.epochs

@@ -103,13 +103,16 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(stage: QATStageConfig
     assert drawn == uncut
 
 
-def test_a_compiled_run_learns_like_a_plain_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_compiled_run_learns_like_a_plain_one(accumulate: int, tmp_path: Path) -> None:
     torch.compiler.reset()
     losses = {}
     for name, wanted in (("plain", False), ("compiled", True)):
         model: Any = tiny_model()
         model.dropout.p = 0.0  # compiled code draws other numbers
-        run = stage_run(tmp_path / name, model, QATStageConfig(epochs=2, lr=0.1), config={"compile": wanted})
+        run = stage_run(
+            tmp_path / name, model, QATStageConfig(epochs=2, lr=0.1, accumulate=accumulate), config={"compile": wanted}
+        )
         train(run)
         losses[name] = [value for _, value in curves(tmp_path / name)["qat/train_loss"]]
     assert losses["compiled"] == pytest.approx(losses["plain"], rel=1e-3) and len(set(losses["plain"])) > 1

@@ -71,7 +71,7 @@ class DataConfig(Section):
     """Per-channel deviation of the normalisation."""
     augment: AugmentConfig = AugmentConfig()
     batch_size: Count = 64
-    """Images per training step."""
+    """Images per training batch; a step has one, or as many as a stage's `accumulate` says."""
     eval_batch_size: Count | None = None
     """Images per validation step; default: twice batch_size."""
     workers: CountOrZero | None = None

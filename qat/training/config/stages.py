@@ -40,6 +40,9 @@ class StageConfig(Section):
     """Linear warm-up from 1 % of lr, in epochs (fractions allowed)."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """After the warm-up: cosine to 0 over the remaining steps, or constant."""
+    accumulate: Count = 1
+    """Batches of one optimizer step: N batches of B images are one of N * B, in the memory of B, but for the statistics
+    of BatchNorm. What is left at the end of an epoch is a smaller step."""
     label_smoothing: Probability = 0.0
     clip_grad_norm: Positive | None = None
     """Clip the gradient's total norm to this."""

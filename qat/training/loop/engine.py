@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.batch_norm import copied_statistics, freeze_batch_norm
+from qat.finetuning import grouped
 from qat.finetuning.watching import LOGITS
 from qat.kernels import float_products
 from qat.quantizer import Quantizer
@@ -40,7 +41,7 @@ class _Optimization:
 
     def __init__(self, run: StageRun) -> None:
         self.optimizer = build_optimizer(run.model, run.stage)
-        self.schedule = build_schedule(self.optimizer, run.stage, len(run.train))
+        self.schedule = build_schedule(self.optimizer, run.stage, run.steps_per_epoch)
         self.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.amp == "fp16")
         self.ema = None if run.stage.ema_decay is None else EMA(run.model, run.stage.ema_decay)
         self.aids = Aids(run.model, run.distillation)
@@ -99,6 +100,9 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     rates = rates_of_scales(optimization.optimizer, run.stage)
     if rates and (state is None or state.epoch < run.stage.epochs):
         run.log.say(f"{run.name}: {rates}")
+    if run.stage.accumulate > len(run.train):
+        found = f"accumulate: {run.stage.accumulate} is more than the {len(run.train)} batches of an epoch"
+        run.log.say(f"{run.name}: {found}; each epoch is one step")
     if state is not None:
         optimization.load(state)
         restore_rng(state.rng, run.device)
@@ -137,16 +141,16 @@ def _train_epoch(run: StageRun, optimization: _Optimization, epoch: int) -> Mete
     optimization.aids.before_epoch(
         lambda batch: _loss_of(run, to_device(batch, run.device, channels_last=run.config.channels_last))[0], run.train
     )
-    whole, window = Meter(), Meter()
+    whole, window, steps = Meter(), Meter(), run.steps_per_epoch
     with progress_bar(run.train, f"{run.name} {epoch + 1}/{run.stage.epochs}") as bar:
-        for number, batch in enumerate(bar, 1):
-            images, labels = to_device(batch, run.device, channels_last=run.config.channels_last)
+        for number, batches in enumerate(grouped(bar, run.stage.accumulate), 1):
+            group = [to_device(batch, run.device, channels_last=run.config.channels_last) for batch in batches]
             lr = optimization.optimizer.param_groups[0]["lr"]
-            last = max(run.stage.epochs * len(run.train) - 1, 1)
-            optimization.aids.before_step((epoch * len(run.train) + number - 1) / last)
-            window.rows.append(_train_step(run, optimization, images, labels))
-            window.sizes.append(len(labels))
-            if number % run.config.log_every == 0 or number == len(run.train):
+            last = max(run.stage.epochs * steps - 1, 1)
+            optimization.aids.before_step((epoch * steps + number - 1) / last)
+            window.rows.append(_train_step(run, optimization, group))
+            window.sizes.append(sum(len(labels) for _, labels in group))
+            if number % run.config.log_every == 0 or number == steps:
                 losses = window.read()
                 _check_finite(run, "training", losses, epoch, first_step=number - len(losses) + 1)
                 log_window(run, run.step(epoch, number), window, lr)
@@ -157,16 +161,15 @@ def _train_epoch(run: StageRun, optimization: _Optimization, epoch: int) -> Mete
     return whole
 
 
-def _train_step(run: StageRun, optimization: _Optimization, images: Tensor, labels: Tensor) -> Tensor:
-    """Run one optimizer step and return (loss, correct predictions, gradient norm) on the device."""
+def _train_step(run: StageRun, optimization: _Optimization, group: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Run one optimizer step over its batches; return (loss, correct predictions, gradient norm) on the device."""
     if optimization.compiled is not None:
-        optimization.compiled.prove(images, lambda forward: _loss_of(run, (images, labels), forward)[0])
-    if run.config.cuda_graphs:  # the graphs may reuse the memory of the previous step
+        optimization.compiled.prove(group[0][0], lambda forward: _loss_of(run, group[0], forward)[0])
+    if run.config.cuda_graphs:  # the graphs may reuse the memory of the previous step, but not of this one's gradients
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    loss, output = _loss_of(run, (images, labels), optimization.compiled or optimization.aids.student)
-    total = optimization.aids.added_to(loss, output, images)
-    logits = output[LOGITS]
-    optimization.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
+    images = sum(len(labels) for _, labels in group)
+    rows = [_backward(run, optimization, batch, len(batch[1]) / images) for batch in group]
+    loss, correct = torch.stack(rows).sum(dim=0).unbind()
     norm = torch.zeros_like(loss)
     if run.stage.clip_grad_norm is not None:
         optimization.scaler.unscale_(optimization.optimizer)
@@ -178,10 +181,19 @@ def _train_step(run: StageRun, optimization: _Optimization, images: Tensor, labe
     optimization.optimizer.zero_grad(set_to_none=True)
     if optimization.ema is not None:
         optimization.ema.update(run.model)
-    correct = (logits.detach().argmax(dim=1) == labels).sum()
+    return torch.stack((loss, correct, norm.to(loss.dtype)))
+
+
+def _backward(run: StageRun, optimization: _Optimization, batch: tuple[Tensor, Tensor], share: float) -> Tensor:
+    """Add a batch's share to the gradients; return (its share of the loss, correct predictions) on the device."""
+    images, labels = batch
+    loss, output = _loss_of(run, batch, optimization.compiled or optimization.aids.student)
+    total = optimization.aids.added_to(loss, output, images)
+    optimization.scaler.scale(total * share).backward()  # type: ignore[no-untyped-call]
+    correct = (output[LOGITS].detach().argmax(dim=1) == labels).sum()
     # The curve shows the loss of the task, which can be compared between rules; a non-finite penalty still shows.
     shown = torch.where(total.isfinite(), loss, total).detach()
-    return torch.stack((shown, correct.to(loss.dtype), norm.to(loss.dtype)))
+    return torch.stack((shown * share, correct.to(loss.dtype)))
 
 
 def _loss_of(

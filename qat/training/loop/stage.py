@@ -1,5 +1,6 @@
 """The inputs of one stage of training."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,11 @@ from qat.training.config.schema import RunConfig
 from qat.training.config.stages import StageConfig
 from qat.training.loop.evaluation import Batches, TrainBatches
 from qat.training.run.logging import RunLog
+
+
+def steps_per_epoch(stage: StageConfig, train: TrainBatches) -> int:
+    """Optimizer steps of the stage in one pass over the batches."""
+    return math.ceil(len(train) / stage.accumulate)
 
 
 @dataclass
@@ -53,6 +59,11 @@ class StageRun:
     distillation: Distillation | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in an epoch."""
+        return steps_per_epoch(self.stage, self.train)
+
     def step(self, epoch: int, number: int = 0) -> int:
         """Return the run's step count after `epoch` whole epochs of this stage and `number` steps."""
-        return self.first_step + epoch * len(self.train) + number
+        return self.first_step + epoch * self.steps_per_epoch + number
