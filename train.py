@@ -27,6 +27,7 @@ from qat.training.errors import UserError
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.loop.engine import StageRun, evaluate, train_stage
 from qat.training.loop.evaluated import choice_in_words, choose_weights, is_same_choice
+from qat.training.loop.mixing import build_mixing
 from qat.training.loop.preparation import build_recipe, calibration_reported, check_forward, prepare_model
 from qat.training.loop.progressive import (
     float_counterpart,
@@ -317,7 +318,7 @@ class Stages:
         run = StageRun(
             name, stage, self.config, model, self.data.train, self.data.val, self.device, self.log, self.folder.path,
             self.results, first_step, epochs_before, keep_best=name == "qat", sample=self._sample(),
-            distillation=distillation, about=self.about,
+            distillation=distillation, mixing=build_mixing(stage, classes), about=self.about,
         )  # fmt: skip
         evaluation = train_stage(run, state)
         choice: dict[str, Any] = {}

@@ -186,4 +186,7 @@ class RunConfig(Section):
                 raise ValueError(
                     f"{name}.warmup_epochs: {stage.warmup_epochs:g} is longer than {name}.epochs: {stage.epochs}"
                 )
+            for key, alpha in (("mixup_alpha", stage.mixup_alpha), ("cutmix_alpha", stage.cutmix_alpha)):
+                if alpha and self.data.batch_size == 1:
+                    raise ValueError(f"{name}.{key}: {alpha:g} mixes images of a batch, data.batch_size is 1; use 0")
         return self

@@ -44,6 +44,12 @@ class StageConfig(Section):
     """Batches of one optimizer step: N batches of B images are one of N * B, in the memory of B, but for the statistics
     of BatchNorm. What is left at the end of an epoch is a smaller step."""
     label_smoothing: Probability = 0.0
+    mixup_alpha: NonNegative = 0.0
+    """Above 0: each training image is a mean of two, and so is its label; their shares are drawn from
+    Beta(alpha, alpha) for every batch (arXiv:1710.09412). With cutmix_alpha too, each batch gets one of both."""
+    cutmix_alpha: NonNegative = 0.0
+    """Above 0: a random rectangle of each training image is another image's, and the label has its share of the area,
+    drawn from Beta(alpha, alpha) (arXiv:1905.04899)."""
     clip_grad_norm: Positive | None = None
     """Clip the gradient's total norm to this."""
     ema_decay: Probability | None = None

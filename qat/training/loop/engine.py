@@ -145,6 +145,8 @@ def _train_epoch(run: StageRun, optimization: _Optimization, epoch: int) -> Mete
     with progress_bar(run.train, f"{run.name} {epoch + 1}/{run.stage.epochs}") as bar:
         for number, batches in enumerate(grouped(bar, run.stage.accumulate), 1):
             group = [to_device(batch, run.device, channels_last=run.config.channels_last) for batch in batches]
+            if run.mixing is not None:
+                group = [run.mixing(images, labels) for images, labels in group]
             lr = optimization.optimizer.param_groups[0]["lr"]
             last = max(run.stage.epochs * steps - 1, 1)
             optimization.aids.before_step((epoch * steps + number - 1) / last)
@@ -190,7 +192,8 @@ def _backward(run: StageRun, optimization: _Optimization, batch: tuple[Tensor, T
     loss, output = _loss_of(run, batch, optimization.compiled or optimization.aids.student)
     total = optimization.aids.added_to(loss, output, images)
     optimization.scaler.scale(total * share).backward()  # type: ignore[no-untyped-call]
-    correct = (output[LOGITS].detach().argmax(dim=1) == labels).sum()
+    truth = labels if labels.dim() == 1 else labels.argmax(dim=1)  # of mixed labels the stronger
+    correct = (output[LOGITS].detach().argmax(dim=1) == truth).sum()
     # The curve shows the loss of the task, which can be compared between rules; a non-finite penalty still shows.
     shown = torch.where(total.isfinite(), loss, total).detach()
     return torch.stack((shown * share, correct.to(loss.dtype)))
@@ -209,6 +212,8 @@ def _loss_of(
         output = (forward or run.model)(images)
     watched = output if isinstance(output, dict) and LOGITS in output else {LOGITS: output}
     logits, auxiliary = split_output(watched[LOGITS], len(labels))
+    if labels.dim() == 2:  # mixed; a model may have more outputs than the data have classes
+        labels = F.pad(labels, (0, logits.shape[1] - labels.shape[1]))
     smoothing = run.stage.label_smoothing
     loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing)
     for side in auxiliary:

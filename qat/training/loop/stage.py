@@ -12,6 +12,7 @@ from qat.finetuning import Distillation
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import StageConfig
 from qat.training.loop.evaluation import Batches, TrainBatches
+from qat.training.loop.mixing import Mixing
 from qat.training.run.logging import RunLog
 
 
@@ -39,6 +40,7 @@ class StageRun:
         keep_best: whether to write best.pt, the weights of the stage's best epoch as evaluated.
         sample: some training images without augmentation, for `settle_statistics`; None for none.
         distillation: what the model learns from besides labels; None for nothing.
+        mixing: mixes the images and labels of training batches on the device; None to leave them as they are.
         about: what a program that loads the checkpoints has to know of the model, see `about_model`.
     """
 
@@ -57,6 +59,7 @@ class StageRun:
     keep_best: bool = True
     sample: Batches | None = None
     distillation: Distillation | None = None
+    mixing: Mixing | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
     @property
