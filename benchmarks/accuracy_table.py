@@ -1,5 +1,6 @@
 """docs/accuracy.md's tables, from benchmarks/results/accuracy.jsonl and the models in benchmarks/models."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,18 @@ import numpy as np
 from benchmarks.accuracy import MODELS, kept
 from benchmarks.accuracy_rows import ROWS, Row
 
-TITLES = ("bits", "what", "epochs", "seeds", "calibrated", "QAT", "ONNX Runtime", "same answers", "QAT - float", "training loss")
+TITLES = (
+    "bits",
+    "what",
+    "epochs",
+    "seeds",
+    "calibrated",
+    "QAT",
+    "ONNX Runtime",
+    "same answers",
+    "QAT - float",
+    "training loss",
+)
 
 
 def accuracy_table() -> str:
@@ -30,6 +42,25 @@ def model_table() -> str:
         top1 = results[path.stem]["qat"]
         lines.append(f"| `{path.stem}` | {ROWS[path.stem].bits} | {top1:.1f} % | {sizes} |")
     return "\n".join(lines) + "\n"
+
+
+def with_result(config: str, name: str) -> str:
+    """A config of configs/ whose comment `# Result:` is that of its row, if it has one."""
+    if name not in ROWS:
+        return config
+    return re.sub(r"^# Result: .*$", f"# Result: {_result_line(name)}", config, count=1, flags=re.MULTILINE)
+
+
+def _result_line(name: str) -> str:
+    own = [each for each in kept() if each["row"] == name]
+    if not own:
+        return "not run yet."
+    seeds = f"{len(own)} seed{'s' * (len(own) > 1)}"
+    last = own[-1]
+    return (
+        f"{_percent([each['qat'] for each in own])} top-1 ({last['float']:.1f} % in float; {seeds}), "
+        f"{last['machine'].get('processor', 'CPU')}, {last['date']}, commit {last['commit']}; see docs/accuracy.md."
+    )
 
 
 def _cells(row: Row, own: list[dict[str, Any]]) -> list[str]:

@@ -1,6 +1,6 @@
 """MobileNetV2 (arXiv:1801.04381) at half its width for images of 32 pixels: torchvision's, with fewer strides.
 
-    python train.py --config mobilenet_v2_cifar10_w4a4 data.root=CIFAR10.npz
+python train.py --config mobilenet_v2_cifar10_w4a4 data.root=CIFAR10.npz
 """
 
 from torch import nn

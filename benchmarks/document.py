@@ -1,4 +1,4 @@
-"""Write the measured tables into the documents: they come from kept results and from the code, they are not typed.
+"""Write what was measured into documents and configs: it comes from kept results and from the code, it is not typed.
 
 python train.py --config resnet_int8.yaml run_dir=runs/measured
 python -m benchmarks.document runs/measured/summary.json      # keeps the summary under benchmarks/results too
@@ -11,7 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from benchmarks.accuracy_table import accuracy_table, model_table
+from benchmarks.accuracy_table import accuracy_table, model_table, with_result
 from benchmarks.default_rule import rule_table
 from benchmarks.loading import loading_table
 from benchmarks.low_bit_table import low_bit_table
@@ -82,6 +82,8 @@ def main() -> None:
     for name in DOCUMENTS:
         document = ROOT / name
         document.write_text(with_tables(document.read_text()))
+    for config in (ROOT / "configs").glob("*.yaml"):
+        config.write_text(with_result(config.read_text(), config.stem))
 
 
 if __name__ == "__main__":

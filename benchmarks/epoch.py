@@ -35,9 +35,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="an .npz file as data.name npz reads it")
     path = parser.parse_args().data
-    config = DataConfig(
-        name="npz", root=path, image_size=32, batch_size=BATCH, augment=AugmentConfig(crop_padding=4, horizontal_flip=0.5)
-    )
+    crop_and_flip = AugmentConfig(crop_padding=4, horizontal_flip=0.5)
+    config = DataConfig(name="npz", root=path, image_size=32, batch_size=BATCH, augment=crop_and_flip)
     loader = load_data(config, 0, torch.device("cpu"), channels_last=True).train
     warm = next(iter(loader))[0]
     epochs = {name: _epoch(model, loss, loader) for name, (model, loss) in _variants(warm).items()}

@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.speed_timing import Contest
 from qat.atomic_write import atomic_write
+from qat.training.run.report import processor_name
 
 Row = dict[str, Any]
 
@@ -46,11 +47,10 @@ def versions() -> dict[str, str]:
 def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     """The processor, what it can do with integers, the threads in use, how busy it was, and the GPU if there is one."""
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
     known = set(flags[1].split()) if flags else set()
     facts: dict[str, Any] = {
-        "processor": name[1] if name else platform.processor() or platform.machine(),
+        "processor": processor_name(cpuinfo),
         "flags": [flag for flag in INTEGER_FLAGS if flag in known],
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

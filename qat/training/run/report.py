@@ -3,6 +3,7 @@
 import json
 import math
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,12 @@ def difference_results(differences: Differences) -> dict[str, Any]:
     }
 
 
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The model of the processor where the system tells it, or its architecture."""
+    named = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return named[1].strip() if named else platform.processor() or platform.machine()
+
+
 def write_summary(
     path: Path, config: RunConfig, about: dict[str, Any], results: dict[str, Any], seconds: float, problem: str
 ) -> dict[str, Any]:
@@ -114,7 +121,7 @@ def write_summary(
         "about": {key: value for key, value in about.items() if key != "versions"},
         "versions": about["versions"],
         "machine": {
-            "processor": platform.machine(),
+            "processor": processor_name(),
             "threads": torch.get_num_threads(),
             "exact_integer_products": {
                 "torch": onednn.is_exact_natively(),
