@@ -121,7 +121,7 @@ class QuantRecipe(NamedArguments):
     def residual(self) -> QuantSpec:
         """Grid of the tensors that sums, products, concatenations and averages read."""
         bits = max(self.activation.bits, RESIDUAL_BITS) if self.residual_bits is None else self.residual_bits
-        return self.activation if bits == self.activation.bits else replace(self.profile.activation, bits=bits)
+        return self.activation if bits == self.activation.bits else self.profile.activation.changed({"bits": bits})
 
     def for_layer(
         self, name: str, kind: "type[nn.Module] | None" = None, position: Position | None = None
@@ -197,7 +197,8 @@ def _with_bits(layer: LayerRecipe, bits: int | None) -> LayerRecipe:
     """The layer's recipe with this number of bits for weight and input; None changes nothing."""
     if bits is None:
         return layer
-    return replace(layer, weight=replace(layer.weight, bits=bits), activation=replace(layer.activation, bits=bits))
+    change = {"bits": bits}
+    return replace(layer, weight=layer.weight.changed(change), activation=layer.activation.changed(change))
 
 
 def _resolved(tensor: str, given: Any, default: QuantSpec) -> QuantSpec:

@@ -37,7 +37,7 @@ class QuantSpec(NamedArguments):
         rule: name of a registered quantizer; see `qat.register_quantizer`.
         options: what this rule takes besides, by name; each quantizer class says what it takes (`options_type`).
         narrow_range: leave out the lowest signed integer, so that the grid is its own mirror image. Left open, weights
-            of 2 and 3 bits keep it: at 2 bits it is the difference between three levels and four.
+            of 2 and 3 bits do not: at 2 bits it is the difference between three levels and four.
         init: how the first range is found: "minmax", "percentile", "mse" or "lsq" (2*mean|x|/sqrt(qmax)).
         percentile: with init="percentile", the percent of values below the upper bound, and above the lower one.
         grad_scale: N in LSQ's factor 1/sqrt(N*qmax) on the gradient of an activation's scale: elements per
@@ -164,8 +164,9 @@ class QuantSpec(NamedArguments):
         """The spec with other values of some fields. What belongs to the old values goes, unless it is given too.
 
         That is: the options of another rule, the group size without groups, the delta of a fixed EWGS, the narrow
-        range of an unsigned grid and of one of 2 or 3 bits (whose lowest integer is a third or a seventh of all it has,
-        and needs no mirror image: int8 and int4 hold that). From few bits to more it comes back.
+        range of an unsigned grid and of one of 2 or 3 bits (whose lowest integer is a fourth or an eighth of all it has,
+        and needs no mirror image: int8 and int4 hold that; from few bits to more it comes back), and below 8 bits the
+        extremes as a range: they leave most values on zero.
 
         Args:
             change: names of fields to values. None leaves a field as it is, but for group_size, ewgs_delta and
@@ -187,8 +188,11 @@ class QuantSpec(NamedArguments):
             dropped["ewgs_delta"] = None
         if change.get("granularity", "group") != "group":
             dropped["group_size"] = None
+        bits = change.get("bits") or self.bits
         if self.narrow_range is narrow_by_bits(self.bits):  # it was not chosen against the bits
-            dropped["narrow_range"] = narrow_by_bits(change.get("bits") or self.bits)
+            dropped["narrow_range"] = narrow_by_bits(bits)
+        if bits < 8 <= self.bits and self.init == "minmax":
+            dropped["init"] = "mse"
         if change.get("signed", self.signed) is False:
             dropped["narrow_range"] = False
         return replace(self, **{**dropped, **change})
