@@ -66,6 +66,11 @@ def test_choosing_bits(capsys: pytest.CaptureFixture[str]) -> None:
     assert names["recipe"].for_layer("layer2.0.downsample.0").weight.bits == 8
 
 
+def test_aids() -> None:
+    names = run_page("aids")
+    assert torch.isfinite(names["loss"]) and names["fewer"].get_submodule("0").weight_quantizer.spec.bits == 8
+
+
 def test_coming_over(capsys: pytest.CaptureFixture[str]) -> None:
     model = run_page("coming_over")["model"]
     assert capsys.readouterr().out == "int8\nTrue []\n"
