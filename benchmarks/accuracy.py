@@ -25,9 +25,10 @@ from torch import nn
 
 import qat
 from benchmarks.accuracy_rows import ROWS, TORCH_AO, Row
-from benchmarks.cifar_resnet import resnet20
+from qat.training.config.file import load_config
 from qat.training.config.schema import DataConfig
 from qat.training.data.loaders import load_data
+from qat.training.run.models import build_model
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "accuracy.jsonl"
@@ -47,11 +48,30 @@ def command(name: str, row: Row, seed: int, given: argparse.Namespace) -> list[s
     if row.config == TORCH_AO:
         plain = ["-m", "benchmarks.accuracy_torch_ao", *row.overrides, "--data", str(given.data)]
         return [sys.executable, *plain, "--weights", str(given.weights), "--run", str(folder), "--seed", str(seed)]
-    files = [f"data.root={given.data}", f"model.checkpoint={given.weights}"]
+    start = ["float.epochs=0", f"model.checkpoint={float_run(row, seed, given) / 'float.safetensors'}"]
+    files = [f"data.root={given.data}", *(start if row.own_float else [f"model.checkpoint={given.weights}"])]
     if row.teacher:
         files.append(f"qat.distillation.teacher.checkpoint={given.teacher}")
     where = [f"run_dir={folder}", "resume=auto", f"seed={seed}"]
     return [sys.executable, "train.py", "--config", f"configs/{row.config}.yaml", *where, *files, *row.overrides]
+
+
+def float_run(row: Row, seed: int, given: argparse.Namespace) -> Path:
+    """The folder of the float training that the rows of a config share."""
+    return Path(given.runs) / f"{row.config}-float-{seed}"
+
+
+def train_float(row: Row, seed: int, given: argparse.Namespace) -> None:
+    """Train the float model of a config, or go on with it; what is finished says so and ends at once."""
+    where = [f"run_dir={float_run(row, seed, given)}", "resume=auto", f"seed={seed}", f"data.root={given.data}"]
+    started = ["train.py", "--config", f"configs/{row.config}.yaml", *where, "qat.epochs=0", "export.onnx=false"]
+    subprocess.run([sys.executable, *started], cwd=ROOT, check=True)
+
+
+def float_model(row: Row) -> nn.Module:
+    """The float model of a row, without weights."""
+    config = load_config(str(ROOT / "configs" / f"{row.config}.yaml"))
+    return build_model(config.model, 10, with_weights=False)
 
 
 def predictions(model: nn.Module, config: DataConfig) -> np.ndarray:
@@ -94,9 +114,9 @@ def result_of(name: str, row: Row, seed: int, folder: Path) -> dict[str, Any]:
     found |= {"seconds": summary["seconds"], "machine": summary["machine"], "versions": summary["versions"]}
     if row.config == TORCH_AO:
         return found | {key: summary[key] for key in ("train_loss", "difference", "standard_error")}
-    model = qat.load(folder, resnet20())
+    floating = float_model(row)
+    model = qat.load(folder, floating)
     config: DataConfig = model.config.data  # type: ignore[union-attr, assignment]
-    floating = resnet20()
     floating.load_state_dict(load_file(folder / "float.safetensors"))
     truth = np.load(str(config.root))["y_val"]
     found["difference"], found["standard_error"] = paired(
@@ -109,6 +129,8 @@ def result_of(name: str, row: Row, seed: int, folder: Path) -> dict[str, Any]:
 def run(name: str, seed: int, given: argparse.Namespace) -> None:
     """Run a row, or go on with it, and append its result."""
     row = ROWS[name]
+    if row.own_float:
+        train_float(row, seed, given)
     started = command(name, row, seed, given)
     print(" ".join(started), flush=True)
     status = subprocess.run(started, cwd=ROOT, check=False).returncode
@@ -123,7 +145,7 @@ def keep(name: str, seed: int, runs: Path) -> None:
     """Copy the trained model of a row into benchmarks/models: the ONNX file, and the weights with their ranges."""
     folder = runs / f"{name}-{seed}"
     MODELS.mkdir(exist_ok=True)
-    model = qat.load(folder, resnet20())
+    model = qat.load(folder, float_model(ROWS[name]))
     state = {key: value.detach().clone().contiguous() for key, value in model.state_dict().items()}
     save_file(state, MODELS / f"{name}.safetensors", metadata={"top1": str(model.accuracy)})
     shutil.copyfile(folder / "model.onnx", MODELS / f"{name}.onnx")

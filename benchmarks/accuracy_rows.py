@@ -16,6 +16,7 @@ class Row:
         what: its name in the table.
         overrides: changes of the config, or arguments of benchmarks.accuracy_torch_ao.
         teacher: whether it learns from ResNet-56, whose weights `--teacher` names.
+        own_float: whether its float weights are trained first, once for all rows of the config; false: `--weights`.
     """
 
     config: str
@@ -24,6 +25,7 @@ class Row:
     what: str
     overrides: tuple[str, ...] = ()
     teacher: bool = False
+    own_float: bool = False
 
 
 PLAIN_RATES = {8: 0.001, 4: 0.01, 3: 0.02, 2: 0.04}
@@ -43,6 +45,24 @@ def _rows() -> dict[str, Row]:
             rows[f"{name}_low_residual"] = Row(name, bits, 6, "plain LSQ, residual stream at the same bits", low)
         if bits in (8, 4):
             rows[f"{name}_torch_ao"] = Row(TORCH_AO, bits, 6, "torch.ao, FX", ("--bits", str(bits), "--epochs", "6"))
+        if bits < 8:
+            rows[f"{name}_long"] = Row(name, bits, 30, "our recipe, long", ("qat.epochs=30",))
+    binary = "resnet20_cifar10_w1a1"
+    rows[binary] = Row(binary, 1, 30, "our recipe, first and last layer in float")
+    return rows | _depthwise()
+
+
+def _depthwise() -> dict[str, Row]:
+    """MobileNetV2 at 32 pixels: the recipe, and without each aid."""
+    name = "mobilenet_v2_cifar10_w4a4"
+    without = {
+        "distillation": "qat.distillation=null",
+        "re-estimation": "qat.bn_reestimate=never",
+    }
+    rows = {name: Row(name, 4, 6, "MobileNetV2, our recipe", own_float=True)}
+    for aid, override in without.items():
+        rows[f"{name}_no_{aid.replace('-', '')}"] = Row(name, 4, 6, f"without {aid}", (override,), own_float=True)
+    rows[f"{name}_none"] = Row(name, 4, 6, "without all of these", tuple(without.values()), own_float=True)
     return rows
 
 

@@ -164,9 +164,9 @@ class QuantSpec(NamedArguments):
         """The spec with other values of some fields. What belongs to the old values goes, unless it is given too.
 
         That is: the options of another rule, the group size without groups, the delta of a fixed EWGS, the narrow
-        range of an unsigned grid and of one of 2 or 3 bits (whose lowest integer is a fourth or an eighth of all it has,
-        and needs no mirror image: int8 and int4 hold that; from few bits to more it comes back), and below 8 bits the
-        extremes as a range: they leave most values on zero.
+        range of an unsigned grid and of one of 2 or 3 bits (a fourth or an eighth of all integers, which needs no
+        mirror image: int8 and int4 hold that; from few bits to more it comes back), and below 8 bits the extremes as a
+        range: they leave most values on zero.
 
         Args:
             change: names of fields to values. None leaves a field as it is, but for group_size, ewgs_delta and

@@ -6,9 +6,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import qat
-from benchmarks.accuracy import LARGEST, MODELS, ROOT, kept
+from benchmarks.accuracy import LARGEST, MODELS, ROOT, float_model, kept
 from benchmarks.accuracy_rows import ROWS
-from benchmarks.cifar_resnet import resnet20
 from qat.training.config.file import load_config
 from qat.training.loop.preparation import build_recipe
 
@@ -32,7 +31,7 @@ def test_it_is_small_and_its_accuracy_is_that_of_its_run(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_weights_answer_as_the_onnx_file(name: str) -> None:
     config = load_config(str(ROOT / "configs" / f"{ROWS[name].config}.yaml"), list(ROWS[name].overrides))
-    model = qat.prepare(resnet20(), build_recipe(config.quantization))
+    model = qat.prepare(float_model(ROWS[name]), build_recipe(config.quantization))
     model.load_state_dict(load_file(MODELS / f"{name}.safetensors"))
     images = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     result = qat.verify_onnx(MODELS / f"{name}.onnx", model, [images])
