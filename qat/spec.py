@@ -188,14 +188,22 @@ class QuantSpec(NamedArguments):
             dropped["ewgs_delta"] = None
         if change.get("granularity", "group") != "group":
             dropped["group_size"] = None
-        bits = change.get("bits") or self.bits
-        if self.narrow_range is narrow_by_bits(self.bits):  # it was not chosen against the bits
-            dropped["narrow_range"] = narrow_by_bits(bits)
-        if bits < 8 <= self.bits and self.init == "minmax":
-            dropped["init"] = "mse"
+        dropped |= self._of_other_bits(change)
         if change.get("signed", self.signed) is False:
             dropped["narrow_range"] = False
         return replace(self, **{**dropped, **change})
+
+    def _of_other_bits(self, change: Mapping[str, Any]) -> dict[str, Any]:
+        """What a change of bits changes too, if it was not chosen against the old ones."""
+        if LEFT_OPEN in (old := self.bits, new := change.get("bits")) or old == new:
+            return {}
+        found: dict[str, Any] = {}
+        if self.narrow_range is narrow_by_bits(old):
+            found["narrow_range"] = narrow_by_bits(new)
+        follows_extremes = change.get("rule", self.rule) == "minmax"  # in every step: that rule takes no other init
+        if new < 8 <= old and self.init == "minmax" and not follows_extremes:
+            found["init"] = "mse"
+        return found
 
     def __repr__(self) -> str:
         return f"QuantSpec({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"

@@ -65,7 +65,7 @@ def test_a_complete_spec_stays_as_it_is():
     ("change", "left"),
     [
         ({"rule": "pact"}, {"rule": "pact", "options": {}}),
-        ({"rule": "dsq", "bits": 3}, {"bits": 3}),
+        ({"rule": "dsq", "bits": 3}, {"bits": 3, "narrow_range": False}),
         ({"granularity": "tensor"}, {"granularity": "tensor", "group_size": None}),
         ({"ewgs": "none"}, {"ewgs": "none", "ewgs_delta": None}),
         ({"signed": False}, {"signed": False, "narrow_range": False}),
@@ -76,6 +76,33 @@ def test_a_complete_spec_stays_as_it_is():
 def test_what_belongs_to_an_old_value_goes_with_it(change, left):
     spec = QuantSpec(4, True, True, "group", "dsq", True, "mse", 99.0, "batch", 8, {"alpha": 0.3}, "fixed", 0.1, 5)
     assert spec.changed(change) == replace(spec, **left)
+
+
+@pytest.mark.parametrize(
+    ("change", "narrow", "init"),
+    [
+        ({"bits": 16}, True, "minmax"),
+        ({"bits": 4}, True, "mse"),  # extremes leave most of few levels to a few values
+        ({"bits": 3}, False, "mse"),
+        ({"bits": 2}, False, "mse"),  # four levels in place of three
+        ({"bits": 1}, True, "mse"),
+        ({"bits": 2, "narrow_range": True, "init": "percentile"}, True, "percentile"),
+        ({"bits": 4, "rule": "minmax"}, True, "minmax"),  # which takes no other
+        ({"bits": 2, "signed": False}, False, "mse"),
+    ],
+)
+def test_few_bits_have_choices_of_their_own(change, narrow, init):
+    weight = default_weight_spec().changed(change)
+    assert (weight.narrow_range, weight.init) == (narrow, init)
+    assert weight.changed({"bits": 8, "signed": True}).narrow_range
+    assert QuantSpec(**change).resolved(default_weight_spec()) == weight
+
+
+def test_a_range_that_was_chosen_against_the_bits_stays():
+    wide = default_weight_spec().changed({"narrow_range": False})
+    assert not wide.changed({"bits": 4}).narrow_range and not wide.changed({"bits": 2}).narrow_range
+    narrow = default_weight_spec().changed({"bits": 2, "narrow_range": True})
+    assert narrow.changed({"bits": 3}).narrow_range and narrow.changed({"bits": 8}).narrow_range
 
 
 def test_what_is_left_open_counts_as_signed_wide_and_eight_bits_in_the_integers():

@@ -260,7 +260,7 @@ def test_onnx_runtime_keeps_wide_and_grouped_grids_for_training():
 def test_the_target_chooses_what_is_left_open(given, target, fields, weight, activation):
     recipe = QuantRecipe(weight=given(**fields), activation=given(**fields), target=target)
     assert (str(recipe.weight), str(recipe.activation)) == (weight, activation)
-    assert (recipe.weight.init, recipe.activation.init) == ("minmax", "mse")
+    assert (recipe.weight.init, recipe.activation.init) == ("mse" if fields.get("bits") == 4 else "minmax", "mse")
     layer = recipe.for_layer("fc")
     assert (layer.weight, layer.activation) == (recipe.weight, recipe.activation)
     assert recipe == QuantRecipe(recipe.weight, recipe.activation, target=target)  # completed once

@@ -68,7 +68,7 @@ def test_codes_and_output_equal_numpy(spec, shape):
 def test_what_a_spec_leaves_open_is_that_of_the_role():
     for make in (create_quantizer, LSQQuantizer):
         weight, activation = make(QuantSpec(bits=4), "weight", (3, 1)), make(QuantSpec(bits=4))
-        assert weight.spec == replace(default_weight_spec(), bits=4)
+        assert weight.spec == replace(default_weight_spec(), bits=4, init="mse")
         assert activation.spec == replace(default_activation_spec(), bits=4)
     assert scale_shape(QuantSpec(bits=4), (3, 8)) == (3, 1)
 
