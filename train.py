@@ -24,6 +24,7 @@ from qat.training.config.schema import RunConfig
 from qat.training.config.stages import StageConfig
 from qat.training.data.loaders import Data, Loader, load_data
 from qat.training.errors import UserError
+from qat.training.loop.aids import build_oscillations
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.loop.engine import StageRun, evaluate, train_stage
 from qat.training.loop.evaluated import choice_in_words, choose_weights, is_same_choice
@@ -103,7 +104,9 @@ def run(config: RunConfig) -> int:
     model = build_model(config.model, len(data.classes), with_weights=not goes_on(config))
     check_forward(model, config, data.image_shape, len(data.classes))
     check_teacher(config, len(data.classes))
-    prepare_model(model, config, data.image_shape)  # shows errors in the recipe before hours of float training
+    prepared = prepare_model(model, config, data.image_shape)  # shows errors in the recipe before hours of training
+    build_oscillations(prepared, config.qat)  # and that there is something to watch
+    del prepared
     with open_run_folder(config) as folder:  # no other run can write there until the end
         if folder.finished is None:
             return run_stages(config, data, device, model, folder, started)

@@ -2,5 +2,6 @@
 
 from qat.finetuning.accumulation import grouped
 from qat.finetuning.distillation import Distillation
+from qat.finetuning.oscillation import Oscillations
 
-__all__ = ["Distillation", "grouped"]
+__all__ = ["Distillation", "Oscillations", "grouped"]

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from qat.training.config.section import Bits, Count, CountOrZero, NonNegative, Positive, Probability, Section
 
@@ -75,6 +75,35 @@ class DistillationConfig(Section):
     """Precision of the teacher's forward; bf16 halves its cost where the processor has it (avx512_bf16, AMX, CUDA)."""
 
 
+class OscillationConfig(Section):
+    """Weights that jump between two integers are counted, in a curve and in the epoch's line where they are many:
+    `qat.finetuning.Oscillations`. `{}` only counts; dampening or freezing stops them."""
+
+    dampen: NonNegative = 0.0
+    """Strength at the end of a loss that draws weights to their integers; the paper's is 0.1, 0 is none."""
+    freeze: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Frequency, at the end, above which a weight is frozen at its mean integer; the paper's is 0.01; null: none is."""
+    freeze_from: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """The same when freezing begins, from which it falls along a cosine."""
+    after: Annotated[float, Field(ge=0, lt=1)] = 0.25
+    """Share of the stage's steps before dampening and freezing begin."""
+    momentum: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Share of the newest step in a weight's frequency of oscillation and in its mean integer."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> "OscillationConfig":
+        usual = {
+            name: field.default for name, field in type(self).model_fields.items()
+        }  # a run's own file has them too
+        if self.freeze is None and self.freeze_from != usual["freeze_from"]:
+            raise ValueError(f"freeze_from: {self.freeze_from:g} has no effect without freeze; set it, such as 0.01")
+        if self.freeze is not None and self.freeze > self.freeze_from:
+            raise ValueError(f"freeze: {self.freeze:g} must be at most freeze_from: {self.freeze_from:g}")
+        if self.after != usual["after"] and self.freeze is None and not self.dampen:
+            raise ValueError(f"after: {self.after:g} has no effect without dampen or freeze; set one, or leave it out")
+        return self
+
+
 class SpecConfig(Section):
     """One grid: the fields of `qat.QuantSpec`. Fields that are left out keep the target's choice."""
 
@@ -130,6 +159,8 @@ class QATStageConfig(StageConfig):
     of MobileNetV2's, measured); at 4 bits and fewer 1.0 is LSQ's own."""
     distillation: DistillationConfig | None = None
     """Learn from a float model too; {} does so with the run's own."""
+    oscillation: OscillationConfig | None = None
+    """Count, dampen or freeze the weights that oscillate, in the last stage; {} counts."""
     progressive: tuple[ProgressiveConfig, ...] = ()
     """Stages before the last, one after the other, such as `[{bits: 8}, {bits: 4, epochs: 2}]` before 2 bits: each
     starts from the weights of the one before, with ranges found anew. All else is as in the last one."""

@@ -1,16 +1,21 @@
 """What a stage calls around its steps besides forward, backward and the optimizer: the hooks of rules, and the aids of
 the config, which are classes of `qat.finetuning`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from qat.ewgs import update_ewgs
-from qat.finetuning import Distillation
+from qat.finetuning import Distillation, Oscillations
 from qat.quantizer import Quantizer
+from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.errors import value_errors_reported
 from qat.training.loop.evaluation import TrainBatches
+from qat.training.run.logging import RunLog
+
+MANY = 0.03
+"""From this share of oscillating weights on, the line of an epoch says so."""
 
 
 class Aids:
@@ -19,13 +24,17 @@ class Aids:
     Args:
         model: the model of the stage.
         distillation: what it learns from besides labels; None for nothing.
+        oscillations: what watches its weights; None for nothing.
 
     Attributes:
         student: what a training step calls: the model, or one that returns what the distillation needs too.
     """
 
-    def __init__(self, model: nn.Module, distillation: Distillation | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, distillation: Distillation | None = None, oscillations: Oscillations | None = None
+    ) -> None:
         self.model = model
+        self.oscillations, self.progress = oscillations, 0.0
         self.distillation = distillation
         self.student = model if distillation is None else distillation.watching(model)
         quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
@@ -45,6 +54,7 @@ class Aids:
 
     def before_step(self, progress: float) -> None:
         """Tell the annealed rules the training progress, 0 to 1."""
+        self.progress = progress
         for quantizer in self.annealed:
             quantizer.set_progress(progress)
 
@@ -55,7 +65,69 @@ class Aids:
             loss = loss if penalty is None else loss + penalty
         if self.distillation is not None:
             loss = loss + self.distillation(output, images)
+        if self.oscillations is not None and self.oscillations.dampen:
+            loss = loss + self.oscillations.penalty(self.progress)
         return loss
 
     def after_step(self) -> None:
-        """What follows the optimizer's step; nothing yet."""
+        """What follows the optimizer's step."""
+        if self.oscillations is not None:
+            self.oscillations.update(self.progress)
+
+    def after_epoch(self, log: RunLog, stage: str, step: int) -> str:
+        """Draw the curves of the aids, and return a note for the epoch's line."""
+        return "" if self.oscillations is None else report_oscillations(self.oscillations, log, stage, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the aids that have one, by name: the training's, and so no part of the model's."""
+        return {} if self.oscillations is None else {"oscillations": self.oscillations.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        if self.oscillations is not None and "oscillations" in state:
+            self.oscillations.load_state_dict(state["oscillations"])
+
+
+def build_oscillations(model: nn.Module, stage: StageConfig) -> Oscillations | None:
+    """What counts, dampens or freezes the oscillating weights of a stage; None if its config does not ask for it.
+
+    Raises:
+        UserError: if no weight of the model lies on an integer grid.
+    """
+    wanted = stage.oscillation if isinstance(stage, QATStageConfig) else None
+    if wanted is None:
+        return None
+    with value_errors_reported("qat.oscillation: "):
+        return Oscillations(model, **wanted.model_dump())
+
+
+def left_out_in_words(oscillations: Oscillations) -> str:
+    """Which quantized weights are not watched, and why; "" if all are."""
+    left = oscillations.left_out
+    if not left:
+        return ""
+    named = "; ".join(f"that of {name!r} {why}" for name, why in list(left.items())[:3])
+    more = f"; and {len(left) - 3} more" if len(left) > 3 else ""
+    return f"qat.oscillation leaves out {len(left)} of {len(left) + len(oscillations.weights)} weights: {named}{more}"
+
+
+def report_oscillations(oscillations: Oscillations, log: RunLog, stage: str, step: int) -> str:
+    """Draw the shares of oscillating and of frozen weights, in percent; return a note for the epoch's line."""
+    layers = oscillations.by_layer()
+    for name, (weights, oscillating, _) in layers.items():
+        log.scalar(f"oscillating/{name}", 100 * oscillating / weights, step)
+    weights, oscillating, frozen = oscillations.count()
+    log.scalar(f"{stage}/oscillating", 100 * oscillating / weights, step)
+    notes = []
+    if oscillations.freeze is not None:
+        log.scalar(f"{stage}/frozen_weights", 100 * frozen / weights, step)
+        notes.append(f"{100 * frozen / weights:.1f} % of the weights are frozen" if frozen else "")
+    if oscillating > MANY * weights:
+        name, worst = max(layers.items(), key=lambda item: item[1].oscillating / item[1].weights)
+        free = oscillations.freeze is None and not oscillations.dampen
+        notes.append(
+            f"{100 * oscillating / weights:.1f} % of the weights oscillate, most in {name!r},"
+            f" {100 * worst.oscillating / worst.weights:.1f} %"
+            + (": qat.oscillation.freeze=0.01 or dampen=0.1 may help" if free else "")
+        )
+    return "; ".join(note for note in notes if note)

@@ -17,7 +17,7 @@ from qat.quantizer import Quantizer
 from qat.switches import freeze_scales
 from qat.training.config.stages import QATStageConfig
 from qat.training.errors import UserError
-from qat.training.loop.aids import Aids
+from qat.training.loop.aids import Aids, build_oscillations, left_out_in_words
 from qat.training.loop.compiled import CompiledModel
 from qat.training.loop.device import autocast, compile_mode
 from qat.training.loop.ema import EMA
@@ -44,7 +44,7 @@ class _Optimization:
         self.schedule = build_schedule(self.optimizer, run.stage, run.steps_per_epoch)
         self.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.amp == "fp16")
         self.ema = None if run.stage.ema_decay is None else EMA(run.model, run.stage.ema_decay)
-        self.aids = Aids(run.model, run.distillation)
+        self.aids = Aids(run.model, run.distillation, build_oscillations(run.model, run.stage))
         self.compiled: CompiledModel | None = None
         if run.config.compile:
             self.compiled = CompiledModel(run.model, compile_mode(run.device, run.config.cuda_graphs))
@@ -60,6 +60,7 @@ class _Optimization:
             scaler=self.scaler.state_dict(),
             ema=None if self.ema is None else self.ema.state_dict(),
             rng=capture_rng(device),
+            aids=self.aids.state_dict(),
         )
 
     def load(self, state: StageState) -> None:
@@ -72,6 +73,7 @@ class _Optimization:
         self.scaler.load_state_dict(state.scaler)
         if self.ema is not None and state.ema is not None:
             self.ema.load_state_dict(state.ema)
+        self.aids.load_state_dict(state.aids)
         self.best_top1 = state.best_top1
 
     def averaged(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -103,6 +105,9 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     if run.stage.accumulate > len(run.train):
         found = f"accumulate: {run.stage.accumulate} is more than the {len(run.train)} batches of an epoch"
         run.log.say(f"{run.name}: {found}; each epoch is one step")
+    watch = optimization.aids.oscillations
+    if watch is not None and watch.left_out and state is None:
+        run.log.say(f"{run.name}: {left_out_in_words(watch)}")
     if state is not None:
         optimization.load(state)
         restore_rng(state.rng, run.device)
@@ -111,7 +116,7 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     for epoch in range(state.epoch if state else 0, run.stage.epochs):
         training = _train_epoch(run, optimization, epoch)
         with optimization.averaged(run.model):
-            note = settle_statistics(run, epoch + 1)
+            notes = [settle_statistics(run, epoch + 1)]
             evaluation = _validate(run)
             _check_finite(run, "validation", [evaluation.loss], epoch)
             if evaluation.top1 > optimization.best_top1:
@@ -119,7 +124,8 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
                 if run.keep_best:
                     _save(run, BEST_CHECKPOINT, epoch + 1, evaluation)
             statistics = None if optimization.ema is None else copied_statistics(run.model)
-        log_epoch(run, epoch, training, evaluation, note)
+        notes.append(optimization.aids.after_epoch(run.log, run.name, run.step(epoch + 1)))
+        log_epoch(run, epoch, training, evaluation, "; ".join(filter(None, notes)))
         _save(run, LAST_CHECKPOINT, epoch + 1, evaluation, optimization.state(epoch + 1, run.device), statistics)
     if optimization.ema is not None:
         optimization.ema.copy_to(run.model)

@@ -31,15 +31,21 @@ def training_of(config: QATStageConfig, stage: ProgressiveConfig) -> QATStageCon
             "warmup_epochs": min(config.warmup_epochs, stage.epochs),
             "freeze_bn_epoch": None,
             "freeze_scales_epoch": None,
+            "oscillation": None,
         }
     )
 
 
 def float_counterpart(config: QATStageConfig) -> QATStageConfig:
-    """How the float model is fine-tuned for comparison: for all epochs of QAT, and not from itself as a teacher."""
+    """How the float model is fine-tuned for comparison: for all epochs of QAT, and not from itself as a teacher.
+
+    It has no integers, so nothing oscillates.
+    """
     epochs = config.epochs + sum(stage.epochs for stage in config.progressive)
     own_teacher = config.distillation is not None and config.distillation.teacher is None
-    return config.model_copy(update={"epochs": epochs, **({"distillation": None} if own_teacher else {})})
+    return config.model_copy(
+        update={"epochs": epochs, "oscillation": None, **({"distillation": None} if own_teacher else {})}
+    )
 
 
 def take_weights(model: nn.Module, trained: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints: written atomically, read without unpickling code, and resumed only by the run that they belong to."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class StageState:
         best_top1: best validation accuracy so far, in percent.
         optimizer, schedule, scaler, ema: state_dicts; ema is None without averaging.
         rng: states of torch's generators, see `capture_rng`.
+        aids: state_dicts of the aids that have one, by name; checkpoints of earlier versions have none.
     """
 
     epoch: int
@@ -55,6 +56,7 @@ class StageState:
     scaler: dict[str, Any]
     ema: dict[str, Tensor] | None
     rng: dict[str, Tensor]
+    aids: dict[str, Any] = field(default_factory=dict)
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:

@@ -1,0 +1,144 @@
+"""The weights of a model that lie on integer grids: which they are, and how each is read and written as rows."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from qat.layers import QuantFunction, QuantLayer
+from qat.layers.composite import CompositeTwin
+from qat.quantizer import Quantizer
+from qat.quantizer.granularity import from_groups, to_groups
+
+
+@dataclass(frozen=True)
+class GridWeight:
+    """A weight whose integers are clamp(round(weight / scale) + zero_point, qmin, qmax).
+
+    Args:
+        layer: what holds its quantizer.
+        read: returns the weight in torch's layout, as it is now: a parameter, or a view of one.
+    """
+
+    layer: QuantLayer
+    read: Callable[[], Tensor]
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """The weight's quantizer."""
+        return self.layer.weight_quantizer
+
+    def rows(self) -> Tensor:
+        """The weight as its quantizer sees it: output channels first, split into groups if it has them."""
+        return to_groups(self.layer.channels_first(self.read()), self.quantizer.spec)
+
+    @torch.no_grad()
+    def codes(self) -> Tensor:
+        """The integers of `rows`, as floats."""
+        return self.quantizer.compute_codes(self.rows())
+
+    @torch.no_grad()
+    def values(self, codes: Tensor) -> Tensor:
+        """(codes - zero_point) * scale."""
+        scale, zero_point = self.quantizer.grid(self.rows())
+        return (codes - zero_point) * scale
+
+    @torch.no_grad()
+    def write(self, rows: Tensor) -> None:
+        """Replace the weight in place."""
+        self.read().copy_(self.layer.torch_layout(from_groups(rows, self.quantizer.spec)))
+
+
+def grid_weights(model: nn.Module) -> tuple[dict[str, GridWeight], dict[str, str]]:
+    """The weights of a model on integer grids, and why the others are on none, both by the name of their layer.
+
+    A tensor that several layers read on grids of their own counts for the first.
+    """
+    owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    found, left_out, first = dict[str, GridWeight](), dict[str, str](), dict[int, str]()
+    for name, each in _weights(model):
+        weight = None if each.read is _unknown else each.read()
+        reason = _refusal(each.quantizer)
+        if reason is None and (weight is None or weight.untyped_storage().data_ptr() not in owned):
+            reason = "is computed from other tensors"
+        if reason is None and weight is not None and first.setdefault(weight.data_ptr(), name) != name:
+            reason = f"is that of {first[weight.data_ptr()]!r} too, on another grid"
+        if reason is None:
+            found[name] = each
+        else:
+            left_out[name] = reason
+    return found, left_out
+
+
+def _refusal(quantizer: Quantizer) -> str | None:
+    """Why a weight has no integer that stays while the weight and the parameters of its grid do; None if it has."""
+    kind, rule = type(quantizer), quantizer.spec.rule
+    if not quantizer.exportable:
+        return f"has the rule {rule!r}, whose values lie on no integer grid"
+    if not quantizer.uniform or kind.compute_codes is not Quantizer.compute_codes:
+        return f"has the rule {rule!r}, whose integers are not those of weight / scale"
+    if kind.follow is not Quantizer.follow:
+        return f"has the rule {rule!r}, whose range follows the weights"
+    return None
+
+
+def _unknown() -> Tensor:
+    """The weight of a function outside of a graph, which only its caller knows."""
+    raise TypeError("GridWeight: the weight of this function is not known")
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, GridWeight]]:
+    """Every weight that has a quantizer, with the name of its layer."""
+    seen = set[int]()
+    for name, module in model.named_modules():
+        inner: dict[str, Callable[[], Tensor]] = {}
+        if isinstance(module, QuantLayer) and not isinstance(module, QuantFunction):
+            inner = {"": partial(getattr, module, "weight")}
+        elif isinstance(module, CompositeTwin):
+            inner = {key: partial(_inner_weight, module, key) for key in module.inner_weights()}
+        elif isinstance(module, fx.GraphModule):
+            inner = _of_functions(module)
+        elif isinstance(module, QuantFunction) and id(module) not in seen:
+            inner = {"": _unknown}
+        for key, read in inner.items():
+            layer: Any = module.get_submodule(key)
+            seen.add(id(layer))
+            yield ".".join(part for part in (name, key) if part), GridWeight(layer, read)
+
+
+def _inner_weight(owner: CompositeTwin, key: str) -> Tensor:
+    return owner.inner_weights()[key][0]
+
+
+def _of_functions(graph: fx.GraphModule) -> dict[str, Callable[[], Tensor]]:
+    """What the functions of a prepared graph read as their weight, where the model alone decides it."""
+    found: dict[str, Callable[[], Tensor]] = {}
+    for node in graph.graph.nodes:
+        if node.op == "call_module" and isinstance(graph.get_submodule(str(node.target)), QuantFunction):
+            found[str(node.target)] = partial(_value, graph, node.args[1]) if _is_constant(node.args[1]) else _unknown
+    return found
+
+
+def _is_constant(node: Any) -> bool:
+    """Whether a value follows from attributes of the model by functions alone, such as `in_proj_weight.chunk(3)[0]`."""
+    if not isinstance(node, fx.Node):
+        return True
+    return node.op == "get_attr" or (
+        node.op in ("call_function", "call_method") and all(map(_is_constant, node.all_input_nodes))
+    )
+
+
+def _value(graph: fx.GraphModule, node: Any) -> Any:
+    """What a constant node stands for now."""
+    if not isinstance(node, fx.Node):
+        return node
+    if node.op == "get_attr":
+        owner, _, key = str(node.target).rpartition(".")
+        return getattr(graph.get_submodule(owner), key)
+    args, options = fx.node.map_arg((node.args, node.kwargs), partial(_value, graph))
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **options)
+    return node.target(*args, **options)  # type: ignore[operator]

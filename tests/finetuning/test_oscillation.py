@@ -1,0 +1,406 @@
+"""Oscillations: against the published formulas element by element, what stays frozen, and runs that are resumed."""
+
+import functools
+import itertools
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import qat
+import train
+from qat.finetuning import Oscillations
+from qat.kernels import plain_formulas
+from qat.quantizer import Quantizer
+
+KEYS = ("integer", "direction", "frequency", "average", "frozen")
+GRIDS: dict[str, dict[str, Any]] = {
+    "channel": {"bits": 3},
+    "tensor": {"bits": 2, "granularity": "tensor", "narrow_range": False},
+    "group": {"bits": 3, "granularity": "group", "group_size": 4},
+    "power_of_two": {"bits": 3, "rule": "power_of_two"},
+    "dsq": {"bits": 3, "rule": "dsq"},
+}
+
+
+class Reference:
+    """One weight after another, in double precision, as the paper's algorithm 1 says."""
+
+    def __init__(self, codes: np.ndarray, m: float) -> None:
+        self.m, self.shape = m, codes.shape
+        self.integer = [float(q) for q in codes.flat]
+        self.average, self.direction = list(self.integer), [0.0] * codes.size
+        self.frequency, self.frozen = [0.0] * codes.size, [False] * codes.size
+
+    def update(self, codes: np.ndarray, threshold: float | None) -> None:
+        for i, q in enumerate(codes.flat):
+            if self.frozen[i]:
+                q = self.integer[i]
+            change = q - self.integer[i]
+            oscillates = change != 0 and np.sign(change) == -self.direction[i]
+            if change != 0:
+                self.direction[i] = float(np.sign(change))
+            self.frequency[i] = self.m * oscillates + (1 - self.m) * self.frequency[i]
+            self.average[i] = self.m * q + (1 - self.m) * self.average[i]
+            self.integer[i] = float(q)
+            if threshold is not None and not self.frozen[i] and self.frequency[i] > threshold:
+                self.frozen[i], self.integer[i] = True, float(np.round(self.average[i]))
+
+
+def two_layers(**weight: Any) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2))
+    model = qat.prepare(layers, qat.QuantRecipe(weight=weight), torch.randn(2, 4, 6, 6))
+    qat.calibrate(model, [torch.randn(16, 4, 6, 6)])
+    return model
+
+
+def integers(layer: Any) -> np.ndarray:
+    """By numbers alone: a weight's integers in the layout of its scales."""
+    quantizer = layer.weight_quantizer
+    rows = layer.channels_first(layer.weight.detach()).numpy().astype(np.float32)
+    size = quantizer.spec.group_size
+    if size:
+        rows = rows.reshape(rows.shape[0], -1, size, *rows.shape[2:])
+    scale = quantizer.grid()[0].detach().numpy()
+    return np.asarray(np.clip(np.round(rows / scale), quantizer.spec.qmin, quantizer.spec.qmax))
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_counting_and_freezing_follow_the_published_algorithm(grid: str) -> None:
+    model = two_layers(**GRIDS[grid])
+    layers: list[Any] = [model.get_submodule(name) for name in ("0", "2")]
+    oscillations = Oscillations(model, freeze=0.15, freeze_from=0.4, after=0.25, momentum=0.1)
+    assert list(oscillations.weights) == ["0", "2"] and not oscillations.left_out
+    references = [Reference(integers(layer), 0.1) for layer in layers]
+    generator, steps = torch.Generator().manual_seed(1), 24
+    for step in range(steps):
+        for layer in layers:  # an optimizer's step: of the weights, and of the scales too
+            with torch.no_grad():
+                grain = layer.weight_quantizer.grid()[0].mean()
+                layer.weight += 0.35 * grain * torch.randn(layer.weight.shape, generator=generator)
+                layer.weight_quantizer.scale *= 1 + 0.01 * torch.randn((), generator=generator)
+        codes = [integers(layer) for layer in layers]
+        progress = step / (steps - 1)
+        threshold = 0.15 + 0.25 * (1 + math.cos(math.pi * (progress - 0.25) / 0.75)) / 2 if progress >= 0.25 else None
+        oscillations.update(progress)
+        for reference, each in zip(references, codes, strict=True):
+            reference.update(each, threshold)
+        for key in KEYS:
+            expected = np.concatenate([np.asarray(getattr(reference, key), float) for reference in references])
+            np.testing.assert_allclose(getattr(oscillations, key).numpy(), expected, rtol=1e-5, atol=1e-6, err_msg=key)
+        for reference, layer in zip(references, layers, strict=True):
+            frozen = np.reshape(reference.frozen, reference.shape)
+            assert np.array_equal(integers(layer)[frozen], np.reshape(reference.integer, reference.shape)[frozen])
+    frozen = oscillations.frozen.float().mean()
+    assert 0.1 < frozen < 0.9
+    count = oscillations.count()
+    assert count.weights == 2 * 8 * 4 * 9 - 8 * 4 * 5 and count.frozen == oscillations.frozen.sum()
+    expected = sum(f > 0.005 and not held for r in references for f, held in zip(r.frequency, r.frozen, strict=True))
+    assert count.oscillating == expected > 0
+    assert [each.weights for each in oscillations.by_layer().values()] == [8 * 4 * 9, 8 * 4 * 4]
+
+
+@pytest.mark.parametrize("grid", ["channel", "tensor", "group"])
+def test_dampening_draws_weights_to_their_integers_and_leaves_scales_alone(grid: str) -> None:
+    model = two_layers(**GRIDS[grid])
+    layer: Any = model.get_submodule("0")
+    with torch.no_grad():
+        layer.weight_quantizer.scale *= 0.7  # some weights are clipped
+    oscillations = Oscillations(model, dampen=0.1, after=0.25)
+    assert oscillations.penalty(0.2).item() == 0
+    penalty = oscillations.penalty(0.5)
+    penalty.backward()  # type: ignore[no-untyped-call]
+    strength, total = 0.1 * (1 - math.cos(math.pi / 3)) / 2, 0.0
+    for name in ("0", "2"):
+        each: Any = model.get_submodule(name)
+        rows = each.channels_first(each.weight.detach()).numpy().astype(float)
+        q, scale = integers(each), each.weight_quantizer.grid()[0].detach().numpy().astype(float)
+        grouped = rows.reshape(q.shape)
+        spec = each.weight_quantizer.spec
+        distance = np.clip(grouped, spec.qmin * scale, spec.qmax * scale) - q * scale
+        total += (distance**2).sum()
+        found = each.channels_first(each.weight.grad).numpy().reshape(q.shape)
+        np.testing.assert_allclose(found, 2 * strength * distance, rtol=1e-4, atol=1e-7)
+        grad = each.weight_quantizer.scale.grad
+        assert grad is None or not grad.any()
+        assert name == "2" or (np.abs(distance) < 1e-6).sum() > 10  # the clipped ones have no gradient
+    assert penalty.item() == pytest.approx(strength * total, rel=1e-4) and total > 0
+
+
+def network() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    images, labels = torch.randn(64, 3, 8, 8), torch.randint(4, (64,))
+    layers = nn.Sequential(
+        nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, bias=False),
+        nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4),
+    )  # fmt: skip
+    model = qat.prepare(layers, qat.QuantRecipe({"bits": 3}, {"bits": 4}), images[:2])
+    qat.calibrate(model, [images])
+    return model, images, labels
+
+
+@functools.cache
+def trained(steps: int, hold: bool = True) -> tuple[nn.Module, Oscillations, list[tuple[Tensor, Tensor]]]:
+    """A model after some steps with momentum and decay, with (frozen, integers) after each."""
+    model, images, labels = network()
+    model.train()
+    groups = qat.parameter_groups(model, lr=0.05, weight_decay=0.01)
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    oscillations = Oscillations(model, freeze=0.02 if hold else None, freeze_from=0.1, dampen=0.01, momentum=0.05)
+    seen = []
+    for step in range(steps):
+        progress = step / (steps - 1)
+        (F.cross_entropy(model(images), labels) + oscillations.penalty(progress)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        oscillations.update(progress)
+        codes = torch.cat([each.codes().flatten() for each in oscillations.weights.values()])
+        seen.append((oscillations.frozen.clone(), codes))
+    return model, oscillations, seen
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_is_frozen_stays_and_is_exported(plain: bool) -> None:
+    with plain_formulas() if plain else torch.enable_grad():
+        model, oscillations, seen = trained(40)
+    assert ("on codes" in qat.explain(model)) or plain
+    assert seen[9][0].sum() == 0  # off for the first quarter
+    count = oscillations.count()
+    assert 20 < count.frozen < count.weights / 2
+    for (frozen, codes), (still, later) in itertools.pairwise(seen):
+        assert bool((still | ~frozen).all()) and torch.equal(codes[frozen], later[frozen])
+    exported = qat.integer_weights(model.eval())
+    found = torch.cat([torch.from_numpy(exported[name].weight).flatten() for name in oscillations.weights])
+    signs = torch.cat([  # a negative gamma turns a channel's integers around
+        torch.sign(gamma.detach()).repeat_interleave(len(gamma_rows[0].flatten()))
+        for gamma, gamma_rows in gammas(model)
+    ])  # fmt: skip
+    assert torch.equal((found * signs)[oscillations.frozen], oscillations.integer[oscillations.frozen])
+
+
+def gammas(model: nn.Module) -> list[tuple[Tensor, Any]]:
+    """BatchNorm's gamma, or 1, with the weight of each layer."""
+    norms: dict[str, Any] = {"0": "1", "3": "4"}
+    found = []
+    for name in ("0", "3", "8"):
+        weight: Any = model.get_submodule(name).weight
+        gamma = model.get_submodule(norms[name]).weight if name in norms else torch.ones(len(weight))
+        found.append((gamma, weight))
+    return found  # type: ignore[return-value]
+
+
+def test_without_freezing_the_same_weights_go_on_moving() -> None:
+    _, held, seen = trained(40)
+    _, free, moving = trained(40, hold=False)
+    assert not free.frozen.any() and free.count().oscillating > held.count().oscillating
+    frozen = seen[-2][0]
+    assert not torch.equal(moving[-2][1][frozen], moving[-1][1][frozen])
+
+
+def test_switched_off_weights_are_left_alone() -> None:
+    model = two_layers(bits=3)
+    oscillations = Oscillations(model, freeze=0.5, freeze_from=0.5, after=0.0, dampen=1.0, momentum=1.0)
+    before = oscillations.integer.clone()
+    weight: Any = model.get_submodule("0").weight
+    with qat.disable_fake_quant(model), torch.no_grad():
+        weight.neg_()
+        kept = weight.clone()
+        oscillations.update(1.0)
+        assert oscillations.penalty(1.0).item() == 0
+    assert torch.equal(weight, kept) and torch.equal(oscillations.integer, before)
+    oscillations.update(1.0)
+    assert not torch.equal(oscillations.integer, before)
+
+
+def test_weights_of_attention_and_recurrent_layers_are_found() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.gru = nn.MultiheadAttention(8, 2, batch_first=True), nn.GRU(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, _ = self.attention(x, x, x, need_weights=False)
+            z: Tensor = self.gru(y)[0]
+            return z
+
+    model = qat.prepare(Model(), qat.QuantRecipe({"bits": 3}), torch.randn(2, 5, 8))
+    qat.calibrate(model, [torch.randn(4, 5, 8)])
+    oscillations = Oscillations(model, freeze=0.5, freeze_from=0.5, after=0.0, momentum=1.0)
+    assert not oscillations.left_out and oscillations.count().weights == 4 * 64 + 2 * 3 * 64
+    parameters = [p for name, p in model.named_parameters() if "quantizer" not in name and p.dim() == 2]
+    before = oscillations.integer.clone()
+    with torch.no_grad():
+        for sign in (1, -1, 1):  # each weight there and back
+            for p in parameters:
+                p.add_(sign * 0.2)
+            oscillations.update(1.0)
+    held = oscillations.frozen
+    assert held.float().mean() > 0.8 and torch.equal(oscillations.integer[held], before[held])
+    layer = oscillations.weights[next(name for name in oscillations.weights if "query" in name or "q_proj" in name)]
+    assert torch.equal(
+        layer.rows(), torch.where(oscillations.frozen[:64].view(8, 8), layer.values(layer.codes()), layer.rows())
+    )
+
+
+def test_what_has_no_integers_is_left_out_or_refused() -> None:
+    recipe = qat.QuantRecipe(
+        {"bits": 4}, overrides={"2": {"weight": {"rule": "dorefa"}}, "4": {"weight": {"rule": "apot"}}}
+    )
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    oscillations = Oscillations(qat.prepare(layers, recipe, torch.randn(2, 4)))
+    assert list(oscillations.weights) == ["0"]
+    assert oscillations.left_out == {
+        "2": "has the rule 'dorefa', whose integers are not those of weight / scale",
+        "4": "has the rule 'apot', whose values lie on no integer grid",
+    }
+    with pytest.raises(ValueError, match="no weight on an integer grid: the weight of '' has the rule 'minmax', whose"):
+        Oscillations(qat.QuantLinear(4, 2, weight_spec=qat.QuantSpec(rule="minmax")))
+    with pytest.raises(ValueError, match="Oscillations: the model has no weight on an integer grid: call prepare"):
+        Oscillations(nn.Linear(4, 2))
+    with pytest.raises(TypeError, match=r"Oscillations: model must be a torch\.nn\.Module, got dict"):
+        Oscillations({})  # type: ignore[arg-type]
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    assert Oscillations(qat.prepare(tied, None, torch.randn(2, 4))).left_out == {
+        "1": "is that of '0' too, on another grid"
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"dampen": -1.0}, "dampen must be at least 0 and finite, got -1"),
+        ({"freeze": 0.0}, "freeze must be above 0 and at most 1, or None, got 0"),
+        ({"freeze": 0.2}, "freeze_from must be from freeze, 0.2, to 1, got 0.1"),
+        ({"after": 1.0}, "after must be from 0 to below 1, got 1"),
+        ({"momentum": 0.0}, "momentum must be above 0 and at most 1, got 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(arguments: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"Oscillations: {sentence}"):
+        Oscillations(qat.QuantLinear(4, 2), **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="progress must be from 0 to 1, got 2"):
+        Oscillations(qat.QuantLinear(4, 2)).update(2)
+
+
+def test_a_state_goes_on_in_a_new_object_and_in_no_other_model() -> None:
+    model, oscillations, _ = trained(30)
+    saved = {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in oscillations.state_dict().items()
+    }
+    other = Oscillations(model)  # without freezing: what was frozen is held all the same
+    other.load_state_dict(saved)
+    with torch.no_grad():
+        for each in other.weights.values():
+            each.read().neg_()
+    other.update(0.0)
+    assert torch.equal(other.integer[saved["frozen"]], saved["integer"][saved["frozen"]])
+    codes = torch.cat([each.codes().flatten() for each in other.weights.values()])
+    assert torch.equal(codes[saved["frozen"]], saved["integer"][saved["frozen"]])
+    with pytest.raises(ValueError, match="the state is of another model; they differ in '0'"):
+        Oscillations(two_layers(bits=3)).load_state_dict(saved)
+
+
+FREEZING = "qat.oscillation={freeze: 0.1, freeze_from: 0.2, dampen: 0.01, momentum: 0.2}"
+
+
+def start(*arguments: str) -> int:
+    config = ("--config", "tiny.yaml", "qat.lr=0.1", "qat.epochs=3", "quantization.weight.bits=2", *arguments)
+    return train.main([*config])
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, monkeypatch: pytest.MonkeyPatch, epoch: int) -> None:
+    assert start("run_dir=whole", FREEZING) == 0
+    real = train.train_stage
+
+    def stopped(run: train.StageRun, state: Any = None) -> Any:
+        set_epoch = run.train.set_epoch
+
+        def watched(number: int) -> None:
+            if run.name == "qat" and number == epoch:
+                raise KeyboardInterrupt
+            set_epoch(number)
+
+        run.train.set_epoch = watched  # type: ignore[method-assign]
+        return real(run, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "train_stage", stopped)
+        assert start("run_dir=parts", FREEZING) == 130
+    assert start("run_dir=parts", FREEZING, "resume=auto") == 0
+    whole, parts = (torch.load(folder / name / "last.pt", weights_only=True) for name in ("whole", "parts"))
+    assert all(torch.equal(value, parts["model"][key]) for key, value in whole["model"].items())
+    states = [each["state"]["aids"]["oscillations"] for each in (whole, parts)]
+    assert (
+        all(torch.equal(states[0][key], states[1][key]) for key in KEYS) and states[0]["layers"] == states[1]["layers"]
+    )
+    assert states[0]["frozen"].any() and not states[0]["frozen"].all()
+
+
+def test_a_run_says_how_many_oscillate_and_its_model_is_like_any_other(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start("run_dir=plain", "qat.lr=1.0") == 0
+    assert "oscillate" not in capsys.readouterr().out
+    assert start("run_dir=counted", "qat.lr=1.0", "qat.oscillation={}", "float_finetune=true") == 0
+    said = capsys.readouterr().out
+    assert (
+        "% of the weights oscillate, most in '" in said and "qat.oscillation.freeze=0.01 or dampen=0.1 may help" in said
+    )
+    plain, counted = (torch.load(folder / name / "last.pt", weights_only=True) for name in ("plain", "counted"))
+    assert plain["model"].keys() == counted["model"].keys()
+    assert all(
+        torch.equal(value, counted["model"][key]) for key, value in plain["model"].items()
+    )  # counting changes nothing
+    curves = b"".join(path.read_bytes() for path in (folder / "counted").glob("events*"))
+    assert b"qat/oscillating" in curves and b"oscillating/0" in curves
+    assert start("run_dir=frozen", FREEZING, "qat.progressive=[{bits: 4}]") == 0
+    assert "% of the weights are frozen" in capsys.readouterr().out
+    run, state = folder / "frozen", torch.load(folder / "frozen" / "last.pt", weights_only=True)["state"]["aids"]
+    watched, integer = state["oscillations"], state["oscillations"]["integer"]
+    loaded = Oscillations(qat.load(run, sys.modules["tinyaids"].tiny(10)))
+    assert list(loaded.weights) == list(watched["layers"])
+    assert torch.equal(loaded.integer[watched["frozen"]], integer[watched["frozen"]])
+    # What an earlier version wrote has no such state.
+    payload = torch.load(folder / "plain" / "last.pt", weights_only=True)
+    del payload["state"]["aids"], payload["config"]["qat"]["oscillation"]
+    torch.save(payload, folder / "plain" / "last.pt")
+    assert start("run_dir=plain", "qat.lr=1.0", "resume=auto", "qat.epochs=4") == 0
+
+
+def test_settings_without_effect_and_models_without_integers_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for block, sentence in {
+        "{freeze_from: 0.2}": "freeze_from: 0.2 has no effect without freeze; set it, such as 0.01",
+        "{freeze: 0.2}": "freeze: 0.2 must be at most freeze_from: 0.1",
+        "{after: 0.5}": "after: 0.5 has no effect without dampen or freeze; set one, or leave it out",
+    }.items():
+        assert start(f"qat.oscillation={block}") == 2
+        assert sentence in capsys.readouterr().err
+    assert start("qat.oscillation={}", "quantization.weight.rule=dorefa") == 2
+    assert (
+        "the model has no weight on an integer grid: the weight of '0' has the rule 'dorefa'" in capsys.readouterr().err
+    )
+    assert not (folder / "runs").exists()
+    overrides = "quantization.overrides={'0': {weight: {rule: ternary}}}"
+    assert start("qat.oscillation={}", overrides) == 0
+    said = capsys.readouterr().out
+    assert (
+        "qat.oscillation leaves out 1 of 3 weights: that of '0' has the rule 'ternary', whose integers are not" in said
+    )
+    assert train.main(["--config", "runs/tiny/config.yaml", "run_dir=again"]) == 0  # with every default written out
+
+
+def test_quantizers_of_the_model_hold_no_state_of_it() -> None:
+    model, oscillations, _ = trained(5)
+    names = {name for module in model.modules() if isinstance(module, Quantizer) for name, _ in module.named_buffers()}
+    assert not names & set(KEYS) and oscillations.frozen.shape == oscillations.integer.shape
