@@ -52,8 +52,8 @@ class GridWeight:
         self.read().copy_(self.layer.torch_layout(from_groups(rows, self.quantizer.spec)))
 
 
-def grid_weights(model: nn.Module) -> tuple[dict[str, GridWeight], dict[str, str]]:
-    """The weights of a model on integer grids, and why the others are on none, both by the name of their layer.
+def grid_weights(model: nn.Module, most_bits: int) -> tuple[dict[str, GridWeight], dict[str, str]]:
+    """The weights of a model on integer grids of so many bits, and why the others are not, by the name of their layer.
 
     A tensor that several layers read on grids of their own counts for the first.
     """
@@ -61,7 +61,7 @@ def grid_weights(model: nn.Module) -> tuple[dict[str, GridWeight], dict[str, str
     found, left_out, first = dict[str, GridWeight](), dict[str, str](), dict[int, str]()
     for name, each in _weights(model):
         weight = None if each.read is _unknown else each.read()
-        reason = _refusal(each.quantizer)
+        reason = _refusal(each.quantizer, most_bits)
         if reason is None and (weight is None or weight.untyped_storage().data_ptr() not in owned):
             reason = "is computed from other tensors"
         if reason is None and weight is not None and first.setdefault(weight.data_ptr(), name) != name:
@@ -73,7 +73,7 @@ def grid_weights(model: nn.Module) -> tuple[dict[str, GridWeight], dict[str, str
     return found, left_out
 
 
-def _refusal(quantizer: Quantizer) -> str | None:
+def _refusal(quantizer: Quantizer, most_bits: int) -> str | None:
     """Why a weight has no integer that stays while the weight and the parameters of its grid do; None if it has."""
     kind, rule = type(quantizer), quantizer.spec.rule
     if not quantizer.exportable:
@@ -82,6 +82,8 @@ def _refusal(quantizer: Quantizer) -> str | None:
         return f"has the rule {rule!r}, whose integers are not those of weight / scale"
     if kind.follow is not Quantizer.follow:
         return f"has the rule {rule!r}, whose range follows the weights"
+    if quantizer.spec.bits > most_bits:
+        return f"has {quantizer.spec.bits} bits, more than most_bits={most_bits}"
     return None
 
 

@@ -207,16 +207,22 @@ def test_without_freezing_the_same_weights_go_on_moving() -> None:
 def test_switched_off_weights_are_left_alone() -> None:
     model = two_layers(bits=3)
     oscillations = Oscillations(model, freeze=0.5, freeze_from=0.5, after=0.0, dampen=1.0, momentum=1.0)
-    before = oscillations.integer.clone()
     weight: Any = model.get_submodule("0").weight
-    with qat.disable_fake_quant(model), torch.no_grad():
+    with torch.no_grad():
         weight.neg_()
-        kept = weight.clone()
         oscillations.update(1.0)
-        assert oscillations.penalty(1.0).item() == 0
-    assert torch.equal(weight, kept) and torch.equal(oscillations.integer, before)
-    oscillations.update(1.0)
-    assert not torch.equal(oscillations.integer, before)
+        weight.neg_()
+        oscillations.update(1.0)
+        assert oscillations.count().frozen > 100
+        before = oscillations.integer.clone()
+        with qat.disable_fake_quant(model):
+            weight.neg_()
+            kept = weight.clone()
+            oscillations.update(1.0)
+            assert oscillations.penalty(1.0).item() == 0
+        assert torch.equal(weight, kept) and torch.equal(oscillations.integer, before)
+        oscillations.update(1.0)
+    assert not torch.equal(weight, kept)  # what is frozen is back
 
 
 def test_weights_of_attention_and_recurrent_layers_are_found() -> None:
@@ -260,15 +266,23 @@ def test_what_has_no_integers_is_left_out_or_refused() -> None:
         "2": "has the rule 'dorefa', whose integers are not those of weight / scale",
         "4": "has the rule 'apot', whose values lie on no integer grid",
     }
-    with pytest.raises(ValueError, match="no weight on an integer grid: the weight of '' has the rule 'minmax', whose"):
-        Oscillations(qat.QuantLinear(4, 2, weight_spec=qat.QuantSpec(rule="minmax")))
-    with pytest.raises(ValueError, match="Oscillations: the model has no weight on an integer grid: call prepare"):
+    for rule, reason in {"minmax": "range follows the weights", "learned_bits": "integers are not those of"}.items():
+        with pytest.raises(
+            ValueError, match=f"on an integer grid of few bits: the weight of '' has the rule .{rule}., whose {reason}"
+        ):
+            Oscillations(qat.QuantLinear(4, 2, weight_spec=qat.QuantSpec(rule=rule)))
+    assert Oscillations(qat.QuantLinear(4, 2), most_bits=8).count().weights == 8
+    with pytest.raises(ValueError, match="few bits: the weight of '' has 8 bits, more than most_bits=4"):
+        Oscillations(qat.QuantLinear(4, 2))
+    with pytest.raises(
+        ValueError, match="Oscillations: the model has no weight on an integer grid of few bits: call prepare"
+    ):
         Oscillations(nn.Linear(4, 2))
     with pytest.raises(TypeError, match=r"Oscillations: model must be a torch\.nn\.Module, got dict"):
         Oscillations({})  # type: ignore[arg-type]
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
-    assert Oscillations(qat.prepare(tied, None, torch.randn(2, 4))).left_out == {
+    assert Oscillations(qat.prepare(tied, qat.QuantRecipe({"bits": 4}), torch.randn(2, 4))).left_out == {
         "1": "is that of '0' too, on another grid"
     }
 
@@ -287,7 +301,7 @@ def test_numbers_out_of_range_are_refused(arguments: dict[str, float], sentence:
     with pytest.raises(ValueError, match=f"Oscillations: {sentence}"):
         Oscillations(qat.QuantLinear(4, 2), **arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="progress must be from 0 to 1, got 2"):
-        Oscillations(qat.QuantLinear(4, 2)).update(2)
+        Oscillations(qat.QuantLinear(4, 2, weight_spec=qat.QuantSpec(bits=4))).update(2)
 
 
 def test_a_state_goes_on_in_a_new_object_and_in_no_other_model() -> None:
@@ -360,6 +374,10 @@ def test_a_run_says_how_many_oscillate_and_its_model_is_like_any_other(
     assert all(
         torch.equal(value, counted["model"][key]) for key, value in plain["model"].items()
     )  # counting changes nothing
+    assert start("run_dir=dampened", "qat.lr=1.0", "qat.oscillation={dampen: 1.0}") == 0
+    assert "qat.oscillation.freeze" not in capsys.readouterr().out
+    dampened = torch.load(folder / "dampened" / "last.pt", weights_only=True)["model"]
+    assert not torch.equal(dampened["4.weight"], plain["model"]["4.weight"])
     curves = b"".join(path.read_bytes() for path in (folder / "counted").glob("events*"))
     assert b"qat/oscillating" in curves and b"oscillating/0" in curves
     assert start("run_dir=frozen", FREEZING, "qat.progressive=[{bits: 4}]") == 0
@@ -388,7 +406,8 @@ def test_settings_without_effect_and_models_without_integers_are_refused(
         assert sentence in capsys.readouterr().err
     assert start("qat.oscillation={}", "quantization.weight.rule=dorefa") == 2
     assert (
-        "the model has no weight on an integer grid: the weight of '0' has the rule 'dorefa'" in capsys.readouterr().err
+        "the model has no weight on an integer grid of few bits: the weight of '0' has the rule 'dorefa'"
+        in capsys.readouterr().err
     )
     assert not (folder / "runs").exists()
     overrides = "quantization.overrides={'0': {weight: {rule: ternary}}}"

@@ -89,6 +89,8 @@ class OscillationConfig(Section):
     """Share of the stage's steps before dampening and freezing begin."""
     momentum: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Share of the newest step in a weight's frequency of oscillation and in its mean integer."""
+    most_bits: Bits = 4
+    """Weights of wider grids, such as 8-bit first and last layers, are left out: they turn around without harm."""
 
     @model_validator(mode="after")
     def _effective(self) -> "OscillationConfig":
