@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from qat.expected import expect_model
 from qat.quantizer.base import Quantizer
+from qat.quantizer.weight_bits import weight_bits
 from qat.torch_internals import BatchOrInstanceNorm
 
 NORMS = (BatchOrInstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -23,10 +24,14 @@ def parameter_groups(
     *,
     norm_weight_decay: float = 0.0,
     quantizer_lr_factor: float | None = None,
+    weight_decay_by_bits: bool = False,
 ) -> list[dict[str, Any]]:
     """Sort the parameters of a model into groups for an optimizer: scales must not decay, and learn slower at 8 bits.
 
     - `weights`: weight_decay.
+    - `weights_3_bits`, `weights_2_bits`, if `weight_decay_by_bits` is set: weights of quantized layers on fewer than 4
+      bits; weight_decay * 2^(bits - 4), and at 1 bit as at 2. LSQ's (arXiv:1902.08153): the coarser the grid, the less
+      a network overfits.
     - `norms`: the parameters of normalisation modules; norm_weight_decay.
     - `biases`: all others that are named bias or have at most one axis; norm_weight_decay.
     - `quantizers_8_bits`, and so on for each width: all parameters inside a `Quantizer`; no decay, and the rate
@@ -43,6 +48,7 @@ def parameter_groups(
         weight_decay: of weights, at least 0.
         norm_weight_decay: of norms and biases.
         quantizer_lr_factor: the rate of all quantizer parameters as a factor of lr; None: by bits, as above.
+        weight_decay_by_bits: whether weights on few bits decay less, as above.
 
     Returns:
         Groups with the keys name, params, lr and weight_decay, without empty groups. Each parameter is in exactly one,
@@ -67,7 +73,11 @@ def parameter_groups(
     for name, value in given.items():
         if not isinstance(value, (Real, Tensor)) or not value >= 0:
             raise ValueError(f"parameter_groups: {name} must be a number of at least 0, got {value!r}")
-    rates = {"weights": (lr, weight_decay), "norms": (lr, norm_weight_decay), "biases": (lr, norm_weight_decay)}
+    bits_of = weight_bits(model) if weight_decay_by_bits else {}
+    few = sorted({bits for bits in bits_of.values() if bits < FEW}, reverse=True)
+    rates = {"weights": (lr, weight_decay)}
+    rates |= {f"weights_{bits}_bits": (lr, weight_decay * decay_factor_of(bits)) for bits in few}
+    rates |= {"norms": (lr, norm_weight_decay), "biases": (lr, norm_weight_decay)}
     quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
     of_quantizers: dict[int, str] = {}
     for quantizer in sorted(quantizers, key=lambda each: -each.spec.bits):
@@ -83,6 +93,8 @@ def parameter_groups(
     of_norms = {id(p) for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
     for name, parameter in model.named_parameters():
         kind = of_quantizers.get(id(parameter)) or _kind_of(name, parameter, id(parameter) in of_norms)
+        if kind == "weights" and bits_of.get(id(parameter)) in few:
+            kind = f"weights_{bits_of[id(parameter)]}_bits"
         if parameter.requires_grad or id(parameter) in of_quantizers:
             members[kind].append(parameter)
     if not any(members.values()):
@@ -101,6 +113,15 @@ def lr_factor_of(bits: int) -> float:
     [1.0, 1.0, 0.32, 0.1, 0.1]
     """
     return float(0.1 ** ((min(max(bits, FEW), MANY) - FEW) / (MANY - FEW)))
+
+
+def decay_factor_of(bits: int) -> float:
+    """The weight decay of weights on so many bits, as a factor of that of the others.
+
+    >>> [decay_factor_of(bits) for bits in (8, 4, 3, 2, 1)]
+    [1.0, 1.0, 0.5, 0.25, 0.25]
+    """
+    return 2.0 ** (min(max(bits, 2), FEW) - FEW)
 
 
 def _kind_of(name: str, parameter: nn.Parameter, of_norm: bool) -> str:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from qat import QuantSpec, freeze_scales, parameter_groups
+from qat import QuantRecipe, QuantSpec, freeze_scales, parameter_groups, prepare
 from qat.quantizer import create_quantizer
 
 
@@ -79,6 +80,50 @@ def test_frozen_scales_stay_in_their_group_and_those_without_gradient_do_not() -
     freeze_scales(model, False)
     model.head.quantizer.requires_grad_(False)
     assert [g["name"] for g in parameter_groups(model, 0.1, 0.0)][3:] == ["quantizers_8_bits"]
+
+
+class Reader(nn.Module):
+    """Weights that layers own, that functions read from another module, and that stay in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.read, self.both = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.lstm, self.left = nn.LSTM(4, 4, batch_first=True, bias=False), nn.Linear(4, 4)
+        self.wide, self.tied = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.tied.weight = self.wide.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.linear(self.own(self.tied(self.wide(self.lstm(x)[0]))), self.read.weight * 2.0)
+        x = functional.linear(self.both(x), self.both.weight[:2].repeat(2, 1))
+        return self.left(self.attention(x, x, self.normed(x), need_weights=False)[0])
+
+
+def test_weights_are_in_the_group_of_the_fewest_bits_that_they_are_computed_on() -> None:
+    grids = {
+        "own": {"weight": {"bits": 3}},
+        "wide": {"weight": {"bits": 8}},
+        "both": {"weight": {"bits": 1, "rule": "binary"}},
+        "left": {"skip": True},
+    }
+    recipe = QuantRecipe(weight=QuantSpec(bits=2), overrides=grids)
+    model = prepare(Reader(), recipe, torch.randn(2, 5, 4))
+    groups = {g["name"]: g for g in parameter_groups(model, 0.1, 0.4, weight_decay_by_bits=True)}
+    found = {kind: set(names_of(model, group["params"])) for kind, group in groups.items() if kind[:6] == "weight"}
+    assert found == {
+        "weights": {"left.weight"},
+        "weights_3_bits": {"own.weight"},
+        "weights_2_bits": {
+            "read.weight", "normed.parametrizations.weight.original0", "normed.parametrizations.weight.original1",
+            "attention.in_proj_weight", "attention.out_proj.weight", "lstm.weight_ih_l0", "lstm.weight_hh_l0",
+            "wide.weight",
+        },
+        "weights_1_bits": {"both.weight"},
+    }  # fmt: skip
+    assert [groups[kind]["weight_decay"] for kind in found] == [0.4, 0.2, 0.1, 0.1]
+    plain = {g["name"]: g for g in parameter_groups(model, 0.1, 0.4)}
+    assert set(names_of(model, plain["weights"]["params"])) == set().union(*found.values())
 
 
 @pytest.mark.parametrize(

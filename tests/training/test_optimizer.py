@@ -8,11 +8,12 @@ import torch
 from tiny_training import tiny_model, user_error
 from torch import nn
 
+from qat import QuantLinear
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop.ema import EMA
-from qat.training.loop.optimizer import build_optimizer, build_schedule, rates_of_scales
+from qat.training.loop.optimizer import build_optimizer, build_schedule, groups_in_words
 
 
 def test_nothing_to_train_is_a_sentence() -> None:
@@ -30,6 +31,11 @@ def test_nothing_to_train_is_a_sentence() -> None:
             " qat.optimizer, qat.lr and qat.quantizer_lr_factor set others",
         ),
         (QATStageConfig(lr=0.2, quantizer_lr_factor=0.5), {"quantizers": 0.1}, ""),
+        (
+            QATStageConfig(quantizer_lr_factor=1.0, lr=0.2, weight_decay_by_bits=True),
+            {"quantizers": 0.2},
+            "qat.weight_decay_by_bits has no effect: no weight has fewer than 4 bits",
+        ),
         (StageConfig(lr=0.2), {"quantizers": 0.2}, ""),
     ],
 )
@@ -39,7 +45,26 @@ def test_scales_learn_at_the_rate_of_their_bits_or_of_the_config(
     optimizer = build_optimizer(nn.Sequential(tiny_model(), create_quantizer(QuantSpec(bits=3))), stage)
     build_schedule(optimizer, stage, steps_per_epoch=4)
     assert {g["name"]: g["lr"] for g in optimizer.param_groups[3:]} == pytest.approx(rates)
-    assert rates_of_scales(optimizer, stage) == said
+    assert groups_in_words(optimizer, stage) == said
+
+
+@pytest.mark.parametrize(
+    ("decay", "said"),
+    [
+        (0.04, "weight decay 0.04, of weights on few bits 0.02 (3 bits) and 0.01 (2 bits)"),
+        (0.0, "qat.weight_decay_by_bits has no effect: qat.weight_decay is 0"),
+    ],
+)
+def test_weights_on_few_bits_decay_less_if_the_config_says_so(decay: float, said: str) -> None:
+    layers = [QuantLinear(2, 2, weight_spec=QuantSpec(bits=bits)) for bits in (2, 4, 3)]
+    stage = QATStageConfig(weight_decay=decay, weight_decay_by_bits=True, quantizer_lr_factor=1.0)
+    optimizer = build_optimizer(nn.Sequential(*layers, nn.Linear(2, 2)), stage)
+    found = {group["name"]: (len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups}
+    assert found["weights"] == (2, decay)
+    assert (found["weights_3_bits"], found["weights_2_bits"]) == ((1, decay / 2), (1, decay / 4))
+    assert groups_in_words(optimizer, stage) == said
+    plain = QATStageConfig(weight_decay=decay, quantizer_lr_factor=1.0)
+    assert groups_in_words(build_optimizer(layers[0], plain), plain) == ""
 
 
 def run_steps(model: nn.Module, stage: StageConfig, gradients: list[list[np.ndarray]]) -> None:

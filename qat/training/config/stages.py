@@ -159,6 +159,8 @@ class QATStageConfig(StageConfig):
     """Learning rate of quantizer parameters (scales), as a factor of lr; null: by each quantizer's bits, 0.1 from 8
     bits on, 1.0 up to 4. At 8 bits, where a scale is a hundredth of the values it rounds, 1.0 lets scales collapse (50
     of MobileNetV2's, measured); at 4 bits and fewer 1.0 is LSQ's own."""
+    weight_decay_by_bits: bool = False
+    """Weights on 3 bits get half of weight_decay, on 2 and 1 a quarter, as in LSQ (arXiv:1902.08153)."""
     distillation: DistillationConfig | None = None
     """Learn from a float model too; {} does so with the run's own."""
     oscillation: OscillationConfig | None = None

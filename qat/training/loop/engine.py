@@ -24,7 +24,7 @@ from qat.training.loop.ema import EMA
 from qat.training.loop.evaluation import Batches, Evaluation, TrainBatches, evaluate, split_output, to_device
 from qat.training.loop.metrics import Meter, log_epoch, log_window
 from qat.training.loop.norm_statistics import settle_statistics
-from qat.training.loop.optimizer import build_optimizer, build_schedule, rates_of_scales
+from qat.training.loop.optimizer import build_optimizer, build_schedule, groups_in_words
 from qat.training.loop.stage import StageRun
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
 from qat.training.run.folder import BEST_CHECKPOINT, LAST_CHECKPOINT
@@ -99,9 +99,9 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     if len(run.train) == 0:
         raise UserError(f"data.batch_size: {run.config.data.batch_size} leaves no whole training batch; reduce it")
     optimization = _Optimization(run)
-    rates = rates_of_scales(optimization.optimizer, run.stage)
-    if rates and (state is None or state.epoch < run.stage.epochs):
-        run.log.say(f"{run.name}: {rates}")
+    chosen = groups_in_words(optimization.optimizer, run.stage)
+    if chosen and (state is None or state.epoch < run.stage.epochs):
+        run.log.say(f"{run.name}: {chosen}")
     if run.stage.accumulate > len(run.train):
         found = f"accumulate: {run.stage.accumulate} is more than the {len(run.train)} batches of an epoch"
         run.log.say(f"{run.name}: {found}; each epoch is one step")

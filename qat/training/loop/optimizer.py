@@ -30,6 +30,7 @@ def build_optimizer(model: nn.Module, stage: StageConfig) -> torch.optim.Optimiz
         stage.weight_decay,
         norm_weight_decay=stage.norm_weight_decay,
         quantizer_lr_factor=stage.quantizer_lr_factor if isinstance(stage, QATStageConfig) else 1.0,
+        weight_decay_by_bits=isinstance(stage, QATStageConfig) and stage.weight_decay_by_bits,
     )
     # The fused step is one kernel per tensor list, 3 to 4 times faster than torch's default for ResNet-18 on a CPU.
     # On CUDA it also lets a gradient scaler skip a step without a synchronisation.
@@ -41,18 +42,37 @@ def build_optimizer(model: nn.Module, stage: StageConfig) -> torch.optim.Optimiz
     )
 
 
-def rates_of_scales(optimizer: torch.optim.Optimizer, stage: StageConfig) -> str:
-    """A sentence on the rates where bits decided those of scales; "" where the config did, or without scales."""
-    by_bits = isinstance(stage, QATStageConfig) and stage.quantizer_lr_factor is None
+def groups_in_words(optimizer: torch.optim.Optimizer, stage: StageConfig) -> str:
+    """Sentences on the rates and decays that bits decided; "" where the config did, or without quantizers."""
+    if not isinstance(stage, QATStageConfig) or not any(g["name"].startswith("quant") for g in optimizer.param_groups):
+        return ""
+    return "; ".join(filter(None, (_rates_of_scales(optimizer, stage), _decays_of_weights(optimizer, stage))))
+
+
+def _rates_of_scales(optimizer: torch.optim.Optimizer, stage: QATStageConfig) -> str:
     found = [
         f"{group['initial_lr'] / stage.lr:.2g} lr ({group['name'].split('_')[1]} bits)"
         for group in optimizer.param_groups
-        if by_bits and group["name"].startswith("quantizers_")
+        if group["name"].startswith("quantizers_")
     ]
     if not found:
         return ""
     own = f"{stage.optimizer} at lr {stage.lr:g}, scales at {' and '.join(found)}"
     return f"{own}; qat.optimizer, qat.lr and qat.quantizer_lr_factor set others"
+
+
+def _decays_of_weights(optimizer: torch.optim.Optimizer, stage: QATStageConfig) -> str:
+    if not stage.weight_decay_by_bits:
+        return ""
+    found = [
+        f"{group['weight_decay']:g} ({group['name'].split('_')[1]} bits)"
+        for group in optimizer.param_groups
+        if group["name"].startswith("weights_")
+    ]
+    if not found or not stage.weight_decay:
+        why = "qat.weight_decay is 0" if found else "no weight has fewer than 4 bits"
+        return f"qat.weight_decay_by_bits has no effect: {why}"
+    return f"weight decay {stage.weight_decay:g}, of weights on few bits {' and '.join(found)}"
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, stage: StageConfig, steps_per_epoch: int) -> LambdaLR:
