@@ -24,6 +24,8 @@ def parameter_groups(
     *,
     norm_weight_decay: float = 0.0,
     quantizer_lr_factor: float | None = None,
+    quantizer_lr: float | None = None,
+    quantizer_weight_decay: float = 0.0,
     weight_decay_by_bits: bool = False,
 ) -> list[dict[str, Any]]:
     """Sort the parameters of a model into groups for an optimizer: scales must not decay, and learn slower at 8 bits.
@@ -34,10 +36,10 @@ def parameter_groups(
       a network overfits.
     - `norms`: the parameters of normalisation modules; norm_weight_decay.
     - `biases`: all others that are named bias or have at most one axis; norm_weight_decay.
-    - `quantizers_8_bits`, and so on for each width: all parameters inside a `Quantizer`; no decay, and the rate
-      lr * 10^(-(bits - 4) / 4), with bits from 4 to 8: that is lr up to 4 bits, and lr / 10 from 8 bits on, where a
-      scale is a hundredth of the values that it rounds. See docs/default_rule.md.
-    - `quantizers` in their place, if `quantizer_lr_factor` is given.
+    - `quantizers_8_bits`, and so on for each width: all parameters inside a `Quantizer`; quantizer_weight_decay, and
+      the rate lr * 10^(-(bits - 4) / 4), with bits from 4 to 8: that is lr up to 4 bits, and lr / 10 from 8 bits on,
+      where a scale is a hundredth of the values that it rounds. See docs/default_rule.md.
+    - `quantizers` in their place, if `quantizer_lr_factor` or `quantizer_lr` is given.
 
     Parameters without requires_grad are left out. Those of quantizers that `qat.freeze_scales` froze are in, so that
     the groups stay the same when it is called or undone, and a resumed optimizer finds what it saved.
@@ -48,6 +50,9 @@ def parameter_groups(
         weight_decay: of weights, at least 0.
         norm_weight_decay: of norms and biases.
         quantizer_lr_factor: the rate of all quantizer parameters as a factor of lr; None: by bits, as above.
+        quantizer_lr: the rate of all quantizer parameters, whatever lr is: for an optimizer of their own, such as
+            EWGS's Adam at 1e-5 (arXiv:2104.00903) beside SGD; None: a factor of lr.
+        quantizer_weight_decay: of quantizer parameters; a scale that decays shrinks its range.
         weight_decay_by_bits: whether weights on few bits decay less, as above.
 
     Returns:
@@ -56,7 +61,7 @@ def parameter_groups(
 
     Raises:
         TypeError: if the model is none, such as its parameters.
-        ValueError: if the model has no trainable parameter, or a number is negative.
+        ValueError: if the model has no trainable parameter, a number is negative, or quantizers get two rates.
 
     >>> from qat import prepare
     >>> model = prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
@@ -68,11 +73,11 @@ def parameter_groups(
     quantizers_8_bits 2 0.001 0.0
     """
     expect_model(parameter_groups, model)
-    given = {"lr": lr, "weight_decay": weight_decay, "norm_weight_decay": norm_weight_decay}
-    given["quantizer_lr_factor"] = 0.0 if quantizer_lr_factor is None else quantizer_lr_factor
-    for name, value in given.items():
-        if not isinstance(value, (Real, Tensor)) or not value >= 0:
-            raise ValueError(f"parameter_groups: {name} must be a number of at least 0, got {value!r}")
+    _check(
+        {"quantizer_lr_factor": quantizer_lr_factor, "quantizer_lr": quantizer_lr},
+        lr=lr, weight_decay=weight_decay, norm_weight_decay=norm_weight_decay,
+        quantizer_weight_decay=quantizer_weight_decay,
+    )  # fmt: skip
     bits_of = weight_bits(model) if weight_decay_by_bits else {}
     few = sorted({bits for bits in bits_of.values() if bits < FEW}, reverse=True)
     rates = {"weights": (lr, weight_decay)}
@@ -82,10 +87,12 @@ def parameter_groups(
     of_quantizers: dict[int, str] = {}
     for quantizer in sorted(quantizers, key=lambda each: -each.spec.bits):
         bits = quantizer.spec.bits
-        kind, factor = f"quantizers_{bits}_bits", lr_factor_of(bits)
-        if quantizer_lr_factor is not None:
-            kind, factor = "quantizers", quantizer_lr_factor
-        rates[kind] = (lr * factor, 0.0)
+        kind, rate = f"quantizers_{bits}_bits", lr * lr_factor_of(bits)
+        if quantizer_lr is not None:
+            kind, rate = "quantizers", quantizer_lr
+        elif quantizer_lr_factor is not None:
+            kind, rate = "quantizers", lr * quantizer_lr_factor
+        rates[kind] = (rate, quantizer_weight_decay)
         for parameter in quantizer.parameters():
             if parameter.requires_grad or quantizer.is_frozen:
                 of_quantizers.setdefault(id(parameter), kind)
@@ -122,6 +129,17 @@ def decay_factor_of(bits: int) -> float:
     [1.0, 1.0, 0.5, 0.25, 0.25]
     """
     return 2.0 ** (min(max(bits, 2), FEW) - FEW)
+
+
+def _check(rates: dict[str, float | None], **given: float) -> None:
+    """Refuse what is no number of at least 0, and two rates of quantizers."""
+    chosen = {name: rate for name, rate in rates.items() if rate is not None}
+    for name, value in (*given.items(), *chosen.items()):
+        if not isinstance(value, (Real, Tensor)) or not value >= 0:
+            raise ValueError(f"parameter_groups: {name} must be a number of at least 0, got {value!r}")
+    if len(chosen) > 1:
+        both = " and ".join(f"{name}={rate!r}" for name, rate in chosen.items())
+        raise ValueError(f"parameter_groups: {both} are two rates for the same parameters; give one")
 
 
 def _kind_of(name: str, parameter: nn.Parameter, of_norm: bool) -> str:

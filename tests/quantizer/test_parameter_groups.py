@@ -72,6 +72,15 @@ def test_a_factor_of_ones_own_makes_one_group_and_empty_ones_are_left_out() -> N
     ]
 
 
+def test_a_rate_and_a_decay_of_their_own_hold_for_all_quantizers() -> None:
+    groups = parameter_groups(Zoo().outer, 0.2, 0.3, quantizer_lr=1e-5, quantizer_weight_decay=0.1)
+    assert [(g["name"], g["lr"], g["weight_decay"]) for g in groups] == [("quantizers", 1e-5, 0.1)]
+    by_bits = parameter_groups(Zoo().outer, 0.2, 0.3, quantizer_weight_decay=0.1)
+    assert [(g["name"], g["lr"], g["weight_decay"]) for g in by_bits] == [
+        ("quantizers_8_bits", pytest.approx(0.02), 0.1)
+    ]
+
+
 def test_frozen_scales_stay_in_their_group_and_those_without_gradient_do_not() -> None:
     model = Zoo()
     before = [names_of(model, g["params"]) for g in parameter_groups(model, 0.1, 0.0)]
@@ -138,6 +147,19 @@ def test_weights_are_in_the_group_of_the_fewest_bits_that_they_are_computed_on()
         (
             nn.Linear(2, 2), {"quantizer_lr_factor": -1},
             "parameter_groups: quantizer_lr_factor must be a number of at least 0, got -1",
+        ),
+        (
+            nn.Linear(2, 2), {"quantizer_lr": "1e-5"},
+            "parameter_groups: quantizer_lr must be a number of at least 0, got '1e-5'",
+        ),
+        (
+            nn.Linear(2, 2), {"quantizer_weight_decay": -1},
+            "parameter_groups: quantizer_weight_decay must be a number of at least 0, got -1",
+        ),
+        (
+            nn.Linear(2, 2), {"quantizer_lr": 1e-5, "quantizer_lr_factor": 0.1},
+            "parameter_groups: quantizer_lr_factor=0.1 and quantizer_lr=1e-05 are two rates for the same parameters;"
+            " give one",
         ),
     ],
 )  # fmt: skip

@@ -332,6 +332,14 @@ BAD_FILES = [
      "got 9223372036854775808"),
     ("seed: " + "1" * 5000, f"seed: expected a whole number >= 0 and < 9223372036854775808, got '{'1' * 76}..."),
     # several keys together
+    (
+        "qat: {quantizer_lr: 1e-5, quantizer_lr_factor: 0.1}",
+        "qat.quantizer_lr: 1e-05 and quantizer_lr_factor: 0.1 are two rates for the same parameters; leave one out",
+    ),
+    (
+        "qat: {quantizer_optimizer: adamw}",
+        "qat.quantizer_optimizer: 'adamw' beside 'sgd' needs a rate of its own; set quantizer_lr, such as 1e-5",
+    ),
     ("qat: {epochs: 2, warmup_epochs: 2.5}", "qat.warmup_epochs: 2.5 is longer than qat.epochs: 2"),
     ("cuda_graphs: true", "cuda_graphs: true is about compiled models; add compile: true, or leave it out"),
     (

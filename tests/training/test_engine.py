@@ -74,10 +74,11 @@ def test_training_learns_and_logs_its_curves(tmp_path: Path, capsys: pytest.Capt
 STAGES = [
     QATStageConfig(epochs=3, lr=0.05, warmup_epochs=0.5, ema_decay=0.7, clip_grad_norm=1.0, freeze_bn_epoch=2),
     QATStageConfig(epochs=3, optimizer="adamw", lr=0.01, freeze_scales_epoch=1, label_smoothing=0.1),
+    QATStageConfig(epochs=3, lr=0.05, quantizer_optimizer="adamw", quantizer_lr=0.001, clip_grad_norm=1.0),
 ]
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=["sgd", "adamw"])
+@pytest.mark.parametrize("stage", STAGES, ids=["sgd", "adamw", "both"])
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(stage: QATStageConfig, tmp_path: Path) -> None:
     whole = stage_run(tmp_path / "whole", tiny_model(), stage)
     expected = train(whole)

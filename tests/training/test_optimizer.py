@@ -1,6 +1,8 @@
 """Parameter groups, optimizers and schedules against their formulas, and the moving average of weights."""
 
+import copy
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from qat.spec import QuantSpec
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop.ema import EMA
 from qat.training.loop.optimizer import build_optimizer, build_schedule, groups_in_words
+from qat.training.loop.two_optimizers import TwoOptimizers
 
 
 def test_nothing_to_train_is_a_sentence() -> None:
@@ -42,10 +45,11 @@ def test_nothing_to_train_is_a_sentence() -> None:
 def test_scales_learn_at_the_rate_of_their_bits_or_of_the_config(
     stage: StageConfig, rates: dict[str, float], said: str
 ) -> None:
-    optimizer = build_optimizer(nn.Sequential(tiny_model(), create_quantizer(QuantSpec(bits=3))), stage)
+    model = nn.Sequential(tiny_model(), create_quantizer(QuantSpec(bits=3)))
+    optimizer = build_optimizer(model, stage)
     build_schedule(optimizer, stage, steps_per_epoch=4)
     assert {g["name"]: g["lr"] for g in optimizer.param_groups[3:]} == pytest.approx(rates)
-    assert groups_in_words(optimizer, stage) == said
+    assert groups_in_words(optimizer, model, stage) == said
 
 
 @pytest.mark.parametrize(
@@ -58,13 +62,79 @@ def test_scales_learn_at_the_rate_of_their_bits_or_of_the_config(
 def test_weights_on_few_bits_decay_less_if_the_config_says_so(decay: float, said: str) -> None:
     layers = [QuantLinear(2, 2, weight_spec=QuantSpec(bits=bits)) for bits in (2, 4, 3)]
     stage = QATStageConfig(weight_decay=decay, weight_decay_by_bits=True, quantizer_lr_factor=1.0)
-    optimizer = build_optimizer(nn.Sequential(*layers, nn.Linear(2, 2)), stage)
+    model = nn.Sequential(*layers, nn.Linear(2, 2))
+    optimizer = build_optimizer(model, stage)
     found = {group["name"]: (len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups}
     assert found["weights"] == (2, decay)
     assert (found["weights_3_bits"], found["weights_2_bits"]) == ((1, decay / 2), (1, decay / 4))
-    assert groups_in_words(optimizer, stage) == said
+    assert groups_in_words(optimizer, model, stage) == said
     plain = QATStageConfig(weight_decay=decay, quantizer_lr_factor=1.0)
-    assert groups_in_words(build_optimizer(layers[0], plain), plain) == ""
+    assert groups_in_words(build_optimizer(model, plain), model, plain) == ""
+
+
+@pytest.mark.parametrize(("weights", "scales"), [("sgd", "adamw"), ("adamw", "sgd")])
+def test_scales_have_an_optimizer_of_their_own(weights: str, scales: str) -> None:
+    """Each trains as it would alone, and one schedule moves both rates."""
+    fields: dict[str, Any] = {"epochs": 1, "lr": 0.1, "quantizer_lr": 0.003, "quantizer_weight_decay": 0.2}
+    trained = {}
+    for kinds in ((weights, scales), (weights, weights), (scales, scales)):
+        torch.manual_seed(0)
+        layer = QuantLinear(3, 2)
+        stage = QATStageConfig(optimizer=kinds[0], quantizer_optimizer=kinds[1], **fields)
+        optimizer = build_optimizer(layer, stage)
+        assert isinstance(optimizer, TwoOptimizers) == (kinds[0] != kinds[1])
+        schedule = build_schedule(optimizer, stage, steps_per_epoch=4)
+        for step in range(2):
+            for parameter in layer.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1 + step)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.05, 0.05, 0.0015])
+        assert [g["weight_decay"] for g in optimizer.param_groups] == [1e-4, 0.0, 0.2]
+        trained[kinds] = {name: value.detach().clone() for name, value in layer.named_parameters()}
+    for name, value in trained[weights, scales].items():
+        alone = scales if "quantizer" in name else weights
+        assert torch.equal(value, trained[alone, alone][name])
+    assert not torch.equal(trained[weights, weights]["weight"], trained[scales, scales]["weight"])
+
+
+def test_two_optimizers_load_what_they_saved() -> None:
+    parameters = [nn.Parameter(torch.tensor(value)) for value in (1.0, 2.0)]
+
+    def build() -> tuple[torch.optim.Optimizer, Any]:
+        both = TwoOptimizers([torch.optim.SGD(parameters[:1], 0.1, momentum=0.9), torch.optim.Adam(parameters[1:])])
+        return both, torch.optim.lr_scheduler.ExponentialLR(both, 0.5)
+
+    def step(optimizer: torch.optim.Optimizer, schedule: Any) -> list[float]:
+        (parameters[0] ** 2 + parameters[1] ** 3).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        return [parameter.item() for parameter in parameters]
+
+    optimizer, schedule = build()
+    before = step(optimizer, schedule)
+    states = copy.deepcopy((optimizer.state_dict(), schedule.state_dict()))
+    expected = step(optimizer, schedule)
+    for parameter, value in zip(parameters, before, strict=True):
+        parameter.data.fill_(value)
+    resumed, schedule = build()
+    resumed.load_state_dict(states[0])
+    schedule.load_state_dict(states[1])
+    assert step(resumed, schedule) == expected
+    assert [group["lr"] for group in resumed.param_groups] == [0.025, 0.00025]
+    with pytest.raises(TypeError, match=r"^TwoOptimizers\.step: takes no closure"):
+        resumed.step(lambda: 0.0)
+
+
+def test_rates_of_scales_without_effect_are_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), create_quantizer(QuantSpec(rule="minmax")))
+    stage = QATStageConfig(quantizer_optimizer="adamw", quantizer_lr=1e-5)
+    why = "has no effect: no quantizer learns"
+    said = groups_in_words(build_optimizer(model, stage), model, stage)
+    assert said == f"qat.quantizer_lr {why}; qat.quantizer_optimizer {why}"
+    assert groups_in_words(build_optimizer(model[0], stage), model[0], stage) == ""
 
 
 def run_steps(model: nn.Module, stage: StageConfig, gradients: list[list[np.ndarray]]) -> None:

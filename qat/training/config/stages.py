@@ -33,7 +33,7 @@ class StageConfig(Section):
     momentum: Probability = 0.9
     """SGD momentum (Nesterov); AdamW ignores it."""
     weight_decay: NonNegative = 1e-4
-    """Weight decay of weights. Norms and biases: `norm_weight_decay`; quantizer parameters never decay."""
+    """Weight decay of weights. Norms and biases: `norm_weight_decay`; quantizers: `quantizer_weight_decay`."""
     norm_weight_decay: NonNegative = 0.0
     """Weight decay of normalisation parameters and biases."""
     warmup_epochs: NonNegative = 0.0
@@ -159,6 +159,13 @@ class QATStageConfig(StageConfig):
     """Learning rate of quantizer parameters (scales), as a factor of lr; null: by each quantizer's bits, 0.1 from 8
     bits on, 1.0 up to 4. At 8 bits, where a scale is a hundredth of the values it rounds, 1.0 lets scales collapse (50
     of MobileNetV2's, measured); at 4 bits and fewer 1.0 is LSQ's own."""
+    quantizer_lr: Positive | None = None
+    """Learning rate of quantizer parameters, whatever lr is; in place of quantizer_lr_factor."""
+    quantizer_optimizer: Literal["sgd", "adamw"] | None = None
+    """Optimizer of quantizer parameters; null: the weights'. Another one needs a rate: EWGS trains scales with Adam at
+    1e-5 beside SGD (arXiv:2104.00903). With `schedule`, both rates fall alike."""
+    quantizer_weight_decay: NonNegative = 0.0
+    """Weight decay of quantizer parameters; a scale that decays shrinks its range."""
     weight_decay_by_bits: bool = False
     """Weights on 3 bits get half of weight_decay, on 2 and 1 a quarter, as in LSQ (arXiv:1902.08153)."""
     distillation: DistillationConfig | None = None
@@ -172,3 +179,18 @@ class QATStageConfig(StageConfig):
     """From this epoch on (0 is the first), batch-norm statistics are frozen."""
     freeze_scales_epoch: CountOrZero | None = None
     """From this epoch on, the ranges of all quantizers are frozen: scales stay, weights learn."""
+
+    @model_validator(mode="after")
+    def _one_rate_of_scales(self) -> "QATStageConfig":
+        if self.quantizer_lr is not None and self.quantizer_lr_factor is not None:
+            raise ValueError(
+                f"quantizer_lr: {self.quantizer_lr:g} and quantizer_lr_factor: {self.quantizer_lr_factor:g} are two"
+                " rates for the same parameters; leave one out"
+            )
+        own = self.quantizer_optimizer or self.optimizer
+        if own != self.optimizer and self.quantizer_lr is None and self.quantizer_lr_factor is None:
+            raise ValueError(
+                f"quantizer_optimizer: {own!r} beside {self.optimizer!r} needs a rate of its own; set quantizer_lr,"
+                f" such as {'1e-5' if own == 'adamw' else '0.001'}"
+            )
+        return self

@@ -99,7 +99,7 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     if len(run.train) == 0:
         raise UserError(f"data.batch_size: {run.config.data.batch_size} leaves no whole training batch; reduce it")
     optimization = _Optimization(run)
-    chosen = groups_in_words(optimization.optimizer, run.stage)
+    chosen = groups_in_words(optimization.optimizer, run.model, run.stage)
     if chosen and (state is None or state.epoch < run.stage.epochs):
         run.log.say(f"{run.name}: {chosen}")
     if run.stage.accumulate > len(run.train):
