@@ -2,6 +2,7 @@
 
 from qat.finetuning.accumulation import grouped
 from qat.finetuning.distillation import Distillation
+from qat.finetuning.ema import EMA
 from qat.finetuning.oscillation import Oscillations
 
-__all__ = ["Distillation", "Oscillations", "grouped"]
+__all__ = ["EMA", "Distillation", "Oscillations", "grouped"]

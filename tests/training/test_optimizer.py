@@ -1,4 +1,4 @@
-"""Parameter groups, optimizers and schedules against their formulas, and the moving average of weights."""
+"""Parameter groups, optimizers and schedules against their formulas."""
 
 import copy
 import math
@@ -14,7 +14,6 @@ from qat import QuantLinear
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
 from qat.training.config.stages import QATStageConfig, StageConfig
-from qat.training.loop.ema import EMA
 from qat.training.loop.optimizer import build_optimizer, build_schedule, groups_in_words
 from qat.training.loop.two_optimizers import TwoOptimizers
 
@@ -203,57 +202,3 @@ def test_schedule_is_exact_at_every_step(stage: StageConfig, factors: list[float
         assert rates == pytest.approx([0.3 * factor] * 3 + [0.03 * factor], abs=1e-15)
         optimizer.step()
         schedule.step()
-
-
-class Averaged(nn.Module):
-    """A scale, a tied weight, and buffers that must not be averaged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([1.0, 2.0]))
-        self.tied = self.scale
-        self.register_buffer("mean", torch.tensor(0.0))
-        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
-        self.register_buffer("count", torch.tensor(0))
-
-    def set(self, value: float) -> None:
-        with torch.no_grad():
-            self.scale.fill_(value)
-            self.mean.fill_(-value)
-            self.count.add_(1)
-
-
-def test_ema_follows_its_formula_and_restores_the_model() -> None:
-    model = Averaged()
-    ema = EMA(model, 0.75)
-    expected = np.array([1.0, 2.0, 0.0])
-    for value in (0.5, 1e-9, 1e-9):
-        model.set(value)
-        ema.update(model)
-        expected = 0.75 * expected + 0.25 * np.array([value, value, -value])
-    parameter = model.scale
-    with pytest.raises(RuntimeError, match="stop"), ema.swapped(model):
-        np.testing.assert_allclose([*model.scale.tolist(), model.mean.item()], expected, rtol=1e-6)
-        assert model.scale.min() > 0
-        assert model.count.item() == 3
-        assert model.mask.tolist() == [0.0, -math.inf]
-        raise RuntimeError("stop")
-    assert model.scale is parameter
-    assert model.scale.tolist() == [np.float32(1e-9)] * 2
-    assert model.mean.item() == np.float32(-1e-9)
-    ema.copy_to(model)
-    np.testing.assert_allclose(model.scale.tolist(), expected[:2], rtol=1e-6)
-
-
-def test_ema_state_loads_into_another_ema() -> None:
-    model = Averaged()
-    ema, other = EMA(model, 0.5), EMA(Averaged(), 0.5)
-    model.set(3.0)
-    ema.update(model)
-    saved = {name: tensor.clone() for name, tensor in ema.state_dict().items()}
-    other.load_state_dict(saved)
-    model.set(7.0)
-    ema.update(model)
-    assert {name: tensor.tolist() for name, tensor in other.state_dict().items()} == {"scale": [2.0, 2.5], "mean": -1.5}
-    with pytest.raises(ValueError, match=r"^EMA: the averages are of another model; they differ in 'weight'$"):
-        other.load_state_dict({**saved, "weight": torch.zeros(1)})

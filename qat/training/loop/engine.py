@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.batch_norm import copied_statistics, freeze_batch_norm
-from qat.finetuning import grouped
+from qat.finetuning import EMA, grouped
 from qat.finetuning.watching import LOGITS
 from qat.kernels import float_products
 from qat.quantizer import Quantizer
@@ -20,7 +20,6 @@ from qat.training.errors import UserError
 from qat.training.loop.aids import Aids, build_oscillations, left_out_in_words
 from qat.training.loop.compiled import CompiledModel
 from qat.training.loop.device import autocast, compile_mode
-from qat.training.loop.ema import EMA
 from qat.training.loop.evaluation import Batches, Evaluation, TrainBatches, evaluate, split_output, to_device
 from qat.training.loop.metrics import Meter, log_epoch, log_window
 from qat.training.loop.norm_statistics import settle_statistics

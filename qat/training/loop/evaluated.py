@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 
 from qat.batch_norm import restore_statistics
+from qat.finetuning import EMA
 from qat.training.errors import UserError
-from qat.training.loop.ema import EMA
 from qat.training.loop.evaluation import Evaluation, evaluate
 from qat.training.loop.stage import StageRun
 from qat.training.run.checkpoint import load_checkpoint, restore_model

@@ -7,22 +7,47 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from qat.expected import expect_model
+
 
 class EMA:
     """Running averages of a model's floating-point parameters and buffers, without a copy of its modules.
 
-    After each step: average = decay * average + (1 - decay) * value, starting from the values at construction. An
-    average lies between the values that it has seen, and the floor of a scale applies to its average too. Integer
-    buffers (counters, flags) and buffers with infinities (masks) have no average; the model's own values are used.
+    After each step: average = decay * average + (1 - decay) * value, starting from the values at construction, as for
+    the teacher of arXiv:1703.01780. At few bits weights jump between two levels until the end (arXiv:2203.11086), and
+    their averages do not. An average lies between the values that it has seen, so that the floor of a scale applies to
+    its average too. Integer buffers (counters, flags) and buffers with infinities (masks) have no average; the model's
+    own values are used. Averaged statistics of BatchNorm are of the weights as they were: call
+    `qat.reestimate_batch_norm` before an evaluation.
 
-    torch's `AveragedModel` also averages integers and reads its counter from the device in every step, so only its
-    update function is used here.
+    It costs one pass over the parameters in every step, and their memory once. torch's `AveragedModel` also averages
+    integers and reads its counter from the device in every step, so only its update function is used here.
+
+    Args:
+        model: prepared and calibrated, or any other, on the device of its training.
+        decay: from 0 (no averaging) to 1 (the average never changes); 0.999 averages about the last 1,000 steps.
 
     Raises:
-        ValueError: if decay is outside 0 (no averaging) to 1 (the average never changes).
+        TypeError: if the model is none.
+        ValueError: for a decay outside.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> ema = EMA(model, decay=0.75)
+    >>> before = model.weight.item()
+    >>> with torch.no_grad():
+    ...     step = model.weight.add_(1.0)  # what an optimizer does
+    >>> ema.update(model)
+    >>> with ema.swapped(model):  # evaluate here
+    ...     print(round(model.weight.item() - before, 4))
+    0.25
+    >>> print(round(model.weight.item() - before, 4))
+    1.0
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
+        expect_model(EMA, model)
+        if not 0 <= decay <= 1:
+            raise ValueError(f"EMA: decay must be from 0 to 1, got {decay!r}")
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._averages = {
             name: tensor.detach().clone()
