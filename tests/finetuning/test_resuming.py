@@ -12,6 +12,8 @@ import train
 AIDS = {
     "an optimizer of the scales": ((), ("qat.quantizer_optimizer=adamw", "qat.quantizer_lr=1e-4")),
     "decay by bits": (("quantization.weight.bits=2", "qat.weight_decay=0.05"), ("qat.weight_decay_by_bits=true",)),
+    "activations after weights": ((), ("qat.gradual={activations_from: 0.8}",)),
+    "a share of weights": ((), ("qat.gradual={weight_share: 0.2, weights_from: 0.9}",)),
 }
 """What else the run's config says, and the aid."""
 

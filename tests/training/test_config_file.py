@@ -336,6 +336,16 @@ BAD_FILES = [
         "qat: {quantizer_lr: 1e-5, quantizer_lr_factor: 0.1}",
         "qat.quantizer_lr: 1e-05 and quantizer_lr_factor: 0.1 are two rates for the same parameters; leave one out",
     ),
+    ("qat: {gradual: {}}",
+     "qat.gradual: it makes nothing gradual; set activations_from or weight_share, or leave it out"),
+    (
+        "qat: {gradual: {activations_from: 0.2, weights_from: 0.7}}",
+        "qat.gradual.weights_from: 0.7 has no effect without a weight_share below 1",
+    ),
+    (
+        "compile: true\nqat: {gradual: {weight_share: 0.5}}",
+        "qat.gradual: compiled code does not follow its switches; leave it out, or set compile: false",
+    ),
     (
         "qat: {quantizer_optimizer: adamw}",
         "qat.quantizer_optimizer: 'adamw' beside 'sgd' needs a rate of its own; set quantizer_lr, such as 1e-5",

@@ -176,6 +176,10 @@ class RunConfig(Section):
             raise ValueError(
                 "qat.distillation.features: compiled code does not return them; leave them out, or set compile: false"
             )
+        if self.compile and self.qat.gradual is not None:
+            raise ValueError(
+                "qat.gradual: compiled code does not follow its switches; leave it out, or set compile: false"
+            )
         if not self.imports:  # else a module may still register the target; `build_recipe` checks it after the imports
             try:
                 profile_of(self.quantization.target)

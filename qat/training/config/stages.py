@@ -94,15 +94,33 @@ class OscillationConfig(Section):
 
     @model_validator(mode="after")
     def _effective(self) -> "OscillationConfig":
-        usual = {
-            name: field.default for name, field in type(self).model_fields.items()
-        }  # a run's own file has them too
+        usual = {name: field.default for name, field in type(self).model_fields.items()}  # in a run's own file too
         if self.freeze is None and self.freeze_from != usual["freeze_from"]:
             raise ValueError(f"freeze_from: {self.freeze_from:g} has no effect without freeze; set it, such as 0.01")
         if self.freeze is not None and self.freeze > self.freeze_from:
             raise ValueError(f"freeze: {self.freeze:g} must be at most freeze_from: {self.freeze_from:g}")
         if self.after != usual["after"] and self.freeze is None and not self.dampen:
             raise ValueError(f"after: {self.after:g} has no effect without dampen or freeze; set one, or leave it out")
+        return self
+
+
+class GradualConfig(Section):
+    """A stage begins with a part of the model in float: `qat.finetuning.GradualQuantization`. Evaluations, and so
+    best.pt, are of the whole model on its grids."""
+
+    activations_from: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the stage's steps after which activations are quantized; weights are from the start."""
+    weight_share: Probability = 1.0
+    """Share of each weight's elements, drawn anew in every step, that is quantized at the start (quant-noise)."""
+    weights_from: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the stage's steps after which weights are quantized whole; weight_share rises to 1 until then."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> "GradualConfig":
+        if self.weight_share == 1 and self.weights_from != type(self).model_fields["weights_from"].default:
+            raise ValueError(f"weights_from: {self.weights_from:g} has no effect without a weight_share below 1")
+        if self.weight_share == 1 and self.activations_from == 0:
+            raise ValueError("it makes nothing gradual; set activations_from or weight_share, or leave it out")
         return self
 
 
@@ -172,6 +190,8 @@ class QATStageConfig(StageConfig):
     """Learn from a float model too; {} does so with the run's own."""
     oscillation: OscillationConfig | None = None
     """Count, dampen or freeze the weights that oscillate, in the last stage; {} counts."""
+    gradual: GradualConfig | None = None
+    """Quantize by degrees, in each stage of QAT: activations after weights, or a growing share of each weight."""
     progressive: tuple[ProgressiveConfig, ...] = ()
     """Stages before the last, one after the other, such as `[{bits: 8}, {bits: 4, epochs: 2}]` before 2 bits: each
     starts from the weights of the one before, with ranges found anew. All else is as in the last one."""

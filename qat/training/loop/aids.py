@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from qat.ewgs import update_ewgs
-from qat.finetuning import Distillation, Oscillations
+from qat.finetuning import Distillation, GradualQuantization, Oscillations
 from qat.quantizer import Quantizer
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.errors import value_errors_reported
@@ -25,16 +25,22 @@ class Aids:
         model: the model of the stage.
         distillation: what it learns from besides labels; None for nothing.
         oscillations: what watches its weights; None for nothing.
+        gradual: what quantizes it by degrees; None for nothing.
 
     Attributes:
         student: what a training step calls: the model, or one that returns what the distillation needs too.
     """
 
     def __init__(
-        self, model: nn.Module, distillation: Distillation | None = None, oscillations: Oscillations | None = None
+        self,
+        model: nn.Module,
+        distillation: Distillation | None = None,
+        oscillations: Oscillations | None = None,
+        gradual: GradualQuantization | None = None,
     ) -> None:
         self.model = model
         self.oscillations, self.progress = oscillations, 0.0
+        self.gradual = gradual
         self.distillation = distillation
         self.student = model if distillation is None else distillation.watching(model)
         quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
@@ -53,10 +59,17 @@ class Aids:
                 update_ewgs(self.model, lambda _model, batch: loss_of(batch), [next(iter(batches))])
 
     def before_step(self, progress: float) -> None:
-        """Tell the annealed rules the training progress, 0 to 1."""
+        """Tell the annealed rules and the aids the training progress, 0 to 1."""
         self.progress = progress
         for quantizer in self.annealed:
             quantizer.set_progress(progress)
+        if self.gradual is not None:
+            self.gradual.set_progress(progress)
+
+    def before_evaluation(self) -> None:
+        """Quantize all of the model after the training steps of an epoch."""
+        if self.gradual is not None:
+            self.gradual.complete()
 
     def added_to(self, loss: Tensor, output: Any, images: Tensor) -> Tensor:
         """The task's loss plus the penalties of the rules and the losses of the aids."""

@@ -21,6 +21,7 @@ from qat.training.loop.aids import Aids, build_oscillations, left_out_in_words
 from qat.training.loop.compiled import CompiledModel
 from qat.training.loop.device import autocast, compile_mode
 from qat.training.loop.evaluation import Batches, Evaluation, TrainBatches, evaluate, split_output, to_device
+from qat.training.loop.gradual import build_gradual
 from qat.training.loop.metrics import Meter, log_epoch, log_window
 from qat.training.loop.norm_statistics import settle_statistics
 from qat.training.loop.optimizer import build_optimizer, build_schedule, groups_in_words
@@ -43,7 +44,8 @@ class _Optimization:
         self.schedule = build_schedule(self.optimizer, run.stage, run.steps_per_epoch)
         self.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.amp == "fp16")
         self.ema = None if run.stage.ema_decay is None else EMA(run.model, run.stage.ema_decay)
-        self.aids = Aids(run.model, run.distillation, build_oscillations(run.model, run.stage))
+        oscillations, gradual = build_oscillations(run.model, run.stage), build_gradual(run.model, run.stage)
+        self.aids = Aids(run.model, run.distillation, oscillations, gradual)
         self.compiled: CompiledModel | None = None
         if run.config.compile:
             self.compiled = CompiledModel(run.model, compile_mode(run.device, run.config.cuda_graphs))
@@ -165,6 +167,7 @@ def _train_epoch(run: StageRun, optimization: _Optimization, epoch: int) -> Mete
                 bar.set_postfix(words, refresh=False)
                 whole.merge(window)
                 window = Meter()
+    optimization.aids.before_evaluation()
     return whole
 
 

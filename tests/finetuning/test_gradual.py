@@ -1,0 +1,196 @@
+"""Quantization by degrees: what is on at which progress, formula and gradient of a part, and a run's evaluations."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qat
+import train
+from qat.finetuning import GradualQuantization
+from qat.quantizer import Quantizer
+from qat.training.config.file import dump_config, load_config
+from qat.training.loop import engine
+
+
+@pytest.fixture
+def images() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(16, 3, 6, 6)
+
+
+@pytest.fixture
+def model(images: Tensor) -> nn.Module:
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+    few = qat.QuantSpec(bits=3)
+    prepared = qat.prepare(layers, qat.QuantRecipe(weight=few, activation=few), images)
+    qat.calibrate(prepared, [images])
+    return prepared.train()
+
+
+def off(model: nn.Module) -> set[str]:
+    return {name for name, each in model.named_modules() if isinstance(each, Quantizer) and each.is_disabled}
+
+
+ACTIVATIONS = {"input_quantizer", "0_quantizer", "2_quantizer"}
+
+
+def test_activations_are_in_float_until_their_time_and_in_evaluations_they_are_not(
+    model: Any, images: Tensor, tmp_path: Path
+) -> None:
+    whole = model(images)
+    with qat.disable_fake_quant(model, weights=False):
+        weights_only = model(images)
+    gradual = GradualQuantization(model, activations_from=0.25)
+    for progress, expected in (
+        (0.0, weights_only),
+        (0.24, weights_only),
+        (0.25, whole),
+        (1.0, whole),
+        (0.1, weights_only),
+    ):
+        gradual.set_progress(progress)
+        assert off(model) == (ACTIVATIONS if expected is weights_only else set())
+        assert torch.equal(model(images), expected)
+    with pytest.raises(ValueError, match="switched off"):
+        qat.export_onnx(model.eval(), tmp_path / "early.onnx", images)
+    gradual.complete()
+    assert off(model) == set() and torch.equal(model.train()(images), whole)
+    qat.export_onnx(model.eval(), tmp_path / "whole.onnx", images)
+
+
+def test_what_was_switched_off_before_stays_off(model: Any) -> None:
+    qat.disable_fake_quant(model, "2", weights=False)
+    gradual = GradualQuantization(model, activations_from=0.5)
+    gradual.set_progress(0.0)
+    assert off(model) == ACTIVATIONS
+    gradual.complete()
+    assert off(model) == {"0_quantizer"}
+
+
+@pytest.mark.parametrize(("progress", "share"), [(0.0, 0.3), (0.2, 0.65), (0.4, 1.0), (1.0, 1.0)])
+def test_a_share_of_each_weight_is_quantized_and_the_rest_passes(model: Any, progress: float, share: float) -> None:
+    """In 40,000 elements of a layer; the gradient of a part in float is 1 even where the grid clips."""
+    layer = qat.QuantLinear(200, 200, weight_spec=qat.QuantSpec(bits=2), activation_spec=None).train()
+    layer.weight_quantizer.scale.data *= 0.25
+    gradual = GradualQuantization(layer, weight_share=0.3, weights_from=0.4)
+    quantized = layer.quantized(layer.weight).detach()
+    gradual.set_progress(progress)
+    assert gradual.share == pytest.approx(share)
+    drawn = [layer.quantized(layer.weight) for _ in range(2)]
+    (gradient,) = torch.autograd.grad(drawn[0].sum(), layer.weight)
+    in_float = drawn[0] == layer.weight
+    assert torch.equal(drawn[0], torch.where(in_float, layer.weight, quantized))
+    assert float(in_float.float().mean()) == pytest.approx(1 - share, abs=0.01)
+    assert torch.equal(drawn[0], drawn[1]) == (share == 1)  # anew in every step
+    assert bool((gradient[in_float] == 1).all())
+    clipped = layer.weight.abs() > 2 * layer.weight_quantizer.scale
+    assert bool((gradient[clipped & ~in_float] == 0).all()) and int((clipped & ~in_float).sum()) > 100
+
+
+def test_parts_are_drawn_by_torchs_generator_and_evaluation_is_whole(model: Any, images: Tensor) -> None:
+    evaluated = model.eval()(images)
+    plain = model.train()(images)
+    gradual = GradualQuantization(model, weight_share=0.5)
+    gradual.set_progress(0.1)
+    answers = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        answers.append(model(images))
+    assert torch.equal(answers[0], answers[1]) and not torch.equal(answers[0], answers[2])
+    assert torch.equal(model.eval()(images), evaluated)
+    before = torch.get_rng_state()
+    gradual.complete()
+    assert torch.equal(model.train()(images), plain)
+    assert torch.equal(torch.get_rng_state(), before)  # nothing is drawn any more
+
+
+def test_weights_without_integers_are_evaluated_whole_too() -> None:
+    """A layer with scales per group calls its quantizer in evaluation."""
+    layer = qat.QuantLinear(16, 8, weight_spec=qat.QuantSpec(bits=3, granularity="group", group_size=8))
+    evaluated = layer.eval().quantized(layer.weight)
+    GradualQuantization(layer, weight_share=0.5).set_progress(0.0)
+    assert torch.equal(layer.quantized(layer.weight), evaluated)
+    assert not torch.equal(layer.train().quantized(layer.weight), evaluated)
+
+
+def test_the_kernels_come_back_once_all_is_quantized(model: Any, images: Tensor) -> None:
+    gradual = GradualQuantization(model, activations_from=0.5, weight_share=0.5)
+    before = str(qat.explain(model))
+    gradual.set_progress(0.0)
+    assert "a hook waits for its call" in str(qat.explain(model)) and str(qat.explain(model)) != before
+    gradual.complete()
+    model(images)
+    assert str(qat.explain(model)) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"activations_from": 1.0}, "activations_from must be from 0 to below 1, got 1.0"),
+        ({"weight_share": -0.1}, "weight_share must be from 0 to 1, got -0.1"),
+        ({"weight_share": 0.5, "weights_from": 0}, "weights_from must be above 0 to 1, got 0"),
+        ({}, "nothing is gradual; set activations_from or weight_share"),
+        ({"weights_from": 0.2}, "nothing is gradual; set activations_from or weight_share"),
+    ],
+)
+def test_what_is_not_gradual_is_refused(model: Any, given: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(f'GradualQuantization: {sentence}')}$"):
+        GradualQuantization(model, **given)
+
+
+def test_models_and_progress_that_do_not_fit_are_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"the model has no quantizer of weights; call qat\.prepare first"):
+        GradualQuantization(nn.Linear(2, 2), weight_share=0.5)
+    with pytest.raises(ValueError, match=r"the model has no quantizer of activations; call qat\.prepare first"):
+        GradualQuantization(qat.QuantLinear(2, 2, activation_spec=None), activations_from=0.5)
+    with pytest.raises(TypeError, match=r"^GradualQuantization: model must be a torch\.nn\.Module, got int"):
+        GradualQuantization(3, weight_share=0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^GradualQuantization: progress must be from 0 to 1, got 1\.5"):
+        GradualQuantization(model, weight_share=0.5).set_progress(1.5)
+
+
+def test_a_run_evaluates_and_saves_the_whole_model_after_every_epoch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_step, real_validate = engine._train_step, engine._validate
+    trained, evaluated = list[tuple[str, int, int]](), list[tuple[str, int, int]]()
+
+    def state(run: Any) -> tuple[str, int, int]:
+        quantizers = [each for each in run.model.modules() if isinstance(each, Quantizer)]
+        return (
+            run.name,
+            sum(each.is_disabled for each in quantizers),
+            sum(len(each._forward_hooks) for each in quantizers),
+        )
+
+    def step(run: Any, *rest: Any) -> Any:
+        trained.append(state(run))
+        return real_step(run, *rest)
+
+    def validate(run: Any) -> Any:
+        evaluated.append(state(run))
+        return real_validate(run)
+
+    monkeypatch.setattr(engine, "_train_step", step)
+    monkeypatch.setattr(engine, "_validate", validate)
+    arguments = ("run_dir=run", "float_finetune=true", "float.epochs=1", "qat.progressive=[{bits: 8}]")
+    block = "qat.gradual={activations_from: 0.5, weight_share: 0.5, weights_from: 0.8}"
+    assert train.main(["--config", "tiny.yaml", *arguments, block]) == 0
+    each = {name: [row[1:] for row in trained if row[0] == name] for name, _, _ in trained}
+    assert each["float"] == [(0, 0)] * 4 and each["float_finetune"] == [(0, 0)] * 12
+    assert each["qat_1"] == [(4, 3), (4, 3), (0, 3), (0, 0)]  # progress 0, 1/3, 2/3, 1
+    assert each["qat"] == [(4, 3)] * 4 + [(0, 3)] * 2 + [(0, 0)] * 2
+    assert {row[1:] for row in evaluated} == {(0, 0)}
+    for file in ("last.pt", "best.pt"):
+        saved = torch.load(folder / "run" / file, weights_only=True)["model"]
+        assert not any(key.endswith(".disabled") for key in saved)
+
+
+def test_the_resolved_config_is_a_config(folder: Path) -> None:
+    config = load_config("tiny.yaml", ["qat.gradual={activations_from: 0.5}"])
+    (folder / "resolved.yaml").write_text(dump_config(config))
+    assert load_config("resolved.yaml", [f"name={config.name}"]) == config
