@@ -127,6 +127,19 @@ def test_two_optimizers_load_what_they_saved() -> None:
         resumed.step(lambda: 0.0)
 
 
+@pytest.mark.parametrize("factor", [1.0, math.inf])
+def test_a_gradient_scaler_unscales_for_both_and_skips_both(factor: float) -> None:
+    parameters = [nn.Parameter(torch.tensor(1.0)) for _ in range(2)]
+    both = TwoOptimizers([torch.optim.SGD(parameters[:1], 0.1, fused=True), torch.optim.SGD(parameters[1:], 0.01)])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(parameters[0] * factor + parameters[1]).backward()  # type: ignore[no-untyped-call]
+    scaler.step(both)
+    scaler.update()
+    expected = [0.9, 0.99] if factor == 1 else [1.0, 1.0]
+    assert [parameter.item() for parameter in parameters] == pytest.approx(expected)
+    assert scaler.get_scale() == (1024 if factor == 1 else 512)
+
+
 def test_rates_of_scales_without_effect_are_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), create_quantizer(QuantSpec(rule="minmax")))
     stage = QATStageConfig(quantizer_optimizer="adamw", quantizer_lr=1e-5)
