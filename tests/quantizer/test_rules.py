@@ -312,7 +312,7 @@ def test_a_binary_activation_starts_at_its_mean_magnitude():
 
 @quantizers(lambda role, spec: spec.rule == "power_of_two")
 def test_a_power_of_two_covers_the_range_it_is_given_and_not_twice_that(role, spec):
-    spec = replace(spec, init="minmax")
+    spec = dataclasses.replace(spec, init="minmax")
     x = tensor_of(role, spec)
     quantizer = fitted(role, spec, x)
     grouped = x.reshape(6, 2, 4, 3, 3) if spec.granularity == "group" else x
