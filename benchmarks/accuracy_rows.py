@@ -49,20 +49,31 @@ def _rows() -> dict[str, Row]:
             rows[f"{name}_long"] = Row(name, bits, 30, "our recipe, long", ("qat.epochs=30",))
     binary = "resnet20_cifar10_w1a1"
     rows[binary] = Row(binary, 1, 30, "our recipe, first and last layer in float")
-    return rows | _depthwise()
+    return (
+        rows
+        | _with_aids("mobilenet_v2_cifar10_w4a4", "MobileNetV2")
+        | _with_aids("vit_cifar10_w4a4", "vision transformer")
+    )
 
 
-def _depthwise() -> dict[str, Row]:
-    """MobileNetV2 at 32 pixels: the recipe, and without each aid."""
-    name = "mobilenet_v2_cifar10_w4a4"
-    without = {
-        "distillation": "qat.distillation=null",
-        "re-estimation": "qat.bn_reestimate=never",
-    }
-    rows = {name: Row(name, 4, 6, "MobileNetV2, our recipe", own_float=True)}
-    for aid, override in without.items():
-        rows[f"{name}_no_{aid.replace('-', '')}"] = Row(name, 4, 6, f"without {aid}", (override,), own_float=True)
-    rows[f"{name}_none"] = Row(name, 4, 6, "without all of these", tuple(without.values()), own_float=True)
+AIDS = {
+    "distillation": "qat.distillation=null",
+    "re-estimation": "qat.bn_reestimate=never",
+    "freezing": "qat.oscillation.freeze=null",
+}
+"""What a recipe of a network with its own float training is compared without."""
+
+
+def _with_aids(name: str, network: str) -> dict[str, Row]:
+    """A recipe of 4 bits and 3 epochs behind a float training of its own, and without each aid that it has."""
+    has = AIDS if name.startswith("mobilenet") else {"distillation": AIDS["distillation"]}
+    rows = {name: Row(name, 4, 3, f"{network}, our recipe", own_float=True)}
+    for aid, override in has.items():
+        rows[f"{name}_no_{aid.replace('-', '')}"] = Row(
+            name, 4, 3, f"{network}, without {aid}", (override,), own_float=True
+        )
+    if len(has) > 1:
+        rows[f"{name}_none"] = Row(name, 4, 3, f"{network}, without all of these", tuple(has.values()), own_float=True)
     return rows
 
 

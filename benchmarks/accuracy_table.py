@@ -22,14 +22,24 @@ TITLES = (
 )
 
 
-def accuracy_table() -> str:
-    """Every row, also those that were not run; means over seeds, with the spread where there are several."""
+def accuracy_table(own_float: bool = False) -> str:
+    """Every row, also those that were not run; means over seeds, with the spread where there are several.
+
+    Args:
+        own_float: the rows of networks that train in float first, in place of those from ResNet-20's published weights.
+    """
     lines = [f"| {' | '.join(TITLES)} |", f"|---|---|{'---:|' * (len(TITLES) - 2)}"]
-    results = kept()
-    for name, row in ROWS.items():
+    rows = {name: row for name, row in ROWS.items() if row.own_float == own_float}
+    results = [each for each in kept() if each["row"] in rows]
+    for name, row in rows.items():
         own = [each for each in results if each["row"] == name]
         lines.append(f"| {' | '.join(_cells(row, own))} |")
     return "\n".join([*lines, "", *_floats(results)]) + "\n"
+
+
+def own_float_table() -> str:
+    """The networks that train in float first."""
+    return accuracy_table(own_float=True)
 
 
 def model_table() -> str:
@@ -92,11 +102,11 @@ def _percent(values: list[float | None]) -> str:
 
 
 def _floats(results: list[dict[str, Any]]) -> list[str]:
-    """What float has: as given, and after the same epochs."""
+    """What float has: as given, and after the same epochs; and where the last row was measured."""
     if not results:
         return []
     last = results[-1]
-    floats = [f"{last['float']:.1f} % as published"]
+    floats = list(dict.fromkeys(_float_of(each) for each in results))
     for each in results:
         if each["float_finetune"] is not None:
             how = f"for {each['epochs']} epochs as the recipe of {ROWS[each['row']].bits} bits"
@@ -108,3 +118,10 @@ def _floats(results: list[dict[str, Any]]) -> list[str]:
         f"torch {versions['torch']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)};"
         f" {machine.get('processor', 'CPU')}; last measured {last['date']} at {last['commit']}.",
     ]
+
+
+def _float_of(result: dict[str, Any]) -> str:
+    row = ROWS[result["row"]]
+    if not row.own_float:
+        return f"{result['float']:.1f} % as published"
+    return f"{row.what.partition(',')[0]} {result['float']:.1f} %"
