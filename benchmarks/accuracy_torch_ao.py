@@ -25,6 +25,7 @@ from torch.ao.quantization import (
     QConfig,
     QConfigMapping,
     disable_observer,
+    enable_observer,
 )
 from torch.ao.quantization.quantize_fx import prepare_qat_fx
 
@@ -32,6 +33,7 @@ from benchmarks.accuracy_rows import PLAIN_RATES
 from benchmarks.cifar_resnet import resnet20
 from qat.training.config.file import load_config
 from qat.training.data.loaders import Data, Loader, load_data
+from qat.training.run.report import processor_name
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -60,8 +62,8 @@ def prepared(weights: Path, bits: int) -> nn.Module:
 
 
 def answers(model: nn.Module, loader: Loader) -> tuple[np.ndarray, np.ndarray]:
-    """Predictions and labels."""
-    model.eval()
+    """Predictions and labels; the ranges stay, which torch.ao's observers would move in eval mode too."""
+    model.eval().apply(disable_observer)
     with torch.no_grad():
         pairs = [(model(images).argmax(1), labels) for images, labels in loader]
     return tuple(torch.cat(each).numpy() for each in zip(*pairs, strict=True))  # type: ignore[return-value]
@@ -70,7 +72,7 @@ def answers(model: nn.Module, loader: Loader) -> tuple[np.ndarray, np.ndarray]:
 def train_epoch(model: nn.Module, data: Data, optimizer: Any, schedule: Any, epoch: int) -> float:
     """One epoch; returns its mean loss."""
     data.train.set_epoch(epoch)
-    model.train()
+    model.train().apply(enable_observer)
     losses: list[Tensor] = []
     for images, labels in data.train:
         loss = F.cross_entropy(model(images.to(memory_format=torch.channels_last)), labels)
@@ -118,7 +120,6 @@ def main() -> None:
         states = {key: each.state_dict() for key, each in
                   (("model", model), ("optimizer", optimizer), ("schedule", schedule))}  # fmt: skip
         torch.save({**states, "epoch": epoch + 1, "loss": loss}, last)
-    model.apply(disable_observer)
     found, _ = answers(model, data.val)
     difference = (found == truth).astype(float) - (floats == truth).astype(float)
     summary = {
@@ -128,7 +129,7 @@ def main() -> None:
         "difference": 100 * float(difference.mean()),
         "standard_error": 100 * float(difference.std() / np.sqrt(len(truth))),
         "seconds": time.perf_counter() - started,
-        "machine": {"threads": torch.get_num_threads()},
+        "machine": {"processor": processor_name(), "threads": torch.get_num_threads()},
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
     (given.run / "summary.json").write_text(json.dumps(summary, indent=2))
