@@ -24,11 +24,11 @@ from qat.training.config.schema import RunConfig
 from qat.training.config.stages import StageConfig
 from qat.training.data.loaders import Data, Loader, load_data
 from qat.training.errors import UserError
-from qat.training.loop.aids import build_oscillations
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.loop.engine import StageRun, evaluate, train_stage
 from qat.training.loop.evaluated import choice_in_words, choose_weights, is_same_choice
 from qat.training.loop.mixing import build_mixing
+from qat.training.loop.oscillations import build_oscillations
 from qat.training.loop.preparation import build_recipe, calibration_reported, check_forward, prepare_model
 from qat.training.loop.progressive import (
     float_counterpart,
@@ -49,8 +49,9 @@ from qat.training.run.checkpoint import (
     restore_model,
     save_float_weights,
 )
-from qat.training.run.exit_status import exit_status, memory_shortage
-from qat.training.run.files import replacing, write_text
+from qat.training.run.exit_status import exit_status
+from qat.training.run.exporting import export_and_prove
+from qat.training.run.files import write_text
 from qat.training.run.folder import (
     FLOAT_WEIGHTS,
     LAYERS,
@@ -64,7 +65,6 @@ from qat.training.run.folder import (
 )
 from qat.training.run.logging import RunLog
 from qat.training.run.models import build_model
-from qat.training.run.proof import prove
 from qat.training.run.report import read_problem, report_lines, write_summary
 from qat.training.run.staging import results_of
 from qat.training.run.weights import load_weights
@@ -268,22 +268,10 @@ class Stages:
                 self.warn([f"{MODEL} is of an earlier export, not of these weights: export.onnx is false"])
             return ""
         self.log.say(f"export: {choice_in_words(self.results['qat'], exported)}")
-        path = self.place / MODEL
-        with replacing(path) as temporary:
-            try:
-                metadata = export_metadata(self.about, self.results)
-                qat.export_onnx(model, temporary, torch.zeros(1, *self.data.image_shape), metadata=metadata)
-            except Exception as error:  # the exporter has its own types; the training is safe in last.pt
-                if isinstance(error, OSError) or memory_shortage(error):
-                    raise
-                logger.debug("export: the exporter's error", exc_info=True)
-                details = " ".join(str(error).split())[:200]
-                raise UserError(
-                    f"export: {self.config.model.name} could not be exported ({type(error).__name__}: {details});"
-                    " resume=auto tries again, export.onnx=false goes without"
-                ) from error
         assert isinstance(model, fx.GraphModule)  # prepare_model checks it
-        proof = prove(path, model, self.data.val)
+        metadata = export_metadata(self.about, self.results)
+        example = torch.zeros(1, *self.data.image_shape)
+        proof = export_and_prove(model, self.place / MODEL, example, self.data.val, self.config, metadata, self.log)
         self.results["onnx"] = proof.results
         self.log.say("\n".join(proof.sentences()))
         self._write_layers(model, proof.saturation_table())

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.accuracy_table import accuracy_table, model_table, own_float_table, with_result
 from benchmarks.default_rule import rule_table
+from benchmarks.epoch import epoch_table
 from benchmarks.loading import loading_table
 from benchmarks.low_bit_table import low_bit_table
 from benchmarks.reference_table import reference_table
@@ -39,6 +40,7 @@ DOCUMENTS = (
 FROM_CODE = {
     "accuracy": accuracy_table,
     "accuracy_own_float": own_float_table,
+    "epoch": epoch_table,
     "models": model_table,
     "loading": loading_table,
     "low_bit": low_bit_table,

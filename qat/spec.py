@@ -195,7 +195,8 @@ class QuantSpec(NamedArguments):
 
     def _of_other_bits(self, change: Mapping[str, Any]) -> dict[str, Any]:
         """What a change of bits changes too, if it was not chosen against the old ones."""
-        if LEFT_OPEN in (old := self.bits, new := change.get("bits")) or old == new:
+        old, new = self.bits, change.get("bits")
+        if old is None or new is None or old == new:  # left open: the role's spec says
             return {}
         found: dict[str, Any] = {}
         if self.narrow_range is narrow_by_bits(old):

@@ -9,6 +9,9 @@ from torch import nn
 
 import qat
 from qat.export import optimized_operators
+from qat.training.config.schema import RunConfig
+from qat.training.run.exporting import export_and_prove
+from qat.training.run.logging import RunLog
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -52,3 +55,40 @@ def test_a_sum_that_is_read_as_it_is_stays_an_integer_one(tmp_path: Path) -> Non
     qat.calibrate(model, [x])
     qat.export_onnx(model.eval(), path, x)
     assert "QLinearAdd" in optimized_operators(path)
+
+
+def _with_ties(x: torch.Tensor) -> torch.nn.Module:
+    """8 bits, where 0.1 m + 0.3 n lies on a tie of 0.2 for every other pair of integers."""
+    torch.manual_seed(0)
+    model = qat.prepare(Block(), qat.QuantRecipe(), x)
+    qat.calibrate(model, [x])
+    with torch.no_grad():
+        for name, scale in (("stem_quantizer", 0.01), ("first_quantizer", 0.03), ("add_quantizer", 0.02)):
+            model.get_submodule(name).scale.fill_(scale)
+    return model.eval()
+
+
+def test_all_sums_are_exact_if_asked_for(tmp_path: Path) -> None:
+    x = torch.randn(16, 3, 16, 16)
+    model = _with_ties(x)
+    differences = []
+    for exact in (False, True):
+        path = tmp_path / f"{exact}.onnx"
+        qat.export_onnx(model, path, x, exact_sums=exact)
+        differences.append(qat.verify_onnx(path, model, [x]).max_difference)
+        assert ("QLinearAdd" in optimized_operators(path)) is not exact
+    assert differences[0] > 1e-3 > 1e-5 > differences[1]
+
+
+@pytest.mark.parametrize(("wanted", "exact"), [("auto", True), ("never", False), ("always", True)])
+def test_a_run_adds_exactly_where_integer_sums_change_predictions(
+    wanted: str, exact: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x = torch.randn(16, 3, 16, 16)
+    model, config = _with_ties(x), RunConfig(export={"exact_sums": wanted})
+    batches = [(x, model(x).detach().argmax(1))]
+    proof = export_and_prove(model, tmp_path / "model.onnx", x, batches, config, {}, RunLog(tmp_path))
+    assert (proof.results["agreement"] == 1) is exact
+    assert ("QLinearAdd" in optimized_operators(tmp_path / "model.onnx")) is not exact
+    assert ("sums are added in float32" in capsys.readouterr().out) is (wanted == "auto")
+    assert sorted(path.name for path in tmp_path.glob("*.onnx")) == ["model.onnx"]

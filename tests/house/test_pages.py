@@ -69,6 +69,8 @@ def test_choosing_bits(capsys: pytest.CaptureFixture[str]) -> None:
 def test_aids() -> None:
     names = run_page("aids")
     assert torch.isfinite(names["loss"]) and names["fewer"].get_submodule("0").weight_quantizer.spec.bits == 8
+    assert list(names["oscillations"].weights) == ["3"] and names["count"].weights == 8 * 8 * 3 * 3
+    assert names["decays"]["weights"] == 0.04 and names["decays"]["weights_2_bits"] == 0.01
 
 
 def test_coming_over(capsys: pytest.CaptureFixture[str]) -> None:

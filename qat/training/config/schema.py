@@ -121,6 +121,9 @@ class ExportConfig(Section):
     weights: Literal["best", "last"] = "last"
     """The epoch of QAT whose weights are exported and reported as QAT: the last one, or the one with the best
     validation accuracy (best.pt), which is then no accuracy on unseen images."""
+    exact_sums: Literal["auto", "always", "never"] = "auto"
+    """Residual sums in float32, as torch adds them, in place of ONNX Runtime's faster integer sum, which rounds
+    near-ties its own way. `auto`: if integer sums change a prediction; those that end on fewer than 8 bits always."""
 
 
 class RunConfig(Section):
