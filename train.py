@@ -18,6 +18,16 @@ import torch
 from torch import fx, nn
 
 import qat
+from qat.training.aids.mixing import build_mixing
+from qat.training.aids.oscillations import build_oscillations
+from qat.training.aids.progressive import (
+    float_counterpart,
+    on_grids_of,
+    progressive_stages,
+    take_weights,
+    training_of,
+)
+from qat.training.aids.teacher import build_distillation, check_teacher
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.imports import import_extensions
 from qat.training.config.schema import RunConfig
@@ -27,19 +37,9 @@ from qat.training.errors import UserError
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.loop.engine import StageRun, evaluate, train_stage
 from qat.training.loop.evaluated import choice_in_words, choose_weights, is_same_choice
-from qat.training.loop.mixing import build_mixing
-from qat.training.loop.oscillations import build_oscillations
 from qat.training.loop.preparation import build_recipe, calibration_reported, check_forward, prepare_model
-from qat.training.loop.progressive import (
-    float_counterpart,
-    on_grids_of,
-    progressive_stages,
-    take_weights,
-    training_of,
-)
 from qat.training.loop.stage import steps_per_epoch
 from qat.training.loop.stage_warnings import warnings_about
-from qat.training.loop.teacher import build_distillation, check_teacher
 from qat.training.run.about import about_model, export_metadata
 from qat.training.run.checkpoint import (
     StageState,

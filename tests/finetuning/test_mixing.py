@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import train as command
 from qat.finetuning import Distillation
+from qat.training.aids.mixing import build_mixing
 from qat.training.config.file import load_config
 from qat.training.config.stages import StageConfig
 from qat.training.errors import UserError
-from qat.training.loop.mixing import build_mixing
 
 
 class Batches(TinyBatches):

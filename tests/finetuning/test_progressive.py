@@ -9,8 +9,8 @@ import torch
 
 import train
 from qat.quantizer import Quantizer
+from qat.training.aids.progressive import float_counterpart, on_grids_of, training_of
 from qat.training.config.file import load_config
-from qat.training.loop.progressive import float_counterpart, on_grids_of, training_of
 
 PROGRESSIVE = "qat.progressive=[{bits: 8, epochs: 2}, {bits: 6, weight: {rule: minmax}, lr: 0.02}]"
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from qat.ewgs import update_ewgs
 from qat.finetuning import Distillation, GradualQuantization, Oscillations
 from qat.quantizer import Quantizer
+from qat.training.aids.oscillations import report_oscillations
 from qat.training.errors import value_errors_reported
 from qat.training.loop.evaluation import TrainBatches
-from qat.training.loop.oscillations import report_oscillations
 from qat.training.run.logging import RunLog
 
 

@@ -15,17 +15,17 @@ from qat.finetuning.watching import LOGITS
 from qat.kernels import float_products
 from qat.quantizer import Quantizer
 from qat.switches import freeze_scales
+from qat.training.aids.gradual import build_gradual
+from qat.training.aids.oscillations import build_oscillations, left_out_in_words
 from qat.training.config.stages import QATStageConfig
 from qat.training.errors import UserError
 from qat.training.loop.aids import Aids
 from qat.training.loop.compiled import CompiledModel
 from qat.training.loop.device import autocast, compile_mode
 from qat.training.loop.evaluation import Batches, Evaluation, TrainBatches, evaluate, split_output, to_device
-from qat.training.loop.gradual import build_gradual
 from qat.training.loop.metrics import Meter, log_epoch, log_window
 from qat.training.loop.norm_statistics import settle_statistics
 from qat.training.loop.optimizer import build_optimizer, build_schedule, groups_in_words
-from qat.training.loop.oscillations import build_oscillations, left_out_in_words
 from qat.training.loop.stage import StageRun
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
 from qat.training.run.folder import BEST_CHECKPOINT, LAST_CHECKPOINT
