@@ -35,6 +35,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "accuracy.jsonl"
 MODELS = ROOT / "benchmarks" / "models"
 LARGEST = 2_000_000
 """Bytes of a kept file."""
+HELD_OUT = 5000
+"""Training images that rows which choose between recipes are validated on."""
 
 
 def kept() -> list[dict[str, Any]]:
@@ -49,11 +51,27 @@ def command(name: str, row: Row, seed: int, given: argparse.Namespace) -> list[s
         plain = ["-m", "benchmarks.accuracy_torch_ao", *row.overrides, "--data", str(given.data)]
         return [sys.executable, *plain, "--weights", str(given.weights), "--run", str(folder), "--seed", str(seed)]
     start = ["float.epochs=0", f"model.checkpoint={float_run(row, seed, given) / 'float.safetensors'}"]
-    files = [f"data.root={given.data}", *(start if row.own_float else [f"model.checkpoint={given.weights}"])]
+    data = held_out(given.data, given.runs) if row.held_out else given.data
+    files = [f"data.root={data}", *(start if row.own_float else [f"model.checkpoint={given.weights}"])]
     if row.teacher:
         files.append(f"qat.distillation.teacher.checkpoint={given.teacher}")
     where = [f"run_dir={folder}", "resume=auto", f"seed={seed}"]
     return [sys.executable, "train.py", "--config", f"configs/{row.config}.yaml", *where, *files, *row.overrides]
+
+
+def held_out(data: Path, runs: Path) -> Path:
+    """A file of the training images alone, the last 5,000 of them for validation; made once."""
+    path = runs / "held_out.npz"
+    if not path.exists():
+        arrays = np.load(data)
+        images, labels, first = arrays["x_train"], arrays["y_train"], len(arrays["y_train"]) - HELD_OUT
+        part = path.with_suffix(f".{os.getpid()}.npz")
+        np.savez(
+            part, x_train=images[:first], y_train=labels[:first], x_val=images[first:], y_val=labels[first:],
+            classes=arrays["classes"],
+        )  # fmt: skip
+        part.replace(path)
+    return path
 
 
 def float_run(row: Row, seed: int, given: argparse.Namespace) -> Path:

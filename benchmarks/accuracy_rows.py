@@ -1,5 +1,6 @@
 """The rows of docs/accuracy.md: recipes of configs/, and baselines that get the same epochs, data and float weights."""
 
+import re
 from dataclasses import dataclass
 
 TORCH_AO = "torch.ao"
@@ -17,6 +18,7 @@ class Row:
         overrides: changes of the config, or arguments of benchmarks.accuracy_torch_ao.
         teacher: whether it learns from ResNet-56, whose weights `--teacher` names.
         own_float: whether its float weights are trained first, once for all rows of the config; false: `--weights`.
+        held_out: whether it chooses between recipes, and so is validated on training images that are held out.
     """
 
     config: str
@@ -26,6 +28,7 @@ class Row:
     overrides: tuple[str, ...] = ()
     teacher: bool = False
     own_float: bool = False
+    held_out: bool = False
 
 
 PLAIN_RATES = {8: 0.001, 4: 0.01, 3: 0.02, 2: 0.04}
@@ -53,6 +56,7 @@ def _rows() -> dict[str, Row]:
         rows
         | _with_aids("mobilenet_v2_cifar10_w4a4", "MobileNetV2")
         | _with_aids("vit_cifar10_w4a4", "vision transformer")
+        | _with_rules()
     )
 
 
@@ -74,6 +78,43 @@ def _with_aids(name: str, network: str) -> dict[str, Row]:
         )
     if len(has) > 1:
         rows[f"{name}_none"] = Row(name, 4, 3, f"{network}, without all of these", tuple(has.values()), own_float=True)
+    return rows
+
+
+def _both(key: str, value: str) -> tuple[str, ...]:
+    return f"quantization.weight.{key}={value}", f"quantization.activation.{key}={value}"
+
+
+RULES: dict[str, tuple[str, ...]] = {
+    "lsq": (),
+    "lsq, distillation": ("qat.distillation={amp: bf16}",),
+    "lsq with EWGS (Hessian)": _both("ewgs", "hessian"),
+    "dsq": _both("rule", "dsq"),
+    "dorefa weights, pact activations": (
+        "quantization.weight.rule=dorefa",
+        "quantization.activation.rule=pact",
+        "quantization.overrides.conv1.weight.rule=lsq",  # dorefa's 8 bits do not fit int8
+        "quantization.overrides.linear.weight.rule=lsq",
+    ),
+    "power_of_two": _both("rule", "power_of_two"),
+    "n2uq activations": (
+        "quantization.activation.rule=n2uq",
+        "quantization.activation.symmetric=true",
+        "quantization.overrides.conv1.activation.rule=lsq",  # the images are negative in part
+        "quantization.overrides.conv1.activation.symmetric=false",
+    ),
+}
+"""Rules that docs/default_rule.md compares over five epochs of the recipes, and what they change there."""
+
+
+def _with_rules() -> dict[str, Row]:
+    """Every rule at 4, 3 and 2 bits, with the optimizer and the rate of the recipe of these bits."""
+    rows = {}
+    for rule, overrides in RULES.items():
+        for bits in (4, 3, 2):
+            changes = ("qat.distillation=null", "qat.epochs=5", "export.onnx=false", *overrides)
+            name = f"w{bits}a{bits}_{'_'.join(re.findall('[a-z0-9]+', rule.lower()))}"
+            rows[name] = Row(f"resnet20_cifar10_w{bits}a{bits}", bits, 5, rule, changes, held_out=True)
     return rows
 
 

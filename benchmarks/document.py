@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.accuracy_table import accuracy_table, model_table, own_float_table, with_result
+from benchmarks.accuracy_table import rules_table as trained_rules_table
 from benchmarks.default_rule import rule_table
 from benchmarks.epoch import epoch_table
 from benchmarks.loading import loading_table
@@ -40,6 +41,7 @@ DOCUMENTS = (
 FROM_CODE = {
     "accuracy": accuracy_table,
     "accuracy_own_float": own_float_table,
+    "default_rules": trained_rules_table,
     "epoch": epoch_table,
     "models": model_table,
     "loading": loading_table,

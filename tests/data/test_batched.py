@@ -8,14 +8,16 @@ import torch
 import torch.nn.functional as F
 from tiny_training import CPU
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.transforms import v2
 
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import loaders
 from qat.training.data.batched import BatchTransform, uniform
 from qat.training.data.images import ImageArray
-from qat.training.data.loaders import BatchedImages, TransformedImages, load_data
+from qat.training.data.loaders import load_data
 from qat.training.data.transforms import Cutout, Preprocessing, train_transform
+from qat.training.data.views import BatchedImages, TransformedImages, View, training_view
 
 PLAIN = Preprocessing(6, 8, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 AS_STORED = Preprocessing(8, 8, (0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255))
@@ -127,3 +129,50 @@ def test_which_sets_are_transformed_in_batches(augment: dict[str, Any], batched:
 def test_files_are_cut_out_of_too() -> None:
     image = train_transform(AugmentConfig(cutout=4), AS_STORED)(torch.full((3, 8, 8), 9, dtype=torch.uint8))
     assert 0 < int((image == 0).sum()) <= 48
+
+
+CUDA = torch.device("cuda")
+AUGMENTATIONS: list[dict[str, Any]] = [
+    {}, {"horizontal_flip": 0.5}, {"crop_padding": 2, "horizontal_flip": 0.5}, {"random_erasing": 0.5}, {"cutout": 2}
+]  # fmt: skip
+SET = ImageArray(stored(height=8, width=8), torch.arange(64) % 3)
+
+
+def on_cuda(augment: dict[str, Any], **data: Any) -> View:
+    """The view of the training images for a CUDA device."""
+    config = DataConfig(name="fake", augment=AugmentConfig(**augment), **data)
+    return training_view(SET, config, AS_STORED, CUDA)
+
+
+@pytest.mark.parametrize("augment", AUGMENTATIONS)
+def test_on_cuda_every_operation_of_a_batch_is_on_the_device(
+    augment: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors without contents check devices as CUDA does, so this needs no GPU."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**31))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        view = on_cuda(augment)
+        assert isinstance(view, BatchedImages) and not view.on_host
+        images, labels = view.__getitems__([(5, 11), (2, 13)])
+    assert (images.device.type, tuple(images.shape), images.dtype) == ("cuda", (2, 3, 8, 8), torch.float32)
+    assert (labels.device.type, tuple(labels.shape)) == ("cuda", (2,))
+
+
+def test_training_images_stay_in_host_memory_where_loader_processes_or_the_free_memory_ask_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * SET.images.nbytes - 1, 2**31))
+    for view in (on_cuda({}), on_cuda({}, workers=2), on_cuda({"affine": True})):
+        assert isinstance(view, TransformedImages) or view.on_host
+    assert len(caplog.messages) == 1 and "stay in host memory" in caplog.messages[0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("augment", AUGMENTATIONS)
+def test_a_batch_on_cuda_is_that_of_the_cpu(augment: dict[str, Any]) -> None:
+    keys, config = [(5, 11), (2, 13), (9, 2**32 - 1)], DataConfig(name="fake", augment=AugmentConfig(**augment))
+    (found, labels), (expected, expected_labels) = (
+        training_view(SET, config, AS_STORED, device).__getitems__(keys) for device in (CUDA, CPU)
+    )
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(labels.cpu(), expected_labels)

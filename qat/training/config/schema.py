@@ -75,7 +75,8 @@ class DataConfig(Section):
     eval_batch_size: Count | None = None
     """Images per validation step; default: twice batch_size."""
     workers: CountOrZero | None = None
-    """Loader processes; default: 0 for the small in-memory sets, else up to 8, at most one a core."""
+    """Loader processes; default: 0 for sets in memory, which on CUDA are augmented on the device; else up to 8, at most
+    one a core."""
     limit_train: Count | None = None
     """Use only this many training images (a fixed random choice)."""
     limit_val: Count | None = None

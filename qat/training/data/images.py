@@ -48,6 +48,10 @@ class ImageArray:
         """Return only these images, in this order."""
         return ImageArray(self.images[indices], self.labels[indices])
 
+    def to(self, device: torch.device) -> "ImageArray":
+        """Return these images in the memory of a device."""
+        return ImageArray(self.images.to(device), self.labels.to(device))
+
 
 @dataclass(frozen=True)
 class ImageFiles:

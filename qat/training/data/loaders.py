@@ -8,30 +8,26 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import datasets
-from qat.training.data.batched import BatchTransform
 from qat.training.data.datasets import logger, seeded_generator
 from qat.training.data.images import ImageArray, Images
-from qat.training.data.transforms import Preprocessing, Transform, is_random, resized_up_front, train_transform
+from qat.training.data.transforms import Preprocessing, resized_up_front
+from qat.training.data.views import (
+    Batch,
+    Failure,
+    Sample,
+    SampleKey,
+    TransformedImages,
+    View,
+    plain_view,
+    training_view,
+)
 from qat.training.errors import UserError
-
-Sample: TypeAlias = tuple[Tensor, Tensor]
-Batch: TypeAlias = tuple[Tensor, Tensor]
-SampleKey: TypeAlias = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The sentences of a UserError in a loader process, where an exception would become a traceback."""
-
-    problems: tuple[str, ...]
 
 
 class EpochOrder(Sampler[SampleKey]):
@@ -57,66 +53,10 @@ class EpochOrder(Sampler[SampleKey]):
         return zip(indices.tolist(), seeds.tolist(), strict=True)
 
 
-class TransformedImages(Dataset["Sample | Failure"]):
-    """A split's images as the model's inputs; `random` transforms draw from torch's global CPU generator."""
-
-    def __init__(self, images: Images, transform: Transform, random: bool) -> None:
-        self.images = images
-        self.transform = transform
-        self.random = random
-
-    def __len__(self) -> int:
-        return len(self.images.labels)
-
-    def __getitems__(self, keys: list[SampleKey]) -> "list[Sample | Failure]":
-        """Return the samples of a whole batch; torch's loader calls this where it is defined."""
-        state, threads = torch.default_generator.get_state(), torch.get_num_threads()
-        # One image is too small for several threads: waiting for them made `affine` up to 15 times slower.
-        torch.set_num_threads(1)
-        try:
-            return [self._sample(index, seed) for index, seed in keys]
-        finally:  # in the main process, the model uses both as well
-            torch.set_num_threads(threads)
-            torch.default_generator.set_state(state)
-
-    def _sample(self, index: int, seed: int) -> "Sample | Failure":
-        try:
-            picture = self.images.picture(index)
-        except UserError as error:
-            return Failure(error.problems)
-        if self.random:
-            torch.default_generator.manual_seed(seed)
-        return self.transform(picture), self.images.labels[index]
-
-
-class BatchedImages(Dataset[Batch]):
-    """A split's images in memory as the model's inputs, a whole batch at once."""
-
-    def __init__(self, images: ImageArray, transform: BatchTransform) -> None:
-        self.images = images
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.images.labels)
-
-    def __getitems__(self, keys: list[SampleKey]) -> Batch:
-        """Return a batch; torch's loader calls this where it is defined."""
-        indices, seeds = torch.tensor(keys).unbind(1)
-        return self.transform(self.images.images[indices], seeds), self.images.labels[indices]
-
-
-View: TypeAlias = TransformedImages | BatchedImages
-
-
-def _view(images: Images, augment: AugmentConfig, plain: Preprocessing) -> View:
-    if isinstance(images, ImageArray) and BatchTransform.takes(images, augment, plain):
-        return BatchedImages(images, BatchTransform(augment, plain))
-    return TransformedImages(images, train_transform(augment, plain), is_random(augment))
-
-
 class Loader:
-    """Batches of one split: float32 normalised images (N, 3, H, W) and int64 labels (N,), on the CPU.
+    """Batches of one split: float32 normalised images (N, 3, H, W) and int64 labels (N,).
 
+    They are on the CPU; those of a training set that lies in the memory of a CUDA device are there.
     An iteration is one epoch; it raises UserError if an image cannot be read. `len` is the number of batches.
     """
 
@@ -162,8 +102,8 @@ class Data:
 def load_data(config: DataConfig, seed: int, device: torch.device, channels_last: bool) -> Data:
     """Open the data set that `config` names and make its loaders.
 
-    The training order, the augmentation and the choice of calibration images depend on the seed. For a CUDA device,
-    batches are in pinned memory.
+    The training order, the augmentation and the choice of calibration images depend on the seed. For a CUDA device
+    training images that fit are moved there and augmented there; other batches are in pinned memory.
 
     Raises:
         UserError: for a wrong setting, or a data set that is missing, damaged or malformed.
@@ -192,8 +132,8 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
     val = _prepared(val, preprocessing.resize_size)
     if not config.augment.random_resized_crop:
         train = _prepared(train, preprocessing.resize_size)
-    train_view = _view(train, config.augment, preprocessing)
-    val_view, calibration_view = (_view(images, AugmentConfig(), preprocessing) for images in (val, train))
+    train_view = training_view(train, config, preprocessing, device)
+    val_view, calibration_view = (plain_view(images, AugmentConfig(), preprocessing) for images in (val, train))
     workers = _default_workers(train) if config.workers is None else config.workers
     make = partial(_loader, workers=workers, pinned=device.type == "cuda", channels_last=channels_last)
     chosen = torch.randperm(len(train.labels), generator=seeded_generator(seed, "calibration")).tolist()
@@ -270,7 +210,7 @@ def _loader(
         sampler=order,
         num_workers=workers,
         collate_fn=partial(_collate, channels_last=channels_last),
-        pin_memory=pinned,
+        pin_memory=pinned and (isinstance(view, TransformedImages) or view.on_host),
         drop_last=drop_last and len(order) >= batch_size,
         persistent_workers=persistent and workers > 0,
         generator=torch.Generator(),  # otherwise each epoch would draw from the global generator

@@ -65,7 +65,8 @@ class ToInput:
         """Normalise one image; a single channel is repeated."""
         pixels: Tensor = picture if isinstance(picture, Tensor) else v2.functional.pil_to_tensor(picture)
         coloured = pixels.expand(*pixels.shape[:-3], 3, -1, -1)
-        return coloured.to(torch.float32, copy=True).sub_(self.mean).div_(self.std)
+        mean, std = self.mean.to(pixels.device), self.std.to(pixels.device)
+        return coloured.to(torch.float32, copy=True).sub_(mean).div_(std)
 
 
 class Cutout:
