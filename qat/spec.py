@@ -201,7 +201,7 @@ class QuantSpec(NamedArguments):
         found: dict[str, Any] = {}
         if self.narrow_range is narrow_by_bits(old):
             found["narrow_range"] = narrow_by_bits(new)
-        follows_extremes = change.get("rule", self.rule) == "minmax"  # in every step: that rule takes no other init
+        follows_extremes = change.get("rule", self.rule) in ("minmax", "ema")  # step by step, wherever it starts
         if new < 8 <= old and self.init == "minmax" and not follows_extremes:
             found["init"] = "mse"
         return found

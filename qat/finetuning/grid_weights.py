@@ -58,14 +58,15 @@ def grid_weights(model: nn.Module, most_bits: int) -> tuple[dict[str, GridWeight
     A tensor that several layers read on grids of their own counts for the first.
     """
     owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    found, left_out, first = dict[str, GridWeight](), dict[str, str](), dict[int, str]()
+    found, left_out, first = dict[str, GridWeight](), dict[str, str](), dict[tuple[int, int], str]()
     for name, each in _weights(model):
         weight = None if each.read is _unknown else each.read()
         reason = _refusal(each.quantizer, most_bits)
         if reason is None and (weight is None or weight.untyped_storage().data_ptr() not in owned):
             reason = "is computed from other tensors"
-        if reason is None and weight is not None and first.setdefault(weight.data_ptr(), name) != name:
-            reason = f"is that of {first[weight.data_ptr()]!r} too, on another grid"
+        if reason is None and weight is not None:
+            other = first.setdefault((weight.untyped_storage().data_ptr(), int(weight.storage_offset())), name)
+            reason = None if other == name else f"is that of {other!r} too, on another grid"
         if reason is None:
             found[name] = each
         else:

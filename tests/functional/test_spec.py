@@ -88,6 +88,7 @@ def test_what_belongs_to_an_old_value_goes_with_it(change, left):
         ({"bits": 1}, True, "mse"),
         ({"bits": 2, "narrow_range": True, "init": "percentile"}, True, "percentile"),
         ({"bits": 4, "rule": "minmax"}, True, "minmax"),  # which takes no other
+        ({"bits": 4, "rule": "ema"}, True, "minmax"),  # to which it moves
         ({"bits": 2, "signed": False}, False, "mse"),
     ],
 )

@@ -186,7 +186,7 @@ def test_an_output_size_in_the_grids_place_is_refused() -> None:
 @pytest.mark.parametrize(("axes", "transposed"), [(1, False), (2, True), (3, True)])
 def test_a_scale_per_group_of_inputs(axes: int, transposed: bool) -> None:
     """Groups are along the input axis of channels_first, so they never mix output channels."""
-    spec = QuantSpec(bits=4, granularity="group", group_size=2)
+    spec = QuantSpec(bits=4, granularity="group", group_size=2, init="minmax")
     layer = twin(axes, transposed)(8, 6, 3, groups=2, activation_spec=None, weight_spec=spec)
     assert layer.weight_quantizer.scale.shape == (6, 2, *[1] * (axes + 1))
     x = torch.randn(1, 8, *SHAPES[axes])

@@ -27,7 +27,7 @@ HESSIAN = {"ewgs": "hessian"}
 
 def plain(**changes: Any) -> QuantSpec:
     """A complete grid: 8 bits, signed, symmetric, per tensor, to its lowest integer, min-max; but for the changes."""
-    return default_spec("weight").changed({"granularity": "tensor", "narrow_range": False, **changes})
+    return default_spec("weight").changed({"granularity": "tensor", "narrow_range": False, "init": "minmax", **changes})
 
 
 def weight(rule: str, bits: int = 8, *changes: dict[str, Any], **options: Any) -> QuantSpec:

@@ -1,5 +1,6 @@
 """A split's images as the model's inputs: one at a time, or a whole batch at once, on a CUDA device if they fit."""
 
+import logging
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -9,10 +10,11 @@ from torch.utils.data import Dataset
 
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data.batched import BatchTransform
-from qat.training.data.datasets import logger
 from qat.training.data.images import ImageArray, Images
 from qat.training.data.transforms import Preprocessing, Transform, is_random, train_transform
 from qat.training.errors import UserError
+
+logger = logging.getLogger("qat")
 
 Sample: TypeAlias = tuple[Tensor, Tensor]
 Batch: TypeAlias = tuple[Tensor, Tensor]
