@@ -52,6 +52,8 @@ def _rows() -> dict[str, Row]:
             rows[f"{name}_long"] = Row(name, bits, 30, "our recipe, long", ("qat.epochs=30",))
     binary = "resnet20_cifar10_w1a1"
     rows[binary] = Row(binary, 1, 30, "our recipe, first and last layer in float")
+    four_times = ("qat.epochs=80", "qat.progressive=[{weight: {bits: 8, rule: lsq}, epochs: 40}]")
+    rows[f"{binary}_long"] = Row(binary, 1, 120, "our recipe, long, first and last layer in float", four_times)
     return (
         rows
         | _with_aids("mobilenet_v2_cifar10_w4a4", "MobileNetV2")
