@@ -37,7 +37,13 @@ from qat.training.errors import UserError
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.loop.engine import StageRun, evaluate, train_stage
 from qat.training.loop.evaluated import choice_in_words, choose_weights, is_same_choice
-from qat.training.loop.preparation import build_recipe, calibration_reported, check_forward, prepare_model
+from qat.training.loop.preparation import (
+    build_recipe,
+    calibration_reported,
+    check_forward,
+    prepare_model,
+    ranges_in_words,
+)
 from qat.training.loop.stage import steps_per_epoch
 from qat.training.loop.stage_warnings import warnings_about
 from qat.training.run.about import about_model, export_metadata
@@ -222,6 +228,7 @@ class Stages:
             return
         with calibration_reported(self.config):
             qat.calibrate(model, self._sample())
+        self.log.say(ranges_in_words(model))
         self._write_layers(model)
         found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
         self.results["calibrated"] = {"top1": found.top1}

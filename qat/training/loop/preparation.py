@@ -78,6 +78,25 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
     return prepared
 
 
+def ranges_in_words(model: nn.Module) -> str:
+    """Where the ranges of weights and of activations begin, by their bits.
+
+    >>> ranges_in_words(qat.QuantLinear(4, 2, weight_spec=qat.QuantSpec(bits=2)))
+    'ranges: weights by mse (2 bits); activations by mse (8 bits)'
+    """
+    bits: dict[str, dict[str, set[int]]] = {"weight": {}, "activation": {}}
+    for each in model.modules():
+        if isinstance(each, qat.Quantizer):
+            own = type(each).fit is not qat.Quantizer.fit
+            how = f"as {each.spec.rule} says" if own else f"by {each.spec.init}"
+            bits[each.role].setdefault(how, set()).add(each.spec.bits)
+    parts = []
+    for role, found in bits.items():
+        starts = [f"{how} ({' and '.join(map(str, sorted(widths)))} bits)" for how, widths in sorted(found.items())]
+        parts.append(f"{'weights' if role == 'weight' else 'activations'} {' and '.join(starts)}" if starts else "")
+    return f"ranges: {'; '.join(filter(None, parts))}"
+
+
 def _try_rules(prepared: nn.Module, exports: bool) -> None:
     """Run a copy of every quantizer once, so that a user's rule fails before the float training and not after it.
 
