@@ -53,10 +53,12 @@ def prepared(x: Tensor, momentum: float | None = 0.1) -> nn.Module:
 
 
 def differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
-    """Relative, of everything there is."""
+    """Relative, of everything there is; of a bias to its weight too, since in front of a norm its gradient cancels."""
     assert expected.keys() == found.keys()
+    norms = {name: float(value.double().norm()) for name, value in expected.items()}
     return {
-        name: float((value.double() - found[name].double()).norm() / value.double().norm().clamp(min=1e-3))
+        name: float((value.double() - found[name].double()).norm())
+        / max(norms[name], norms.get(f"{name.removesuffix('.bias')}.weight", 0.0) * name.endswith(".bias"), 1e-3)
         for name, value in expected.items()
     }
 
