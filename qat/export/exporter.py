@@ -18,6 +18,7 @@ from qat.export.onnx.initializers import own_initializers
 from qat.export.onnx.names import name_quantizers, name_weights, strip_traces
 from qat.export.onnx.operators import OnnxOperations
 from qat.export.onnx.program import export_program, fix_sizes
+from qat.export.onnxruntime.clips import fold_clips
 from qat.export.onnxruntime.requantization import keep_requantizations
 from qat.export.onnxruntime.rewriting import rewrite_for_runtime
 from qat.export.onnxruntime.sums import add_exactly
@@ -86,6 +87,7 @@ def export_onnx(
     own_initializers(proto)
     keep_requantizations(proto)
     add_exactly(proto, everywhere=exact_sums)
+    fold_clips(proto)
     strip_traces(proto)
     fix_sizes(program, proto)
     onnx.helper.set_model_props(proto, notes)
