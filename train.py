@@ -27,7 +27,7 @@ from qat.training.aids.progressive import (
     take_weights,
     training_of,
 )
-from qat.training.aids.teacher import build_distillation, check_teacher
+from qat.training.aids.teacher import build_distillation, check_distillation
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.imports import import_extensions
 from qat.training.config.schema import RunConfig
@@ -109,8 +109,8 @@ def run(config: RunConfig) -> int:
     data = load_data(config.data, config.seed, device, config.channels_last)
     model = build_model(config.model, len(data.classes), with_weights=not goes_on(config))
     check_forward(model, config, data.image_shape, len(data.classes))
-    check_teacher(config, len(data.classes))
     prepared = prepare_model(model, config, data.image_shape)  # shows errors in the recipe before hours of training
+    check_distillation(config, model, prepared, data.image_shape, len(data.classes))
     build_oscillations(prepared, config.qat)  # and that there is something to watch
     del prepared
     with open_run_folder(config) as folder:  # no other run can write there until the end

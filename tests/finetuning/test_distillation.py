@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +121,25 @@ def test_a_run_learns_from_its_float_model_or_from_another(folder: Path) -> None
     assert features["qat"] != own["qat"] and features["float_finetune"] == alone["float_finetune"]
     other = start("other", f"qat.distillation={{teacher: {teacher}}}")
     assert other["qat"] != own["qat"] and other["float_finetune"] != alone["float_finetune"]
+
+
+@pytest.mark.parametrize(
+    ("distillation", "said"),
+    [
+        ("features: {'9': 1.0}", "features: Sequential has no module '9'"),
+        (
+            "features: {'0': 1.0}, teacher: {name: 'tinyaids:tiny', kwargs: {channels: 12}}",
+            r"0: the teacher's are \(2, 12, 16, 16\), the student's \(2, 8, 16, 16\); both need the same shape",
+        ),
+    ],
+)
+def test_features_that_do_not_compare_are_refused_before_any_training(
+    distillation: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(["--config", "tiny.yaml", "run_dir=run", f"qat.distillation={{{distillation}}}"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(f"^qat.distillation: .*{said}", error) and len(error.splitlines()) == 1
+    assert not (folder / "run").exists()
 
 
 def test_a_teacher_without_its_file_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,17 @@
 """The teacher of a stage: the run's float model, or another that the config names."""
 
+import copy
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from qat.evaluating import evaluating
 from qat.finetuning import Distillation
+from qat.finetuning.watching import LOGITS
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import ModelConfig, QATStageConfig, StageConfig
-from qat.training.errors import UserError
+from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.models import build_model
 from qat.training.run.weights import load_weights
 
@@ -38,14 +41,32 @@ def build_distillation(
     )
 
 
-def check_teacher(config: RunConfig, classes: int) -> None:
-    """Build the teacher that the config names, if it does: what is wrong with it shows before any training.
+def check_distillation(
+    config: RunConfig, model: nn.Module, prepared: nn.Module, image_shape: tuple[int, int, int], classes: int
+) -> None:
+    """Learn once from a copy of the teacher: what is wrong with it, or with its features, shows before any training.
+
+    Args:
+        model: the float model, which stays as it is.
+        prepared: the model that will learn; only the names of its modules count.
 
     Raises:
-        UserError: as `build_distillation`.
+        UserError: if the teacher cannot be built, or the two models' features or logits do not compare.
     """
-    if config.qat.distillation is not None and config.qat.distillation.teacher is not None:
-        _other(config.qat.distillation.teacher, classes)
+    wanted = config.qat.distillation
+    if wanted is None:
+        return
+    teacher = copy.deepcopy(model) if wanted.teacher is None else _other(wanted.teacher, classes)
+    student, images = copy.deepcopy(model), torch.zeros(2, *image_shape)
+    with value_errors_reported("qat.distillation: "), torch.no_grad(), evaluating(student):
+        distillation = Distillation(teacher, features=wanted.features)
+        distillation.watching(prepared)
+        output = distillation.watching(student)(images)
+        try:
+            if isinstance(output[LOGITS] if wanted.features else output, torch.Tensor):
+                distillation(output, images)
+        except TypeError as error:  # a teacher that does not return logits
+            raise UserError(f"qat.distillation: {error}") from error
 
 
 def _other(config: ModelConfig, classes: int) -> nn.Module:
