@@ -65,13 +65,17 @@ class EMA:
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:
-        """A context in which the model holds the averages; at its end, the model gets its own values back."""
-        own = [tensor.clone() for tensor in self._of(model)]
+        """A context in which the model holds the averages; at its end, the model gets its own values back.
+
+        All of them, also those without an average: `reestimate_batch_norm` in the context counts batches.
+        """
+        tensors = [tensor.detach() for _, tensor in _tensors(model)]
+        own = [tensor.clone() for tensor in tensors]
         self.copy_to(model)
         try:
             yield
         finally:
-            _copy(self._of(model), own)
+            _copy(tensors, own)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averages by name, not copied."""

@@ -177,9 +177,12 @@ class Oscillations:
         """Go on from a `state_dict` of a model with the same layers, whose weights the model holds already.
 
         Raises:
-            ValueError: if it is of another model.
+            ValueError: if it is of another model, or no such state.
         """
         own = dict(zip(self.weights, self._sizes, strict=True))
+        missing = sorted({"layers", *STATE} - state.keys())
+        if missing:
+            raise ValueError(f"Oscillations: the state has no {missing[0]!r}; give what state_dict() returned")
         if list(state["layers"].items()) != list(own.items()):
             different = sorted(dict(own.items() ^ state["layers"].items())) or ["the order of the layers"]
             raise ValueError(f"Oscillations: the state is of another model; they differ in {different[0]!r}")

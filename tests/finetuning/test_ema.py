@@ -43,7 +43,9 @@ def test_ema_follows_its_formula_and_restores_the_model() -> None:
         assert model.scale.min() > 0
         assert model.count.item() == 3
         assert model.mask.tolist() == [0.0, -math.inf]
+        model.count.add_(5)  # as an evaluation may
         raise RuntimeError("stop")
+    assert model.count.item() == 3
     assert model.scale is parameter
     assert model.scale.tolist() == [np.float32(1e-9)] * 2
     assert model.mean.item() == np.float32(-1e-9)

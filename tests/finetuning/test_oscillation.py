@@ -320,6 +320,8 @@ def test_a_state_goes_on_in_a_new_object_and_in_no_other_model() -> None:
     assert torch.equal(codes[saved["frozen"]], saved["integer"][saved["frozen"]])
     with pytest.raises(ValueError, match="the state is of another model; they differ in '0'"):
         Oscillations(two_layers(bits=3)).load_state_dict(saved)
+    with pytest.raises(ValueError, match="the state has no 'average'; give what state_dict"):
+        other.load_state_dict({})
 
 
 FREEZING = "qat.oscillation={freeze: 0.1, freeze_from: 0.2, dampen: 0.01, momentum: 0.2}"
