@@ -22,8 +22,10 @@ from qat.training.aids.mixing import build_mixing
 from qat.training.aids.oscillations import build_oscillations
 from qat.training.aids.progressive import (
     float_counterpart,
+    key_of,
     on_grids_of,
     progressive_stages,
+    rate_key,
     take_weights,
     training_of,
 )
@@ -33,7 +35,7 @@ from qat.training.config.imports import import_extensions
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import StageConfig
 from qat.training.data.loaders import Data, Loader, load_data
-from qat.training.errors import UserError
+from qat.training.errors import UserError, problems_of
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.loop.engine import StageRun, evaluate, train_stage
 from qat.training.loop.evaluated import choice_in_words, choose_weights, is_same_choice
@@ -108,11 +110,7 @@ def run(config: RunConfig) -> int:
     build_recipe(config.quantization)  # a wrong recipe shows before the data are read or downloaded
     data = load_data(config.data, config.seed, device, config.channels_last)
     model = build_model(config.model, len(data.classes), with_weights=not goes_on(config))
-    check_forward(model, config, data.image_shape, len(data.classes))
-    prepared = prepare_model(model, config, data.image_shape)  # shows errors in the recipe before hours of training
-    check_distillation(config, model, prepared, data.image_shape, len(data.classes))
-    build_oscillations(prepared, config.qat)  # and that there is something to watch
-    del prepared
+    check_early(config, data, model)
     with open_run_folder(config) as folder:  # no other run can write there until the end
         if folder.finished is None:
             return run_stages(config, data, device, model, folder, started)
@@ -121,6 +119,18 @@ def run(config: RunConfig) -> int:
             " starts a new one"
         )
         return _verdict(folder.path, read_problem(folder.path / SUMMARY))
+
+
+def check_early(config: RunConfig, data: Data, model: nn.Module) -> None:
+    """Show what is wrong with the recipe, the stages before the last and the aids before hours of training."""
+    shape, classes = data.image_shape, len(data.classes)
+    check_forward(model, config, shape, classes)
+    prepared = prepare_model(model, config, shape)
+    check_distillation(config, model, prepared, shape, classes, with_weights=not goes_on(config))
+    build_oscillations(prepared, config.qat)  # there is something to watch
+    for name, stage in progressive_stages(config.qat).items():
+        with problems_of(key_of(name)):
+            prepare_model(model, on_grids_of(config, stage), shape)
 
 
 def run_stages(
@@ -246,10 +256,12 @@ class Stages:
                 on_grids.to(self.device)
                 if not self._has_begun(name):
                     self._start_from(trained, on_grids)
+                    self.log.say(f"{name}: {ranges_in_words(on_grids)}")
                 trained = on_grids
             self._train(name, on_grids, training_of(self.config.qat, stage))
         if trained is not None:
             self._start_from(trained, model)
+            self.log.say(f"qat: {ranges_in_words(model)}")
 
     def _start_from(self, trained: nn.Module | None, model: nn.Module) -> None:
         """Give the model the weights of another, if there is one, and ranges that fit them."""
@@ -312,7 +324,9 @@ class Stages:
             on = f"going on after epoch {state.epoch} of {stage.epochs}"
             self.log.say(f"{name}: {done if state.epoch == stage.epochs else on}")
         classes = len(self.data.classes)
-        distillation = build_distillation(self.config, stage, classes, self.float_weights, self.device)
+        distillation = None
+        if stage.epochs > (state.epoch if state else 0):  # else it needs no teacher, whose file may be gone
+            distillation = build_distillation(self.config, stage, classes, self.float_weights, self.device)
         run = StageRun(
             name, stage, self.config, model, self.data.train, self.data.val, self.device, self.log, self.folder.path,
             self.results, first_step, epochs_before, keep_best=name == "qat", sample=self._sample(),
@@ -326,7 +340,7 @@ class Stages:
         start = self.results.get({"qat": "calibrated", "float_finetune": "float"}.get(name, ""), {}).get("top1")
         self.results[name] = {"top1": evaluation.top1, "loss": evaluation.loss, "epochs": stage.epochs, **choice}
         self.results["val_images"] = evaluation.count
-        self.warn(warnings_about(name, stage, evaluation, start))
+        self.warn(warnings_about(name, rate_key(self.config, name), stage, evaluation, start))
 
     def _sample(self) -> Loader:
         """Training images without augmentation, from which ranges and statistics are estimated."""

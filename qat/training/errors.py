@@ -28,6 +28,15 @@ def value_errors_reported(where: str = "") -> Iterator[None]:
         raise UserError(f"{where}{error}") from error
 
 
+@contextmanager
+def problems_of(where: str) -> Iterator[None]:
+    """Let the sentences of a UserError begin with `where`, the place in the config that they are about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(*(f"{where}: {problem}" for problem in error.problems)) from error
+
+
 def looked_in(path: Path) -> str:
     """For a path that does not exist: the folder in which a relative one was looked for, " (looked in '/home/me')"."""
     return "" if path.is_absolute() else f" (looked in '{os.getcwd()}')"

@@ -15,12 +15,15 @@ def tiny(num_classes, channels=8):
         nn.Conv2d(channels, 8, 3, padding=1), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes),
     )
+
+def flat(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(5, num_classes))
 """
 CONFIG = """
 model: {name: 'tinyaids:tiny'}
 data: {name: digits, image_size: 16, batch_size: 32, limit_train: 128, limit_val: 100}
 float: {epochs: 1, lr: 0.05}
-qat: {epochs: 2, lr: 0.01}
+qat: {epochs: 2, optimizer: sgd, lr: 0.01}
 quantization: {calibration_batches: 2, weight: {bits: 4}, activation: {bits: 4}}
 export: {onnx: false}
 log_every: 2

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_training import curves
 from torch import Tensor, nn
 
 import qat
@@ -114,7 +115,6 @@ def test_a_run_learns_from_its_float_model_or_from_another(folder: Path) -> None
     alone, own = start("alone"), start("own", "qat.distillation={}")
     assert own["float_finetune"] == alone["float_finetune"]  # it is its own teacher
     assert own["qat"] != alone["qat"]
-    assert start("nothing", "qat.distillation={weight: 0}") == alone
     teacher = "{name: 'tinyaids:tiny', kwargs: {channels: 12}, checkpoint: large/float.safetensors}"
     start("large", "model.kwargs={channels: 12}")
     features = start("features", "qat.distillation={features: {'2': 0.5}}")
@@ -127,18 +127,24 @@ def test_a_run_learns_from_its_float_model_or_from_another(folder: Path) -> None
     ("distillation", "said"),
     [
         ("features: {'9': 1.0}", "features: Sequential has no module '9'"),
+        ("weight: 0", "weight: 0 without features has no effect; set one of them, or leave the block out"),
+        ("teacher: {name: resnet18}", "teacher: resnet18 has no weights; set checkpoint or weights of it, or leave"),
+        (
+            "teacher: {name: 'tinyaids:flat'}",
+            r"the teacher does not run on 2 images of \(3, 16, 16\) \(.*\); choose one that takes the images of this",
+        ),
         (
             "features: {'0': 1.0}, teacher: {name: 'tinyaids:tiny', kwargs: {channels: 12}}",
             r"0: the teacher's are \(2, 12, 16, 16\), the student's \(2, 8, 16, 16\); both need the same shape",
         ),
     ],
 )
-def test_features_that_do_not_compare_are_refused_before_any_training(
+def test_what_teaches_nothing_is_refused_before_any_training(
     distillation: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(["--config", "tiny.yaml", "run_dir=run", f"qat.distillation={{{distillation}}}"]) == 2
     error = capsys.readouterr().err
-    assert re.search(f"^qat.distillation: .*{said}", error) and len(error.splitlines()) == 1
+    assert re.search(f"qat.distillation[:.].*{said}", error) and len(error.splitlines()) == 1
     assert not (folder / "run").exists()
 
 
@@ -146,5 +152,31 @@ def test_a_teacher_without_its_file_is_refused(folder: Path, capsys: pytest.Capt
     teacher = "{name: 'tinyaids:tiny', checkpoint: nowhere.safetensors}"
     assert train.main(["--config", "tiny.yaml", f"qat.distillation={{teacher: {teacher}}}"]) == 2
     problem = capsys.readouterr().err
-    assert "qat.distillation.teacher: model.checkpoint: 'nowhere.safetensors' does not exist" in problem
+    assert "qat.distillation.teacher.checkpoint: 'nowhere.safetensors' does not exist" in problem
     assert not (folder / "runs").exists()  # it shows before anything is trained
+
+
+def test_a_run_that_learned_needs_its_teacher_no_more(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exported again, or evaluated, it does not learn; trained on, it does."""
+    assert train.main(["--config", "tiny.yaml", "run_dir=large", "qat.epochs=0", "model.kwargs={channels: 12}"]) == 0
+    teacher = "qat.distillation={teacher: {name: 'tinyaids:tiny', kwargs: {channels: 12}, checkpoint: 't.safetensors'}}"
+    (folder / "large" / "float.safetensors").rename(folder / "t.safetensors")
+    run = ["--config", "tiny.yaml", "run_dir=run", "resume=auto", teacher]
+    assert train.main(run) == 0
+    (folder / "t.safetensors").rename(folder / "moved.safetensors")
+    assert train.main([*run, "export.onnx=true"]) == 0
+    assert (folder / "run" / "model.onnx").exists()
+    capsys.readouterr()
+    assert train.main([*run, "qat.epochs=3"]) == 2
+    assert capsys.readouterr().err.startswith("qat.distillation.teacher.checkpoint: 't.safetensors' does not exist")
+
+
+def test_what_aids_add_to_the_loss_has_its_curves(folder: Path) -> None:
+    """The loss of the labels is drawn apart from them."""
+    aids = "qat.distillation={weight: 1000}", "qat.oscillation={dampen: 10.0, after: 0.5}"
+    assert train.main(["--config", "tiny.yaml", "run_dir=run", *aids, "quantization.weight.bits=2"]) == 0
+    drawn = curves(folder / "run")
+    assert [step for step, _ in drawn["qat/distillation_loss"]] == [step for step, _ in drawn["qat/train_loss"]]
+    assert all(value > 0.05 for _, value in drawn["qat/distillation_loss"])
+    assert drawn["qat/dampening_loss"][0][1] == 0 < drawn["qat/dampening_loss"][-1][1]
+    assert all(value < 10 for _, value in drawn["qat/train_loss"])

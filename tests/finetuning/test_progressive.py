@@ -9,7 +9,7 @@ import torch
 
 import train
 from qat.quantizer import Quantizer
-from qat.training.aids.progressive import float_counterpart, on_grids_of, training_of
+from qat.training.aids.progressive import float_counterpart, on_grids_of, rate_key, training_of
 from qat.training.config.file import load_config
 
 PROGRESSIVE = "qat.progressive=[{bits: 8, epochs: 2}, {bits: 6, weight: {rule: minmax}, lr: 0.02}]"
@@ -102,3 +102,55 @@ def test_a_stage_leaves_what_it_does_not_name_as_it_is(folder: Path) -> None:
     assert training_of(config.qat, first).lr == config.qat.lr and training.oscillation is None
     assert float_counterpart(config.qat).epochs == 5 and float_counterpart(config.qat).distillation is None
     assert config.qat.oscillation is not None and float_counterpart(config.qat).oscillation is None
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        ("[{bits: 6}, {weight: {rule: nothing}}]", "qat.progressive[1]: quantization.weight.rule: "),
+        ("[{weight: {bits: 4, granularity: group}}]", "qat.progressive[0]: quantization.weight: "),
+        ("[{activation: {rule: xnor}}]", "qat.progressive[0]: "),
+    ],
+)
+def test_what_is_wrong_with_a_stage_shows_before_anything_is_trained(
+    stages: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(["--config", "tiny.yaml", f"qat.progressive={stages}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(said) and len(error.splitlines()) == 1
+    assert not (folder / "runs").exists()
+
+
+def test_a_stage_before_the_last_need_not_be_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten bits do not fit the runtime's integers; the log says how each stage's ranges begin."""
+    wide = "qat.progressive=[{bits: 10, lr: 0.003}]"
+    assert train.main(["--config", "tiny.yaml", "run_dir=run", wide, "export.onnx=true"]) == 0
+    said = capsys.readouterr().out
+    assert "\nqat_1: ranges: weights by minmax (10 bits); activations by mse (10 bits)\n" in said
+    assert "\nqat: ranges: weights by mse (4 bits); activations by mse (4 and 8 bits)\n" in said
+    assert "\nqat_1: sgd at lr 0.003, scales at 0.1 lr (10 bits)" in said
+
+
+def test_a_changed_stage_is_named_when_a_run_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start("run_dir=run") == 0
+    changed = PROGRESSIVE.replace("minmax", "dsq")
+    assert start("run_dir=run", "resume=auto", changed) == 2
+    assert "qat.progressive[1].weight.rule: 'minmax', now it is 'dsq'" in capsys.readouterr().err
+
+
+def test_advice_names_the_key_of_the_stage() -> None:
+    config = load_config("resnet_int8.yaml", ["qat.progressive=[{bits: 8}, {bits: 6, lr: 0.1}]"], train.CONFIGS)
+    keys = [rate_key(config, name) for name in ("float", "float_finetune", "qat_1", "qat_2", "qat")]
+    assert keys == ["float.lr", "qat.lr", "qat.lr", "qat.progressive[1].lr", "qat.lr"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "rate"),
+    [("{weight: {bits: 4}}", 0.0005), ("{activation: {bits: 3}}", 0.002), ("{bits: 8, weight: {bits: 3}}", 0.001)],
+)
+def test_a_stage_gets_the_rate_of_its_own_bits(stage: str, rate: float, tmp_path: Path) -> None:
+    """What it does not change is as in the last one: there weights have 2 bits and activations 4."""
+    (tmp_path / "a.yaml").write_text(
+        f"quantization: {{weight: {{bits: 2}}, activation: {{bits: 4}}}}\nqat: {{progressive: [{stage}]}}"
+    )
+    assert load_config(str(tmp_path / "a.yaml")).qat.progressive[0].lr == rate

@@ -111,8 +111,9 @@ def test_the_trainer_does_what_penalty_and_set_progress_do():
     aids.before_step(0.7)
     qat.set_progress(twin, 0.7)
     assert same_state(state_of(model), state_of(twin))
-    total = aids.added_to(torch.tensor(2.0), torch.empty(0), torch.empty(0))
-    torch.testing.assert_close(total, 2.0 + qat.penalty(twin))
+    added = aids.added(torch.empty(0), torch.empty(0))
+    assert list(added) == ["penalty_loss"]
+    torch.testing.assert_close(added["penalty_loss"], qat.penalty(twin))
     Aids(nn.Linear(2, 2)).before_epoch(pytest.fail, iter(()))  # nothing to do without quantizers
 
 

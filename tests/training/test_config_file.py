@@ -450,7 +450,7 @@ def test_what_qat_leaves_out_follows_the_bits(tmp_path: Path) -> None:
     assert load_config(str(tmp_path / "resolved.yaml")) == two  # and an own choice of bits does not move it
     assert load_config(str(tmp_path / "resolved.yaml"), ["quantization.weight.bits=8"]).qat == two.qat
     for given, found in (
-        ("qat.lr=0.3", ("sgd", 0.3)),
+        ("qat.lr=0.3", ("adamw", 0.3)),
         ("qat.optimizer=sgd", ("sgd", 0.01)),
         ("quantization.weight.bits=4", ("adamw", 5e-4)),
         ("quantization={}", ("sgd", 0.01)),

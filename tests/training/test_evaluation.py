@@ -87,7 +87,9 @@ def test_an_empty_split_is_a_sentence() -> None:
 def test_chance_level_is_the_accuracy_of_a_constant_prediction(
     top1: float, most_common: float, count: int, warned: bool
 ) -> None:
-    found = warnings_about("float", StageConfig(epochs=3, lr=1e9), Evaluation(top1, 1.0, count, most_common), None)
+    found = warnings_about(
+        "float", "float.lr", StageConfig(epochs=3, lr=1e9), Evaluation(top1, 1.0, count, most_common), None
+    )
     sentence = (
         f"float: val top1 {top1:.2f} % is at chance level: the same answer for all {count} images gives"
         f" {most_common:.2f} %; try a lower float.lr (now 1e+09) or more epochs"
@@ -96,20 +98,20 @@ def test_chance_level_is_the_accuracy_of_a_constant_prediction(
 
 
 def test_images_of_one_class_only_are_named() -> None:
-    assert warnings_about("qat", QATStageConfig(epochs=3), Evaluation(100.0, 1.0, 50, 100.0), 100.0) == [
+    assert warnings_about("qat", "qat.lr", QATStageConfig(epochs=3), Evaluation(100.0, 1.0, 50, 100.0), 100.0) == [
         "qat: all 50 validation images are of one class, so val top1 says nothing"
     ]
 
 
 def test_a_stage_that_did_not_train_gets_no_advice_on_training() -> None:
-    assert warnings_about("float", StageConfig(epochs=0), Evaluation(10.0, 1.0, 360, 10.0), None) == [
+    assert warnings_about("float", "float.lr", StageConfig(epochs=0), Evaluation(10.0, 1.0, 360, 10.0), None) == [
         "float: val top1 10.00 % is at chance level: the same answer for all 360 images gives 10.00 %"
     ]
 
 
 @pytest.mark.parametrize(("top1", "warned"), [(96.0, False), (94.5, False), (90.0, True)])
 def test_a_loss_of_accuracy_beyond_noise_gives_a_warning(top1: float, warned: bool) -> None:
-    found = warnings_about("qat", QATStageConfig(epochs=3), Evaluation(top1, 1.0, 360, 10.0), 96.0)
+    found = warnings_about("qat", "qat.lr", QATStageConfig(epochs=3), Evaluation(top1, 1.0, 360, 10.0), 96.0)
     sentence = (
         "qat: val top1 90.00 % is below the 96.00 % that it started from; try a lower qat.lr (now 0.01) or more epochs"
     )

@@ -32,11 +32,23 @@ def test_nothing_to_train_is_a_sentence() -> None:
             "sgd at lr 0.2, scales at 0.1 lr (8 bits) and 1 lr (3 bits);"
             " qat.optimizer, qat.lr and qat.quantizer_lr_factor set others",
         ),
-        (QATStageConfig(lr=0.2, quantizer_lr_factor=0.5), {"quantizers": 0.1}, ""),
+        (
+            QATStageConfig(lr=0.2, quantizer_lr_factor=0.5),
+            {"quantizers": 0.1},
+            "sgd at lr 0.2, scales at 0.5 lr",
+        ),
+        (
+            QATStageConfig(
+                optimizer="adamw", lr=0.2, quantizer_optimizer="sgd", quantizer_lr=0.3, quantizer_weight_decay=0.4
+            ),
+            {"quantizers": 0.3},
+            "adamw at lr 0.2, scales by sgd at lr 0.3 with decay 0.4; that is high for adamw, whose own rate is 0.0005"
+            " at 4 bits; qat.optimizer=sgd takes such",
+        ),
         (
             QATStageConfig(quantizer_lr_factor=1.0, lr=0.2, weight_decay_by_bits=True),
             {"quantizers": 0.2},
-            "qat.weight_decay_by_bits has no effect: no weight has fewer than 4 bits",
+            "sgd at lr 0.2, scales at 1 lr; qat.weight_decay_by_bits has no effect: no weight has fewer than 4 bits",
         ),
         (StageConfig(lr=0.2), {"quantizers": 0.2}, ""),
     ],
@@ -66,9 +78,9 @@ def test_weights_on_few_bits_decay_less_if_the_config_says_so(decay: float, said
     found = {group["name"]: (len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups}
     assert found["weights"] == (2, decay)
     assert (found["weights_3_bits"], found["weights_2_bits"]) == ((1, decay / 2), (1, decay / 4))
-    assert groups_in_words(optimizer, model, stage) == said
+    assert groups_in_words(optimizer, model, stage) == f"sgd at lr 0.01, scales at 1 lr; {said}"
     plain = QATStageConfig(weight_decay=decay, quantizer_lr_factor=1.0)
-    assert groups_in_words(build_optimizer(model, plain), model, plain) == ""
+    assert groups_in_words(build_optimizer(model, plain), model, plain) == "sgd at lr 0.01, scales at 1 lr"
 
 
 @pytest.mark.parametrize(("weights", "scales"), [("sgd", "adamw"), ("adamw", "sgd")])
@@ -145,7 +157,7 @@ def test_rates_of_scales_without_effect_are_named() -> None:
     stage = QATStageConfig(quantizer_optimizer="adamw", quantizer_lr=1e-5)
     why = "has no effect: no quantizer learns"
     said = groups_in_words(build_optimizer(model, stage), model, stage)
-    assert said == f"qat.quantizer_lr {why}; qat.quantizer_optimizer {why}"
+    assert said == f"sgd at lr 0.01; qat.quantizer_lr {why}; qat.quantizer_optimizer {why}"
     assert groups_in_words(build_optimizer(model[0], stage), model[0], stage) == ""
 
 

@@ -82,7 +82,7 @@ def test_learned_bits_fall_and_the_table_shows_them(folder: Path) -> None:
     assert "bits in force" in table and "8 bits in force" not in table
     last = {tag: points[-1][1] for tag, points in curves(folder / "run").items()}
     # The loss that is drawn is the task's: a penalty of several hundred does not show in it.
-    assert last["qat/penalty"] > 100 > 10 > last["qat/train_loss"]
+    assert last["qat/penalty_loss"] > 100 > 10 > last["qat/train_loss"]
     assert last["bits/4.weight_quantizer"] < 7.5
 
 

@@ -12,14 +12,32 @@ def progressive_stages(config: QATStageConfig) -> dict[str, ProgressiveConfig]:
     return {f"qat_{number}": stage for number, stage in enumerate(config.progressive, 1)}
 
 
+def key_of(name: str) -> str:
+    """Where the config says how a stage trains, by the stage's name.
+
+    >>> key_of("float"), key_of("qat_2"), key_of("qat"), key_of("float_finetune")
+    ('float', 'qat.progressive[1]', 'qat', 'qat')
+    """
+    number = name.removeprefix("qat_")
+    return f"qat.progressive[{int(number) - 1}]" if number != name else "float" if name == "float" else "qat"
+
+
+def rate_key(config: RunConfig, name: str) -> str:
+    """The key of a stage's learning rate; an earlier stage may have one of its own."""
+    earlier = progressive_stages(config.qat).get(name)
+    return f"{'qat' if earlier is not None and earlier.lr is None else key_of(name)}.lr"
+
+
 def on_grids_of(config: RunConfig, stage: ProgressiveConfig) -> RunConfig:
-    """The run's config with the stage's grids; what the stage leaves out is as in the last one."""
+    """The run's config with the stage's grids, which are not exported; what it leaves out is as in the last one."""
     bits = SpecConfig(bits=stage.bits)
     grids = {
         tensor: _changed(_changed(getattr(config.quantization, tensor), bits), getattr(stage, tensor))
         for tensor in ("weight", "activation")
     }
-    return config.model_copy(update={"quantization": config.quantization.model_copy(update=grids)})
+    not_exported = config.export.model_copy(update={"onnx": False})
+    quantization = config.quantization.model_copy(update=grids)
+    return config.model_copy(update={"quantization": quantization, "export": not_exported})
 
 
 def training_of(config: QATStageConfig, stage: ProgressiveConfig) -> QATStageConfig:

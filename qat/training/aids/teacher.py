@@ -1,6 +1,7 @@
 """The teacher of a stage: the run's float model, or another that the config names."""
 
 import copy
+import re
 from pathlib import Path
 
 import torch
@@ -9,11 +10,15 @@ from torch import nn
 from qat.evaluating import evaluating
 from qat.finetuning import Distillation
 from qat.finetuning.watching import LOGITS
+from qat.training.config.imports import reason
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import ModelConfig, QATStageConfig, StageConfig
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.models import build_model
 from qat.training.run.weights import load_weights
+
+_KEY = re.compile(rf"(?<![\w.])model(?=\.(?:{'|'.join(ModelConfig.model_fields)})\b)|^model(?=:)")
+"""A key of the `model` section in a sentence."""
 
 
 def build_distillation(
@@ -42,13 +47,20 @@ def build_distillation(
 
 
 def check_distillation(
-    config: RunConfig, model: nn.Module, prepared: nn.Module, image_shape: tuple[int, int, int], classes: int
+    config: RunConfig,
+    model: nn.Module,
+    prepared: nn.Module,
+    image_shape: tuple[int, int, int],
+    classes: int,
+    *,
+    with_weights: bool = True,
 ) -> None:
     """Learn once from a copy of the teacher: what is wrong with it, or with its features, shows before any training.
 
     Args:
         model: the float model, which stays as it is.
         prepared: the model that will learn; only the names of its modules count.
+        with_weights: whether another teacher's weights are read; a run that goes on reads them if it still learns.
 
     Raises:
         UserError: if the teacher cannot be built, or the two models' features or logits do not compare.
@@ -56,7 +68,8 @@ def check_distillation(
     wanted = config.qat.distillation
     if wanted is None:
         return
-    teacher = copy.deepcopy(model) if wanted.teacher is None else _other(wanted.teacher, classes)
+    other = wanted.teacher
+    teacher = copy.deepcopy(model) if other is None else _other(other, classes, with_weights=with_weights)
     student, images = copy.deepcopy(model), torch.zeros(2, *image_shape)
     with value_errors_reported("qat.distillation: "), torch.no_grad(), evaluating(student):
         distillation = Distillation(teacher, features=wanted.features)
@@ -67,10 +80,23 @@ def check_distillation(
                 distillation(output, images)
         except TypeError as error:  # a teacher that does not return logits
             raise UserError(f"qat.distillation: {error}") from error
+        except ValueError:  # features or logits that do not compare
+            raise
+        except Exception as error:  # user code, or a teacher of images of another size
+            raise UserError(
+                f"qat.distillation: the teacher does not run on 2 images of {image_shape} ({reason(error)});"
+                " choose one that takes the images of this run"
+            ) from error
 
 
-def _other(config: ModelConfig, classes: int) -> nn.Module:
+def _other(config: ModelConfig, classes: int, *, with_weights: bool = True) -> nn.Module:
+    """Another teacher. A torchvision model needs weights to teach anything; a callable may have brought its own."""
+    if ":" not in config.name and config.weights is None and config.checkpoint is None:
+        raise UserError(
+            f"qat.distillation.teacher: {config.name} has no weights; set checkpoint or weights of it, or leave teacher"
+            " out to learn from the run's float model"
+        )
     try:
-        return build_model(config, classes)
+        return build_model(config, classes, with_weights=with_weights)
     except UserError as error:
-        raise UserError(*(f"qat.distillation.teacher: {problem}" for problem in error.problems)) from error
+        raise UserError(*(_KEY.sub("qat.distillation.teacher", problem) for problem in error.problems)) from error

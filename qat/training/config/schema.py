@@ -189,6 +189,11 @@ class RunConfig(Section):
                 profile_of(self.quantization.target)
             except ValueError as error:
                 raise ValueError(f"quantization.target: {error}") from None
+        if self.data.augment.cutout >= self.data.image_size:
+            raise ValueError(
+                f"data.augment.cutout: {self.data.augment.cutout} leaves little or nothing of images of"
+                f" data.image_size: {self.data.image_size}; use less"
+            )
         for name, stage in (("float", self.float), ("qat", self.qat)):
             if 0 < stage.epochs < stage.warmup_epochs:
                 raise ValueError(

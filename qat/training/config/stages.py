@@ -6,6 +6,9 @@ from pydantic import Field, model_validator
 
 from qat.training.config.section import Bits, Count, CountOrZero, NonNegative, Positive, Probability, Section
 
+Alpha = Annotated[float, Field(ge=0, le=1000)]
+"""Both parameters of a Beta distribution; from 1000 on its samples are 0.5 to two digits, far above it numbers fail."""
+
 
 class ModelConfig(Section):
     """Which float model is quantized, and where its weights come from."""
@@ -31,7 +34,7 @@ class StageConfig(Section):
     lr: Positive = 0.1
     """Peak learning rate, reached after the warm-up."""
     momentum: Probability = 0.9
-    """SGD momentum (Nesterov); AdamW ignores it."""
+    """SGD's (Nesterov); AdamW has none."""
     weight_decay: NonNegative = 1e-4
     """Weight decay of weights. Norms and biases: `norm_weight_decay`; quantizers: `quantizer_weight_decay`."""
     norm_weight_decay: NonNegative = 0.0
@@ -43,16 +46,16 @@ class StageConfig(Section):
     accumulate: Count = 1
     """Batches of one optimizer step: N batches of B images are one of N * B, in the memory of B, but for the statistics
     of BatchNorm. What is left at the end of an epoch is a smaller step."""
-    label_smoothing: Probability = 0.0
-    mixup_alpha: NonNegative = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    mixup_alpha: Alpha = 0.0
     """Above 0: each training image is a mean of two, and so is its label; their shares are drawn from
     Beta(alpha, alpha) for every batch (arXiv:1710.09412). With cutmix_alpha too, each batch gets one of both."""
-    cutmix_alpha: NonNegative = 0.0
+    cutmix_alpha: Alpha = 0.0
     """Above 0: a random rectangle of each training image is another image's, and the label has its share of the area,
     drawn from Beta(alpha, alpha) (arXiv:1905.04899)."""
     clip_grad_norm: Positive | None = None
     """Clip the gradient's total norm to this."""
-    ema_decay: Probability | None = None
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Keep an exponential moving average of the weights with this decay per step, and evaluate it."""
     bn_reestimate: Literal["auto", "always", "never"] = "auto"
     """Before each evaluation, and so before calibration and export, estimate BatchNorm's running statistics anew from
@@ -73,6 +76,12 @@ class DistillationConfig(Section):
     """Modules of both models whose outputs are compared too, with the weight of each: `{layer3: 0.1}`."""
     amp: Literal["none", "bf16"] = "none"
     """Precision of the teacher's forward; bf16 halves its cost where the processor has it (avx512_bf16, AMX, CUDA)."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> "DistillationConfig":
+        if not self.weight and not any(self.features.values()):
+            raise ValueError("weight: 0 without features has no effect; set one of them, or leave the block out")
+        return self
 
 
 class OscillationConfig(Section):
@@ -170,7 +179,7 @@ class QATStageConfig(StageConfig):
     """Fine-tuning with quantization."""
 
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    """Left out together with lr: adamw where weights or activations have at most 4 bits, else sgd."""
+    """Left out: adamw where weights or activations have at most 4 bits, else sgd."""
     lr: Positive = 0.01
     """Peak learning rate. Left out: 0.01 of sgd; of adamw by the fewest bits, 0.0005 at 4, 0.001 at 3, 0.002 at 2."""
     quantizer_lr_factor: Positive | None = None

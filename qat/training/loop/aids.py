@@ -68,16 +68,17 @@ class Aids:
         if self.gradual is not None:
             self.gradual.complete()
 
-    def added_to(self, loss: Tensor, output: Any, images: Tensor) -> Tensor:
-        """The task's loss plus the penalties of the rules and the losses of the aids."""
-        for quantizer in self.penalised:
-            penalty = quantizer.penalty()
-            loss = loss if penalty is None else loss + penalty
+    def added(self, output: Any, images: Tensor) -> dict[str, Tensor]:
+        """What is added to the task's loss, by the names of their curves: penalties of rules, losses of aids."""
+        added = {}
+        penalties = [penalty for each in self.penalised if (penalty := each.penalty()) is not None]
+        if penalties:
+            added["penalty_loss"] = sum(penalties[1:], start=penalties[0])
         if self.distillation is not None:
-            loss = loss + self.distillation(output, images)
+            added["distillation_loss"] = self.distillation(output, images)
         if self.oscillations is not None and self.oscillations.dampen:
-            loss = loss + self.oscillations.penalty(self.progress)
-        return loss
+            added["dampening_loss"] = self.oscillations.penalty(self.progress)
+        return added
 
     def after_step(self) -> None:
         """What follows the optimizer's step."""

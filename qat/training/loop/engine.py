@@ -17,6 +17,7 @@ from qat.quantizer import Quantizer
 from qat.switches import freeze_scales
 from qat.training.aids.gradual import build_gradual
 from qat.training.aids.oscillations import build_oscillations, left_out_in_words
+from qat.training.aids.progressive import rate_key
 from qat.training.config.stages import QATStageConfig
 from qat.training.errors import UserError
 from qat.training.loop.aids import Aids
@@ -27,6 +28,7 @@ from qat.training.loop.metrics import Meter, log_epoch, log_window
 from qat.training.loop.norm_statistics import settle_statistics
 from qat.training.loop.optimizer import build_optimizer, build_schedule, groups_in_words
 from qat.training.loop.stage import StageRun
+from qat.training.loop.without_effect import without_effect
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
 from qat.training.run.folder import BEST_CHECKPOINT, LAST_CHECKPOINT
 from qat.training.run.logging import progress_bar
@@ -96,6 +98,9 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     run.model.to(run.device)
     if run.config.channels_last:
         run.model.to(memory_format=torch.channels_last)
+    if state is None:
+        for sentence in without_effect(run):
+            run.log.say(f"{run.name}: {sentence}")
     if run.stage.epochs == 0:
         return _validate_untrained(run)
     if len(run.train) == 0:
@@ -104,9 +109,6 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     chosen = groups_in_words(optimization.optimizer, run.model, run.stage)
     if chosen and (state is None or state.epoch < run.stage.epochs):
         run.log.say(f"{run.name}: {chosen}")
-    if run.stage.accumulate > len(run.train):
-        found = f"accumulate: {run.stage.accumulate} is more than the {len(run.train)} batches of an epoch"
-        run.log.say(f"{run.name}: {found}; each epoch is one step")
     watch = optimization.aids.oscillations
     if watch is not None and watch.left_out and state is None:
         run.log.say(f"{run.name}: {left_out_in_words(watch)}")
@@ -158,7 +160,8 @@ def _train_epoch(run: StageRun, optimization: _Optimization, epoch: int) -> Mete
             lr = optimization.optimizer.param_groups[0]["lr"]
             last = max(run.stage.epochs * steps - 1, 1)
             optimization.aids.before_step((epoch * steps + number - 1) / last)
-            window.rows.append(_train_step(run, optimization, group))
+            row, window.added = _train_step(run, optimization, group)
+            window.rows.append(row)
             window.sizes.append(sum(len(labels) for _, labels in group))
             if number % run.config.log_every == 0 or number == steps:
                 losses = window.read()
@@ -172,15 +175,21 @@ def _train_epoch(run: StageRun, optimization: _Optimization, epoch: int) -> Mete
     return whole
 
 
-def _train_step(run: StageRun, optimization: _Optimization, group: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Run one optimizer step over its batches; return (loss, correct predictions, gradient norm) on the device."""
+def _train_step(
+    run: StageRun, optimization: _Optimization, group: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, list[str]]:
+    """Run one optimizer step over its batches.
+
+    Returns on the device (loss, correct predictions, gradient norm, what was added to the loss ...), and the names of
+    the latter.
+    """
     if optimization.compiled is not None:
         optimization.compiled.prove(group[0][0], lambda forward: _loss_of(run, group[0], forward)[0])
     if run.config.cuda_graphs:  # the graphs may reuse the memory of the previous step, but not of this one's gradients
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     images = sum(len(labels) for _, labels in group)
     rows = [_backward(run, optimization, batch, len(batch[1]) / images) for batch in group]
-    loss, correct = torch.stack(rows).sum(dim=0).unbind()
+    loss, correct, *added = torch.stack([torch.stack(row) for row, _ in rows]).sum(dim=0).unbind()
     norm = torch.zeros_like(loss)
     if run.stage.clip_grad_norm is not None:
         optimization.scaler.unscale_(optimization.optimizer)
@@ -192,20 +201,28 @@ def _train_step(run: StageRun, optimization: _Optimization, group: list[tuple[Te
     optimization.optimizer.zero_grad(set_to_none=True)
     if optimization.ema is not None:
         optimization.ema.update(run.model)
-    return torch.stack((loss, correct, norm.to(loss.dtype)))
+    return torch.stack((loss, correct, norm.to(loss.dtype), *added)), rows[0][1]
 
 
-def _backward(run: StageRun, optimization: _Optimization, batch: tuple[Tensor, Tensor], share: float) -> Tensor:
-    """Add a batch's share to the gradients; return (its share of the loss, correct predictions) on the device."""
+def _backward(
+    run: StageRun, optimization: _Optimization, batch: tuple[Tensor, Tensor], share: float
+) -> tuple[list[Tensor], list[str]]:
+    """Add a batch's share to the gradients.
+
+    Returns on the device its share of the loss, correct predictions, its share of what was added to the loss, and the
+    names of the latter.
+    """
     images, labels = batch
     loss, output = _loss_of(run, batch, optimization.compiled or optimization.aids.student)
-    total = optimization.aids.added_to(loss, output, images)
+    added = optimization.aids.added(output, images)
+    total = sum(added.values(), start=loss)
     optimization.scaler.scale(total * share).backward()  # type: ignore[no-untyped-call]
     truth = labels if labels.dim() == 1 else labels.argmax(dim=1)  # of mixed labels the stronger
     correct = (output[LOGITS].detach().argmax(dim=1) == truth).sum()
     # The curve shows the loss of the task, which can be compared between rules; a non-finite penalty still shows.
     shown = torch.where(total.isfinite(), loss, total).detach()
-    return torch.stack((shown * share, correct.to(loss.dtype)))
+    parts = [value.detach().to(loss.dtype) * share for value in added.values()]
+    return [shown * share, correct.to(loss.dtype), *parts], list(added)
 
 
 def _loss_of(
@@ -263,11 +280,10 @@ def _check_finite(run: StageRun, split: str, losses: list[float], epoch: int, fi
     """Raise UserError for the first loss that is not finite; the losses belong to the steps from `first_step` on."""
     for offset, loss in enumerate(losses):
         if not math.isfinite(loss):
-            section = "float" if run.stage is run.config.float else "qat"
             where = f"epoch {epoch + 1}" + ("" if first_step is None else f", step {first_step + offset}")
-            advice = [f"a lower {section}.lr (now {run.stage.lr:g})"]
+            advice = [f"a lower {rate_key(run.config, run.name)} (now {run.stage.lr:g})"]
             if run.stage.clip_grad_norm is None:
-                advice.append(f"{section}.clip_grad_norm=1")
+                advice.append(f"{'float' if run.name == 'float' else 'qat'}.clip_grad_norm=1")
             if run.config.amp != "none":
                 advice.append("amp=none")
             raise UserError(f"{run.name}: the {split} loss is {loss} in {where}; try {' or '.join(advice)}")

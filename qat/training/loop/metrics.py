@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qat.quantizer import Quantizer, penalty
+from qat.quantizer import Quantizer
 from qat.quantizer.training import resting_scales
+from qat.training.aids.progressive import rate_key
 from qat.training.loop.evaluation import Evaluation
 from qat.training.loop.stage import StageRun
 
@@ -21,6 +22,10 @@ class Meter:
     images: int = 0
     seconds: float = 0.0
     grad_norm: float = 0.0
+    added: list[str] = field(default_factory=list)
+    """Names of what aids and rules add to the loss."""
+    losses: list[float] = field(default_factory=list)
+    """Their sums, as of the loss."""
     rows: list[Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     since: float = field(default_factory=time.perf_counter)
@@ -41,12 +46,14 @@ class Meter:
         return self.images / self.seconds
 
     def read(self) -> list[float]:
-        """Wait for the device, add the rows (loss, correct, gradient norm) to the sums, and return the losses."""
+        """Wait for the device, add the rows (loss, correct, gradient norm, added ...) up, and return the losses."""
         rows = torch.stack(self.rows).tolist()  # the one host-device synchronisation
-        for (loss, correct, _), size in zip(rows, self.sizes, strict=True):
+        for (loss, correct, _, *added), size in zip(rows, self.sizes, strict=True):
             self.loss += loss * size
             self.correct += correct
             self.images += size
+            before = self.losses or [0.0] * len(added)
+            self.losses = [total + each * size for total, each in zip(before, added, strict=True)]
         self.grad_norm = rows[-1][2]
         self.seconds += time.perf_counter() - self.since
         return [row[0] for row in rows]
@@ -67,6 +74,8 @@ def log_window(run: StageRun, step: int, window: Meter, lr: float) -> None:
     run.log.scalar(f"{run.name}/images_per_second", window.images_per_second, step)
     if run.stage.clip_grad_norm is not None:
         run.log.scalar(f"{run.name}/grad_norm", window.grad_norm, step)
+    for name, total in zip(window.added, window.losses, strict=True):
+        run.log.scalar(f"{run.name}/{name}", total / window.images, step)
 
 
 def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation, note: str = "") -> None:
@@ -94,9 +103,12 @@ def _floor_note(run: StageRun, epoch: int) -> str:
     worst = sorted(resting, key=lambda name: -resting[name])[:3]
     named = ", ".join(f"{resting[name]} of {name}" for name in worst)
     more = len(resting) - len(worst)
-    advice = "a lower qat.quantizer_lr_factor may help"
+    own = "quantizer_lr_factor" if getattr(run.stage, "quantizer_lr", None) is None else "quantizer_lr"
+    advice = f"a lower qat.{own} may help"
     if epoch == 0:  # to 1/32 so soon: they began far too large, or one step carried them past zero
-        advice = "a lower qat.lr, more quantization.calibration_batches or another init may help"
+        advice = (
+            f"a lower {rate_key(run.config, run.name)}, more quantization.calibration_batches or another init may help"
+        )
     others = f" and {more} more quantizers" if more else ""
     total = sum(count for _, count in counts.values())
     return f"{sum(resting.values()):,} of {total:,} learned scales rest on their floor ({named}{others}): {advice}"
@@ -113,9 +125,6 @@ def _log_quantizers(run: StageRun, step: int) -> None:
     }
     if not curves:
         return
-    cost = penalty(run.model).detach()
-    if any(module.penalty() is not None for module in quantizers.values()):
-        run.log.scalar(f"{run.name}/penalty", float(cost), step)
     means = torch.stack([values.detach().float().mean() for values in curves.values()]).tolist()
     for name, mean in zip(curves, means, strict=True):
         run.log.scalar(name, mean, step)

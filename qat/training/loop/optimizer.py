@@ -8,12 +8,16 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from qat.quantizer import Quantizer, parameter_groups
+from qat.training.config.by_bits import ADAMW_RATE
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.errors import UserError
 from qat.training.loop.two_optimizers import TwoOptimizers
 
 OWN_OF_QUANTIZERS = ("quantizer_lr_factor", "quantizer_lr", "quantizer_weight_decay")
 """Keys of `qat` for the groups of quantizers, which are also arguments of `qat.parameter_groups`."""
+
+HIGH_FOR_ADAMW = 0.005
+"""From ten times its rate at 4 bits on, AdamW usually forgets the weights that it starts from."""
 
 WARMUP_START = 0.01
 """Start of the warm-up, as a share of the peak learning rate."""
@@ -61,10 +65,13 @@ def _optimizer(kind: str, groups: list[dict[str, Any]], stage: StageConfig, late
 
 
 def groups_in_words(optimizer: torch.optim.Optimizer, model: nn.Module, stage: StageConfig) -> str:
-    """Sentences on the rates and decays that bits decided, and on settings without effect; "" without quantizers."""
+    """Sentences on optimizers, rates and decays, and on settings without effect; "" without quantizers."""
     if not isinstance(stage, QATStageConfig) or not any(isinstance(each, Quantizer) for each in model.modules()):
         return ""
-    said = [_rates_of_scales(optimizer, stage), _decays_of_weights(optimizer, stage)]
+    said = [f"{stage.optimizer} at lr {stage.lr:g}{_rates_of_scales(optimizer, stage)}"]
+    if stage.optimizer == "adamw" and stage.lr >= HIGH_FOR_ADAMW:
+        said.append(f"that is high for adamw, whose own rate is {ADAMW_RATE:g} at 4 bits; qat.optimizer=sgd takes such")
+    said.append(_decays_of_weights(optimizer, stage))
     if not any(group["name"].startswith("quantizers") for group in optimizer.param_groups):
         keys = [key for key in (*OWN_OF_QUANTIZERS, "quantizer_optimizer") if getattr(stage, key)]
         said += [f"qat.{key} has no effect: no quantizer learns" for key in keys]
@@ -72,15 +79,24 @@ def groups_in_words(optimizer: torch.optim.Optimizer, model: nn.Module, stage: S
 
 
 def _rates_of_scales(optimizer: torch.optim.Optimizer, stage: QATStageConfig) -> str:
-    found = [
-        f"{group['initial_lr'] / stage.lr:.2g} lr ({group['name'].split('_')[1]} bits)"
-        for group in optimizer.param_groups
-        if group["name"].startswith("quantizers_")
-    ]
-    if not found:
+    """How scales learn, behind the words on the weights; "" if none learns."""
+    groups = [group for group in optimizer.param_groups if group["name"].startswith("quantizers")]
+    if not groups:
         return ""
-    own = f"{stage.optimizer} at lr {stage.lr:g}, scales at {' and '.join(found)}"
-    return f"{own}; qat.optimizer, qat.lr and qat.quantizer_lr_factor set others"
+    by_bits = [
+        f"{group['initial_lr'] / stage.lr:.2g} lr ({group['name'].split('_')[1]} bits)"
+        for group in groups
+        if "_" in group["name"]
+    ]
+    rates = " and ".join(by_bits)
+    if stage.quantizer_lr is not None:
+        rates = f"lr {stage.quantizer_lr:g}"
+    elif stage.quantizer_lr_factor is not None:
+        rates = f"{stage.quantizer_lr_factor:g} lr"
+    own = "" if stage.quantizer_optimizer in (None, stage.optimizer) else f"by {stage.quantizer_optimizer} "
+    decay = f" with decay {stage.quantizer_weight_decay:g}" if stage.quantizer_weight_decay else ""
+    others = "; qat.optimizer, qat.lr and qat.quantizer_lr_factor set others" if by_bits else ""
+    return f", scales {own}at {rates}{decay}{others}"
 
 
 def _decays_of_weights(optimizer: torch.optim.Optimizer, stage: QATStageConfig) -> str:

@@ -9,18 +9,17 @@ SIGMAS = 2.0
 """Differences count from this many standard deviations on, given the size of the validation split."""
 
 
-def warnings_about(name: str, stage: StageConfig, evaluation: Evaluation, start: float | None) -> list[str]:
+def warnings_about(name: str, key: str, stage: StageConfig, evaluation: Evaluation, start: float | None) -> list[str]:
     """Return a warning if the result of a stage is at chance level, or worse than the stage's starting model.
 
     Chance level is the share of the most common label, which a constant prediction reaches. A result is above chance if
     it exceeds it by two standard deviations of a share among that many images. If even a perfect result would not, the
     split is too small to tell and there is no warning, unless all its images are of one class. `start` is top1 on the
-    same images before the stage, None if there was no trained model.
+    same images before the stage, None if there was no trained model, and `key` that of its learning rate.
     """
     best_constant, count = evaluation.most_common / 100.0, evaluation.count
     margin = 100.0 * SIGMAS * math.sqrt(best_constant * (1.0 - best_constant) / count)
-    section = "float" if name == "float" else "qat"
-    advice = f"; try a lower {section}.lr (now {stage.lr:g}) or more epochs" if stage.epochs else ""
+    advice = f"; try a lower {key} (now {stage.lr:g}) or more epochs" if stage.epochs else ""
     warnings = []
     if evaluation.most_common == 100.0:
         warnings.append(f"{name}: all {count} validation images are of one class, so val top1 says nothing")

@@ -223,9 +223,12 @@ def _completed(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested keys joined by dots, with their values; an empty section yields nothing."""
+    """Yield nested keys as a user writes them, `a.b[0].c`, with their values; what is empty yields nothing."""
     for key, value in section.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+            for index, each in enumerate(value):
+                yield from _flat(each, f"{prefix}{key}[{index}].")
         else:
             yield f"{prefix}{key}", value

@@ -1,0 +1,62 @@
+"""Settings of a stage that change nothing in this run, in words: the config alone does not show it."""
+
+from qat.batch_norm import batch_norms
+from qat.training.aids.progressive import key_of
+from qat.training.config.stages import QATStageConfig, StageConfig
+from qat.training.loop.stage import StageRun
+
+START_LEFT = 0.5
+"""From this share of the start on, which is decay ** steps, averaged weights are those of no training."""
+
+OF_ANY_LENGTH = ("epochs", "optimizer", "lr", "schedule", "progressive", "bn_reestimate")
+"""Settings that a stage without epochs may have: they are set by bits, or have an effect there."""
+
+
+def without_effect(run: StageRun) -> list[str]:
+    """A sentence for each setting that has no effect, or another one than its name says.
+
+    A stage before the last has all settings of the last one but its own, which then says these things.
+    """
+    stage, key = run.stage, key_of(run.name)
+    if run.name not in ("float", "qat"):
+        return _too_slow(run, key)
+    found = []
+    if stage.bn_reestimate == "always" and not batch_norms(run.model):
+        found.append(f"{key}.bn_reestimate: always has no effect: the model has no BatchNorm")
+    if stage.epochs == 0:
+        return found + _untrained(stage, key)
+    if stage.optimizer == "adamw" and stage.momentum != StageConfig().momentum:
+        found.append(f"{key}.momentum: {stage.momentum:g} has no effect: {key}.optimizer is adamw, which has none")
+    if stage.accumulate > len(run.train):
+        batches = f"the {len(run.train)} batches of an epoch"
+        found.append(f"accumulate: {stage.accumulate} is more than {batches}; each epoch is one step")
+    if isinstance(stage, QATStageConfig):
+        for name in ("freeze_bn_epoch", "freeze_scales_epoch"):
+            first = getattr(stage, name)
+            if first is not None and first >= stage.epochs:
+                found.append(f"{key}.{name}: {first} has no effect: the last of {stage.epochs} is {stage.epochs - 1}")
+    return found + _too_slow(run, key)
+
+
+def _untrained(stage: StageConfig, key: str) -> list[str]:
+    """The settings of a stage that trains nothing, in one sentence."""
+    usual = type(stage)()
+    named = [
+        f"{key}.{name}" for name in type(stage).model_fields
+        if name not in OF_ANY_LENGTH and getattr(stage, name) != getattr(usual, name)
+    ]  # fmt: skip
+    if isinstance(stage, QATStageConfig) and stage.progressive:
+        return []  # the stages before it use them
+    have = "has" if len(named) == 1 else "have"
+    return [f"{', '.join(named)} {have} no effect: {key}.epochs is 0"] if named else []
+
+
+def _too_slow(run: StageRun, key: str) -> list[str]:
+    """That averaged weights are still those of the start, if they are."""
+    decay, steps = run.stage.ema_decay, run.stage.epochs * run.steps_per_epoch
+    if decay is None or decay**steps <= START_LEFT:
+        return []
+    return [
+        f"ema_decay: {decay:g} is slow for the {steps} steps of this stage: its averages are {100 * decay**steps:.0f} %"
+        f" what the stage starts from; try {1 - 10 / max(steps, 20):.2g}"
+    ]

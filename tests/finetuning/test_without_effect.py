@@ -1,0 +1,83 @@
+"""Settings that would change nothing: refused where that is sure, said where the run shows it."""
+
+from pathlib import Path
+
+import pytest
+from tiny_training import stage_run, tiny_model
+from torch import nn
+
+import train
+from qat.training.config.stages import QATStageConfig, StageConfig
+from qat.training.loop.without_effect import without_effect
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        (QATStageConfig(epochs=3, freeze_bn_epoch=2, freeze_scales_epoch=0, ema_decay=0.9), []),
+        (QATStageConfig(epochs=0, lr=0.3, optimizer="adamw"), []),
+        (
+            QATStageConfig(epochs=3, freeze_bn_epoch=3, freeze_scales_epoch=7),
+            [
+                "qat.freeze_bn_epoch: 3 has no effect: the last of 3 is 2",
+                "qat.freeze_scales_epoch: 7 has no effect: the last of 3 is 2",
+            ],
+        ),
+        (
+            QATStageConfig(epochs=1, optimizer="adamw", momentum=0.5, accumulate=6),
+            [
+                "qat.momentum: 0.5 has no effect: qat.optimizer is adamw, which has none",
+                "accumulate: 6 is more than the 5 batches of an epoch; each epoch is one step",
+            ],
+        ),
+        (
+            QATStageConfig(epochs=2, ema_decay=0.99),  # 0.99 ** 10
+            [
+                "ema_decay: 0.99 is slow for the 10 steps of this stage: its averages are 90 % what the stage starts"
+                " from; try 0.5"
+            ],
+        ),
+        (
+            QATStageConfig(epochs=0, mixup_alpha=0.2, warmup_epochs=1.0),
+            ["qat.warmup_epochs, qat.mixup_alpha have no effect: qat.epochs is 0"],
+        ),
+        (QATStageConfig(epochs=0, accumulate=2), ["qat.accumulate has no effect: qat.epochs is 0"]),
+    ],
+)
+def test_the_log_says_what_has_no_effect(stage: QATStageConfig, said: list[str], tmp_path: Path) -> None:
+    assert without_effect(stage_run(tmp_path, tiny_model(), stage)) == said
+
+
+def test_re_estimation_needs_a_norm_and_a_float_stage_has_its_own_keys(tmp_path: Path) -> None:
+    stage = StageConfig(epochs=0, bn_reestimate="always", label_smoothing=0.1)
+    run = stage_run(tmp_path, nn.Linear(2, 2), stage)
+    run.name = "float"
+    assert without_effect(run) == [
+        "float.bn_reestimate: always has no effect: the model has no BatchNorm",
+        "float.label_smoothing has no effect: float.epochs is 0",
+    ]
+    run.model = tiny_model()
+    assert len(without_effect(run)) == 1
+    run.name = "float_finetune"  # qat says it
+    assert without_effect(run) == []
+
+
+@pytest.mark.parametrize("change", ["ema_decay=1", "label_smoothing=1", "mixup_alpha=1e300", "cutmix_alpha=1001"])
+def test_what_can_never_work_is_refused(change: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--config", "tiny.yaml", f"qat.{change}"]) == 2
+    assert capsys.readouterr().err.startswith(f"qat.{change}: expected a number")
+
+
+def test_a_square_as_large_as_the_image_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--config", "tiny.yaml", "data.augment.cutout=16"]) == 2
+    assert capsys.readouterr().err == (
+        "data.augment.cutout=16: 16 leaves little or nothing of images of data.image_size: 16; use less\n"
+    )
+
+
+def test_a_run_says_it_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    late = ["--config", "tiny.yaml", "run_dir=run", "resume=auto", "qat.freeze_bn_epoch=2"]
+    assert train.main(late) == 0
+    assert capsys.readouterr().out.count("qat: qat.freeze_bn_epoch: 2 has no effect") == 1
+    assert train.main([*late, "qat.epochs=3"]) == 0  # now it has one
+    assert "no effect" not in capsys.readouterr().out
