@@ -50,13 +50,16 @@ def command(name: str, row: Row, seed: int, given: argparse.Namespace) -> list[s
     if row.config == TORCH_AO:
         plain = ["-m", "benchmarks.accuracy_torch_ao", *row.overrides, "--data", str(given.data)]
         return [sys.executable, *plain, "--weights", str(given.weights), "--run", str(folder), "--seed", str(seed)]
-    start = ["float.epochs=0", f"model.checkpoint={float_run(row, seed, given) / 'float.safetensors'}"]
-    data = held_out(given.data, given.runs) if row.held_out else given.data
-    files = [f"data.root={data}", *(start if row.own_float else [f"model.checkpoint={given.weights}"])]
+    start = ["float.epochs=0", f"model.checkpoint={float_run(row, given) / 'float.safetensors'}"]
+    files = [f"data.root={_data(row, given)}", *(start if row.own_float else [f"model.checkpoint={given.weights}"])]
     if row.teacher:
         files.append(f"qat.distillation.teacher.checkpoint={given.teacher}")
     where = [f"run_dir={folder}", "resume=auto", f"seed={seed}"]
     return [sys.executable, "train.py", "--config", f"configs/{row.config}.yaml", *where, *files, *row.overrides]
+
+
+def _data(row: Row, given: argparse.Namespace) -> Path:
+    return held_out(given.data, given.runs) if row.held_out else given.data
 
 
 def held_out(data: Path, runs: Path) -> Path:
@@ -74,14 +77,14 @@ def held_out(data: Path, runs: Path) -> Path:
     return path
 
 
-def float_run(row: Row, seed: int, given: argparse.Namespace) -> Path:
+def float_run(row: Row, given: argparse.Namespace) -> Path:
     """The folder of the float training that the rows of a config share."""
-    return Path(given.runs) / f"{row.config}-float-{seed}"
+    return Path(given.runs) / f"{row.config}-float"
 
 
-def train_float(row: Row, seed: int, given: argparse.Namespace) -> None:
+def train_float(row: Row, given: argparse.Namespace) -> None:
     """Train the float model of a config, or go on with it; what is finished says so and ends at once."""
-    where = [f"run_dir={float_run(row, seed, given)}", "resume=auto", f"seed={seed}", f"data.root={given.data}"]
+    where = [f"run_dir={float_run(row, given)}", "resume=auto", f"data.root={_data(row, given)}"]
     started = ["train.py", "--config", f"configs/{row.config}.yaml", *where, "qat.epochs=0", "export.onnx=false"]
     subprocess.run([sys.executable, *started], cwd=ROOT, check=True)
 
@@ -148,7 +151,7 @@ def run(name: str, seed: int, given: argparse.Namespace) -> None:
     """Run a row, or go on with it, and append its result."""
     row = ROWS[name]
     if row.own_float:
-        train_float(row, seed, given)
+        train_float(row, given)
     started = command(name, row, seed, given)
     print(" ".join(started), flush=True)
     status = subprocess.run(started, cwd=ROOT, check=False).returncode

@@ -17,7 +17,8 @@ class Row:
         what: its name in the table.
         overrides: changes of the config, or arguments of benchmarks.accuracy_torch_ao.
         teacher: whether it learns from ResNet-56, whose weights `--teacher` names.
-        own_float: whether its float weights are trained first, once for all rows of the config; false: `--weights`.
+        own_float: whether its float weights are trained first, once for all rows and seeds of the config; false:
+            `--weights`.
         held_out: whether it chooses between recipes, and so is validated on training images that are held out.
     """
 
@@ -73,13 +74,13 @@ AIDS = {
 def _with_aids(name: str, network: str) -> dict[str, Row]:
     """A recipe of 4 bits and 3 epochs behind a float training of its own, and without each aid that it has."""
     has = AIDS if name.startswith("mobilenet") else {"distillation": AIDS["distillation"]}
-    rows = {name: Row(name, 4, 3, f"{network}, our recipe", own_float=True)}
+    rows = {name: Row(name, 4, 3, f"{network}, our recipe", own_float=True, held_out=True)}
     for aid, override in has.items():
         rows[f"{name}_no_{aid.replace('-', '')}"] = Row(
-            name, 4, 3, f"{network}, without {aid}", (override,), own_float=True
+            name, 4, 3, f"{network}, without {aid}", (override,), own_float=True, held_out=True
         )
     if len(has) > 1:
-        rows[f"{name}_none"] = Row(name, 4, 3, f"{network}, without all of these", tuple(has.values()), own_float=True)
+        rows[f"{name}_none"] = Row(name, 4, 3, f"{network}, without all of these", tuple(has.values()), own_float=True, held_out=True)
     return rows
 
 

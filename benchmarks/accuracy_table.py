@@ -29,7 +29,7 @@ def accuracy_table(own_float: bool = False) -> str:
         own_float: the rows of networks that train in float first, in place of those from ResNet-20's published weights.
     """
     lines = [f"| {' | '.join(TITLES)} |", f"|---|---|{'---:|' * (len(TITLES) - 2)}"]
-    rows = {name: row for name, row in ROWS.items() if row.own_float == own_float and not row.held_out}
+    rows = {name: row for name, row in ROWS.items() if row.own_float == own_float and (own_float or not row.held_out)}
     results = [each for each in kept() if each["row"] in rows]
     for name, row in rows.items():
         own = [each for each in results if each["row"] == name]
@@ -45,11 +45,11 @@ def own_float_table() -> str:
 def rules_table() -> str:
     """The rules at 4, 3 and 2 bits on held-out images; the training loss behind the accuracy."""
     lines = ["| rule | 4 bits | 3 bits | 2 bits |", "|---|---|---|---|"]
-    results = [each for each in kept() if ROWS[each["row"]].held_out]
+    results = [each for each in kept() if ROWS[each["row"]].what in RULES]
     for rule in RULES:
         cells = []
         for bits in (4, 3, 2):
-            names = {name for name, row in ROWS.items() if row.held_out and (row.what, row.bits) == (rule, bits)}
+            names = {name for name, row in ROWS.items() if (row.what, row.bits) == (rule, bits)}
             own = [each for each in results if each["row"] in names]
             loss = f", loss {np.mean([each['train_loss'] for each in own]):.3f}" if own else ""
             cells.append(f"{_percent([each['qat'] for each in own])}{loss}" if own else "not run")
