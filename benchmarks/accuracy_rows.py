@@ -80,7 +80,9 @@ def _with_aids(name: str, network: str) -> dict[str, Row]:
             name, 4, 3, f"{network}, without {aid}", (override,), own_float=True, held_out=True
         )
     if len(has) > 1:
-        rows[f"{name}_none"] = Row(name, 4, 3, f"{network}, without all of these", tuple(has.values()), own_float=True, held_out=True)
+        rows[f"{name}_none"] = Row(
+            name, 4, 3, f"{network}, without all of these", tuple(has.values()), own_float=True, held_out=True
+        )
     return rows
 
 
