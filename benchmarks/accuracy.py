@@ -9,6 +9,7 @@ benchmarks/results/accuracy.jsonl, one line a row and seed; what is there alread
 """
 
 import argparse
+import base64
 import json
 import os
 import shutil
@@ -139,10 +140,10 @@ def result_of(name: str, row: Row, seed: int, folder: Path) -> dict[str, Any]:
     model = qat.load(folder, floating)
     config: DataConfig = model.config.data  # type: ignore[union-attr, assignment]
     floating.load_state_dict(load_file(folder / "float.safetensors"))
-    truth = np.load(str(config.root))["y_val"]
-    found["difference"], found["standard_error"] = paired(
-        predictions(model, config), predictions(floating, config), truth
-    )
+    truth, answers = np.load(str(config.root))["y_val"], predictions(model, config)
+    found["difference"], found["standard_error"] = paired(answers, predictions(floating, config), truth)
+    if row.own_float:
+        found["right"] = base64.b64encode(np.packbits(answers == truth).tobytes()).decode()
     images = len(np.load(str(config.root))["y_train"])
     return found | {"train_loss": last_training_loss(folder, images // config.batch_size)}
 

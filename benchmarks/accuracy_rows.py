@@ -1,6 +1,7 @@
 """The rows of docs/accuracy.md: recipes of configs/, and baselines that get the same epochs, data and float weights."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 TORCH_AO = "torch.ao"
@@ -57,8 +58,8 @@ def _rows() -> dict[str, Row]:
     rows[f"{binary}_long"] = Row(binary, 1, 120, "our recipe, long, first and last layer in float", four_times)
     return (
         rows
-        | _with_aids("mobilenet_v2_cifar10_w4a4", "MobileNetV2")
-        | _with_aids("vit_cifar10_w4a4", "vision transformer")
+        | _with_aids("mobilenet_v2_cifar10_w4a4", "MobileNetV2", AIDS, held_out=True)
+        | _with_aids("vit_cifar10_w4a4", "vision transformer", ["distillation"], held_out=False)
         | _with_rules()
     )
 
@@ -71,18 +72,15 @@ AIDS = {
 """What a recipe of a network with its own float training is compared without."""
 
 
-def _with_aids(name: str, network: str) -> dict[str, Row]:
+def _with_aids(name: str, network: str, aids: Iterable[str], held_out: bool) -> dict[str, Row]:
     """A recipe of 4 bits and 3 epochs behind a float training of its own, and without each aid that it has."""
-    has = AIDS if name.startswith("mobilenet") else {"distillation": AIDS["distillation"]}
-    rows = {name: Row(name, 4, 3, f"{network}, our recipe", own_float=True, held_out=True)}
-    for aid, override in has.items():
-        rows[f"{name}_no_{aid.replace('-', '')}"] = Row(
-            name, 4, 3, f"{network}, without {aid}", (override,), own_float=True, held_out=True
-        )
-    if len(has) > 1:
-        rows[f"{name}_none"] = Row(
-            name, 4, 3, f"{network}, without all of these", tuple(has.values()), own_float=True, held_out=True
-        )
+    common = {"own_float": True, "held_out": held_out}
+    rows = {name: Row(name, 4, 3, f"{network}, our recipe", **common)}
+    for aid in aids:
+        rows[f"{name}_no_{aid.replace('-', '')}"] = Row(name, 4, 3, f"{network}, without {aid}", (AIDS[aid],), **common)
+    if held_out:
+        every = tuple(AIDS[aid] for aid in aids)
+        rows[f"{name}_none"] = Row(name, 4, 3, f"{network}, without all of these", every, **common)
     return rows
 
 
