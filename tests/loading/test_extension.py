@@ -9,13 +9,13 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from finished_runs import in_place
 from tiny_training import curves
 from torch import nn
 
 import qat
 import train
 from qat.training.run.staging import READY, STAGED, result
-from tests.loading.conftest import in_place
 from tests.loading.test_loading import loss_of, summary
 
 

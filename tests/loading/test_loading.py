@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from finished_runs import in_place
 from PIL import Image
 from torch import nn
 from torchvision.transforms.v2.functional import pil_to_tensor
@@ -22,7 +23,6 @@ from qat.training.data.pictures import InputTransform
 from qat.training.data.transforms import Preprocessing
 from qat.training.loop.evaluation import evaluate
 from qat.training.run.checkpoint import load_checkpoint
-from tests.loading.conftest import in_place
 
 CPU = torch.device("cpu")
 

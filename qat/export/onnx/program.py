@@ -24,7 +24,7 @@ def export_program(frozen: nn.Module, example_inputs: Inputs) -> Any:
         args, kwargs = example_arguments(example_inputs, samples)
         kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
         shapes = _free_batch(args, kwargs) if samples > 1 else None
-        with _quiet():
+        with quiet_export():
             return torch.onnx.export(
                 frozen, args, kwargs=kwargs, dynamo=True, opset_version=OPSET, dynamic_shapes=shapes, verbose=False
             )
@@ -89,7 +89,7 @@ def _free_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_export() -> Iterator[None]:
     """Keep the exporter's log and its own deprecation warnings from the user's terminal; one thread at a time."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     with warnings_ignored():

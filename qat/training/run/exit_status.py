@@ -42,11 +42,12 @@ class SignalledError(KeyboardInterrupt):
         self.number = number
 
 
-def exit_status(run: Callable[[], int]) -> int:
+def exit_status(run: Callable[[], int], way_on: str = HOW_TO_RESUME) -> int:
     """Run a program, and turn errors and signals into a sentence and an exit status.
 
     Args:
         run: the program; its own status is returned if it ends normally.
+        way_on: what a user does next who was interrupted, or whose disk was full; "" if he only starts it again.
 
     Returns:
         2 for what the user can fix (a config, a disk, memory), 70 for a bug of the program, and 128 plus the signal if
@@ -63,6 +64,7 @@ def exit_status(run: Callable[[], int]) -> int:
         except BaseException as error:
             ignore_signals()  # another signal would interrupt the report
             status, message = _status_and_message(error)
+            message = message.replace(HOW_TO_RESUME, way_on).removesuffix("; ")
             _discard_output()
             _print_error(message)
             return status

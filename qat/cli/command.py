@@ -1,0 +1,50 @@
+"""The verbs, their help, and the end of a command: one sentence and an exit status."""
+
+import argparse
+import logging
+import re
+
+import qat
+from qat.cli import benchmark, evaluate, export, predict, verify
+from qat.training.run.exit_status import exit_status
+
+VERBS = {each.__name__.rpartition(".")[2]: each for each in (predict, evaluate, verify, benchmark, export)}
+"""Each is a module with `EXAMPLE`, `add_arguments(parser)` and `run(given) -> int`; its docstring is the help."""
+
+OVERRIDE = re.compile(r"[a-z_][\w.\[\]]*=")
+"""How `key.path=value` begins."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Read the command line and run one verb.
+
+    Returns:
+        0; 1 if a comparison fails; 2 for what the user can fix; 70 for a bug of the program (see `exit_status`).
+    """
+    parser = build_parser()
+    given, more = parser.parse_known_args(arguments)
+    if more and not (hasattr(given, "overrides") and all(OVERRIDE.match(each) for each in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:  # argparse takes no further ones after an option
+        given.overrides = [*given.overrides, *more]
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    return exit_status(lambda: int(given.run(given)), way_on="")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all verbs."""
+    parser = argparse.ArgumentParser(prog="python -m qat", description="Use, check and measure a run of train.py.")
+    parser.add_argument("--version", action="version", version=qat.__version__)
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    for name, module in VERBS.items():
+        text = str(module.__doc__)
+        verb = verbs.add_parser(
+            name,
+            help=text.splitlines()[0],
+            description=text,
+            epilog=f"example: {module.EXAMPLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(verb)
+        verb.set_defaults(run=module.run)
+    return parser

@@ -1,0 +1,91 @@
+"""The accuracy of a run's model on its validation split, in one or several runtimes, and whether they agree."""
+
+import argparse
+import json
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.cli.arguments import add_overrides, add_run, several
+from qat.cli.runs import Engine, open_run
+from qat.text import table
+from qat.training.errors import UserError
+from qat.training.run.logging import progress_bar
+
+EXAMPLE = "python -m qat evaluate runs/resnet_int8 --runtime torch,onnxruntime"
+RUNTIMES = ("torch", "onnxruntime", "float")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `evaluate`."""
+    add_run(parser)
+    add_overrides(parser)
+    parser.add_argument(
+        "--runtime", type=several(RUNTIMES), help=f"of {', '.join(RUNTIMES)}, with commas; default: all of them"
+    )
+    parser.add_argument("--json", action="store_true", help="write the results as JSON")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print the table."""
+    opened = open_run(given.run_path, given.model)
+    data = opened.data(given.overrides)
+    if data.classes != opened.classes:
+        raise UserError(
+            f"data: {len(data.classes)} classes, the model has {len(opened.classes)}; set data.root to its own"
+        )
+    asked = given.runtime or [name for name in RUNTIMES if name != "onnxruntime" or opened.has_onnx]
+    found = [_answers(name, opened.engine(name), data.val) for name in dict.fromkeys(asked)]
+    truth = found[0]["truth"]
+    results = [
+        {
+            "runtime": each["runtime"],
+            "top1": 100 * float((each["answers"] == truth).double().mean()),
+            "images": len(truth),
+            "images_per_second": len(truth) / each["seconds"],
+            "same_answers": float((each["answers"] == found[0]["answers"]).double().mean()),
+        }
+        for each in found
+    ]
+    if given.json:
+        print(json.dumps(results, indent=1))
+    else:
+        print("\n".join([*_table(results), "", _noise(results[0])]))
+    return 0
+
+
+def _answers(name: str, engine: Engine, batches: Iterable[Any]) -> dict[str, Any]:
+    """A runtime's answers for every image, the labels, and the time that the runtime took."""
+    answers: list[Tensor] = []
+    labels: list[Tensor] = []
+    seconds = 0.0
+    with progress_bar(batches, name) as bar:
+        for images, truth in bar:
+            started = time.perf_counter()
+            answers.append(engine(images).argmax(1))
+            seconds += time.perf_counter() - started
+            labels.append(truth)
+    return {"runtime": name, "answers": torch.cat(answers), "truth": torch.cat(labels), "seconds": seconds}
+
+
+def _table(results: list[dict[str, Any]]) -> list[str]:
+    first = results[0]["runtime"]
+    rows = [
+        [
+            each["runtime"],
+            f"{each['top1']:.2f}",
+            "" if each["runtime"] == first else f"{100 * each['same_answers']:.2f} %",
+            f"{each['images_per_second']:,.0f}",
+        ]
+        for each in results
+    ]
+    return table([["runtime", "top1 %", f"as {first}", "images/s"], *rows], numbers=True)
+
+
+def _noise(result: dict[str, Any]) -> str:
+    share = result["top1"] / 100
+    error = 200 * (share * (1 - share) / result["images"]) ** 0.5
+    return f"top1 is of {result['images']:,} images: +-{error:.1f} points (two standard deviations) on others"

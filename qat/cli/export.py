@@ -1,0 +1,59 @@
+"""Write the integer model of a run to a file of your own, and prove it; the run folder stays as it is."""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import fx
+
+import qat
+from qat.cli.arguments import add_overrides, add_run, check_folder_of
+from qat.cli.runs import Run, open_run
+from qat.training.errors import UserError, value_errors_reported
+from qat.training.run.about import about_model, export_metadata
+from qat.training.run.folder import read_summary
+from qat.training.run.proof import prove
+
+EXAMPLE = "python -m qat export runs/resnet_int8 --to model.onnx"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `export`."""
+    add_run(parser)
+    add_overrides(parser)
+    parser.add_argument("--to", required=True, metavar="FILE", help="the file to write; an existing one is refused")
+    parser.add_argument("--exact-sums", action="store_true", help="add residual sums in float32, as torch does")
+    parser.add_argument("--no-proof", action="store_true", help="do not run the file over the validation split")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Export, then prove; 1 if the proof fails."""
+    opened, path = open_run(given.run_path, given.model), Path(given.to).expanduser()
+    if path.exists():
+        raise UserError(f"--to: '{path}' exists; choose another name, or remove it")
+    check_folder_of("--to", path)
+    model = opened.quantized
+    assert isinstance(model, fx.GraphModule)
+    data = None if given.no_proof else opened.data(given.overrides)
+    size = opened.config.data.image_size
+    with value_errors_reported():
+        qat.export_onnx(
+            model, path, torch.zeros(1, 3, size, size), metadata=_metadata(opened), exact_sums=given.exact_sums
+        )
+    print(f"{path}: {path.stat().st_size:,} bytes")
+    if data is None:
+        print("not proven (--no-proof)")
+        return 0
+    proof = prove(path, model, data.val)
+    print("\n".join([*proof.sentences(), *(f"warning: {each}" for each in proof.warnings())]))
+    problem = proof.problem()
+    if problem:
+        print(f"{path}: {problem}")
+    return int(bool(problem))
+
+
+def _metadata(opened: Run) -> dict[str, object]:
+    """What train.py writes into its file, of the same weights."""
+    summary = read_summary(opened.folder) or {}
+    about = about_model(opened.config, opened.classes, opened.transform.preprocessing)
+    return export_metadata(about, summary) if "qat" in summary else about

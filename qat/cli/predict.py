@@ -1,0 +1,57 @@
+"""What the model sees in pictures: the classes with the highest scores, of the integer model and of float."""
+
+import argparse
+import json
+
+import torch
+from torch import Tensor
+
+from qat.cli.arguments import add_run, chosen_runtime
+from qat.cli.runs import open_run
+from qat.text import table
+from qat.training.errors import value_errors_reported
+
+EXAMPLE = "python -m qat predict runs/resnet_int8 photo.png --compare"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `predict`."""
+    add_run(parser)
+    parser.add_argument("images", nargs="+", metavar="IMAGE", help="a picture file")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="classes to show; default: 5")
+    parser.add_argument("--runtime", choices=("torch", "onnxruntime"), help="default: onnxruntime, if there is a file")
+    parser.add_argument("--compare", action="store_true", help="show the float model's scores beside them")
+    parser.add_argument("--json", action="store_true", help="write JSON: file, runtime and scores by class")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print a table for each picture."""
+    opened = open_run(given.run_path, given.model)
+    runtimes = [chosen_runtime(opened, given.runtime), *(["float"] if given.compare else [])]
+    engines = {runtime: opened.engine(runtime) for runtime in runtimes}
+    found = []
+    for file in given.images:
+        with value_errors_reported():
+            picture = opened.transform(file)
+        shares = {runtime: engine(picture)[0].softmax(0) for runtime, engine in engines.items()}
+        found.append((file, shares))
+        if not given.json:
+            print("\n".join([file, *(f"  {line}" for line in _table(shares, opened.classes, given.top)), ""]))
+    if given.json:
+        print(json.dumps([_plain(file, shares, opened.classes) for file, shares in found], indent=1))
+    return 0
+
+
+def _table(shares: dict[str, Tensor], classes: list[str], top: int) -> list[str]:
+    """The classes that any runtime has among its first, by the first one's scores."""
+    first = next(iter(shares.values()))
+    shown = torch.cat([share.topk(min(max(top, 1), len(classes))).indices for share in shares.values()])
+    ordered = sorted(set(shown.tolist()), key=lambda index: -float(first[index]))
+    rows = [[classes[index], *(f"{100 * share[index]:.1f} %" for share in shares.values())] for index in ordered]
+    return table([["class", *shares], *rows], numbers=True)
+
+
+def _plain(file: str, shares: dict[str, Tensor], classes: list[str]) -> dict[str, object]:
+    scores = {runtime: dict(zip(classes, share.tolist(), strict=False)) for runtime, share in shares.items()}
+    best = {runtime: max(each, key=lambda name: each[name]) for runtime, each in scores.items()}
+    return {"file": file, "class": best, "scores": scores}

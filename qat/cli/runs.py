@@ -1,0 +1,183 @@
+"""What RUN names: the folder of a run of train.py, or a model.onnx; and the engines that answer with its model."""
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+import qat
+from qat.export.onnxruntime.session import open_session, run_session
+from qat.training.config.file import load_config
+from qat.training.config.schema import RunConfig
+from qat.training.data.loaders import Data, load_data
+from qat.training.data.pictures import InputTransform
+from qat.training.errors import UserError, looked_in, value_errors_reported
+from qat.training.loop.evaluation import split_output
+from qat.training.run.about import preprocessing_of
+from qat.training.run.folder import FLOAT_WEIGHTS, MODEL, RESOLVED_CONFIG
+from qat.training.run.models import build_model
+from qat.training.run.staging import result
+from qat.training.run.weights import load_weights
+
+Engine: TypeAlias = Callable[[Tensor], Tensor]
+"""From images (N, 3, H, W) float32 to scores (N, classes)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, or a file of `export_onnx` alone.
+
+    Attributes:
+        path: what the user named.
+        builder: `package.module:callable` of the float model, where the run's is the user's own and he names it.
+    """
+
+    path: Path
+    builder: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The run folder.
+
+        Raises:
+            UserError: if RUN is a file.
+        """
+        if not self.path.is_dir():
+            raise UserError(
+                f"RUN: '{self.path}' is a file; this needs the folder of its run, with its data and weights"
+            )
+        return self.path
+
+    @property
+    def onnx(self) -> Path:
+        """The integer model.
+
+        Raises:
+            UserError: if the folder has none.
+        """
+        if not self.path.is_dir():
+            return self.path
+        file = result(self.path, MODEL)
+        if not file.is_file():
+            raise UserError(
+                f"RUN: '{self.path}' has no {MODEL}; train.py writes it with resume=auto export.onnx=true, or use"
+                " --runtime torch"
+            )
+        return file
+
+    @property
+    def has_onnx(self) -> bool:
+        """Whether there is an integer model."""
+        return not self.path.is_dir() or result(self.path, MODEL).is_file()
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The run's config."""
+        return load_config(str(result(self.folder, RESOLVED_CONFIG)))
+
+    @cached_property
+    def quantized(self) -> nn.Module:
+        """The trained model in torch, as `qat.load` gives it."""
+        own = ":" in self.config.model.name
+        if own and self.builder is None:
+            raise UserError(
+                f"RUN: '{self.path}' is of a model of your own, {self.config.model.name!r}, and no code is imported"
+                f" because a file names it; add --model {self.config.model.name}"
+            )
+        given = self._build() if own else None
+        with value_errors_reported(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return qat.load(self.folder, given)
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """The names of the classes."""
+        return list(self._about["classes"])
+
+    @cached_property
+    def transform(self) -> InputTransform:
+        """From a picture to the model's input."""
+        with value_errors_reported(f"RUN: '{self.path}': "):
+            return InputTransform(preprocessing_of(self._about))
+
+    @cached_property
+    def _about(self) -> dict[str, Any]:
+        """What the file or the checkpoint says of classes and preprocessing."""
+        if self.has_onnx:
+            noted = open_session(self.onnx.read_bytes()).get_modelmeta().custom_metadata_map
+            about = {key: json.loads(text) for key, text in noted.items()}
+        else:
+            summary = json.loads(result(self.folder, "summary.json").read_text())
+            about = summary.get("about", {})
+        if "classes" not in about:
+            raise UserError(f"RUN: '{self.path}' does not say its classes and preprocessing; is it of train.py?")
+        return about
+
+    def engine(self, runtime: str) -> Engine:
+        """The model in a runtime; `float` is the float model that QAT began with, in torch.
+
+        Raises:
+            UserError: if the run lacks what it needs.
+        """
+        if runtime == "onnxruntime":
+            with value_errors_reported(f"{self.onnx}: "):
+                session = open_session(self.onnx.read_bytes())
+            return lambda images: run_session(session, images)[0]
+        model = self.float_model if runtime == "float" else self.quantized
+        return lambda images: in_torch(model, images)
+
+    @cached_property
+    def float_model(self) -> nn.Module:
+        """The float model that QAT began with."""
+        file = result(self.folder, FLOAT_WEIGHTS)
+        model = self._build()
+        load_weights(model, str(file), self.config.model.name, "RUN")
+        return model.eval()
+
+    def data(self, overrides: list[str]) -> Data:
+        """The data of the run, whose folder may have moved since: `data.root=...`."""
+        config = load_config(str(result(self.folder, RESOLVED_CONFIG)), overrides)
+        return load_data(config.data, config.seed, torch.device("cpu"), config.channels_last)
+
+    def _build(self) -> nn.Module:
+        config = self.config.model
+        if ":" in config.name:
+            if self.builder is None:
+                raise UserError(
+                    f"RUN: '{self.path}' is of a model of your own, {config.name!r}; add --model {config.name}"
+                )
+            config = config.model_copy(update={"name": self.builder})
+        return build_model(config, len(self.classes), with_weights=False)
+
+
+def open_run(path: str, builder: str | None = None) -> Run:
+    """The run that the user names.
+
+    Raises:
+        UserError: if there is none.
+    """
+    file = Path(os.path.expanduser(path))
+    if not file.exists():
+        raise UserError(
+            f"RUN: '{path}' does not exist{looked_in(file)}; give a run folder of train.py, or a model.onnx"
+        )
+    if file.is_dir() and not result(file, RESOLVED_CONFIG).is_file():
+        raise UserError(
+            f"RUN: '{path}' has no {RESOLVED_CONFIG}; give the folder of a run of train.py, or a model.onnx"
+        )
+    if file.is_file() and file.suffix != ".onnx":
+        raise UserError(f"RUN: '{path}' is no .onnx file; give the folder of a run of train.py, or a model.onnx")
+    return Run(file, builder)
+
+
+def in_torch(model: nn.Module, images: Tensor) -> Tensor:
+    """The scores of a model in eval mode."""
+    with torch.no_grad():
+        return split_output(model(images), len(images))[0].float()

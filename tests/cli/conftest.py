@@ -1,0 +1,42 @@
+"""Two finished runs of `train.py`, which the verbs are tried on, and the way to call one."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from finished_runs import run_own, run_pets
+
+from qat.cli.command import main
+
+
+@pytest.fixture(scope="package")
+def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images/ and the run runs/pets."""
+    return run_pets(tmp_path_factory.mktemp("pets"))
+
+
+@pytest.fixture(scope="package")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tinymodels.py and the run runs/own."""
+    return run_own(tmp_path_factory.mktemp("own"))
+
+
+@pytest.fixture
+def verb(
+    pets: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Call a verb in the folder of runs/pets, or another: its status, standard output and standard error."""
+
+    def call(*arguments: str, place: Path = pets) -> tuple[int, str, str]:
+        monkeypatch.chdir(place)
+        capsys.readouterr()
+        try:
+            status = main(list(arguments))
+        except SystemExit as error:  # argparse's own
+            status = int(error.code or 0)
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    yield call
+    sys.modules.pop("tinymodels", None)

@@ -1,0 +1,160 @@
+"""The verbs of `python -m qat` on finished runs: what they print, write and refuse."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from PIL import Image
+
+import qat
+from qat.cli.command import VERBS
+
+Verb = Callable[..., tuple[int, str, str]]
+
+
+def test_every_verb_has_help_with_an_example(verb: Verb) -> None:
+    for name, module in VERBS.items():
+        status, out, _ = verb(name, "--help")
+        assert status == 0 and f"example: python -m qat {name} runs/" in out
+        assert str(module.__doc__) in out
+    assert all(name in verb("--help")[1] for name in VERBS)
+
+
+def test_it_is_a_module_that_python_runs() -> None:
+    shown = subprocess.run([sys.executable, "-m", "qat", "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == qat.__version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["verify", "nothing"], "RUN: 'nothing' does not exist (looked in '"),
+        (
+            ["verify", "images"],
+            "RUN: 'images' has no config.yaml; give the folder of a run of train.py, or a model.onnx",
+        ),
+        (["predict", "pets.yaml", "x.png"], "RUN: 'pets.yaml' is no .onnx file; give the folder of a run"),
+        (["predict", "runs/pets", "x.png"], "transform: 'x.png' does not exist (looked in '"),
+        (["verify", "runs/pets/model.onnx"], "RUN: 'runs/pets/model.onnx' is a file; this needs the folder of its run"),
+        (["evaluate", "runs/pets", "data.root=nowhere"], "data.root: 'nowhere' is not a folder"),
+        (
+            ["export", "runs/pets", "--to", "runs/pets/model.onnx"],
+            "--to: 'runs/pets/model.onnx' exists; choose another",
+        ),
+        (["export", "runs/pets", "--to", "no/model.onnx"], "--to: 'no/model.onnx': there is no folder 'no'"),
+        (["benchmark", "runs/pets", "--json", "no/x.json"], "--json: 'no/x.json': there is no folder 'no'"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], said: str, verb: Verb) -> None:
+    status, out, err = verb(*arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith(said) and len(err.splitlines()) == 1 and "Traceback" not in err and "resume" not in err
+
+
+def test_a_model_of_ones_own_is_built_only_if_the_user_names_it(own: Path, verb: Verb) -> None:
+    status, _, err = verb("evaluate", "runs/own", place=own)
+    assert status == 2 and err.endswith("add --model tinymodels:tiny\n")
+    status, out, err = verb("evaluate", "runs/own", "--model", "tinymodels:tiny", place=own)
+    assert status == 0 and "onnxruntime" in out, err
+
+
+def test_evaluate_is_what_the_run_measured(pets: Path, verb: Verb) -> None:
+    summary = json.loads((pets / "runs" / "pets" / "summary.json").read_text())
+    status, out, _ = verb("evaluate", "runs/pets", "--json")
+    found = {each["runtime"]: each for each in json.loads(out)}
+    assert status == 0 and list(found) == ["torch", "onnxruntime", "float"]
+    for runtime, stage in (("torch", "qat"), ("onnxruntime", "onnx"), ("float", "float")):
+        assert found[runtime]["top1"] == pytest.approx(summary[stage]["top1"], abs=1e-9)
+        assert found[runtime]["images"] == summary["val_images"] if "val_images" in summary else 12
+    assert found["onnxruntime"]["same_answers"] == summary["onnx"]["agreement"]
+    status, out, _ = verb("evaluate", "runs/pets", "--runtime", "onnxruntime,torch", "data.eval_batch_size=5")
+    assert status == 0 and [line.split()[0] for line in out.splitlines()[2:4]] == ["onnxruntime", "torch"]
+    assert verb("evaluate", "runs/pets", "--runtime", "abacus")[0] == 2
+
+
+def test_predict_shows_the_best_classes_of_each_picture(pets: Path, verb: Verb) -> None:
+    files = [f"images/val/{name}/0.png" for name in ("cat", "ship")]
+    status, out, _ = verb("predict", "runs/pets", *files, "--compare", "--top", "2")
+    assert status == 0 and all(file in out for file in files)
+    status, out, _ = verb("predict", "runs/pets", *files, "--json", "--compare")
+    model = qat.load(pets / "runs" / "pets")
+    for file, found in zip(files, json.loads(out), strict=True):
+        with torch.no_grad():
+            expected = model(model.transform(pets / file))[0].softmax(0)
+        scores = found["scores"]["onnxruntime"]
+        assert list(scores) == model.classes
+        assert list(scores.values()) == pytest.approx(expected.tolist(), abs=0.02)
+        assert found["class"]["onnxruntime"] == max(scores, key=scores.get) and "float" in found["class"]
+
+
+def test_predict_needs_no_more_than_the_file(pets: Path, verb: Verb, tmp_path: Path) -> None:
+    shutil.copy(pets / "runs" / "pets" / "model.onnx", tmp_path / "alone.onnx")
+    Image.fromarray(np.zeros((30, 50, 3), np.uint8)).save(tmp_path / "black.png")
+    status, alone, err = verb("predict", "alone.onnx", "black.png", place=tmp_path)
+    assert status == 0, err
+    assert verb("predict", "runs/pets", str(tmp_path / "black.png"))[1].splitlines()[1:] == alone.splitlines()[1:]
+    assert (
+        "this needs the folder of its run" in verb("predict", "alone.onnx", "black.png", "--compare", place=tmp_path)[2]
+    )
+
+
+def test_export_writes_the_same_integers_again_and_proves_them(pets: Path, verb: Verb, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in (pets / "runs" / "pets").iterdir()}
+    status, out, err = verb("export", "runs/pets", "--to", str(tmp_path / "again.onnx"))
+    assert status == 0 and "100.00 % equal predictions" in out, err
+    first, second = (onnx.load(path) for path in (pets / "runs" / "pets" / "model.onnx", tmp_path / "again.onnx"))
+    weights = [sorted(each.raw_data for each in proto.graph.initializer) for proto in (first, second)]
+    assert weights[0] == weights[1]
+    noted = [{each.key: json.loads(each.value) for each in proto.metadata_props} for proto in (first, second)]
+    assert noted[0]["classes"] == noted[1]["classes"] and noted[0]["accuracy"]["qat"] == noted[1]["accuracy"]["qat"]
+    assert before == {path: path.read_bytes() for path in (pets / "runs" / "pets").iterdir()}
+
+
+def test_benchmark_compares_with_float_in_the_same_runtime(verb: Verb, tmp_path: Path) -> None:
+    arguments = ["--batch", "1,3", "--rounds", "1", "--json", str(tmp_path / "x.json")]
+    status, out, err = verb("benchmark", "runs/pets", *arguments)
+    assert status == 0 and "of float" in out, err
+    results = json.loads((tmp_path / "x.json").read_text())
+    keys = [(row["model"], row["batch"], row["threads"]) for row in results["rows"]]
+    assert keys == [("integers", 1, 1), ("float", 1, 1), ("integers", 3, 1), ("float", 3, 1)]
+    assert all(row["of_float"] == 1 for row in results["rows"] if row["model"] == "float")
+    assert results["bytes"]["float"] > 3 * results["bytes"]["integers"]
+    status, out, _ = verb("benchmark", "runs/pets/model.onnx", "--batch", "2", "--rounds", "1")
+    assert status == 0 and "float" not in out.splitlines()[2]
+    assert verb("benchmark", "runs/pets", "--batch", "0")[0] == 2
+
+
+def test_the_picture_of_a_benchmark_says_what_it_needs(
+    verb: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    arguments = ["--batch", "1", "--rounds", "1", "--plot", str(tmp_path / "x.png")]
+    status, _, err = verb("benchmark", "runs/pets/model.onnx", *arguments)
+    assert (status, err) == (2, "--plot: needs matplotlib; pip install matplotlib, or leave --plot out\n")
+
+
+def test_what_argparse_does_not_know_is_an_error(verb: Verb) -> None:
+    status, _, err = verb("verify", "runs/pets", "--unknown")
+    assert status == 2 and "unrecognized arguments: --unknown" in err
+    status, out, err = verb("evaluate", "runs/pets", "--runtime", "torch", "data.root=images")  # behind an option too
+    assert status == 0 and "torch" in out, err
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_the_commands_of_the_page_run(number: int, pets: Path, verb: Verb, tmp_path: Path) -> None:
+    """docs/run_folder.md's, on a run of the name that it uses, and a picture."""
+    page = (Path(qat.__file__).parents[1] / "docs" / "run_folder.md").read_text()
+    lines = [line for line in page.splitlines() if line.startswith("python -m qat ")]
+    assert len(lines) == 5 and sorted(line.split()[3] for line in lines) == sorted(VERBS)
+    words = [word.replace("pets.onnx", str(tmp_path / "pets.onnx")) for word in lines[number].split()[3:]]
+    if "photo.png" in words:
+        words[words.index("photo.png")] = "images/val/cat/0.png"
+    status, out, err = verb(*words, *(["--rounds", "1"] if words[0] == "benchmark" else []))
+    assert status == 0 and out, err

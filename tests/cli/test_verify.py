@@ -1,0 +1,74 @@
+"""`python -m qat verify`: the first layer that differs, and why."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+
+from qat.cli import causes, verify
+from qat.cli.runs import Run
+from qat.export import LayerDifference
+
+Verb = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def copied(pets: Path, tmp_path: Path) -> Path:
+    """A copy of runs/pets whose file may be spoilt; its images are where they were."""
+    shutil.copytree(pets / "runs" / "pets", tmp_path / "pets")
+    return tmp_path / "pets"
+
+
+def test_the_file_of_a_run_is_its_model(verb: Verb) -> None:
+    status, out, err = verb("verify", "runs/pets")
+    assert status == 0 and out.startswith("predictions: 100.00 % of 12 are equal; top1 "), err
+    assert out.endswith("the file answers as the trained model\n")
+
+
+def test_a_file_of_other_weights_is_named_as_such(copied: Path, verb: Verb) -> None:
+    """One integer of one layer is another: the layer, the size of the difference, and the cause."""
+    proto = onnx.load(copied / "model.onnx")
+    node = next(node for node in proto.graph.node if node.name == "features.3.squeeze.weight")
+    tensor = next(each for each in proto.graph.initializer if each.name == node.input[0])
+    integers = numpy_helper.to_array(tensor).copy()
+    integers.flat[0] = 127 if integers.flat[0] < 0 else -127
+    tensor.CopyFrom(numpy_helper.from_array(integers, tensor.name))
+    onnx.save(proto, copied / "model.onnx")
+    status, out, _ = verb("verify", str(copied), "--layers")
+    assert status == 1 and "first layer beyond near-ties: features.3.squeeze_quantizer, " in out
+    assert "cause: the file is of other weights than the checkpoint, from 'features.3.squeeze' on" in out
+    assert out.endswith("the file is NOT the trained model\n") and "beyond ties" in out
+
+
+def test_another_scale_is_a_file_that_computes_the_layer_otherwise(copied: Path, verb: Verb) -> None:
+    proto = onnx.load(copied / "model.onnx")
+    node = next(node for node in proto.graph.node if node.name == "features.3.squeeze_quantizer")
+    tensor = next(each for each in proto.graph.initializer if each.name == node.input[1])
+    scale = numpy_helper.from_array(numpy_helper.to_array(tensor) * 1.5, "another_scale")
+    proto.graph.initializer.append(scale)
+    node.input[1] = "another_scale"
+    onnx.save(proto, copied / "model.onnx")
+    status, out, _ = verb("verify", str(copied))
+    assert status == 1 and "first layer beyond near-ties: features.3.squeeze_quantizer, " in out
+    assert "probable cause: the file computes this layer otherwise" in out
+
+
+def test_causes_are_told_apart(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near-ties, sums of 16 bits, and an optimisation of the runtime, each as its facts say."""
+    opened, images = Run(pets / "runs" / "pets"), torch.zeros(2, 3, 48, 48)
+    tie, far = (LayerDifference("features.3.squeeze_quantizer", 100, 3, 1, beyond) for beyond in (0, 3))
+    assert causes.probable_cause(opened, tie, images, default_session=False).startswith("near-ties: ")
+    monkeypatch.setattr(causes, "default_is_exact", lambda: False)
+    said = causes.probable_cause(opened, far, images, default_session=True)
+    assert said.startswith("this processor adds pairs of products in 16 bits (no VNNI), where ")
+    said = causes.probable_cause(opened, far, images, default_session=False)
+    assert said.startswith("an optimisation of ONNX Runtime: without its graph optimisation this layer is equal")
+
+
+def test_few_batches_are_the_first_ones_every_time() -> None:
+    few = verify.FirstBatches([1, 2, 3], 2)
+    assert (list(few), list(few), list(verify.FirstBatches([1, 2], None))) == ([1, 2], [1, 2], [1, 2])
