@@ -5,11 +5,12 @@ import logging
 import re
 
 import qat
-from qat.cli import benchmark, evaluate, export, predict, verify
+from qat.cli import benchmark, evaluate, export, predict, train, verify
 from qat.training.run.exit_status import exit_status
 
-VERBS = {each.__name__.rpartition(".")[2]: each for each in (predict, evaluate, verify, benchmark, export)}
-"""Each is a module with `EXAMPLE`, `add_arguments(parser)` and `run(given) -> int`; its docstring is the help."""
+VERBS = {each.__name__.rpartition(".")[2]: each for each in (train, predict, evaluate, verify, benchmark, export)}
+"""Each is a module with `EXAMPLE`, `add_arguments(parser)` and `run(given) -> int`; its docstring is the help, and
+`WAY_ON`, if it has that, says what a user does who was interrupted."""
 
 OVERRIDE = re.compile(r"[a-z_][\w.\[\]]*=")
 """How `key.path=value` begins."""
@@ -28,12 +29,12 @@ def main(arguments: list[str] | None = None) -> int:
     if more:  # argparse takes no further ones after an option
         given.overrides = [*given.overrides, *more]
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    return exit_status(lambda: int(given.run(given)), way_on="")
+    return exit_status(lambda: int(given.run(given)), way_on=given.way_on)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all verbs."""
-    parser = argparse.ArgumentParser(prog="python -m qat", description="Use, check and measure a run of train.py.")
+    parser = argparse.ArgumentParser(prog="python -m qat", description="Train, use, check and measure.")
     parser.add_argument("--version", action="version", version=qat.__version__)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     for name, module in VERBS.items():
@@ -46,5 +47,5 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(verb)
-        verb.set_defaults(run=module.run)
+        verb.set_defaults(run=module.run, way_on=getattr(module, "WAY_ON", ""))
     return parser

@@ -22,7 +22,7 @@ Verb = Callable[..., tuple[int, str, str]]
 def test_every_verb_has_help_with_an_example(verb: Verb) -> None:
     for name, module in VERBS.items():
         status, out, _ = verb(name, "--help")
-        assert status == 0 and f"example: python -m qat {name} runs/" in out
+        assert status == 0 and f"example: python -m qat {name} {'--config' if name == 'train' else 'runs/'}" in out
         assert str(module.__doc__) in out
     assert all(name in verb("--help")[1] for name in VERBS)
 
@@ -152,9 +152,16 @@ def test_the_commands_of_the_page_run(number: int, pets: Path, verb: Verb, tmp_p
     """docs/run_folder.md's, on a run of the name that it uses, and a picture."""
     page = (Path(qat.__file__).parents[1] / "docs" / "run_folder.md").read_text()
     lines = [line for line in page.splitlines() if line.startswith("python -m qat ")]
-    assert len(lines) == 5 and sorted(line.split()[3] for line in lines) == sorted(VERBS)
+    assert len(lines) == 5 and sorted(["train", *(line.split()[3] for line in lines)]) == sorted(VERBS)
     words = [word.replace("pets.onnx", str(tmp_path / "pets.onnx")) for word in lines[number].split()[3:]]
     if "photo.png" in words:
         words[words.index("photo.png")] = "images/val/cat/0.png"
     status, out, err = verb(*words, *(["--rounds", "1"] if words[0] == "benchmark" else []))
     assert status == 0 and out, err
+
+
+def test_train_is_train_py(pets: Path, verb: Verb) -> None:
+    status, out, _ = verb("train", "--config", "pets.yaml", "run_dir=runs/pets", "resume=auto")
+    assert status == 0 and "this run is finished" in out
+    status, _, err = verb("train", "--config", "pets.yam")
+    assert status == 2 and err.startswith("config 'pets.yam': not found in ")

@@ -12,8 +12,8 @@ from tiny_training import curves
 from torch import Tensor, nn
 
 import qat
-import train
 from qat.finetuning import Distillation
+from qat.training import script as train
 
 
 class Answers(nn.Module):

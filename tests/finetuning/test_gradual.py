@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import qat
-import train
 from qat.finetuning import GradualQuantization
 from qat.quantizer import Quantizer
+from qat.training import script as train
 from qat.training.config.file import dump_config, load_config
 from qat.training.loop import engine
 

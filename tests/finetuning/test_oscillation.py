@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import qat
-import train
 from qat.finetuning import Oscillations
 from qat.kernels import plain_formulas
 from qat.quantizer import Quantizer
+from qat.training import script as train
+from qat.training.run import stages
 
 KEYS = ("integer", "direction", "frequency", "average", "frozen")
 GRIDS: dict[str, dict[str, Any]] = {
@@ -335,9 +336,9 @@ def start(*arguments: str) -> int:
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, monkeypatch: pytest.MonkeyPatch, epoch: int) -> None:
     assert start("run_dir=whole", FREEZING) == 0
-    real = train.train_stage
+    real = stages.train_stage
 
-    def stopped(run: train.StageRun, state: Any = None) -> Any:
+    def stopped(run: stages.StageRun, state: Any = None) -> Any:
         set_epoch = run.train.set_epoch
 
         def watched(number: int) -> None:
@@ -349,7 +350,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, monkeypatch: pytes
         return real(run, state)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "train_stage", stopped)
+        patch.setattr(stages, "train_stage", stopped)
         assert start("run_dir=parts", FREEZING) == 130
     assert start("run_dir=parts", FREEZING, "resume=auto") == 0
     whole, parts = (torch.load(folder / name / "last.pt", weights_only=True) for name in ("whole", "parts"))

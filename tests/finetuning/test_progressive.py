@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-import train
 from qat.quantizer import Quantizer
+from qat.training import script as train
 from qat.training.aids.progressive import float_counterpart, on_grids_of, rate_key, training_of
 from qat.training.config.file import load_config
+from qat.training.run import stages
 
 PROGRESSIVE = "qat.progressive=[{bits: 8, epochs: 2}, {bits: 6, weight: {rule: minmax}, lr: 0.02}]"
 
@@ -22,9 +23,9 @@ def start(*arguments: str) -> int:
 def test_each_stage_has_its_grids_and_starts_from_the_weights_of_the_last(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, seen = train.train_stage, list[tuple[Any, ...]]()
+    real, seen = stages.train_stage, list[tuple[Any, ...]]()
 
-    def watched(run: train.StageRun, state: Any = None) -> Any:
+    def watched(run: stages.StageRun, state: Any = None) -> Any:
         specs = [module.spec for module in run.model.modules() if isinstance(module, Quantizer)]
         bits = {spec.bits for spec in specs}, {spec.rule for spec in specs}
         before = {name: value.clone() for name, value in run.model.named_parameters() if "quantizer" not in name}
@@ -33,7 +34,7 @@ def test_each_stage_has_its_grids_and_starts_from_the_weights_of_the_last(
         seen.append((run.name, bits, run.stage.epochs, run.stage.lr, before, after))
         return evaluation
 
-    monkeypatch.setattr(train, "train_stage", watched)
+    monkeypatch.setattr(stages, "train_stage", watched)
     assert start("run_dir=run", "float_finetune=true") == 0
     assert [each[:4] for each in seen] == [
         ("float", (set(), set()), 1, 0.05),
@@ -53,7 +54,7 @@ def test_a_run_stopped_in_any_stage_ends_as_if_it_had_not_been(
 ) -> None:
     orders: dict[str, list[int]] = {}
 
-    def train_stage(run: train.StageRun, state: Any = None) -> Any:
+    def train_stage(run: stages.StageRun, state: Any = None) -> Any:
         set_epoch = run.train.set_epoch
 
         def watched(number: int) -> None:
@@ -68,8 +69,8 @@ def test_a_run_stopped_in_any_stage_ends_as_if_it_had_not_been(
         finally:
             run.train.set_epoch = set_epoch  # type: ignore[method-assign]
 
-    real, stop = train.train_stage, False
-    monkeypatch.setattr(train, "train_stage", train_stage)
+    real, stop = stages.train_stage, False
+    monkeypatch.setattr(stages, "train_stage", train_stage)
     assert start("run_dir=whole") == 0
     assert (orders["qat_1"], orders["qat_2"], orders["qat"]) == ([0, 1], [2], [3, 4])  # no order of images twice
     stop = True

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-import train
+from qat.training import script as train
+from qat.training.run import stages
 
 AIDS = {
     "an optimizer of the scales": ((), ("qat.quantizer_optimizer=adamw", "qat.quantizer_lr=1e-4")),
@@ -26,7 +27,7 @@ def start(name: str, *arguments: str) -> int:
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch, aid: str
 ) -> None:
-    def train_stage(run: train.StageRun, state: Any = None) -> Any:
+    def train_stage(run: stages.StageRun, state: Any = None) -> Any:
         set_epoch = run.train.set_epoch
 
         def watched(number: int) -> None:
@@ -41,8 +42,8 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
             monkeypatch.setattr(run.train, "set_epoch", set_epoch)
 
     common, wanted = AIDS[aid]
-    real, stop = train.train_stage, False
-    monkeypatch.setattr(train, "train_stage", train_stage)
+    real, stop = stages.train_stage, False
+    monkeypatch.setattr(stages, "train_stage", train_stage)
     assert start("whole", *common, *wanted) == 0
     stop = True
     assert start("parts", *common, *wanted) == 130

@@ -6,7 +6,7 @@ import pytest
 from tiny_training import stage_run, tiny_model
 from torch import nn
 
-import train
+from qat.training import script as train
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop.without_effect import without_effect
 

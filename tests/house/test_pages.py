@@ -16,7 +16,7 @@ from PIL import Image
 from test_readme import ROOT, run_blocks
 
 import qat
-import train
+from qat.training import script as train
 from qat.training.config.file import load_config
 
 

@@ -14,7 +14,7 @@ from tiny_training import curves
 from torch import nn
 
 import qat
-import train
+from qat.training.run import stages
 from qat.training.run.staging import READY, STAGED, result
 from tests.loading.test_loading import loss_of, summary
 
@@ -55,9 +55,9 @@ def test_an_interrupted_extension_goes_on(place: Path, monkeypatch: pytest.Monke
     shutil.copytree(place, place.parent / "whole")
     run, before = place / "runs" / "own", results(place / "runs" / "own")
     assert go_on(place.parent / "whole", "qat.epochs=4") == 0
-    real = train.train_stage
+    real = stages.train_stage
 
-    def stop(run: train.StageRun, state: object = None) -> object:
+    def stop(run: stages.StageRun, state: object = None) -> object:
         def set_epoch(number: int) -> None:
             raise KeyboardInterrupt
 
@@ -65,7 +65,7 @@ def test_an_interrupted_extension_goes_on(place: Path, monkeypatch: pytest.Monke
         return real(run, state)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "train_stage", stop)
+        patch.setattr(stages, "train_stage", stop)
         assert go_on(place, "qat.epochs=4") == 130
     assert results(run) == before
     assert go_on(place, "qat.epochs=4") == 0
@@ -121,7 +121,7 @@ def test_a_failing_export_leaves_the_results(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.qat, "export_onnx", fails)
+        patch.setattr(qat, "export_onnx", fails)
         assert go_on(place, "export.weights=best") == 2
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.name[:6] != "events"} == before
     (run / STAGED).mkdir()  # of a run that was killed

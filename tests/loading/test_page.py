@@ -14,7 +14,7 @@ import torch
 from finished_runs import PETS
 
 import qat
-import train
+from qat.training import script as train
 from qat.training.data.loaders import load_data
 
 ROOT = Path(__file__).resolve().parents[2]

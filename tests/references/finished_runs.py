@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import train
+from qat.training import script as train
 
 PETS = """
 model: {name: squeezenet1_1}

@@ -11,9 +11,9 @@ import pytest
 from test_targets import SHIPPED
 
 import qat
-import train
 from qat.spec import QuantSpec
 from qat.targets import profile_of, register_target, registry
+from qat.training import script as train
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "targets.md"
 MODEL = """

@@ -8,12 +8,12 @@ import pytest
 import torch
 from test_train import CONFIG, TINY_MODEL, start, summary
 
-import train
 from qat.export import Differences, LayerDifference, Saturation, Verification
 from qat.export.onnxruntime import default_session
 from qat.kernels.cpu import onednn, processor
 from qat.training.config.schema import RunConfig
 from qat.training.run import proof as proof_module
+from qat.training.run import stages
 from qat.training.run.proof import Proof
 from qat.training.run.report import onnx_results, read_problem, report_lines, session_results, write_summary
 
@@ -175,14 +175,14 @@ def test_a_run_that_collapsed_says_so_after_its_warnings(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And again, when it is asked to go on."""
-    real = train.Stages.qat
+    real = stages.Stages.qat
 
-    def collapse(stages: train.Stages, model: torch.nn.Module) -> None:
+    def collapse(stages: stages.Stages, model: torch.nn.Module) -> None:
         real(stages, model)
         with torch.no_grad():
             model.get_submodule("4_quantizer").scale.fill_(-1.0)
 
-    monkeypatch.setattr(train.Stages, "qat", collapse)
+    monkeypatch.setattr(stages.Stages, "qat", collapse)
     monkeypatch.setattr(proof_module, "compare_layers", lambda *_, **__: [LayerDifference("4_quantizer", 10, 1, 2)])
     assert start(*UNTRAINED) == 1
     out, err = capsys.readouterr()

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-import train
+import qat
 from qat.quantizer import registered_quantizers
+from qat.training import script as train
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
 from qat.training.loop.preparation import calibration_reported
+from qat.training.run import stages
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MODEL = """
@@ -89,9 +91,9 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str, epoch: int
 ) -> None:
     assert start("run_dir=whole") == 0
-    real = train.train_stage
+    real = stages.train_stage
 
-    def stop_in(run: train.StageRun, state: object = None) -> object:
+    def stop_in(run: stages.StageRun, state: object = None) -> object:
         if run.name == stage:
             real_set_epoch = run.train.set_epoch
 
@@ -103,9 +105,9 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(
             run.train.set_epoch = set_epoch  # type: ignore[method-assign]
         return real(run, state)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(train, "train_stage", stop_in)
+    monkeypatch.setattr(stages, "train_stage", stop_in)
     assert start("run_dir=parts") == 130
-    monkeypatch.setattr(train, "train_stage", real)
+    monkeypatch.setattr(stages, "train_stage", real)
     assert start("run_dir=parts", "resume=auto") == 0
     whole, parts = (torch.load(folder / name / "last.pt", weights_only=True) for name in ("whole", "parts"))
     assert all(torch.equal(value, parts["model"][key]) for key, value in whole["model"].items())
@@ -120,11 +122,11 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again_in_its_folder(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "train_stage", stop)
+        patch.setattr(stages, "train_stage", stop)
         assert start("run_dir=early") == 130
     assert start("run_dir=early", "resume=auto", "qat.epochs=1") == 0
     with monkeypatch.context() as patch:
-        patch.setattr(train.qat, "calibrate", stop)
+        patch.setattr(qat, "calibrate", stop)
         assert start("run_dir=again", "float.epochs=0") == 130
     assert (folder / "again" / "float.safetensors").exists()
     assert start("run_dir=again", "float.epochs=0", "qat.epochs=1") == 0  # the same command, after a repair of the data
@@ -174,7 +176,7 @@ def test_mistakes_are_one_sentence_and_status_2(
 def test_a_failed_proof_is_status_1(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = train.qat.export_onnx
+    real = qat.export_onnx
 
     def exports_another(model: torch.fx.GraphModule, path: Path, images: torch.Tensor, **named: Any) -> None:
         with torch.no_grad():
@@ -184,7 +186,7 @@ def test_a_failed_proof_is_status_1(
             real(model, path, images, **named)
             head.weight.neg_()
 
-    monkeypatch.setattr(train.qat, "export_onnx", exports_another)
+    monkeypatch.setattr(qat, "export_onnx", exports_another)
     assert start("run_dir=wrong") == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert "of its predictions are the torch model's, and near-ties of rounding do not explain the others" in said
@@ -213,12 +215,12 @@ def test_a_failed_proof_is_status_1(
 )
 def test_a_float_model_that_overflows_is_not_a_calibration_error(overrides: dict[str, Any], sentence: str) -> None:
     config = RunConfig.model_validate({"float": overrides})
-    model = train.qat.prepare(nn.Sequential(nn.Linear(8, 2)))
+    model = qat.prepare(nn.Sequential(nn.Linear(8, 2)))
     with pytest.raises(UserError) as caught, calibration_reported(config):
-        train.qat.calibrate(model, [torch.full((4, 8), float("inf"))])
+        qat.calibrate(model, [torch.full((4, 8), float("inf"))])
     assert str(caught.value) == sentence
     with pytest.raises(UserError, match="calibrate: batches is empty"), calibration_reported(config):
-        train.qat.calibrate(model, [])
+        qat.calibrate(model, [])
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_the_exporter_is_blamed_for_its_own_errors_only(
         path.write_text("half of it")
         raise error
 
-    monkeypatch.setattr(train.qat, "export_onnx", fails)
+    monkeypatch.setattr(qat, "export_onnx", fails)
     assert start("run_dir=x", "float.epochs=0", "qat.epochs=0") == 2
     assert capsys.readouterr().err.startswith(sentence.format(folder=folder))
     assert not list((folder / "x").glob("*model.onnx*"))
@@ -249,14 +251,14 @@ def test_the_exporter_is_blamed_for_its_own_errors_only(
 def test_a_folder_that_is_replaced_while_the_export_runs_gets_no_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = train.qat.export_onnx
+    real = qat.export_onnx
 
     def slow(model: torch.fx.GraphModule, path: Path, images: torch.Tensor, **named: Any) -> None:
         (folder / "x").rename(folder / "mine")
         (folder / "x").mkdir()
         real(model, path, images, **named)
 
-    monkeypatch.setattr(train.qat, "export_onnx", slow)
+    monkeypatch.setattr(qat, "export_onnx", slow)
     assert start("run_dir=x", "float.epochs=0", "qat.epochs=0") == 2
     assert capsys.readouterr().err.startswith(f"{folder}/x: the run folder or its .lock was moved, deleted or replaced")
     assert list((folder / "x").iterdir()) == []
@@ -321,7 +323,7 @@ def test_a_second_run_in_the_same_folder_is_refused(
             statuses.append(start("run_dir=one", f"resume={resume}", "seed=9"))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "train_stage", starts_another)
+    monkeypatch.setattr(stages, "train_stage", starts_another)
     assert start("run_dir=one") == 130 and statuses == [2, 2]
     first, second, _ = capsys.readouterr().err.splitlines()
     assert first.startswith(f"{folder}/one: another run writes there (process ")

@@ -1,0 +1,233 @@
+"""The stages of a run: each trains or computes, writes its result, and is skipped by a run that had finished it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import qat
+from qat.training.aids.mixing import build_mixing
+from qat.training.aids.progressive import (
+    float_counterpart,
+    on_grids_of,
+    progressive_stages,
+    rate_key,
+    take_weights,
+    training_of,
+)
+from qat.training.aids.teacher import build_distillation
+from qat.training.config.schema import RunConfig
+from qat.training.config.stages import StageConfig
+from qat.training.data.loaders import Data, Loader
+from qat.training.loop.engine import StageRun, evaluate, train_stage
+from qat.training.loop.evaluated import choice_in_words, choose_weights, is_same_choice
+from qat.training.loop.preparation import (
+    calibration_reported,
+    prepare_model,
+    ranges_in_words,
+)
+from qat.training.loop.stage import steps_per_epoch
+from qat.training.loop.stage_warnings import warnings_about
+from qat.training.run.about import export_metadata
+from qat.training.run.checkpoint import (
+    StageState,
+    restore_model,
+    save_float_weights,
+)
+from qat.training.run.exporting import export_and_prove
+from qat.training.run.files import write_text
+from qat.training.run.folder import (
+    FLOAT_WEIGHTS,
+    LAYERS,
+    MODEL,
+    RunFolder,
+    read_summary,
+)
+from qat.training.run.logging import RunLog
+from qat.training.run.weights import load_weights
+
+HOW_IT_TRAINS = (
+    "How it trains: on codes is the fast way, on 8-bit integers in kernels of this library; operation by operation is"
+    " in float32 on the same grids, by torch's own operations. Both are the same function, which is exported."
+)
+"""What a reader of layers.txt needs for `qat.explain`'s table."""
+
+
+@dataclass
+class Stages:
+    """The stages of a run. Each writes its result; a resumed run skips the stages that it had finished."""
+
+    config: RunConfig
+    data: Data
+    device: torch.device
+    log: RunLog
+    folder: RunFolder
+    place: Path
+    """Where the results of the run are written, see `results_of`."""
+    resumed: dict[str, Any] | None
+    results: dict[str, Any]
+    about: dict[str, Any]
+    steps: int = 0
+    qat_epochs: int = 0
+
+    @property
+    def order(self) -> list[str]:
+        """The names of the stages that train."""
+        return ["float", "float_finetune", *progressive_stages(self.config.qat), "qat"]
+
+    @property
+    def float_weights(self) -> Path:
+        """The file of the float model, which QAT starts from."""
+        return self.folder.path / FLOAT_WEIGHTS
+
+    def float_baseline(self, model: nn.Module) -> None:
+        """Train the float model, or use it as loaded; QAT starts from its weights."""
+        if self.config.float.epochs == 0 and not (self.config.model.weights or self.config.model.checkpoint):
+            self.log.say(
+                "float: no training (float.epochs: 0), no weights, no checkpoint: QAT starts from random weights"
+            )
+        self._train("float", model, self.config.float)
+        if not self._is_finished("float"):
+            save_float_weights(self.float_weights, model)
+        self.results["float"]["size_bytes"] = self.float_weights.stat().st_size
+
+    def float_finetune(self, model: nn.Module) -> None:
+        """Fine-tune the float model with QAT's settings and all of its epochs, for a fair comparison."""
+        if not self._is_finished("float_finetune"):
+            load_weights(model, str(self.float_weights), self.config.model.name, "float weights")
+        self._train("float_finetune", model, float_counterpart(self.config.qat))
+
+    def quantized(self, model: nn.Module) -> nn.Module:
+        """Prepare the model, log what stays float, and write the table of layers."""
+        prepared = prepare_model(model, self.config, self.data.image_shape).to(self.device)
+        layers = qat.summary(prepared)
+        if not self._has_begun("qat"):  # otherwise the file already shows what was learned
+            write_text(self.place / LAYERS, layers + "\n")
+        lines = layers.splitlines()
+        end = lines.index("")
+        left = [line for line in lines[:end] if "stays float:" in line]
+        self.log.say("\n".join([f"prepared: {lines[end + 1]}", *lines[end + 2 :], *left]))
+        return prepared
+
+    def calibrate(self, model: nn.Module) -> None:
+        """Set the activation ranges from training images, and evaluate the calibrated model."""
+        if self._has_begun(self.order[2]):  # the first stage on grids
+            return
+        with calibration_reported(self.config):
+            qat.calibrate(model, self._sample())
+        self.log.say(ranges_in_words(model))
+        self._write_layers(model)
+        found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
+        self.results["calibrated"] = {"top1": found.top1}
+        self.log.say(f"calibrated: val top1 {found.top1:.2f} %")
+        self.log.scalar("qat/val_top1", found.top1, self.steps)
+        self.log.scalar("qat/val_loss", found.loss, self.steps)
+
+    def progressive(self, float_model: nn.Module, model: nn.Module) -> None:
+        """Train on the grids of `qat.progressive` in turn, each from the last one's weights; hand the last on."""
+        trained: nn.Module | None = None
+        for name, stage in progressive_stages(self.config.qat).items():
+            on_grids = model
+            if not self._is_finished(name):
+                on_grids = prepare_model(float_model, on_grids_of(self.config, stage), self.data.image_shape)
+                on_grids.to(self.device)
+                if not self._has_begun(name):
+                    self._start_from(trained, on_grids)
+                    self.log.say(f"{name}: {ranges_in_words(on_grids)}")
+                trained = on_grids
+            self._train(name, on_grids, training_of(self.config.qat, stage))
+        if trained is not None:
+            self._start_from(trained, model)
+            self.log.say(f"qat: {ranges_in_words(model)}")
+
+    def _start_from(self, trained: nn.Module | None, model: nn.Module) -> None:
+        """Give the model the weights of another, if there is one, and ranges that fit them."""
+        if trained is not None:
+            take_weights(model, trained)
+        with calibration_reported(self.config):
+            qat.calibrate(model, self._sample())
+
+    def qat(self, model: nn.Module) -> None:
+        """Fine-tune with quantization, and choose the epoch; the table of layers shows what was learned by then."""
+        self._train("qat", model, self.config.qat)
+        self._write_layers(model)
+
+    def export(self, model: nn.Module) -> str:
+        """Write model.onnx, run it over the whole validation split, and compare every layer's integers.
+
+        Returns why the proof failed, "" if it holds, or if nothing is exported.
+        """
+        before = read_summary(self.folder.path) or {}
+        exported = before["qat"] if "onnx" in before else {}
+        if not self.config.export.onnx:
+            if (self.folder.path / MODEL).exists() and not is_same_choice(exported, self.results["qat"]):
+                self.warn([f"{MODEL} is of an earlier export, not of these weights: export.onnx is false"])
+            return ""
+        self.log.say(f"export: {choice_in_words(self.results['qat'], exported)}")
+        assert isinstance(model, fx.GraphModule)  # prepare_model checks it
+        metadata = export_metadata(self.about, self.results)
+        example = torch.zeros(1, *self.data.image_shape)
+        proof = export_and_prove(model, self.place / MODEL, example, self.data.val, self.config, metadata, self.log)
+        self.results["onnx"] = proof.results
+        self.log.say("\n".join(proof.sentences()))
+        self._write_layers(model, proof.saturation_table())
+        self.results["warnings"].extend(proof.warnings())
+        return proof.problem()
+
+    def warn(self, sentences: list[str]) -> None:
+        """Log warnings, and keep them for the summary."""
+        self.results.setdefault("warnings", []).extend(sentences)
+        for sentence in sentences:
+            self.log.say(f"warning: {sentence}")
+
+    def _write_layers(self, model: nn.Module, *more: str) -> None:
+        parts = [qat.summary(model), HOW_IT_TRAINS, qat.explain(model), *more]
+        write_text(self.place / LAYERS, "\n\n".join(parts) + "\n")
+
+    def _train(self, name: str, model: nn.Module, stage: StageConfig) -> None:
+        """Train one stage; if the checkpoint is from this stage, resume in it."""
+        first_step, self.steps = self.steps, self.steps + stage.epochs * steps_per_epoch(stage, self.data.train)
+        epochs_before = self.qat_epochs
+        if name.startswith("qat"):
+            self.qat_epochs += stage.epochs
+        if self._is_finished(name):
+            return
+        state = None
+        if self.resumed and self.resumed["stage"] == name:
+            assert self.folder.checkpoint is not None
+            restore_model(self.folder.checkpoint, self.resumed, model)
+            state = StageState(**self.resumed["state"])
+            done = f"all {stage.epochs} epochs are trained; evaluating the last one"
+            on = f"going on after epoch {state.epoch} of {stage.epochs}"
+            self.log.say(f"{name}: {done if state.epoch == stage.epochs else on}")
+        classes = len(self.data.classes)
+        distillation = None
+        if stage.epochs > (state.epoch if state else 0):  # else it needs no teacher, whose file may be gone
+            distillation = build_distillation(self.config, stage, classes, self.float_weights, self.device)
+        run = StageRun(
+            name, stage, self.config, model, self.data.train, self.data.val, self.device, self.log, self.folder.path,
+            self.results, first_step, epochs_before, keep_best=name == "qat", sample=self._sample(),
+            distillation=distillation, mixing=build_mixing(stage, classes), about=self.about,
+        )  # fmt: skip
+        evaluation = train_stage(run, state)
+        choice: dict[str, Any] = {}
+        if name == "qat":
+            epoch, evaluation = choose_weights(run, evaluation)
+            choice = {"weights": self.config.export.weights, "epoch": epoch}
+        start = self.results.get({"qat": "calibrated", "float_finetune": "float"}.get(name, ""), {}).get("top1")
+        self.results[name] = {"top1": evaluation.top1, "loss": evaluation.loss, "epochs": stage.epochs, **choice}
+        self.results["val_images"] = evaluation.count
+        self.warn(warnings_about(name, rate_key(self.config, name), stage, evaluation, start))
+
+    def _sample(self) -> Loader:
+        """Training images without augmentation, from which ranges and statistics are estimated."""
+        return self.data.calibration(self.config.quantization.calibration_batches)
+
+    def _is_finished(self, name: str) -> bool:
+        """Whether the resumed run had finished this stage before."""
+        return self.resumed is not None and self.order.index(name) < self.order.index(self.resumed["stage"])
+
+    def _has_begun(self, name: str) -> bool:
+        return self.resumed is not None and self.order.index(name) <= self.order.index(self.resumed["stage"])

@@ -1,0 +1,173 @@
+"""The training script: what `train.py` and `python -m qat train` run.
+
+`run` and `run_stages` are the recipe, from top to bottom: float baseline, prepare, calibrate, QAT, export, proof.
+"""
+
+import argparse
+import logging
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qat.training.aids.oscillations import build_oscillations
+from qat.training.aids.progressive import (
+    key_of,
+    on_grids_of,
+    progressive_stages,
+)
+from qat.training.aids.teacher import check_distillation
+from qat.training.config.file import dump_config, load_config
+from qat.training.config.imports import import_extensions
+from qat.training.config.schema import RunConfig
+from qat.training.data.loaders import Data, load_data
+from qat.training.errors import UserError, problems_of
+from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
+from qat.training.loop.preparation import (
+    build_recipe,
+    check_forward,
+    prepare_model,
+)
+from qat.training.run.about import about_model
+from qat.training.run.checkpoint import (
+    check_same_config,
+    check_same_data,
+    load_checkpoint,
+)
+from qat.training.run.exit_status import exit_status
+from qat.training.run.files import write_text
+from qat.training.run.folder import (
+    FLOAT_WEIGHTS,
+    MODEL,
+    RESOLVED_CONFIG,
+    SUMMARY,
+    RunFolder,
+    goes_on,
+    open_run_folder,
+)
+from qat.training.run.logging import RunLog
+from qat.training.run.models import build_model
+from qat.training.run.report import read_problem, report_lines, write_summary
+from qat.training.run.stages import Stages
+from qat.training.run.staging import results_of
+from qat.training.run.weights import load_weights
+
+WHAT = "Fine-tune a torchvision model with quantization, export it to integers, and prove that both predict the same."
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+"""Where a bare name of a config is looked for too."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Read the command line and run; return 0 if all went well, 1 if the proof failed, else see `exit_status`."""
+    parser = argparse.ArgumentParser(description=WHAT)
+    add_arguments(parser)
+    parsed = parser.parse_intermixed_args(arguments)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    return exit_status(lambda: run_parsed(parsed))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The config, and changes of it."""
+    parser.add_argument("--config", required=True, help="a YAML file; a bare name is looked for in configs/ too")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change one value of the config")
+
+
+def run_parsed(parsed: argparse.Namespace) -> int:
+    """Run with parsed arguments; `run` says what is returned."""
+    logging.getLogger("qat").setLevel(logging.INFO)
+    return run(load_config(parsed.config, parsed.overrides, CONFIGS))
+
+
+def run(config: RunConfig) -> int:
+    """Run the whole recipe: check everything that can be checked early, then train in the run folder."""
+    started = time.perf_counter()
+    device = pick_device(config.device)
+    autocast(device, config.amp)  # refuses a precision that the device does not have
+    compile_mode(device, config.cuda_graphs)
+    seed_everything(config.seed)
+    import_extensions(config.imports)
+    build_recipe(config.quantization)  # a wrong recipe shows before the data are read or downloaded
+    data = load_data(config.data, config.seed, device, config.channels_last)
+    model = build_model(config.model, len(data.classes), with_weights=not goes_on(config))
+    check_early(config, data, model)
+    with open_run_folder(config) as folder:  # no other run can write there until the end
+        if folder.finished is None:
+            return run_stages(config, data, device, model, folder, started)
+        print(
+            f"{folder.path}: this run is finished; a larger qat.epochs trains on, resume=never in another run_dir"
+            " starts a new one"
+        )
+        return _verdict(folder.path, read_problem(folder.path / SUMMARY))
+
+
+def check_early(config: RunConfig, data: Data, model: nn.Module) -> None:
+    """Show what is wrong with the recipe, the stages before the last and the aids before hours of training."""
+    shape, classes = data.image_shape, len(data.classes)
+    check_forward(model, config, shape, classes)
+    prepared = prepare_model(model, config, shape)
+    check_distillation(config, model, prepared, shape, classes, with_weights=not goes_on(config))
+    build_oscillations(prepared, config.qat)  # there is something to watch
+    for name, stage in progressive_stages(config.qat).items():
+        with problems_of(key_of(name)):
+            prepare_model(model, on_grids_of(config, stage), shape)
+
+
+def run_stages(
+    config: RunConfig, data: Data, device: torch.device, model: nn.Module, folder: RunFolder, started: float
+) -> int:
+    """Run the stages that the folder does not contain yet, from the float baseline to the proof."""
+    resumed = _read_checkpoint(folder, config)
+    results: dict[str, Any] = resumed["results"] if resumed else {}
+    changes = check_same_data(resumed, data.classes, data.contents) if resumed else []
+    results["data"] = data.contents
+    about = about_model(config, data.classes, data.preprocessing)
+    finished = (folder.path / SUMMARY).exists()  # and now it has more to do
+
+    with RunLog(folder.path, anew=resumed is None) as log, results_of(folder.path, finished) as place:
+        curves = f"tensorboard --logdir {shlex.quote(str(folder.path))}"
+        log.say(f"run folder: {folder.path}; device: {device}; curves: {curves}")
+        write_text(place / RESOLVED_CONFIG, dump_config(config))
+        stages = Stages(config, data, device, log, folder, place, resumed, results, about)
+
+        stages.warn(changes)
+        stages.float_baseline(model)
+        if config.float_finetune:
+            stages.float_finetune(build_model(config.model, len(data.classes), with_weights=False))
+        load_weights(model, str(stages.float_weights), config.model.name, "float weights")
+        quantized = stages.quantized(model)
+        stages.calibrate(quantized)
+        stages.progressive(model, quantized)
+        stages.qat(quantized)
+        problem = stages.export(quantized)
+
+        summary = write_summary(place / SUMMARY, config, about, results, time.perf_counter() - started, problem)
+        warnings = [f"warning: {sentence}" for sentence in results["warnings"]]
+        log.say("\n".join(["", *report_lines(summary), "", *warnings]))
+    names = sorted(path.name for path in folder.path.iterdir() if path.name[0] != ".")
+    log.say(f"in {folder.path}: {', '.join(names)}")
+    return _verdict(folder.path, problem)
+
+
+def _verdict(folder: Path, problem: str) -> int:
+    """The exit status of a finished run; a failed proof is the last thing that it says."""
+    if problem:
+        print(f"{folder / MODEL}: {problem}", file=sys.stderr)
+    return 1 if problem else 0
+
+
+def _read_checkpoint(folder: RunFolder, config: RunConfig) -> dict[str, Any] | None:
+    if folder.checkpoint is None:
+        return None
+    payload = load_checkpoint(folder.checkpoint)
+    if payload["state"] is None:
+        raise UserError(f"{folder.checkpoint}: holds weights only (a best.pt?); a run goes on from its own last.pt")
+    if payload["stage"] != "float" and not (folder.path / FLOAT_WEIGHTS).is_file():
+        raise UserError(f"{folder.path}: {FLOAT_WEIGHTS} is missing, the float weights that the run goes on with")
+    ahead = ("quantization", "qat", "imports") if payload["stage"] == "float" else ()
+    check_same_config(folder.checkpoint, payload["config"], config, ahead)
+    return payload
