@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qat.cli.runs import Run
 from qat.export import LayerDifference, compare_layers, find_saturation, integer_weights
+from qat.export.onnx.containers import stored_arrays
 from qat.export.onnxruntime.default_session import default_is_exact
 
 
@@ -47,11 +48,11 @@ def _other_weights(opened: Run) -> str:
     import onnx
 
     graph = onnx.load(opened.onnx).graph
-    stored = {each.name: each for each in graph.initializer}
+    stored = stored_arrays(graph)
     held = {node.name: stored.get(node.input[0]) for node in graph.node if node.op_type == "DequantizeLinear"}
     for layer, arrays in integer_weights(opened.quantized).items():
-        tensor = held.get(f"{layer}.weight")
-        if tensor is not None and not _is_same(onnx.numpy_helper.to_array(tensor), arrays.weight):
+        weight = held.get(f"{layer}.weight")
+        if weight is not None and not _is_same(weight, arrays.weight):
             return (
                 f"the file is of other weights than the checkpoint, from {layer!r} on: it was written before or after"
                 " them; the command of the run with resume=auto exports again"

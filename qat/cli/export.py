@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     parser.add_argument("--to", required=True, metavar="FILE", help="the file to write; an existing one is refused")
     parser.add_argument("--exact-sums", action="store_true", help="add residual sums in float32, as torch does")
+    parser.add_argument("--unpacked", action="store_true", help="8 bits for weights of 4 and fewer, see export_onnx")
     parser.add_argument("--no-proof", action="store_true", help="do not run the file over the validation split")
 
 
@@ -38,8 +39,9 @@ def run(given: argparse.Namespace) -> int:
     size = opened.config.data.image_size
     with value_errors_reported():
         qat.export_onnx(
-            model, path, torch.zeros(1, 3, size, size), metadata=_metadata(opened), exact_sums=given.exact_sums
-        )
+            model, path, torch.zeros(1, 3, size, size), metadata=_metadata(opened), exact_sums=given.exact_sums,
+            packed=not given.unpacked,
+        )  # fmt: skip
     print(f"{path}: {path.stat().st_size:,} bytes")
     if data is None:
         print("not proven (--no-proof)")

@@ -227,7 +227,7 @@ def test_the_table_says_what_it_is_worth() -> None:
     }
     assert report_lines(said)[-4:] == [
         "top1 is of 400 images: +-5.0 points (two standard deviations) on others",
-        "weights of 2 and 4 bits are stored in int8: they do not shrink the file",
+        "weights of 2 and 4 bits take 8 in the file",
         "1,234 of 10,000 integers differ over 3 layers; 10 s on 2 threads",
         "torch 2.15.0, onnx 1.23.2",
     ]

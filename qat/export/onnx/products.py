@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from qat.export.integers.saturation import Saturation, worst_pair
+from qat.export.onnx.containers import stored_arrays
 
 HIGHEST_CODE = 255
 """Of an input whose bounds the file does not say."""
@@ -28,7 +29,7 @@ def find_saturation(path: str | os.PathLike[str]) -> list[Saturation]:
 
     graph = onnx.load(path).graph
     made = {output: node for node in graph.node for output in node.output}
-    stored = {tensor.name: tensor for tensor in graph.initializer}
+    stored = stored_arrays(graph)
     found: dict[str, list[int]] = {}
     for node in graph.node:
         if node.op_type not in CHANNEL_AXIS:
@@ -54,15 +55,13 @@ def _origin(node: Any, made: dict[str, Any]) -> Any:
 
 def _rows(node: Any, second: Any, stored: dict[str, Any], made: dict[str, Any]) -> list[Any] | None:
     """The int8 values of the second operand, one row for each output channel; None if they are not int8."""
-    from onnx import numpy_helper
-
     if second.input[0] in stored:
-        weight = numpy_helper.to_array(stored[second.input[0]])
+        weight = stored[second.input[0]]
         if weight.dtype != np.int8:
             return None
         # The axis of the scales is that of the output channels, wherever a transposition puts them.
         axes = [attribute.i for attribute in second.attribute if attribute.name == "axis"]
-        scale = numpy_helper.to_array(stored[second.input[1]])
+        scale = stored[second.input[1]]
         axis = axes[0] if axes and scale.ndim else CHANNEL_AXIS[node.op_type]
         return list(np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1))
     low, high = _bounds(second, stored, made)
@@ -80,11 +79,9 @@ def _highest_code(first: Any, stored: dict[str, Any], made: dict[str, Any]) -> i
 
 def _bounds(dequantize: Any, stored: dict[str, Any], made: dict[str, Any]) -> tuple[int, int]:
     """The lowest and highest integer of an activation: those of the Clip before it, or of its container."""
-    from onnx import numpy_helper
-
     before = made.get(dequantize.input[0])
     if before is not None and before.op_type == "Clip":
-        low, high = (int(numpy_helper.to_array(stored[name])) for name in before.input[1:3])
+        low, high = (int(stored[name]) for name in before.input[1:3])
         return low, high
-    limits = np.iinfo(numpy_helper.to_array(stored[dequantize.input[2]]).dtype)
+    limits = np.iinfo(stored[dequantize.input[2]].dtype)
     return int(limits.min), int(limits.max)

@@ -39,13 +39,13 @@ def export_and_prove(
     """
     wanted = config.export.exact_sums
     with replacing(path) as temporary:
-        _write(model, temporary, example, metadata, wanted == "always", config.model.name)
+        _write(model, temporary, example, metadata, wanted == "always", config)
     proof = prove(path, model, batches)
     if wanted != "auto" or proof.results["agreement"] == 1 or "QLinearAdd" not in proof.results["operators"]:
         return proof
     with tempfile.TemporaryDirectory(prefix="qat_exact_sums_") as folder:
         second = Path(folder) / path.name
-        _write(model, second, example, metadata, True, config.model.name)
+        _write(model, second, example, metadata, True, config)
         exact = prove(second, model, batches)
         shares = tuple(f"{100 * each.results['agreement']:.2f} %" for each in (proof, exact))
         if exact.results["agreement"] <= proof.results["agreement"]:
@@ -61,16 +61,16 @@ def export_and_prove(
 
 
 def _write(
-    model: fx.GraphModule, path: Path, example: Tensor, metadata: Mapping[str, Any], exact_sums: bool, name: str
+    model: fx.GraphModule, path: Path, example: Tensor, metadata: Mapping[str, Any], exact_sums: bool, config: RunConfig
 ) -> None:
     try:
-        qat.export_onnx(model, path, example, metadata=metadata, exact_sums=exact_sums)
+        qat.export_onnx(model, path, example, metadata=metadata, exact_sums=exact_sums, packed=config.export.packed)
     except Exception as error:  # the exporter has its own types
         if isinstance(error, OSError) or memory_shortage(error):
             raise
         logger.debug("export: the exporter's error", exc_info=True)
         details = " ".join(str(error).split())[:200]
         raise UserError(
-            f"export: {name} could not be exported ({type(error).__name__}: {details});"
+            f"export: {config.model.name} could not be exported ({type(error).__name__}: {details});"
             " resume=auto tries again, export.onnx=false goes without"
         ) from error

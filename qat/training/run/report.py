@@ -151,9 +151,8 @@ def report_lines(summary: dict[str, Any]) -> list[str]:
         share = summary["qat"]["top1"] / 100
         noise = 200 * math.sqrt(share * (1 - share) / images)
         lines.append(f"top1 is of {images:,} images: +-{noise:.1f} points (two standard deviations) on others")
-    bits = sorted(_low_bits(summary.get("about", {}).get("recipe", {})))
-    if bits and "onnx" in summary:
-        lines.append(f"weights of {' and '.join(map(str, bits))} bits are stored in int8: they do not shrink the file")
+    if "onnx" in summary:
+        lines += _larger_containers(summary.get("about", {}).get("recipe", {}), summary["onnx"].get("packed", False))
     threads = summary["machine"]["threads"]
     time = f"{summary['seconds']:.0f} s on {threads} thread{'' if threads == 1 else 's'}"
     if "onnx" in summary:
@@ -162,6 +161,17 @@ def report_lines(summary: dict[str, Any]) -> list[str]:
         time = f"{differing} over {layers['compared']} layers; {time}"
     versions = (f"{package} {number}" for package, number in summary["versions"].items())
     return [*lines, time, ", ".join(versions)]
+
+
+def _larger_containers(recipe: dict[str, Any], packed: bool) -> list[str]:
+    """Which weights take more bits in the file than on their grid, a sentence for each container."""
+    low, lines = _low_bits(recipe), []
+    for container, kept in ((4, {bits for bits in low if bits <= 4 and packed}), (8, low)):
+        larger = " and ".join(str(bits) for bits in sorted(kept & low) if bits < container)
+        if larger:
+            lines.append(f"weights of {larger} bits take {container} in the file")
+        low = low - kept
+    return lines
 
 
 def _low_bits(recipe: dict[str, Any]) -> set[int]:

@@ -170,7 +170,7 @@ class Stages:
         metadata = export_metadata(self.about, self.results)
         example = torch.zeros(1, *self.data.image_shape)
         proof = export_and_prove(model, self.place / MODEL, example, self.data.val, self.config, metadata, self.log)
-        self.results["onnx"] = proof.results
+        self.results["onnx"] = {**proof.results, "packed": self.config.export.packed}
         self.log.say("\n".join(proof.sentences()))
         self._write_layers(model, proof.saturation_table())
         self.results["warnings"].extend(proof.warnings())
