@@ -9,6 +9,7 @@ from torch import fx
 import qat
 from qat.cli.arguments import add_overrides, add_run, check_folder_of
 from qat.cli.runs import Run, open_run
+from qat.export.onnx.operators import OPSET, OPSETS
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.about import about_model, export_metadata
 from qat.training.run.folder import read_summary
@@ -24,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", required=True, metavar="FILE", help="the file to write; an existing one is refused")
     parser.add_argument("--exact-sums", action="store_true", help="add residual sums in float32, as torch does")
     parser.add_argument("--unpacked", action="store_true", help="8 bits for weights of 4 and fewer, see export_onnx")
+    parser.add_argument(
+        "--opset", type=int, default=OPSET, metavar="N", help=f"{OPSETS[0]} to {OPSETS[-1]}; default: {OPSET}"
+    )
+    parser.add_argument("--input", metavar="NAME", help="name of the file's input")
+    parser.add_argument("--output", metavar="NAME", help="name of the file's output")
     parser.add_argument("--no-proof", action="store_true", help="do not run the file over the validation split")
 
 
@@ -40,7 +46,8 @@ def run(given: argparse.Namespace) -> int:
     with value_errors_reported():
         qat.export_onnx(
             model, path, torch.zeros(1, 3, size, size), metadata=_metadata(opened), exact_sums=given.exact_sums,
-            packed=not given.unpacked,
+            packed=not given.unpacked, opset=given.opset, input_names=given.input and [given.input],
+            output_names=given.output and [given.output],
         )  # fmt: skip
     print(f"{path}: {path.stat().st_size:,} bytes")
     if data is None:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from qat.export.integers.freezing import freeze, frozen_grids
 from qat.export.integers.frozen import FreezingError
 from qat.export.onnx.containers import pack_weights
 from qat.export.onnx.initializers import own_initializers
-from qat.export.onnx.names import name_quantizers, name_weights, strip_traces
-from qat.export.onnx.operators import OnnxOperations
+from qat.export.onnx.names import name_ends, name_quantizers, name_weights, strip_traces
+from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.program import export_program, fix_sizes
 from qat.export.onnxruntime.clips import fold_clips
 from qat.export.onnxruntime.requantization import keep_requantizations
@@ -35,6 +35,9 @@ def export_onnx(
     metadata: Mapping[str, Any] | None = None,
     exact_sums: bool = False,
     packed: bool = True,
+    opset: int = OPSET,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
 ) -> None:
     """Write the model in QuantizeLinear/DequantizeLinear form: int8 weights, int32 biases, trained grids.
 
@@ -57,33 +60,49 @@ def export_onnx(
             itself. Sums that end on fewer than 8 bits are always exact.
         packed: store integers of at most 4 bits in 4-bit containers (opset 21), from which a Cast makes the 8 bits of
             the kernels when a runtime loads the file: ONNX Runtime is as fast with them. False for a runtime that does
-            not read INT4.
+            not read INT4; an opset below 21 has none.
+        opset: the version of ONNX's operators, 18 to 23; a runtime older than the opset does not read the file.
+        input_names, output_names: of the file, in their order; None: torch's names of arguments and results.
 
     Raises:
         TypeError: if the model holds no quantizer, the path is not a path, or the metadata cannot be written as JSON.
         FileNotFoundError: if the folder of the path is missing.
         ValueError: if the model was prepared in parts, if a quantizer is not calibrated, not exportable or wider than
             8 bits, if a parameter has fewer bits than float32, if the model does not run with the inputs or returns
-            something else than tensors, if torch.onnx cannot export it, or if the ONNX graph lacks a quantizer.
+            something else than tensors, if torch.onnx cannot export it, if the ONNX graph lacks a quantizer, or for an
+            opset or names that do not fit.
     """
-    import onnx
 
     check_path("export_onnx", path, "model, path, example_inputs")
     expect_model(export_onnx, model)
     check_new_file(Path(path))
+    if opset not in OPSETS or isinstance(opset, bool):
+        raise ValueError(f"export_onnx: opset must be {OPSETS[0]} to {OPSETS[-1]}, got {opset!r}")
     notes = _as_json(metadata or {})
     inside = wrapped(model)  # its batch axis would be fixed: the exporter gives free axes to arguments with names
     model = model if inside is None else inside[1]
     check_exportable(model)
-    evaluated = evaluation_copy(model)
     warn_of_hooks(model)
-    rewrite_for_runtime(evaluated)
+    proto = _traced(model, example_inputs, OnnxOperations(opset))
+    add_exactly(proto, everywhere=exact_sums)
+    fold_clips(proto)
+    if packed and opset >= OPSET:
+        pack_weights(proto)
+    strip_traces(proto)
+    name_ends(proto, input_names, output_names)
+    _finish(proto, notes, Path(path))
+
+
+def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations) -> Any:
+    """The integers of a model as torch.onnx records them, by their names in the model."""
+    evaluated = evaluation_copy(model)
+    rewrite_for_runtime(evaluated, operations)
     try:
-        frozen = freeze(evaluated, OnnxOperations())
+        frozen = freeze(evaluated, operations)
     except FreezingError as error:
         raise ValueError(f"export_onnx: {error}") from None
     try:
-        program = export_program(frozen, example_inputs)
+        program = export_program(frozen, example_inputs, operations.opset)
     except Exception as error:  # torch.onnx has its own types
         raise why_not_exported(model, example_inputs, error) from error
     proto = program.model_proto
@@ -91,15 +110,17 @@ def export_onnx(
     name_weights(proto)
     own_initializers(proto)
     keep_requantizations(proto)
-    add_exactly(proto, everywhere=exact_sums)
-    fold_clips(proto)
-    if packed:
-        pack_weights(proto)
-    strip_traces(proto)
     fix_sizes(program, proto)
+    return proto
+
+
+def _finish(proto: Any, notes: dict[str, str], path: Path) -> None:
+    """Check the file, and write it."""
+    import onnx
+
     onnx.helper.set_model_props(proto, notes)
     onnx.checker.check_model(proto)
-    with atomic_write(Path(path)) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes(proto.SerializeToString())
 
 

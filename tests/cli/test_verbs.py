@@ -107,6 +107,11 @@ def test_predict_needs_no_more_than_the_file(pets: Path, verb: Verb, tmp_path: P
 
 def test_export_writes_the_same_integers_again_and_proves_them(pets: Path, verb: Verb, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in (pets / "runs" / "pets").iterdir()}
+    options = ["--opset", "20", "--input", "photo", "--output", "scores", "--unpacked", "--exact-sums"]
+    status, out, err = verb("export", "runs/pets", "--to", str(tmp_path / "other.onnx"), *options)
+    graph = onnx.load(tmp_path / "other.onnx")
+    assert (status, graph.graph.input[0].name, graph.graph.output[0].name) == (0, "photo", "scores"), err
+    assert graph.opset_import[0].version == 20
     status, out, err = verb("export", "runs/pets", "--to", str(tmp_path / "again.onnx"))
     assert status == 0 and "100.00 % equal predictions" in out, err
     first, second = (onnx.load(path) for path in (pets / "runs" / "pets" / "model.onnx", tmp_path / "again.onnx"))

@@ -1,7 +1,7 @@
 """The names of a file's quantizers and weights: those of the model."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qat.export.integers.evaluation import numbered
@@ -53,6 +53,36 @@ def name_weights(proto: Any) -> None:
         layer = _metadata(node, LAYER)
         if layer is not None:
             node.name = numbered(f"{layer}.weight", seen)
+
+
+def name_ends(proto: Any, inputs: Sequence[str] | None, outputs: Sequence[str] | None) -> None:
+    """Give the inputs and outputs of a file the names that are asked for, in their order.
+
+    Raises:
+        ValueError: if there are more or fewer of them, or a name is taken.
+    """
+    graph = proto.graph
+    new: dict[str, str] = {}
+    for what, ends, names in (("input", graph.input, inputs), ("output", graph.output, outputs)):
+        if names is None:
+            continue
+        if len(names) != len(ends):
+            raise ValueError(
+                f"export_onnx: {what}_names: {len(names)} ({', '.join(names)}) for {len(ends)} {what}s"
+                f" ({', '.join(end.name for end in ends)})"
+            )
+        new |= {end.name: name for end, name in zip(ends, names, strict=True)}
+    taken = {name for node in graph.node for name in (*node.input, *node.output)} - set(new)
+    taken |= {tensor.name for tensor in graph.initializer}
+    for name in new.values():
+        if not name or name in taken or list(new.values()).count(name) > 1:
+            why = "is taken by another tensor of the file" if name in taken else "is empty, or given twice"
+            raise ValueError(f"export_onnx: the name {name!r} {why}; choose another")
+    for end in (*graph.input, *graph.output):
+        end.name = new.get(end.name, end.name)
+    for node in graph.node:
+        node.input[:] = [new.get(name, name) for name in node.input]
+        node.output[:] = [new.get(name, name) for name in node.output]
 
 
 def strip_traces(proto: Any) -> None:

@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from qat.export.integers.operations import Operations
 
 OPSET = 21
-"""The first opset with 4- and 16-bit integers in QuantizeLinear."""
+"""The first opset with containers of 4 bits, and with 16-bit integers in QuantizeLinear."""
+
+OPSETS = range(18, 24)
+"""Those that torch.onnx writes and ONNX Runtime 1.31 computes in integers."""
 
 QUANTIZER = "qat.quantizer"
 """Metadata key of a QuantizeLinear during the export: the name of its quantizer."""
@@ -22,15 +25,23 @@ class OnnxOperations(Operations):
     """QuantizeLinear and DequantizeLinear, with an integer Clip between them for fewer than 8 bits.
 
     The Clip acts on integers, so a convolution before it still becomes QLinearConv.
+
+    Args:
+        opset: the version of ONNX's operators.
     """
+
+    def __init__(self, opset: int = OPSET) -> None:
+        self.opset = opset
 
     def quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: tuple[Tensor, Tensor] | None, quantizer: str
     ) -> Tensor:
         """QuantizeLinear, then Clip if there are bounds."""
         name = {QUANTIZER: quantizer}
-        codes = _operator("QuantizeLinear", (x, scale, zero_point), zero_point.dtype, x.shape, metadata=name)
-        return codes if bounds is None else _operator("Clip", (codes, *bounds), zero_point.dtype, x.shape)
+        codes = _operator(
+            "QuantizeLinear", (x, scale, zero_point), zero_point.dtype, x.shape, self.opset, metadata=name
+        )
+        return codes if bounds is None else _operator("Clip", (codes, *bounds), zero_point.dtype, x.shape, self.opset)
 
     def dequantize(
         self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None = None, layer: str | None = None
@@ -38,15 +49,19 @@ class OnnxOperations(Operations):
         """DequantizeLinear."""
         inputs = (codes, scale) if zero_point is None else (codes, scale, zero_point)
         name = None if layer is None else {LAYER: layer}
-        return _operator("DequantizeLinear", inputs, torch.float32, codes.shape, axis, name)
+        return _operator("DequantizeLinear", inputs, torch.float32, codes.shape, self.opset, axis, name)
 
 
 class GlobalAveragePool(nn.Module):
     """AdaptiveAvgPool2d(1) as ONNX GlobalAveragePool; torch.onnx writes a ReduceMean, which has no integer kernel."""
 
+    def __init__(self, opset: int) -> None:
+        super().__init__()
+        self.opset = opset
+
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, C, 1, 1)."""
-        return _operator("GlobalAveragePool", (x,), torch.float32, (x.shape[0], x.shape[1], 1, 1))
+        return _operator("GlobalAveragePool", (x,), torch.float32, (x.shape[0], x.shape[1], 1, 1), self.opset)
 
 
 def _operator(
@@ -54,12 +69,13 @@ def _operator(
     inputs: tuple[Tensor, ...],
     dtype: torch.dtype,
     shape: Sequence[int],
+    opset: int,
     axis: int | None = None,
     metadata: dict[str, str] | None = None,
 ) -> Tensor:
     """One ONNX operator in the graph that is being exported."""
     attributes: dict[str, Any] = {} if axis is None else {"axis": axis}
     result: Tensor = torch.onnx.ops.symbolic(
-        name, inputs, attributes, dtype=dtype, shape=shape, version=OPSET, metadata_props=metadata
+        name, inputs, attributes, dtype=dtype, shape=shape, version=opset, metadata_props=metadata
     )
     return result

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.export.onnx.operators import OPSET
 from qat.silence import warnings_ignored
 from qat.torch_internals import pytree
 from qat.tracing.inputs import Inputs, as_arguments
 
 
-def export_program(frozen: nn.Module, example_inputs: Inputs) -> Any:
+def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any:
     """The exporter's program, whose first axis is free, or fixed if the model takes no other length."""
     order = list(inspect.signature(frozen.forward).parameters)
 
@@ -26,7 +25,7 @@ def export_program(frozen: nn.Module, example_inputs: Inputs) -> Any:
         shapes = _free_batch(args, kwargs) if samples > 1 else None
         with quiet_export():
             return torch.onnx.export(
-                frozen, args, kwargs=kwargs, dynamo=True, opset_version=OPSET, dynamic_shapes=shapes, verbose=False
+                frozen, args, kwargs=kwargs, dynamo=True, opset_version=opset, dynamic_shapes=shapes, verbose=False
             )
 
     try:

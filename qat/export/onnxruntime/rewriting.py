@@ -24,14 +24,14 @@ NOT_PROPAGATED = {
 quantizes its input anew in blocks of its own."""
 
 
-def rewrite_for_runtime(model: nn.Module) -> None:
+def rewrite_for_runtime(model: nn.Module, operations: OnnxOperations) -> None:
     """State grids again where ONNX Runtime loses them, and use its integer global average, in an `evaluation_copy`."""
     for path, graph_module in list(model.named_modules()):
         if isinstance(graph_module, fx.GraphModule):
-            _rewrite(graph_module, path)
+            _rewrite(graph_module, path, operations)
 
 
-def _rewrite(model: fx.GraphModule, path: str) -> None:
+def _rewrite(model: fx.GraphModule, path: str, operations: OnnxOperations) -> None:
     constant = constant_nodes(model.graph)
     nodes = list(model.graph.nodes)
     # Both questions are asked before the graph changes: a grid that is stated again hides the quantizer before it.
@@ -42,10 +42,10 @@ def _rewrite(model: fx.GraphModule, path: str) -> None:
     for number, (node, source) in enumerate(restated.items()):
         quantizer = submodule_of(model, source)
         assert isinstance(quantizer, Quantizer)
-        again = FrozenQuantizer(quantizer, f"{path}.{source.target}.again".lstrip("."), OnnxOperations())
+        again = FrozenQuantizer(quantizer, f"{path}.{source.target}.again".lstrip("."), operations)
         _restate(model, node, f"restated_{number}", again)
     for number, node in enumerate(averages):
-        replace_call(model, node, f"global_average_pool_{number}", GlobalAveragePool(), node.args[:1])
+        replace_call(model, node, f"global_average_pool_{number}", GlobalAveragePool(operations.opset), node.args[:1])
 
 
 def _grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:

@@ -128,6 +128,8 @@ class ExportConfig(Section):
     packed: bool = True
     """Weights of at most 4 bits take 4 in the file; ONNX Runtime is as fast with it. false: 8 bits, for a runtime that
     does not read INT4."""
+    opset: Annotated[int, Field(ge=18, le=23)] = 21
+    """Of model.onnx; a runtime older than the opset does not read the file. Below 21 there are no 4-bit weights."""
 
 
 class RunConfig(Section):

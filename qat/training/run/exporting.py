@@ -64,7 +64,10 @@ def _write(
     model: fx.GraphModule, path: Path, example: Tensor, metadata: Mapping[str, Any], exact_sums: bool, config: RunConfig
 ) -> None:
     try:
-        qat.export_onnx(model, path, example, metadata=metadata, exact_sums=exact_sums, packed=config.export.packed)
+        wanted = config.export
+        qat.export_onnx(
+            model, path, example, metadata=metadata, exact_sums=exact_sums, packed=wanted.packed, opset=wanted.opset
+        )
     except Exception as error:  # the exporter has its own types
         if isinstance(error, OSError) or memory_shortage(error):
             raise

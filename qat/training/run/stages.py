@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 import qat
+from qat.export.onnx.operators import OPSET
 from qat.training.aids.mixing import build_mixing
 from qat.training.aids.progressive import (
     float_counterpart,
@@ -170,7 +171,8 @@ class Stages:
         metadata = export_metadata(self.about, self.results)
         example = torch.zeros(1, *self.data.image_shape)
         proof = export_and_prove(model, self.place / MODEL, example, self.data.val, self.config, metadata, self.log)
-        self.results["onnx"] = {**proof.results, "packed": self.config.export.packed}
+        packed = self.config.export.packed and self.config.export.opset >= OPSET
+        self.results["onnx"] = {**proof.results, "packed": packed}
         self.log.say("\n".join(proof.sentences()))
         self._write_layers(model, proof.saturation_table())
         self.results["warnings"].extend(proof.warnings())

@@ -1,0 +1,88 @@
+"""What a caller chooses about the file: the opset, and the names of its inputs and outputs."""
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qat
+from qat.export import compare_layers, optimized_operators, verify_onnx
+from qat.export.onnx.operators import OPSETS
+
+
+class TwoInTwoOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, image: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.conv(image).relu().mean((2, 3))
+        return self.fc(features) + shift, features
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    prepared = qat.prepare(TwoInTwoOut(), example_inputs=(torch.randn(2, 3, 6, 6), torch.randn(2, 2)))
+    qat.calibrate(prepared, [INPUTS])
+    return prepared.eval()
+
+
+INPUTS = {"image": torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0)), "shift": torch.zeros(4, 2)}
+
+
+@pytest.mark.parametrize("opset", OPSETS)
+def test_every_opset_is_computed_in_integers(opset: int, model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "x.onnx"
+    qat.export_onnx(model, path, INPUTS, opset=opset)
+    assert [entry.version for entry in onnx.load(path).opset_import if entry.domain == ""] == [opset]
+    assert verify_onnx(path, model, [INPUTS]).agreement == 1
+    assert not any(layer.beyond_ties for layer in compare_layers(path, model, INPUTS))
+    assert optimized_operators(path)["QLinearConv"] == 1
+
+
+@pytest.mark.parametrize("opset", [17, 24, "21", True])
+def test_other_opsets_are_refused(opset: Any, model: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"export_onnx: opset must be 18 to 23, got {opset!r}"):
+        qat.export_onnx(model, tmp_path / "x.onnx", INPUTS, opset=opset)
+
+
+def test_few_bits_have_no_small_container_below_opset_21(tmp_path: Path) -> None:
+    prepared = qat.prepare(nn.Sequential(nn.Linear(40, 8)), qat.QuantRecipe({"bits": 4}, {"bits": 8}))
+    x = torch.randn(4, 40)
+    qat.calibrate(prepared, [x])
+    kinds = []
+    for opset in (20, 21):
+        qat.export_onnx(prepared.eval(), tmp_path / "x.onnx", x, opset=opset)
+        kinds.append({tensor.data_type for tensor in onnx.load(tmp_path / "x.onnx").graph.initializer})
+        assert verify_onnx(tmp_path / "x.onnx", prepared, [x]).agreement == 1
+    assert onnx.TensorProto.INT4 not in kinds[0] and onnx.TensorProto.INT4 in kinds[1]
+
+
+def test_inputs_and_outputs_have_the_names_that_are_given(model: Any, tmp_path: Path) -> None:
+    path = tmp_path / "x.onnx"
+    qat.export_onnx(model, path, INPUTS, input_names=["photo", "offset"], output_names=["scores", "embedding"])
+    graph = onnx.load(path).graph
+    assert [end.name for end in graph.input] == ["photo", "offset"]
+    assert [end.name for end in graph.output] == ["scores", "embedding"]
+    assert verify_onnx(path, model, [INPUTS]).agreement == 1
+    assert len(compare_layers(path, model, INPUTS)) == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ({"input_names": ["a"]}, r"input_names: 1 \(a\) for 2 inputs \(image, shift\)"),
+        ({"output_names": ["a", "b", "c"]}, r"output_names: 3 \(a, b, c\) for 2 outputs \("),
+        ({"input_names": ["a", "a"]}, "the name 'a' is empty, or given twice; choose another"),
+        ({"output_names": ["", "b"]}, "the name '' is empty, or given twice"),
+        ({"input_names": ["conv_quantizer", "b"]}, "the name 'conv_quantizer' is taken by another tensor of the file"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(names: dict[str, Any], said: str, model: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"export_onnx: {said}"):
+        qat.export_onnx(model, tmp_path / "x.onnx", INPUTS, **names)
+    assert not (tmp_path / "x.onnx").exists()
