@@ -65,4 +65,4 @@ def _metadata(opened: Run) -> dict[str, object]:
     """What train.py writes into its file, of the same weights."""
     summary = read_summary(opened.folder) or {}
     about = about_model(opened.config, opened.classes, opened.transform.preprocessing)
-    return export_metadata(about, summary) if "qat" in summary else about
+    return export_metadata(about, summary, opened.quantized) if "qat" in summary else about

@@ -1,8 +1,12 @@
 """What a program has to know that uses a trained model: kept in the checkpoints, in summary.json and in model.onnx."""
 
+import hashlib
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from typing import Any
+
+import torch
+from torch import nn
 
 import qat
 from qat.training.config.schema import RunConfig
@@ -43,10 +47,22 @@ def preprocessing_of(about: dict[str, Any]) -> Preprocessing:
         raise ValueError(f"what it says of the preprocessing is incomplete ({error})") from None
 
 
-def export_metadata(about: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+def export_metadata(about: dict[str, Any], results: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """For `qat.export_onnx(metadata=...)`: about_model, and what is known of the weights when they are exported.
 
-    accuracy has the top-1 of the stages in percent; epoch and epochs say which epoch of QAT the weights are of.
+    accuracy has the top-1 of the stages in percent; epoch and epochs say which epoch of QAT the weights are of;
+    state_sha256 is `state_digest` of the model.
     """
     stages = {name: result["top1"] for name, result in results.items() if isinstance(result, dict) and "top1" in result}
-    return {**about, "accuracy": stages, **{key: results["qat"][key] for key in ("weights", "epoch", "epochs")}}
+    known = {key: results["qat"][key] for key in ("weights", "epoch", "epochs")}
+    return {**about, "accuracy": stages, **known, "state_sha256": state_digest(model)}
+
+
+def state_digest(model: nn.Module) -> str:
+    """A SHA-256 of a model's state_dict: every name, type, shape and byte. Files of equal digests are of one model."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        content = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {content.dtype} {tuple(content.shape)}".encode())
+        digest.update(content.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -168,7 +168,7 @@ class Stages:
             return ""
         self.log.say(f"export: {choice_in_words(self.results['qat'], exported)}")
         assert isinstance(model, fx.GraphModule)  # prepare_model checks it
-        metadata = export_metadata(self.about, self.results)
+        metadata = export_metadata(self.about, self.results, model)
         example = torch.zeros(1, *self.data.image_shape)
         proof = export_and_prove(model, self.place / MODEL, example, self.data.val, self.config, metadata, self.log)
         packed = self.config.export.packed and self.config.export.opset >= OPSET
