@@ -16,7 +16,7 @@ import torch
 
 from qat.cli.arguments import add_run, check_folder_of, counts
 from qat.cli.plot import check_plot, draw_latencies
-from qat.cli.runs import Run, open_run
+from qat.cli.runs import Run, open_run, takes_pixels
 from qat.export.onnx.program import quiet_export
 from qat.text import table
 
@@ -82,7 +82,13 @@ def _measured(models: dict[str, Path], batch: int, threads: int, rounds: int) ->
     for name, session in sessions.items():
         declared = session.get_inputs()[0]
         shape = [batch, *(side if isinstance(side, int) else 224 for side in declared.shape[1:])]
-        feeds[name] = {declared.name: np.random.default_rng(0).standard_normal(shape, np.float32)}
+        numbers = np.random.default_rng(0)
+        images = (
+            numbers.integers(0, 256, shape, np.uint8)
+            if takes_pixels(session)
+            else numbers.standard_normal(shape, np.float32)
+        )
+        feeds[name] = {declared.name: images}
         session.run(None, feeds[name])
     times: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(rounds):

@@ -1,19 +1,21 @@
 """Write the integer model of a run to a file of your own, and prove it; the run folder stays as it is."""
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
 
 import qat
 from qat.cli.arguments import add_overrides, add_run, check_folder_of
-from qat.cli.runs import Run, open_run
+from qat.cli.runs import Run, in_torch, open_run
 from qat.export.onnx.operators import OPSET, OPSETS
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.about import about_model, export_metadata
 from qat.training.run.folder import read_summary
-from qat.training.run.proof import prove
+from qat.training.run.proof import MIN_AGREEMENT, prove
 
 EXAMPLE = "python -m qat export runs/resnet_int8 --to model.onnx"
 
@@ -30,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--input", metavar="NAME", help="name of the file's input")
     parser.add_argument("--output", metavar="NAME", help="name of the file's output")
+    parser.add_argument(
+        "--pixels", action="store_true", help="the file takes uint8 images (N, H, W, 3) and normalises them itself"
+    )
     parser.add_argument("--no-proof", action="store_true", help="do not run the file over the validation split")
 
 
@@ -47,18 +52,35 @@ def run(given: argparse.Namespace) -> int:
         qat.export_onnx(
             model, path, torch.zeros(1, 3, size, size), metadata=_metadata(opened), exact_sums=given.exact_sums,
             packed=not given.unpacked, opset=given.opset, input_names=given.input and [given.input],
-            output_names=given.output and [given.output],
+            output_names=given.output and [given.output], normalization=given.pixels and _normalization(opened),
         )  # fmt: skip
     print(f"{path}: {path.stat().st_size:,} bytes")
     if data is None:
         print("not proven (--no-proof)")
         return 0
+    if given.pixels:
+        return _prove_pixels(opened, path, data.val)
     proof = prove(path, model, data.val)
     print("\n".join([*proof.sentences(), *(f"warning: {each}" for each in proof.warnings())]))
     problem = proof.problem()
     if problem:
         print(f"{path}: {problem}")
     return int(bool(problem))
+
+
+def _normalization(opened: Run) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    kept = opened.transform.preprocessing
+    return kept.mean, kept.std
+
+
+def _prove_pixels(opened: Run, path: Path, batches: Iterable[Any]) -> int:
+    """Whether a file that takes pixels answers as the trained model; 1 if it does so in fewer than 99.5 %."""
+    engine, equal, images = Run(path).engine("onnxruntime"), 0, 0
+    for batch, _ in batches:
+        ours, theirs = in_torch(opened.quantized, batch), engine(batch)
+        equal, images = equal + int((ours.argmax(1) == theirs.argmax(1)).sum()), images + len(batch)
+    print(f"ONNX Runtime, from pixels: {100 * equal / images:.2f} % of {images:,} predictions are equal")
+    return int(equal < MIN_AGREEMENT * images)
 
 
 def _metadata(opened: Run) -> dict[str, object]:

@@ -129,9 +129,16 @@ class Run:
         if runtime == "onnxruntime":
             with value_errors_reported(f"{self.onnx}: "):
                 session = open_session(self.onnx.read_bytes())
-            return lambda images: run_session(session, images)[0]
+            ready = self.as_pixels if takes_pixels(session) else _as_they_are
+            return lambda images: run_session(session, ready(images))[0]
         model = self.float_model if runtime == "float" else self.quantized
         return lambda images: in_torch(model, images)
+
+    def as_pixels(self, images: Tensor) -> Tensor:
+        """Normalised images (N, 3, H, W) as the uint8 pixels (N, H, W, 3) that they were."""
+        kept = self.transform.preprocessing
+        mean, std = (torch.tensor(values).mul(255).view(3, 1, 1) for values in (kept.mean, kept.std))
+        return images.mul(std).add(mean).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
     @cached_property
     def float_model(self) -> nn.Module:
@@ -175,6 +182,15 @@ def open_run(path: str, builder: str | None = None) -> Run:
     if file.is_file() and file.suffix != ".onnx":
         raise UserError(f"RUN: '{path}' is no .onnx file; give the folder of a run of train.py, or a model.onnx")
     return Run(file, builder)
+
+
+def takes_pixels(session: Any) -> bool:
+    """Whether a file was exported with `normalization`."""
+    return bool(session.get_inputs()[0].type == "tensor(uint8)")
+
+
+def _as_they_are(images: Tensor) -> Tensor:
+    return images
 
 
 def in_torch(model: nn.Module, images: Tensor) -> Tensor:

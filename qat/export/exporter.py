@@ -18,6 +18,7 @@ from qat.export.onnx.containers import pack_weights
 from qat.export.onnx.initializers import own_initializers
 from qat.export.onnx.names import name_ends, name_quantizers, name_weights, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
+from qat.export.onnx.pixels import take_pixels
 from qat.export.onnx.program import export_program, fix_sizes
 from qat.export.onnxruntime.clips import fold_clips
 from qat.export.onnxruntime.requantization import keep_requantizations
@@ -36,6 +37,7 @@ def export_onnx(
     exact_sums: bool = False,
     packed: bool = True,
     opset: int = OPSET,
+    normalization: tuple[Sequence[float], Sequence[float]] | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> None:
@@ -62,6 +64,9 @@ def export_onnx(
             the kernels when a runtime loads the file: ONNX Runtime is as fast with them. False for a runtime that does
             not read INT4; an opset below 21 has none.
         opset: the version of ONNX's operators, 18 to 23; a runtime older than the opset does not read the file.
+        normalization: (mean, std) of red, green and blue, of pixels in [0, 1]: the file then takes `pixels`, uint8
+            images (N, H, W, 3), and computes (pixel/255 - mean) / std itself, to the bit as `train.py` does.
+            `example_inputs` stay what the model takes.
         input_names, output_names: of the file, in their order; None: torch's names of arguments and results.
 
     Raises:
@@ -89,6 +94,8 @@ def export_onnx(
     if packed and opset >= OPSET:
         pack_weights(proto)
     strip_traces(proto)
+    if normalization is not None:
+        take_pixels(proto, *normalization)
     name_ends(proto, input_names, output_names)
     _finish(proto, notes, Path(path))
 

@@ -184,3 +184,12 @@ def test_the_digest_is_of_every_byte_of_the_state(own: Path, verb: Verb) -> None
     with torch.no_grad():
         next(model.parameters()).view(-1)[0].mul_(1 + 1e-6)
     assert state_digest(model) != noted["state_sha256"]
+
+
+def test_a_file_that_takes_pixels_serves_all_verbs(pets: Path, verb: Verb, tmp_path: Path) -> None:
+    path = str(tmp_path / "pixels.onnx")
+    status, out, err = verb("export", "runs/pets", "--to", path, "--pixels")
+    assert status == 0 and "ONNX Runtime, from pixels: 100.00 % of 12 predictions are equal" in out, err
+    picture = "images/val/dog/1.png"
+    assert verb("predict", path, picture)[1] == verb("predict", "runs/pets", picture)[1]
+    assert verb("benchmark", path, "--batch", "1", "--rounds", "1")[0] == 0
