@@ -1,6 +1,7 @@
 """Evaluation (means over images, outputs of all kinds, an unchanged model), the warnings about its results, and the
 statistics of BatchNorm before it: noticed where they lag behind the weights, and estimated anew."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch.nn.functional as F
 from tiny_training import CPU, Outputs, Returns, TinyBatches, resume, stage_run, tiny_model, train, user_error
 from torch import nn
 
+from qat.batch_norm import reestimate_batch_norm
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop.evaluation import Evaluation, evaluate
-from qat.training.loop.norm_statistics import settle_statistics
+from qat.training.loop.norm_statistics import APART, settle_statistics
 from qat.training.loop.stage_warnings import warnings_about
 
 
@@ -190,9 +192,31 @@ def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(tmp_path: Path) -> 
 
 
 def test_batches_of_one_image_are_left_out(tmp_path: Path) -> None:
-    run = stage_run(tmp_path, lagging(), stage(bn_reestimate="always"), sample=TinyBatches(23))
+    run = stage_run(tmp_path, lagging(), stage(bn_reestimate="always"), train=TinyBatches(23), sample=TinyBatches())
     settle_statistics(run, 1)
     assert int(run.model.bn.num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_statistics_are_of_training_batches_as_steps_get_them(mixed: bool, tmp_path: Path) -> None:
+    """Not of the plain sample; mixed where training mixes; and no random number of training's is drawn."""
+    train_batches = TinyBatches(6)
+    train_batches.images = train_batches.images * 3 + 1
+    mixing = (lambda images, labels: (images * torch.rand(()), labels)) if mixed else None
+    run = stage_run(
+        tmp_path, lagging(), stage(bn_reestimate="always"), train=train_batches, sample=TinyBatches(), mixing=mixing
+    )
+    run.epochs_before = 4
+    before = torch.get_rng_state()
+    settle_statistics(run, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+    expected = copy.deepcopy(run.model)
+    train_batches.set_epoch(APART + 5)
+    torch.manual_seed(1)
+    batches = [mixing(*batch)[0] if mixing else batch[0] for batch in train_batches]
+    assert reestimate_batch_norm(expected, batches) == 1
+    torch.testing.assert_close(run.model.bn.running_mean, expected.bn.running_mean, rtol=1e-5, atol=0)
+    torch.testing.assert_close(run.model.bn.running_var, expected.bn.running_var, rtol=1e-5, atol=0)
 
 
 def test_without_training_only_always_touches_the_statistics(tmp_path: Path, capsys: Any) -> None:

@@ -59,8 +59,8 @@ class StageConfig(Section):
     """Keep an exponential moving average of the weights with this decay per step, and evaluate it."""
     bn_reestimate: Literal["auto", "always", "never"] = "auto"
     """Before each evaluation, and so before calibration and export, estimate BatchNorm's running statistics anew from
-    `quantization.calibration_batches` of training images. After a short training, or with a small momentum, they lag
-    behind the weights. `auto`: after training, where that clearly lowers the loss on these images. Frozen ones stay."""
+    5,000 training images, augmented as in training. After a short training, with a small momentum, or of averaged
+    weights, they lag behind. `auto`: after training, where a trial clearly lowers the loss. Frozen ones stay."""
 
 
 class DistillationConfig(Section):

@@ -1,8 +1,10 @@
 """BatchNorm's running statistics before an evaluation: estimated anew where they lag behind the weights."""
 
+import itertools
 import math
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from qat.batch_norm import batch_norms, copied_statistics, reestimate_batch_norm, restore_statistics
@@ -14,12 +16,21 @@ WORSE = 0.05
 
 LEAST = 0.01
 
+IMAGES = 5000
+"""Of a new estimate. Of a MobileNetV2 at 4 bits 1,000 cost half a point, 5,000 0.1."""
+
+APART = 2**20
+"""Added to an epoch's number, for an order and for crops that no epoch of training has."""
+
 
 def settle_statistics(run: StageRun, epochs: int) -> str:
     """Estimate the statistics anew if `bn_reestimate` says so and they were not frozen; return a note for the log.
 
-    With `auto`, the new statistics are kept if they clearly lower the loss on the sample of training images: evaluation
-    and training disagreed. Nothing is drawn at random, so a resumed run decides the same.
+    The images are training batches as training sees them, augmented and mixed: a network is normalised in training by
+    their statistics, and those of plain images are of another function (MobileNetV2 at 4 bits: 2.9 points worse, since
+    the crops of CIFAR-10 have black borders). With `auto`, a trial of a few batches comes first, and new statistics are
+    kept if they clearly lower the loss on plain training images: evaluation and training disagreed. The same random
+    numbers are drawn again by a resumed run, and none of them are training's.
 
     Args:
         run: the stage, with its model as it will be evaluated.
@@ -33,11 +44,14 @@ def settle_statistics(run: StageRun, epochs: int) -> str:
         return ""
     before = _loss(run, run.sample)
     kept = copied_statistics(run.model)
-    count = reestimate_batch_norm(run.model, _images(run, run.sample))
+    if choice == "auto":
+        _reestimate(run, epochs, len(run.sample))
+        trial = _loss(run, run.sample)
+        if math.isfinite(before) and not before - trial > max(WORSE * before, LEAST):
+            restore_statistics(run.model, kept)
+            return ""
+    count = _reestimate(run, epochs, math.ceil(IMAGES / run.config.data.batch_size))
     after = _loss(run, run.sample)
-    if choice == "auto" and math.isfinite(before) and not before - after > max(WORSE * before, LEAST):
-        restore_statistics(run.model, kept)
-        return ""
     return f"statistics of {count} BatchNorms estimated anew, loss on training images {before:.3f} -> {after:.3f}"
 
 
@@ -45,9 +59,17 @@ def _loss(run: StageRun, batches: Batches) -> float:
     return evaluate(run.model, batches, run.device, channels_last=run.config.channels_last).loss
 
 
-def _images(run: StageRun, batches: Batches) -> Iterator[Tensor]:
-    """The images, without a last batch of one: a single vector of features has no variance."""
+def _reestimate(run: StageRun, epochs: int, batches: int) -> int:
+    """From so many training batches, or all of an epoch if that has fewer."""
+    run.train.set_epoch(APART + run.epochs_before + epochs)
+    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+        torch.manual_seed(epochs)  # of the mixing
+        return reestimate_batch_norm(run.model, _images(run, itertools.islice(run.train, batches)))
+
+
+def _images(run: StageRun, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+    """The images as a step gets them, without a last batch of one: a single vector of features has no variance."""
     for batch in batches:
         images, labels = to_device(batch, run.device, channels_last=run.config.channels_last)
         if len(labels) > 1 or run.config.data.batch_size == 1:
-            yield images
+            yield images if run.mixing is None else run.mixing(images, labels)[0]

@@ -38,7 +38,7 @@ class StageRun:
         first_step: training steps of the run before this stage, so that the curves of the stages join.
         epochs_before: epochs of earlier stages that this one continues, so that no order of images repeats.
         keep_best: whether to write best.pt, the weights of the stage's best epoch as evaluated.
-        sample: some training images without augmentation, for `settle_statistics`; None for none.
+        sample: some training images without augmentation, on which `settle_statistics` compares; None for none.
         distillation: what the model learns from besides labels; None for nothing.
         mixing: mixes the images and labels of training batches on the device; None to leave them as they are.
         about: what a program that loads the checkpoints has to know of the model, see `about_model`.

@@ -224,7 +224,7 @@ class Stages:
         self.warn(warnings_about(name, rate_key(self.config, name), stage, evaluation, start))
 
     def _sample(self) -> Loader:
-        """Training images without augmentation, from which ranges and statistics are estimated."""
+        """Training images without augmentation, from which ranges are estimated."""
         return self.data.calibration(self.config.quantization.calibration_batches)
 
     def _is_finished(self, name: str) -> bool:
