@@ -57,7 +57,8 @@ def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> 
     if not isinstance(float_model, nn.Module | None):
         raise TypeError(f"load: float_model must be a torch.nn.Module, got {type(float_model).__name__}")
     try:
-        return _load(Path(os.path.expanduser(path)), float_model)
+        with torch.inference_mode(False):  # the model can be trained on, wherever it is loaded
+            return _load(Path(os.path.expanduser(path)), float_model)
     except UserError as error:
         sentence = str(error)
     raise ValueError(f"load: {sentence}")

@@ -16,7 +16,8 @@ from qat.training.errors import UserError
 from qat.training.run.logging import progress_bar
 
 EXAMPLE = "python -m qat evaluate runs/resnet_int8 --runtime torch,onnxruntime"
-RUNTIMES = ("torch", "onnxruntime", "float")
+RUNTIMES = ("torch", "onnxruntime", "float", "openvino")
+DEFAULT = RUNTIMES[:3]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add_overrides(parser)
     parser.add_argument(
-        "--runtime", type=several(RUNTIMES), help=f"of {', '.join(RUNTIMES)}, with commas; default: all of them"
+        "--runtime", type=several(RUNTIMES), help=f"of {', '.join(RUNTIMES)}, with commas; default: the first three"
     )
     parser.add_argument("--json", action="store_true", help="write the results as JSON")
 
@@ -37,7 +38,7 @@ def run(given: argparse.Namespace) -> int:
         raise UserError(
             f"data: {len(data.classes)} classes, the model has {len(opened.classes)}; set data.root to its own"
         )
-    asked = given.runtime or [name for name in RUNTIMES if name != "onnxruntime" or opened.has_onnx]
+    asked = given.runtime or [name for name in DEFAULT if name != "onnxruntime" or opened.has_onnx]
     found = [_answers(name, opened.engine(name), data.val) for name in dict.fromkeys(asked)]
     truth = found[0]["truth"]
     results = [

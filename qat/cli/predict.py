@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="a picture file")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="classes to show; default: 5")
-    parser.add_argument("--runtime", choices=("torch", "onnxruntime"), help="default: onnxruntime, if there is a file")
+    parser.add_argument(
+        "--runtime", choices=("torch", "onnxruntime", "openvino"), help="default: onnxruntime, if there is a file"
+    )
     parser.add_argument("--compare", action="store_true", help="show the float model's scores beside them")
     parser.add_argument("--json", action="store_true", help="write JSON: file, runtime and scores by class")
 

@@ -121,7 +121,7 @@ class Run:
         return about
 
     def engine(self, runtime: str) -> Engine:
-        """The model in a runtime; `float` is the float model that QAT began with, in torch.
+        """The model in a runtime: torch, onnxruntime, openvino; `float` is the float model before QAT, in torch.
 
         Raises:
             UserError: if the run lacks what it needs.
@@ -131,8 +131,22 @@ class Run:
                 session = open_session(self.onnx.read_bytes())
             ready = self.as_pixels if takes_pixels(session) else _as_they_are
             return lambda images: run_session(session, ready(images))[0]
+        if runtime == "openvino":
+            return self._in_openvino()
         model = self.float_model if runtime == "float" else self.quantized
         return lambda images: in_torch(model, images)
+
+    def _in_openvino(self) -> Engine:
+        """OpenVINO on the CPU, in float32 where it does not compute in integers."""
+        try:
+            import openvino
+        except ImportError:
+            raise UserError("--runtime: openvino is not installed; pip install openvino") from None
+        options = {"INFERENCE_PRECISION_HINT": "f32"}  # bfloat16 by default where the processor has it
+        compiled = openvino.Core().compile_model(str(self.onnx), "CPU", options)
+        pixels = compiled.inputs[0].element_type == openvino.Type.u8
+        ready = self.as_pixels if pixels else _as_they_are
+        return lambda images: torch.from_numpy(compiled(ready(images).contiguous().numpy())[0].copy())
 
     def as_pixels(self, images: Tensor) -> Tensor:
         """Normalised images (N, 3, H, W) as the uint8 pixels (N, H, W, 3) that they were."""

@@ -193,3 +193,19 @@ def test_a_file_that_takes_pixels_serves_all_verbs(pets: Path, verb: Verb, tmp_p
     picture = "images/val/dog/1.png"
     assert verb("predict", path, picture)[1] == verb("predict", "runs/pets", picture)[1]
     assert verb("benchmark", path, "--batch", "1", "--rounds", "1")[0] == 0
+
+
+def test_openvino_answers_too(pets: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second runtime of the same file: it rounds and adds its own way, but to the same scores within a few levels."""
+    pytest.importorskip("openvino")
+    status, out, err = verb("evaluate", "runs/pets", "--runtime", "onnxruntime,openvino", "--json")
+    assert status == 0 and [each["runtime"] for each in json.loads(out)] == ["onnxruntime", "openvino"], err
+    picture = ("images/val/cat/0.png", "--json", "--runtime")
+    scores = [
+        json.loads(verb("predict", "runs/pets", *picture, runtime)[1])[0]["scores"][runtime]
+        for runtime in ("onnxruntime", "openvino")
+    ]
+    assert list(scores[0].values()) == pytest.approx(list(scores[1].values()), abs=0.02)
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    status, _, err = verb("evaluate", "runs/pets", "--runtime", "openvino")
+    assert (status, err) == (2, "--runtime: openvino is not installed; pip install openvino\n")

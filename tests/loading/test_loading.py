@@ -66,6 +66,14 @@ def test_the_model_is_the_one_that_was_evaluated(own: Path, tiny: Callable[..., 
     assert not torch.equal(model.state_dict()["5.weight"], trained)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_loads_where_no_gradients_are_recorded(own: Path, tiny: Callable[..., nn.Module], mode: Any) -> None:
+    with mode():
+        model: Any = qat.load(own / "runs" / "own", tiny())
+    model(torch.randn(2, 3, 12, 12)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_a_moved_folder_needs_neither_the_data_nor_files_of_weights(
     pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,8 @@ def _try_rules(prepared: nn.Module, exports: bool) -> None:
         if quantizer.role == "weight":
             x = _weight_for(quantizer, prepared.get_submodule(name.rpartition(".")[0]))
         try:
-            quantizer(x.clone().requires_grad_()).sum().backward()
+            with torch.enable_grad():
+                quantizer(x.clone().requires_grad_()).sum().backward()
             written = exports and quantizer.has_integers
             agrees = not written or keeps_to_its_grid(quantizer.eval(), x)
             rounds = not written or rounds_half_to_even(quantizer)
