@@ -1,7 +1,6 @@
 """The rows of docs/accuracy.md: recipes of configs/, and baselines that get the same epochs, data and float weights."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 TORCH_AO = "torch.ao"
@@ -21,6 +20,7 @@ class Row:
         own_float: whether its float weights are trained first, once for all rows and seeds of the config; false:
             `--weights`.
         held_out: whether it chooses between recipes, and so is validated on training images that are held out.
+        beside: the row that it is compared with, image by image.
     """
 
     config: str
@@ -31,6 +31,7 @@ class Row:
     teacher: bool = False
     own_float: bool = False
     held_out: bool = False
+    beside: str = ""
 
 
 PLAIN_RATES = {8: 0.001, 4: 0.01, 3: 0.02, 2: 0.04}
@@ -56,31 +57,46 @@ def _rows() -> dict[str, Row]:
     rows[binary] = Row(binary, 1, 30, "our recipe, first and last layer in float")
     four_times = ("qat.epochs=80", "qat.progressive=[{weight: {bits: 8, rule: lsq}, epochs: 40}]")
     rows[f"{binary}_long"] = Row(binary, 1, 120, "our recipe, long, first and last layer in float", four_times)
-    return (
-        rows
-        | _with_aids("mobilenet_v2_cifar10_w4a4", "MobileNetV2", AIDS, held_out=True)
-        | _with_aids("vit_cifar10_w4a4", "vision transformer", ["distillation"], held_out=False)
-        | _with_rules()
+    return rows | _with_own_float() | _with_rules()
+
+
+CONSTANT = "qat.schedule=constant"
+"""Without a rate that ends at 0, weights jump between integers to the end, as in loops that have no schedule."""
+
+DEPTHWISE = {
+    "": ("our recipe", "", ()),
+    "_no_distillation": ("without distillation", "", ("qat.distillation=null",)),
+    "_no_freezing": ("without freezing", "", ("qat.oscillation=null",)),
+    "_constant": ("at a constant rate", "", (CONSTANT,)),
+    "_constant_no_freezing": (
+        "at a constant rate, without freezing", "_constant", (CONSTANT, "qat.oscillation=null"),
+    ),
+    "_averaged": (
+        "at a constant rate, averaged weights", "_constant",
+        (CONSTANT, "qat.ema_decay=0.998", "qat.bn_reestimate=always"),
+    ),
+    "_averaged_no_reestimation": (
+        "at a constant rate, averaged weights, without re-estimation", "_averaged",
+        (CONSTANT, "qat.ema_decay=0.998", "qat.bn_reestimate=never"),
+    ),
+}  # fmt: skip
+"""Rows of MobileNetV2: end of the name -> what it is, the end of the row that it is compared with, overrides."""
+
+
+def _with_own_float() -> dict[str, Row]:
+    """Recipes of 4 bits and 3 epochs behind a float training of their own, and what they are without an aid."""
+    mobilenet, vit = "mobilenet_v2_cifar10_w4a4", "vit_cifar10_w4a4"
+    rows = {
+        f"{mobilenet}{end}": Row(
+            mobilenet, 4, 3, f"MobileNetV2, {what}", overrides, own_float=True, held_out=True,
+            beside=f"{mobilenet}{beside}" if end else "",
+        )
+        for end, (what, beside, overrides) in DEPTHWISE.items()
+    }  # fmt: skip
+    rows[vit] = Row(vit, 4, 3, "vision transformer, our recipe", own_float=True)
+    rows[f"{vit}_no_distillation"] = Row(
+        vit, 4, 3, "vision transformer, without distillation", ("qat.distillation=null",), own_float=True, beside=vit
     )
-
-
-AIDS = {
-    "distillation": "qat.distillation=null",
-    "re-estimation": "qat.bn_reestimate=never",
-    "freezing": "qat.oscillation.freeze=null",
-}
-"""What a recipe of a network with its own float training is compared without."""
-
-
-def _with_aids(name: str, network: str, aids: Iterable[str], held_out: bool) -> dict[str, Row]:
-    """A recipe of 4 bits and 3 epochs behind a float training of its own, and without each aid that it has."""
-    common = {"own_float": True, "held_out": held_out}
-    rows = {name: Row(name, 4, 3, f"{network}, our recipe", **common)}
-    for aid in aids:
-        rows[f"{name}_no_{aid.replace('-', '')}"] = Row(name, 4, 3, f"{network}, without {aid}", (AIDS[aid],), **common)
-    if held_out:
-        every = tuple(AIDS[aid] for aid in aids)
-        rows[f"{name}_none"] = Row(name, 4, 3, f"{network}, without all of these", every, **common)
     return rows
 
 

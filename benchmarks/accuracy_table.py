@@ -43,29 +43,30 @@ def own_float_table() -> str:
     results = {name: [each for each in kept() if each["row"] == name] for name, row in ROWS.items() if row.own_float}
     gains = []
     for name, own in results.items():
-        recipe = results[ROWS[name].config]
-        if name != ROWS[name].config and own and recipe and all("right" in each for each in own + recipe):
-            gain, error = gained(recipe, own)
-            gains.append(f"| {ROWS[name].what} | {gain:+.2f} ± {error:.2f} |")
+        other = results.get(ROWS[name].beside, [])
+        if own and other and all("right" in each for each in own + other):
+            gain, error, seeds = gained(own, other)
+            against = ROWS[ROWS[name].beside].what.partition(", ")[2]
+            gains.append(f"| {ROWS[name].what} | {against} | {seeds} | {gain:+.2f} ± {error:.2f} |")
     if gains:
-        gains = ["", "| | the recipe has more, in points |", "|---|---:|", *gains]
+        gains = ["", "| row | beside | seeds | difference in points |", "|---|---|---:|---:|", *gains]
     return accuracy_table(own_float=True) + "\n".join([*gains, ""])
 
 
-def gained(recipe: list[dict[str, Any]], other: list[dict[str, Any]]) -> tuple[float, float]:
-    """What a recipe's rows have more than another's on the same images and seeds, and its standard error, in points.
+def gained(rows: list[dict[str, Any]], other: list[dict[str, Any]]) -> tuple[float, float, int]:
+    """What rows have more than another's on the same images and seeds, its standard error, in points, and the seeds.
 
     With d the difference of an image, -1, 0 or 1, averaged over n seeds: mean(d); the error is that of the images,
     std(d) / sqrt(images), and of the seeds, std of their means / sqrt(n), in squares.
     """
-    seeds = sorted({each["seed"] for each in recipe} & {each["seed"] for each in other})
+    seeds = sorted({each["seed"] for each in rows} & {each["seed"] for each in other})
     first, second = (
-        [_right(each) for seed in seeds for each in rows if each["seed"] == seed] for rows in (recipe, other)
+        [_right(each) for seed in seeds for each in found if each["seed"] == seed] for found in (rows, other)
     )
     differences = np.stack(first).astype(float) - np.stack(second)
     images = differences.mean(axis=0).std() / np.sqrt(differences.shape[1])
     between = differences.mean(axis=1).std(ddof=1) / np.sqrt(len(seeds)) if len(seeds) > 1 else 0.0
-    return 100 * float(differences.mean()), 100 * float(np.hypot(images, between))
+    return 100 * float(differences.mean()), 100 * float(np.hypot(images, between)), len(seeds)
 
 
 def _right(result: dict[str, Any]) -> np.ndarray:

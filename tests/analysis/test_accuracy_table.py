@@ -44,7 +44,8 @@ def test_what_an_aid_gives_is_the_difference_on_the_same_images_and_seeds() -> N
 
     recipe = [row(0, [1, 1, 1, 1, 1, 1, 0, 0]), row(1, [1, 1, 1, 1, 0, 0, 0, 0]), row(2, [1] * 8)]
     other = [row(1, [1, 1, 1, 0, 0, 0, 0, 1]), row(0, [1, 1, 1, 1, 0, 0, 0, 0])]
-    gain, error = accuracy_table.gained(recipe, other)
+    gain, error, seeds = accuracy_table.gained(recipe, other)
+    assert seeds == 2
     by_image = np.array([0, 0, 0, 0.5, 0.5, 0.5, 0, -0.5])
     of_seeds = np.std([0.25, 0.0], ddof=1) / np.sqrt(2)
     assert gain == pytest.approx(12.5)
