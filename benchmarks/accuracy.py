@@ -29,7 +29,7 @@ from benchmarks.accuracy_rows import ROWS, TORCH_AO, Row
 from qat.training.config.file import load_config
 from qat.training.config.schema import DataConfig
 from qat.training.data.loaders import load_data
-from qat.training.run.models import build_model
+from qat.training.model.building import build_model
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "accuracy.jsonl"

@@ -15,8 +15,8 @@ from qat.analysis.features import feature_extractor
 from qat.analysis.state import float_state_dict
 from qat.batch_norm import freeze_batch_norm, reestimate_batch_norm
 from qat.calibration import calibrate
-from qat.ewgs import update_ewgs
 from qat.export import export_onnx, integer_weights, verify_onnx
+from qat.finetuning.ewgs import update_ewgs
 from qat.layers import (
     QuantBilinear,
     QuantConv1d,

@@ -140,7 +140,7 @@ def _config(file: Path, payload: dict[str, Any]) -> Any:
 def _float_model(file: Path, payload: dict[str, Any], config: Any, given: nn.Module | None) -> nn.Module:
     """The float model's layers; the weights are loaded later."""
     from qat.training.errors import UserError
-    from qat.training.run.models import build_model
+    from qat.training.model.building import build_model
 
     if given is not None:
         return copy.deepcopy(given)
@@ -157,8 +157,8 @@ def _outputs(payload: dict[str, Any], config: Any) -> int:
     classes = (payload.get("about") or {}).get("classes", [])
     if classes or config.model.num_classes:
         return int(config.model.num_classes or len(classes))
-    from qat.training.run.models import build_model
-    from qat.training.run.weights import last_layer
+    from qat.training.model.building import build_model
+    from qat.training.model.weights import last_layer
 
     name, _ = last_layer(build_model(config.model, 1, with_weights=False))
     weight = payload["model"].get(f"{name}.weight")

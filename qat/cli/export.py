@@ -48,12 +48,16 @@ def run(given: argparse.Namespace) -> int:
     assert isinstance(model, fx.GraphModule)
     data = None if given.no_proof else opened.data(given.overrides)
     size = opened.config.data.image_size
+    options = {
+        "exact_sums": given.exact_sums,
+        "packed": not given.unpacked,
+        "opset": given.opset,
+        "normalization": _normalization(opened) if given.pixels else None,
+        "input_names": None if given.input is None else [given.input],
+        "output_names": None if given.output is None else [given.output],
+    }
     with value_errors_reported():
-        qat.export_onnx(
-            model, path, torch.zeros(1, 3, size, size), metadata=_metadata(opened), exact_sums=given.exact_sums,
-            packed=not given.unpacked, opset=given.opset, input_names=given.input and [given.input],
-            output_names=given.output and [given.output], normalization=given.pixels and _normalization(opened),
-        )  # fmt: skip
+        qat.export_onnx(model, path, torch.zeros(1, 3, size, size), metadata=_metadata(opened), **options)
     print(f"{path}: {path.stat().st_size:,} bytes")
     if data is None:
         print("not proven (--no-proof)")

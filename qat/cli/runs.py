@@ -20,11 +20,11 @@ from qat.training.data.loaders import Data, load_data
 from qat.training.data.pictures import InputTransform
 from qat.training.errors import UserError, looked_in, value_errors_reported
 from qat.training.loop.evaluation import split_output
+from qat.training.model.building import build_model
+from qat.training.model.weights import load_weights
 from qat.training.run.about import preprocessing_of
 from qat.training.run.folder import FLOAT_WEIGHTS, MODEL, RESOLVED_CONFIG
-from qat.training.run.models import build_model
 from qat.training.run.staging import result
-from qat.training.run.weights import load_weights
 
 Engine: TypeAlias = Callable[[Tensor], Tensor]
 """From images (N, 3, H, W) float32 to scores (N, classes)."""

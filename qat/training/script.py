@@ -32,6 +32,8 @@ from qat.training.loop.preparation import (
     check_forward,
     prepare_model,
 )
+from qat.training.model.building import build_model
+from qat.training.model.weights import load_weights
 from qat.training.run.about import about_model
 from qat.training.run.checkpoint import (
     check_same_config,
@@ -50,11 +52,9 @@ from qat.training.run.folder import (
     open_run_folder,
 )
 from qat.training.run.logging import RunLog
-from qat.training.run.models import build_model
 from qat.training.run.report import read_problem, report_lines, write_summary
 from qat.training.run.stages import Stages
 from qat.training.run.staging import results_of
-from qat.training.run.weights import load_weights
 
 WHAT = "Fine-tune a torchvision model with quantization, export it to integers, and prove that both predict the same."
 

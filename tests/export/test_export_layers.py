@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 import qat
 from qat.export import compare_layers
+from qat.export.onnx.containers import stored_arrays
 from qat.layers import QuantFunction, QuantLayer
 from qat.quantizer import Quantizer
 
@@ -81,7 +82,7 @@ def assert_file_is_in_integers(path: Path, model: nn.Module, floats: frozenset[t
     """
     proto = onnx.load(path)
     onnx.checker.check_model(proto)
-    arrays = [numpy_helper.to_array(initializer) for initializer in proto.graph.initializer]
+    arrays = list(stored_arrays(proto.graph).values())
     integers = [array for array in arrays if array.dtype in (np.int8, np.uint8)]
     for name, codes in weights_of(model):
         assert any(array.size == codes.size and same_integers(array, codes) for array in integers), name

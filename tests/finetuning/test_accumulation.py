@@ -14,6 +14,7 @@ from qat.finetuning import Distillation, grouped
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
 from qat.training.config.stages import QATStageConfig
+from qat.training.run import stages
 
 STAGE = {"epochs": 3, "lr": 0.05, "warmup_epochs": 1, "clip_grad_norm": 0.3, "ema_decay": 0.8, "label_smoothing": 0.1}
 
@@ -92,9 +93,9 @@ def test_the_curves_of_stages_join_and_a_resumed_run_is_the_whole_one(
             ["--config", "tiny.yaml", "float.accumulate=2", "qat.accumulate=3", "log_every=1", *arguments]
         )
 
-    real = command.train_stage
+    real = stages.train_stage
 
-    def stopped(run: command.StageRun, state: Any = None) -> Any:
+    def stopped(run: stages.StageRun, state: Any = None) -> Any:
         set_epoch = run.train.set_epoch
 
         def watched(number: int) -> None:
@@ -110,7 +111,7 @@ def test_the_curves_of_stages_join_and_a_resumed_run_is_the_whole_one(
     assert [step for step, _ in drawn["float/train_loss"]] == [1, 2]
     assert [step for step, _ in drawn["qat/train_loss"]] == [3, 4, 5, 6]
     with monkeypatch.context() as patch:
-        patch.setattr(command, "train_stage", stopped)
+        patch.setattr(stages, "train_stage", stopped)
         assert start("run_dir=parts") == 130
     assert start("run_dir=parts", "resume=auto") == 0
     whole, parts = (torch.load(folder / name / "last.pt", weights_only=True) for name in ("whole", "parts"))

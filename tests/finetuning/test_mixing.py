@@ -17,6 +17,7 @@ from qat.training.aids.mixing import build_mixing
 from qat.training.config.file import load_config
 from qat.training.config.stages import StageConfig
 from qat.training.errors import UserError
+from qat.training.run import stages
 
 
 class Batches(TinyBatches):
@@ -136,9 +137,9 @@ def test_a_resumed_run_mixes_as_the_whole_one(
 ) -> None:
     keys = [f"{name}.{key}" for name in ("float", "qat") for key in MIXED]
     keys += ["qat.distillation={}", "qat.accumulate=3", "log_every=1"]
-    real = command.train_stage
+    real = stages.train_stage
 
-    def stopped(run: command.StageRun, state: Any = None) -> Any:
+    def stopped(run: stages.StageRun, state: Any = None) -> Any:
         set_epoch = run.train.set_epoch
 
         def watched(number: int) -> None:
@@ -151,7 +152,7 @@ def test_a_resumed_run_mixes_as_the_whole_one(
 
     assert start("run_dir=whole", *keys) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(command, "train_stage", stopped)
+        patch.setattr(stages, "train_stage", stopped)
         assert start("run_dir=parts", *keys) == 130
     assert start("run_dir=parts", "resume=auto", *keys) == 0
     whole, parts = (torch.load(folder / name / "last.pt", weights_only=True) for name in ("whole", "parts"))

@@ -20,8 +20,8 @@ from tiny_training import user_error
 from torch import Tensor, nn
 
 from qat.training.config.stages import ModelConfig
+from qat.training.model.building import build_model
 from qat.training.run.checkpoint import save_float_weights
-from qat.training.run.models import build_model
 
 NO_HASH = re.compile("(?!)")
 """A pattern that matches no file name, because the files of these tests are not the published ones."""
@@ -179,7 +179,7 @@ def test_without_weights_the_same_layers_are_built(
 ) -> None:
     config = ModelConfig(name=name, weights=weights, kwargs=kwargs)
     with monkeypatch.context() as patch:
-        patch.setattr("qat.training.run.models._fetch", lambda *_: None)
+        patch.setattr("qat.training.model.building._fetch", lambda *_: None)
         patch.setattr(torchvision.models.WeightsEnum, "get_state_dict", lambda *_, **__: {})
         patch.setattr(nn.Module, "load_state_dict", lambda *_, **__: None)
         expected = build_model(config, 10)

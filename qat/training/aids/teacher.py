@@ -14,8 +14,8 @@ from qat.training.config.imports import reason
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import ModelConfig, QATStageConfig, StageConfig
 from qat.training.errors import UserError, value_errors_reported
-from qat.training.run.models import build_model
-from qat.training.run.weights import load_weights
+from qat.training.model.building import build_model
+from qat.training.model.weights import load_weights
 
 _KEY = re.compile(rf"(?<![\w.])model(?=\.(?:{'|'.join(ModelConfig.model_fields)})\b)|^model(?=:)")
 """A key of the `model` section in a sentence."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from qat.ewgs import update_ewgs
 from qat.finetuning import Distillation, GradualQuantization, Oscillations
+from qat.finetuning.ewgs import update_ewgs
 from qat.quantizer import Quantizer
 from qat.training.aids.oscillations import report_oscillations
 from qat.training.errors import value_errors_reported

@@ -31,6 +31,7 @@ from qat.training.loop.preparation import (
 )
 from qat.training.loop.stage import steps_per_epoch
 from qat.training.loop.stage_warnings import warnings_about
+from qat.training.model.weights import load_weights
 from qat.training.run.about import export_metadata
 from qat.training.run.checkpoint import (
     StageState,
@@ -47,7 +48,6 @@ from qat.training.run.folder import (
     read_summary,
 )
 from qat.training.run.logging import RunLog
-from qat.training.run.weights import load_weights
 
 HOW_IT_TRAINS = (
     "How it trains: on codes is the fast way, on 8-bit integers in kernels of this library; operation by operation is"

@@ -16,7 +16,7 @@ from qat.text import did_you_mean
 from qat.training.config.imports import reason, users_callable
 from qat.training.config.stages import ModelConfig
 from qat.training.errors import UserError
-from qat.training.run.weights import last_layer, load_weights
+from qat.training.model.weights import last_layer, load_weights
 
 logger = logging.getLogger("qat")
 

@@ -1,0 +1,1 @@
+"""The float model that a run starts from, and its weights."""
