@@ -23,7 +23,9 @@ MANY_BATCHES = 100
 """Without a limit, so many batches are read before the log says that there is one: ranges need far fewer."""
 
 
-def calibrate(model: nn.Module, batches: Iterable[Batch], limit: int | None = None) -> None:
+def calibrate(
+    model: nn.Module, batches: Iterable[Batch], limit: int | None = None, *, only_missing: bool = False
+) -> None:
     """Run the batches through the model in evaluation mode and set every range, of activations and of weights.
 
     First weights get the range of their present values. Then the batches run with quantized weights, while activations
@@ -40,6 +42,8 @@ def calibrate(model: nn.Module, batches: Iterable[Batch], limit: int | None = No
             torchvision's detection loaders give them, is one argument. Tensors, in lists and mappings too, are moved
             to the model's device. A tensor, or a mapping, instead of the batches is one batch.
         limit: how many batches are read at most, of each rank; None: all.
+        only_missing: leave the ranges that were calibrated before, and have learned since; their quantizers are on
+            while the batches run.
 
     Raises:
         TypeError: if the model is no module, batches cannot be iterated over, or a batch is none.
@@ -59,15 +63,21 @@ def calibrate(model: nn.Module, batches: Iterable[Batch], limit: int | None = No
         for name, module in model.named_modules()
         if isinstance(module, Quantizer) and module.role == "activation"
     }
+    open_weights = [
+        (name, module) for name, module in model.named_modules()
+        if isinstance(module, QuantLayer) and not (only_missing and module.weight_quantizer.is_calibrated)
+    ]  # fmt: skip
     if not quantizers and not any(isinstance(module, QuantLayer) for module in model.modules()):
         raise ValueError("calibrate: the model has no quantized layer and no activation quantizer; call prepare first")
     with _unchanged_on_error(model), first_calls(model) as calls:
         with evaluating(model):  # weights first: activations are observed behind the weights that will be used
-            for name, module in model.named_modules():
-                if isinstance(module, QuantLayer):
-                    with _naming(f"weight of {name!r}"):
-                        module.calibrate_weight()
-        observers = _observe(model, quantizers, given, limit)
+            for name, module in open_weights:
+                with _naming(f"weight of {name!r}"):
+                    module.calibrate_weight()
+        if only_missing:
+            quantizers = {name: each for name, each in quantizers.items() if not each.is_calibrated}
+        functions = [module for _, module in open_weights if isinstance(module, QuantFunction)]
+        observers = _observe(model, quantizers, functions, given, limit)
         _set_ranges(_not_frozen(model, quantizers), observers)
     check_own_twins(model, calls)
     prove(model, calls)
@@ -87,12 +97,15 @@ def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _observe(
-    model: nn.Module, quantizers: dict[str, Quantizer], batches: Iterable[Batch], limit: int | None
+    model: nn.Module,
+    quantizers: dict[str, Quantizer],
+    functions: list[QuantFunction],
+    batches: Iterable[Batch],
+    limit: int | None,
 ) -> dict[str, RangeObserver]:
     """What each quantizer sees while the batches run; the weights of functions get their ranges on the way."""
     turns = itertools.count()
     observers = {name: RangeObserver(turns) for name in quantizers}
-    functions = [module for module in model.modules() if isinstance(module, QuantFunction)]
     try:
         for name, quantizer in quantizers.items():
             quantizer.observer = observers[name]

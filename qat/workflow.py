@@ -50,7 +50,7 @@ def prepare(
 def prepare(
     model: nn.Module, recipe: QuantRecipe | None = None, example_inputs: Inputs | None = None, *, dry_run: bool = False
 ) -> nn.Module | str:
-    """A copy of the model with quantized layers and quantizers; the float model is untouched.
+    """A copy of the model with quantized layers and quantizers; the model itself is untouched.
 
     Every tensor that a quantized layer or a matrix product reads gets one quantizer, at its producer. Sums,
     concatenations and averages compute on grids if their result is read as integers. A BatchNorm directly after a
@@ -58,11 +58,16 @@ def prepare(
     quantized where they are read, and attention is split into its products. The float model's module names and
     state-dict keys stay; quantizers add theirs. `qat.summary` says what stays float, and why.
 
+    Quantized layers of your own, and quantizers that forward calls, keep their grids, learned ranges and names. A
+    layer's own input quantizer becomes its tensor's, with all that reads it. What is missing for integers (the grid
+    of each result behind norm and activation, of sums and pools; layers of torch) is placed by the recipe;
+    `calibrate(model, batches, only_missing=True)` then leaves the learned ranges alone.
+
     If torch.fx cannot trace the model, its largest traceable submodules are prepared, and other layers one by one. The
     model then keeps its own class, with prepared parts inside.
 
     Args:
-        model: a float model.
+        model: a float model, or one with quantized layers of your own.
         recipe: the grids; default: 8-bit weights per channel, 8-bit unsigned activations with a zero point.
         example_inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments. With them, decisions on
             sizes can be traced (windows, padding to a multiple), the graph is compared with the model, and one run
@@ -94,12 +99,14 @@ def prepare(
         examples = None if example_inputs is None else bind_inputs("prepare", root, example_inputs)
         prepared: nn.Module
         try:
-            if is_composite(root):
+            if is_composite(root) or isinstance(root, QuantTwin):
                 raise UntraceableError(f"{type(root).__name__} is one layer")
-            prepared = prepare_graph(root, recipe, examples, graph_class)
+            with taken_for_calibrated(root):
+                prepared = prepare_graph(root, recipe, examples, graph_class)
         except UntraceableError as error:
-            # From a fresh copy, since tracing may leave proxies in the model's attributes.
-            prepared = prepare_parts(_copy_of(model), recipe, examples, str(error), graph_class)
+            root = _copy_of(model)  # a fresh one, since tracing may leave proxies in the model's attributes
+            with taken_for_calibrated(root):
+                prepared = prepare_parts(root, recipe, examples, str(error), graph_class)
         layers = noted(prepared, LAYERS)
         check_patterns(recipe, layers)
         if not any(isinstance(module, QuantLayer) for module in prepared.modules()):

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
 
+from qat.analysis.float_results import float_results, said_of
 from qat.expected import expect_model
 from qat.layers import QuantLayer
 from qat.layers.composite import CompositeTwin
@@ -38,7 +39,8 @@ def summary(model: nn.Module) -> str:
 
     Returns:
         The table as text, with one row for each layer or quantizer, in the order in which they run; below it, the
-        counts, why the model is prepared in parts, and which, if it is, and the result of the self-check of training.
+        counts, why the model is prepared in parts, and which, if it is, and the result of the self-check of training;
+        or which layers of your own an exported file computes in float.
 
     >>> from qat import prepare
     >>> print(summary(prepare(nn.Sequential(nn.Linear(8, 2)))))
@@ -58,10 +60,12 @@ def summary(model: nn.Module) -> str:
             reasons.setdefault(name, PUT_THERE if kinds else UNPREPARED)
     rows = [_row(name, module, remarks) for name, module in layers_in_order(model)]
     rows += [_float_row(name, model, reason, kinds) for name, reason in reasons.items()]
-    in_float = sum(name in kinds or _module(model, name) is not None for name in reasons)
+    own = float_results(model)
+    in_float = sum(name in kinds or _module(model, name) is not None for name in reasons) + len(own)
     lines = [*table([HEADER, *rows]), "", _counts(model, in_float)]
     if in_parts is not None:
         lines += [f"the model is {in_parts}", f"parts that are one graph: {', '.join(prepared_parts(model)) or 'none'}"]
+    lines += [said_of(own)] if own else []
     return "\n".join([*lines, *_between(model), *_verdicts(model)])
 
 

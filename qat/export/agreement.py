@@ -28,6 +28,8 @@ class Verification:
             output over all batches. Integers and booleans have to be equal. NaN and infinity equal nothing.
         torch_top1, onnx_top1: percent correct for the first output; None without labels for its classes.
         max_difference: largest absolute difference of an output; NaN where a value is not finite.
+        float_convolutions: how many convolutions ONNX Runtime computes in float, transposed ones included, for which
+            it has no integer kernel: equal answers alone are no proof of integers.
     """
 
     samples: int
@@ -35,9 +37,10 @@ class Verification:
     torch_top1: float | None
     onnx_top1: float | None
     max_difference: float
+    float_convolutions: int = 0
 
 
-def judge(pairs: list[Pair]) -> Verification:
+def judge(pairs: list[Pair], float_convolutions: int = 0) -> Verification:
     """Compare the outputs of all batches.
 
     Raises:
@@ -59,6 +62,7 @@ def judge(pairs: list[Pair]) -> Verification:
         torch_top1=_top1(pairs, 0),
         onnx_top1=_top1(pairs, 1),
         max_difference=largest.max().item(),
+        float_convolutions=float_convolutions,
     )
 
 

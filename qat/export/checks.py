@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qat.analysis.float_results import float_results, said_of
 from qat.evaluating import evaluating
 from qat.export.integers.consistency import keeps_to_its_grid, rounds_half_to_even, sample_for
 from qat.export.integers.frozen import CONTAINER_BITS
@@ -147,6 +148,13 @@ def why_not_exported(model: nn.Module, example_inputs: Inputs, error: Exception)
     while first.__cause__ is not None:
         first = first.__cause__
     return ValueError(f"export_onnx: torch.onnx cannot export {name}: {first_line(first)}")
+
+
+def warn_of_float_results(model: nn.Module) -> None:
+    """Warn of convolutions of one's own that the file computes in float."""
+    found = float_results(model)
+    if found:
+        warnings.warn(f"export_onnx: {said_of(found)}", stacklevel=3)
 
 
 def warn_of_hooks(model: nn.Module) -> None:

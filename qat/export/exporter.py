@@ -10,7 +10,14 @@ from torch import nn
 
 from qat.atomic_write import atomic_write
 from qat.expected import expect_model
-from qat.export.checks import check_exportable, check_new_file, check_path, warn_of_hooks, why_not_exported
+from qat.export.checks import (
+    check_exportable,
+    check_new_file,
+    check_path,
+    warn_of_float_results,
+    warn_of_hooks,
+    why_not_exported,
+)
 from qat.export.integers.evaluation import evaluation_copy
 from qat.export.integers.freezing import freeze, frozen_grids
 from qat.export.integers.frozen import FreezingError
@@ -88,6 +95,7 @@ def export_onnx(
     model = model if inside is None else inside[1]
     check_exportable(model)
     warn_of_hooks(model)
+    warn_of_float_results(model)
     proto = _traced(model, example_inputs, OnnxOperations(opset))
     add_exactly(proto, everywhere=exact_sums)
     fold_clips(proto)

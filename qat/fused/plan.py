@@ -16,8 +16,7 @@ from qat.fused.known_modules import may_stand_in, module_refusal
 from qat.fused.movement import DROPOUTS, RESHAPING_MODULES, reshapes, window
 from qat.layers import QuantLayer
 from qat.preparation.hooks import may_write
-from qat.preparation.operations import JOINING, operation_of, passes_grid
-from qat.preparation.placement import grid_of
+from qat.preparation.operations import JOINING, grid_of, operation_of, passes_grid
 from qat.quantizer import Quantizer
 from qat.tracing.constants import fixed_nodes
 from qat.tracing.in_place import Memory
@@ -152,6 +151,9 @@ class CodesPlan:
             return reason
         if not node.args or not {"input_quantizer"} <= set(node.kwargs) <= {"input_quantizer", "norm"}:
             return "its input has no quantizer in the graph"
+        handed: Any = node.kwargs["input_quantizer"]
+        if layer.input_quantizer not in (None, self.model.get_submodule(str(handed.target))):
+            return "it quantizes its input itself"
         return self._operands_refusal(node.args[:1])
 
     def _matmul_refusal(self, node: fx.Node) -> str | None:

@@ -93,7 +93,7 @@ class Geometry(NamedTuple):
     def is_exact(self, weight: torch.Size) -> bool:
         """Whether this machine computes integer products of this kind exactly."""
         kind = self.kind(weight)
-        return kind is not None and onednn.are_exact("dense") and onednn.are_exact(kind)
+        return kind is not None and onednn.are_exact(kind)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The product in float."""

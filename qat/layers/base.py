@@ -77,7 +77,7 @@ class QuantLayer(QuantTwin):
 
         Args:
             x: the input, in the shapes of torch's layer.
-            input_quantizer: the quantizer on whose grid x already lies; not needed if the layer has its own.
+            input_quantizer: the quantizer on whose grid x already lies; a layer that has its own applies any but that.
             norm: the BatchNorm that follows; in evaluation it is folded into the integers.
             bias: replaces the layer's own bias.
         """
@@ -96,7 +96,7 @@ class QuantLayer(QuantTwin):
 
         `options` are further keyword arguments of the layer's `operate`.
         """
-        if self.input_quantizer is not None:
+        if self.input_quantizer is not None and self.input_quantizer is not input_quantizer:
             input_quantizer = self.input_quantizer
             x = input_quantizer(x)
         # A norm in training mode uses the batch's statistics and cannot be folded.

@@ -69,12 +69,12 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
 
         Args:
             x1, x2: the inputs, in the shapes of torch's layer.
-            input_quantizer: the quantizer on whose grid x1 already lies; not needed if the layer has its own.
+            input_quantizer: the quantizer on whose grid x1 already lies; a layer's own is applied unless it is that.
             other_quantizer: the same for x2.
         """
-        if self.input_quantizer is not None:
+        if self.input_quantizer is not None and self.input_quantizer is not input_quantizer:
             input_quantizer, x1 = self.input_quantizer, self.input_quantizer(x1)
-        if self.other_quantizer is not None:
+        if self.other_quantizer is not None and self.other_quantizer is not other_quantizer:
             other_quantizer, x2 = self.other_quantizer, self.other_quantizer(x2)
         weight = self.weight
         if (

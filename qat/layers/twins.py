@@ -60,7 +60,7 @@ def register_twin(float_class: type[nn.Module]) -> Callable[[TwinClass], TwinCla
 
 
 def float_type_of(layer: nn.Module) -> type[nn.Module] | None:
-    """The registered class whose computation a layer does; None if it has no twin.
+    """The registered class whose computation a layer, or its twin, does; None if it has no twin.
 
     A subclass counts if it only constructs differently, as torchvision's Conv3DSimple.
 
@@ -70,6 +70,8 @@ def float_type_of(layer: nn.Module) -> type[nn.Module] | None:
     >>> float_type_of(Pointwise(4)).__name__
     'Conv2d'
     """
+    if isinstance(layer, QuantTwin):
+        return layer.float_type
     own = parametrize.type_before_parametrizations(layer)
     for base in own.__mro__:
         if base in _TWINS:
@@ -105,9 +107,13 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def make_twin(name: str, layer: nn.Module, chosen: LayerRecipe) -> QuantTwin:
     """The quantized twin of a layer. Its input is quantized elsewhere; a composite quantizes its own inputs.
 
+    A layer that is a twin already stays, with its quantizers.
+
     Raises:
         ValueError: if the grid does not fit the weight.
     """
+    if isinstance(layer, QuantTwin):
+        return layer
     float_type = float_type_of(layer)
     assert float_type is not None, f"{name} has no twin"
     twin = _TWINS[float_type]

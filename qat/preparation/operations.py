@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from qat.quantizer import Quantizer
 from qat.targets.profile import Operation
 from qat.tracing.in_place import written_by
-from qat.tracing.nodes import FACTS, WRITTEN_LATER, given_by_name, is_call
+from qat.tracing.nodes import FACTS, WRITTEN_LATER, dimensions, given_by_name, is_call, submodule_of
 
 PASSING_MODULES = (
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
@@ -141,4 +142,27 @@ def is_product(node: fx.Node, graph_module: fx.GraphModule) -> bool:
 
 def operation_of(node: fx.Node, graph_module: fx.GraphModule, table: Mapping[Operation, Calls]) -> Operation | None:
     """The name of a node's operation in a table; None if it is not in the table."""
-    return next((name for name, calls in table.items() if is_call(node, *calls, graph_module)), None)
+    found = next((name for name, calls in table.items() if is_call(node, *calls, graph_module)), None)
+    return "avg_pool" if found == "mean" and averages_pixels(node) else found
+
+
+def averages_pixels(node: fx.Node) -> bool:
+    """Whether a mean, such as x.mean((2, 3)), is that of each channel of images: average pooling to one pixel."""
+    given = given_by_name(node, ("input", "dim", "keepdim"))
+    axes = given.get("dim")
+    if not isinstance(axes, (tuple, list)) or dimensions(node) != (4 if given.get("keepdim") else 2):
+        return False
+    return {axis % 4 for axis in axes if isinstance(axis, int)} == {2, 3} and "dtype" not in given
+
+
+def producer_of(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node:
+    """The node that computed the values of a tensor, before operations that only move them."""
+    while passes_grid(node, graph_module) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def grid_of(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node | None:
+    """The node of the quantizer on whose grid a tensor lies, or None."""
+    producer = producer_of(node, graph_module)
+    return producer if isinstance(submodule_of(graph_module, producer), Quantizer) else None

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
+from qat.layers.sharing import QuantTwin
 from qat.layers.twins import float_type_of, is_composite, is_layer, layers_of, make_twin, type_name
 from qat.preparation.attributes import keep_attributes, keep_class, plain_attributes
 from qat.preparation.graph import prepare_graph
@@ -53,7 +54,7 @@ def prepare_parts(
             raise ValueError(
                 f"prepare: {name}={getattr(recipe, name)} needs a model with one graph, and {reason}; use overrides"
             )
-    if is_composite(root):
+    if is_composite(root) or isinstance(root, QuantTwin):
         return _layer(root, "", recipe, {})
     layers = {name: type_name(layer) for name, layer in layers_of(root)}
     parts = _PartsVisitor(recipe, calls, graph_class, {WHOLE_MODEL: f"prepared in parts, since {reason}"})
@@ -164,7 +165,7 @@ def _layer(layer: nn.Module, name: str, recipe: AnyRecipe, left: dict[str, str])
     twin = make_twin(name, layer, chosen)
     if isinstance(twin, QuantLayer):
         try:
-            for own in twin.quantizer_arguments:
+            for own in [name for name in twin.quantizer_arguments if getattr(twin, name) is None]:
                 setattr(twin, own, create_quantizer(chosen.activation, "activation", (), model_device(twin)))
         except ValueError as error:
             raise ValueError(f"prepare: {name} (activation): {error}") from error

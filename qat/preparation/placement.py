@@ -16,7 +16,18 @@ from torch import fx, nn
 from qat.layers import QuantFunction, QuantLayer
 from qat.layers.function import CONVOLUTIONS
 from qat.preparation.functional_weights import RECIPE_NAME
-from qat.preparation.operations import AVERAGING, JOINING, NONLINEAR, is_product, is_relu, operation_of, passes_grid
+from qat.preparation.operations import (
+    AVERAGING,
+    JOINING,
+    NONLINEAR,
+    grid_of,
+    is_product,
+    is_relu,
+    operation_of,
+    passes_grid,
+    producer_of,
+)
+from qat.preparation.own_quantizers import call_own_quantizers, drop_repeated
 from qat.quantizer import Quantizer, create_quantizer
 from qat.recipe import AnyRecipe
 from qat.spec import QuantSpec
@@ -59,13 +70,21 @@ class Placement:
         reads = reader in self.tensors or reader.op == "output"
         return reads and not layer and not self._demand(reader, operand)
 
+    def own_quantizers(self, node: fx.Node) -> dict[str, Quantizer]:
+        """The quantizers of one's own that read a tensor, by name."""
+        found = [
+            (str(reader.target), submodule_of(self.graph_module, reader))
+            for reader, _ in readings(node, self.graph_module)
+        ]
+        return {name: module for name, module in found if isinstance(module, Quantizer)}
+
     def fewer_bits(self, node: fx.Node, bits: int) -> list[tuple[fx.Node, fx.Node, QuantSpec]]:
         """The consumers of a tensor that ask for fewer bits, each with its operand and its grid."""
         return [
             (reader, operand, spec)
             for reader, operand in readings(node, self.graph_module)
             for spec in self._demand(reader, operand)
-            if spec.bits < bits
+            if spec.bits < bits and not isinstance(submodule_of(self.graph_module, reader), Quantizer)
         ]
 
     def asks(self, reader: fx.Node, operand: fx.Node) -> bool:
@@ -77,6 +96,8 @@ class Placement:
         module = submodule_of(self.graph_module, reader)
         if reader in self.constants:
             return []
+        if isinstance(module, Quantizer):
+            return [] if operand in self.constants else [module.spec]
         if isinstance(module, QuantLayer):
             inputs = reader.args[: len(module.quantizer_arguments)]
             chosen = self.recipe.for_layer(
@@ -129,29 +150,37 @@ def place_quantizers(graph_module: fx.GraphModule, recipe: AnyRecipe) -> dict[st
     """Insert activation quantizers in place, and pass every quantized layer the quantizer of its input.
 
     If consumers of a tensor ask for different grids, the one with the most bits wins; those that ask for fewer bits
-    read a grid of their own behind it.
+    read a grid of their own behind it. A quantizer of one's own that wins becomes the tensor's, with its range; one
+    that does not stays where it is, behind it.
 
     Returns:
         The quantizers whose tensor has a consumer that asked for another grid of as many bits, name to that grid.
     """
+    call_own_quantizers(graph_module)
     placement = Placement(graph_module, recipe)
     compromises: dict[str, str] = {}
     wanted = {
         node: specs
         for node in placement.nodes
-        if node in placement.tensors and not passes_grid(node, graph_module) and (specs := placement.demands(node))
-    }
+        if node in placement.tensors and not passes_grid(node, graph_module)
+        and not isinstance(submodule_of(graph_module, node), Quantizer) and (specs := placement.demands(node))
+    }  # fmt: skip
     for group in shared_grids(wanted, placement):
         specs = [spec for node in group for spec in wanted[node]]
+        own = {name: each for node in group for name, each in placement.own_quantizers(node).items()}
         chosen = max(specs, key=lambda spec: spec.bits)
-        name = _add_quantizer(f"{_producer_name(group[0], graph_module)}_quantizer", chosen, placement)
+        winners = [name for name, each in own.items() if each.spec.bits == chosen.bits]
+        wanted_name = f"{_producer_name(group[0], graph_module)}_quantizer"
+        name = winners[0] if winners else _add_quantizer(wanted_name, chosen, placement)
         fewer = [each for node in group for each in placement.fewer_bits(node, chosen.bits)]
         for node in group:
             _insert_call(node, name, placement)
         _narrow(fewer, name, placement)
-        others = sorted({str(spec) for spec in specs if spec != chosen and spec.bits == chosen.bits})
+        kept = [chosen, *(each.spec for each in own.values())]
+        others = sorted({str(spec) for spec in specs if spec not in kept and spec.bits == chosen.bits})
         if others:
             compromises[name] = f"shared with a reader that asked for {', '.join(others)}"
+    drop_repeated(graph_module)
     for node in list(graph_module.graph.nodes):
         module = submodule_of(graph_module, node)
         if isinstance(module, QuantLayer):
@@ -166,19 +195,12 @@ def shared_grids(wanted: Mapping[fx.Node, list[QuantSpec]], placement: Placement
     for node in placement.nodes:
         if operation_of(node, placement.graph_module, table) not in placement.profile.shared_grids:
             continue
-        around = [_producer(operand, placement.graph_module) for operand in node.all_input_nodes]
+        around = [producer_of(operand, placement.graph_module) for operand in node.all_input_nodes]
         tied = [end for end in (*around, _end_of_chain(node, placement.graph_module)) if end in wanted]
         for other in tied[1:]:
             join_groups(group_of, tied[0], other)
     groups = {id(group): sorted(group, key=placement.order.__getitem__) for group in group_of.values()}
     return list(groups.values())
-
-
-def _producer(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node:
-    """The node that computed the values of a tensor, before operations that only move them."""
-    while passes_grid(node, graph_module) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
 
 
 def _end_of_chain(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node:
@@ -201,12 +223,6 @@ def readings(node: fx.Node, graph_module: fx.GraphModule) -> Iterator[tuple[fx.N
             yield from readings(user, graph_module)
         else:
             yield user, node
-
-
-def grid_of(node: fx.Node, graph_module: fx.GraphModule) -> fx.Node | None:
-    """The node of the quantizer on whose grid a tensor lies, or None."""
-    producer = _producer(node, graph_module)
-    return producer if isinstance(submodule_of(graph_module, producer), Quantizer) else None
 
 
 def _add_quantizer(wanted: str, spec: QuantSpec, placement: Placement) -> str:

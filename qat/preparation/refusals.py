@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from qat.layers import QuantLayer
-from qat.quantizer import Quantizer
+from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.report import LEFT_IN_FLOAT
 from qat.recipe import QuantRecipe
 
 FUSING = "torch.ao's fuse_modules"
@@ -53,8 +53,11 @@ def check_float_model(model: nn.Module, recipe: Any) -> None:
             f"prepare: recipe must be a QuantRecipe, got {type(recipe).__name__}; inputs are given by name,"
             " prepare(model, example_inputs=...)"
         )
-    if any(isinstance(module, (Quantizer, QuantLayer)) for module in model.modules()):
-        raise ValueError("prepare: the model holds quantizers already; prepare takes the float model")
+    if any(isinstance(module, PreparedGraph) or LEFT_IN_FLOAT in vars(module) for module in model.modules()):
+        raise ValueError(
+            "prepare: the model is prepared already; prepare takes the float model, or one with quantized layers of"
+            " your own"
+        )
     foreign = next(_foreign_modules(model), None)
     if foreign is not None:
         name, kind, toolkit = foreign

@@ -47,6 +47,8 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe
 
 def refusal(name: str, layer: nn.Module, recipe: AnyRecipe) -> str | None:
     """Why a layer stays in float; None if it has a twin."""
+    if isinstance(layer, QuantTwin):
+        return None
     float_type = float_type_of(layer)
     skipped_by = recipe.for_layer(name, float_type).skipped_by
     if skipped_by is not None:

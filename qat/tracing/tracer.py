@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.layers.twins import float_type_of
+from qat.quantizer import Quantizer
 from qat.text import first_line
 from qat.tracing.attention import multi_head_attention, scaled_dot_product_attention
 from qat.tracing.hints import HintTracer
@@ -55,7 +56,7 @@ class QuantTracer(HintTracer):
         """torch's own modules except attention, modules with a twin, and those that are kept whole."""
         if type(m) in (*TRANSFORMERS, nn.MultiheadAttention):
             return False
-        known = type(m).__name__ in KEPT_WHOLE or float_type_of(m) is not None
+        known = type(m).__name__ in KEPT_WHOLE or isinstance(m, Quantizer) or float_type_of(m) is not None
         return known or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """`qat.explain`: every reason why something does not train on codes, in whole sentences."""
 
+import copy
 import dataclasses
 import re
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from cases_fused import Block, images, prepared
 from prepared_case import Plain
+from processors import as_processor, untried
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,10 +23,12 @@ from qat.fused.functions.quantizers import codes_refusal
 from qat.fused.graph import FusedGraph
 from qat.fused.known_modules import module_refusal
 from qat.kernels import float_products, kernels_by_formula, plain_formulas
-from qat.kernels.cpu import compiler, onednn
+from qat.kernels.cpu import compiler
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.verdict import Verdict
 from qat.quantizer import LSQQuantizer, create_quantizer
+
+__all__ = ["as_processor", "untried"]  # fixtures
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 
@@ -60,8 +64,8 @@ def of_model(*layers: nn.Module, x: Tensor, **recipe: qat.QuantSpec) -> nn.Modul
     return prepared(nn.Sequential(*layers), x, qat.QuantRecipe(**recipe))  # type: ignore[arg-type]
 
 
-def test_a_table_of_layers_and_quantizers_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn, "are_exact", lambda kind: True)  # as with VNNI
+def test_a_table_of_layers_and_quantizers_as_they_run(as_processor: Callable[[str], None]) -> None:
+    as_processor("vnni")
     lines = qat.explain(block()).splitlines()
     assert lines[0] == f"the model {SHOWN}"
     assert lines[2].split() == ["name", "kind", "trains", "why"]
@@ -181,7 +185,9 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda m: m.conv1.register_forward_hook(lambda *_: None), "conv1",
     ),
     "its operand comes from input_quantizer: it is in evaluation": (lambda m: m.input_quantizer.eval(), "conv1"),
-    "it quantizes its input itself": (lambda m: setattr(m.conv1, "input_quantizer", m.input_quantizer), "conv1"),
+    "it quantizes its input itself": (
+        lambda m: setattr(m.conv1, "input_quantizer", copy.deepcopy(m.input_quantizer)), "conv1",
+    ),
     "it is being calibrated": (lambda m: setattr(m.conv1, "calibrating", True), "conv1"),
     "pool, which reads it, may write into its output": (
         lambda m: m.pool.register_forward_hook(lambda *_: None), "conv1_quantizer",
@@ -197,8 +203,8 @@ def test_what_became_of_a_module(model: Any, reason: str) -> None:
     assert row(model, name) == (PLAINLY, reason)
 
 
-def test_rules_and_grids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn, "are_exact", lambda kind: True)  # as with VNNI
+def test_rules_and_grids(as_processor: Callable[[str], None]) -> None:
+    as_processor("vnni")
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     linear = nn.Linear(16, 16)
 
@@ -287,7 +293,8 @@ def test_what_a_quantizer_is_computed_with() -> None:
 
 
 def test_what_nothing_on_codes_reads() -> None:
-    assert row(block(), "conv3_quantizer") == (PLAINLY, "nothing that computes on codes reads it")
+    model = of_model(nn.Conv2d(3, 4, 1), nn.GroupNorm(1, 4), x=images())
+    assert row(model, "0_quantizer") == (PLAINLY, "nothing that computes on codes reads it")
 
 
 def test_layers_outside_of_graphs_and_inside_of_layers() -> None:
@@ -312,8 +319,8 @@ def test_layers_outside_of_graphs_and_inside_of_layers() -> None:
 # ---------------------------------------------------------------- integers
 
 
-def test_where_integers_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn, "are_exact", lambda kind: True)
+def test_where_integers_pay(as_processor: Callable[[str], None]) -> None:
+    as_processor("vnni")
     model = block()
     assert row(model, "conv1", images()) == ("on codes, in integers", "")
     assert row(model, "conv3", images()) == ("on codes, in integers", "")
@@ -322,7 +329,7 @@ def test_where_integers_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row(model, "head") == ("on codes, in integers where it pays", "")
     with float_products():
         assert row(model, "conv1") == ("on codes, in float", "float_products is on")
-    monkeypatch.setattr(onednn, "are_exact", lambda kind: False)
+    as_processor("no-vnni")
     assert row(model, "conv1") == (
         "on codes, in float", "this processor multiplies such integers inexactly (it has no VNNI)",
     )  # fmt: skip

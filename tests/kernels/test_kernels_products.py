@@ -1,13 +1,13 @@
 """Products of integer codes: exact in every kind of convolution, used where they pay, and their gradients."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases_fused import prepared, two_threads
+from processors import untried
 from torch import Tensor, nn
 
 import qat
@@ -15,7 +15,7 @@ from qat.kernels import float_products, plain_formulas
 from qat.kernels.cpu import compiler, onednn
 from qat.kernels.geometry import ROWS_AS_MATRICES, Geometry, arranged
 
-__all__ = ["two_threads"]  # a fixture
+__all__ = ["two_threads", "untried"]  # fixtures
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 
@@ -112,14 +112,6 @@ def test_sums_that_could_leave_int32_are_not_computed_in_integers() -> None:
     image = Geometry([1, 1], [1, 1], [1, 1], 1)
     assert image.pays_in_integers(torch.Size((2, 7000, 64, 64)), torch.Size((8, 7000, 3, 3)), 0)
     assert not image.pays_in_integers(torch.Size((2, 7400, 64, 64)), torch.Size((8, 7400, 3, 3)), 0)
-
-
-@pytest.fixture
-def untried() -> Iterator[None]:
-    """The self-tests run anew, and leave nothing behind."""
-    onednn.are_exact.cache_clear()
-    yield
-    onednn.are_exact.cache_clear()
 
 
 @pytest.mark.usefixtures("untried")

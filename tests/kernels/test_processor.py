@@ -2,15 +2,17 @@
 
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from processors import untried
 from torch import Tensor, nn
 
 import qat
 from qat.kernels.cpu import compiler, onednn, processor
+
+__all__ = ["untried"]  # a fixture
 
 GEOMETRIES = {
     # images, input channels, output channels, groups, kernel, stride, height, width
@@ -21,17 +23,6 @@ GEOMETRIES = {
     "one pixel": (3, 16, 4, 1, 1, 1, 1, 1),
     "one channel": (1, 16, 1, 1, 1, 1, 5, 5),
 }
-
-
-@pytest.fixture
-def untried() -> Iterator[None]:
-    """What was found out about the processor is forgotten, before and after."""
-    caches = (onednn.are_exact, onednn.is_exact_natively, onednn._say)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
 
 
 def operands(name: str, zero: float, biased: bool) -> tuple[Any, ...]:

@@ -55,13 +55,14 @@ class OnnxOperations(Operations):
 class GlobalAveragePool(nn.Module):
     """AdaptiveAvgPool2d(1) as ONNX GlobalAveragePool; torch.onnx writes a ReduceMean, which has no integer kernel."""
 
-    def __init__(self, opset: int) -> None:
+    def __init__(self, opset: int, flat: bool) -> None:
         super().__init__()
-        self.opset = opset
+        self.opset, self.flat = opset, flat
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) to (N, C, 1, 1)."""
-        return _operator("GlobalAveragePool", (x,), torch.float32, (x.shape[0], x.shape[1], 1, 1), self.opset)
+        """(N, C, H, W) to (N, C, 1, 1), or to (N, C) if it is flat."""
+        y = _operator("GlobalAveragePool", (x,), torch.float32, (x.shape[0], x.shape[1], 1, 1), self.opset)
+        return y.flatten(1) if self.flat else y
 
 
 def _operator(

@@ -10,11 +10,17 @@ from torch import fx, nn
 from qat.export.integers.freezing import replace_call
 from qat.export.integers.frozen import FrozenQuantizer, stored_offset
 from qat.export.onnx.operators import GlobalAveragePool, OnnxOperations
-from qat.preparation.operations import SPLITTING_FUNCTIONS, SPLITTING_METHODS, passes_grid
-from qat.preparation.placement import grid_of
+from qat.preparation.operations import (
+    AVERAGING,
+    SPLITTING_FUNCTIONS,
+    SPLITTING_METHODS,
+    grid_of,
+    operation_of,
+    passes_grid,
+)
 from qat.quantizer import Quantizer
 from qat.tracing.constants import constant_nodes
-from qat.tracing.nodes import submodule_of
+from qat.tracing.nodes import dimensions, submodule_of
 
 NOT_PROPAGATED = {
     F.pad, operator.getitem, torch.roll, torch.repeat_interleave, torch.select, torch.narrow,
@@ -45,7 +51,8 @@ def _rewrite(model: fx.GraphModule, path: str, operations: OnnxOperations) -> No
         again = FrozenQuantizer(quantizer, f"{path}.{source.target}.again".lstrip("."), operations)
         _restate(model, node, f"restated_{number}", again)
     for number, node in enumerate(averages):
-        replace_call(model, node, f"global_average_pool_{number}", GlobalAveragePool(operations.opset), node.args[:1])
+        average = GlobalAveragePool(operations.opset, dimensions(node) == 2)
+        replace_call(model, node, f"global_average_pool_{number}", average, node.args[:1])
 
 
 def _grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
@@ -75,12 +82,12 @@ def _restate(model: fx.GraphModule, node: fx.Node, name: str, again: FrozenQuant
 
 
 def _is_global_average(node: fx.Node, model: fx.GraphModule) -> bool:
-    """Whether a node is adaptive average pooling to one pixel."""
+    """Whether a node is adaptive average pooling to one pixel, or the mean that is the same."""
     module = submodule_of(model, node)
     size: Any = module.output_size if isinstance(module, nn.AdaptiveAvgPool2d) else None
     if node.target is F.adaptive_avg_pool2d:
         size = node.args[1] if len(node.args) > 1 else node.kwargs.get("output_size")
-    return size in (1, (1, 1), [1, 1])
+    return size in (1, (1, 1), [1, 1]) or operation_of(node, model, {"mean": AVERAGING["mean"]}) == "avg_pool"
 
 
 def _scales_fit(node: fx.Node, model: fx.GraphModule) -> bool:

@@ -137,8 +137,6 @@ def layer_refusal(layer: QuantLayer) -> str | None:
         return "kernels multiply in convolutions and linear layers only"
     if not layer.training:
         return "it is in evaluation"
-    if layer.input_quantizer is not None:
-        return "it quantizes its input itself"
     if getattr(layer, "calibrating", False):
         return "it is being calibrated"
     reason = _grid_refusal(layer.weight_quantizer)

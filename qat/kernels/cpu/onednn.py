@@ -98,8 +98,10 @@ def are_exact(kind: str) -> bool:
     """Whether integer products may be used: they are exact here, extremes included, and QAT_PROCESSOR allows them.
 
     Args:
-        kind: one of `KINDS`; matrix products belong to the dense ones.
+        kind: one of `KINDS`; matrix products belong to the dense ones. Where these are not exact, none is used.
     """
+    if kind != "dense" and not are_exact("dense"):
+        return False
     if processor.asked_for() == "no-vnni":
         _say("QAT_PROCESSOR=no-vnni: training multiplies in float on the same grids")
         return False
@@ -113,7 +115,7 @@ def are_exact(kind: str) -> bool:
         return False
     if not exact and kind == "dense":
         _say("no VNNI: training multiplies in float on the same grids")
-    elif not exact and are_exact("dense"):
+    elif not exact:
         _say(f"{kind} integer convolutions are not exact on this processor: they multiply in float on the same grids")
     return exact
 
