@@ -17,6 +17,7 @@ from qat.layers import QuantLayer
 from qat.layers.sharing import QuantTwin
 from qat.layers.twins import is_composite
 from qat.preparation.attributes import keep_attributes, scalar_attributes
+from qat.preparation.containers import Indexed
 from qat.preparation.graph import prepare_graph
 from qat.preparation.parts import prepare_parts
 from qat.preparation.prepared_graph import PreparedGraph
@@ -152,7 +153,7 @@ def _keep_scalar_attributes(prepared: nn.Module, model: nn.Module) -> None:
     parts = dict(prepared.named_modules())
     for name, module in model.named_modules():
         twin = parts.get(name)
-        if type(twin) is nn.Module or isinstance(twin, fx.GraphModule):
+        if type(twin) is nn.Module or isinstance(twin, (Indexed, fx.GraphModule)):
             keep_attributes(dict(scalar_attributes(module)), twin)
 
 

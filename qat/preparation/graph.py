@@ -3,6 +3,7 @@
 from torch import nn
 
 from qat.layers.twins import layers_of, type_name
+from qat.preparation.containers import note_containers
 from qat.preparation.functional_weights import FunctionalLayer, find_functional_layers, quantize_functional_layers
 from qat.preparation.placement import place_quantizers
 from qat.preparation.prepared_graph import PreparedGraph
@@ -41,6 +42,7 @@ def prepare_graph(
     compromises = place_quantizers(graph_module, recipe)
     name_float_rest(graph_module, left)
     left |= {name: f"a function that cannot be traced computes in float: {why}" for name, why in opaque.items()}
+    note_containers(root, graph_module)
     graph_module.graph.lint()
     graph_module.recompile()
     vars(graph_module).update({LEFT_IN_FLOAT: left, COMPROMISES: compromises, LAYERS: layers, PROFILE: recipe.profile})

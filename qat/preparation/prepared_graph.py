@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from qat.preparation.attributes import keep_attributes, keep_class, plain_attributes
+from qat.preparation.containers import Indexed, restore_containers
 from qat.preparation.explanation import PLAINLY, Explanation
 from qat.preparation.replacements import ModuleSnapshot, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
@@ -28,7 +29,7 @@ Forward = Callable[..., Any]
 """A function of a prepared model and its inputs."""
 
 
-class PreparedGraph(fx.GraphModule):
+class PreparedGraph(Indexed, fx.GraphModule):
     """A traced model, or a traced part of one, whose layers and weights are quantized.
 
     The next forward notices modules that were replaced. Attributes (notes on layers in float, `backbone.out_channels`)
@@ -189,6 +190,7 @@ def unpickled(
     own.__name__ = type(model).__name__  # the name that it prints
     model.__class__ = own
     restore_notes(model.graph, notes)
+    restore_containers(model)
     model.recompile()
     for name, buffers in passing.items():
         unsaved_buffers_of(model.get_submodule(name)).update(buffers)  # torch 2.11 forgets them

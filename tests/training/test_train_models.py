@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_train import start, summary
+
+import qat
 
 MODELS = """
 import torch
@@ -12,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.models.swin_transformer import SwinTransformer
 from torchvision.models.vision_transformer import VisionTransformer
+from qat import QuantConv2d, QuantLinear, QuantSpec
 
 def swin(num_classes):
     return SwinTransformer([2, 2], 8, [2], [2], [2, 2], num_classes=num_classes, stochastic_depth_prob=0.0)
@@ -46,6 +50,19 @@ class Parts(nn.Module):
         if y.sum() > 1e9:
             y = y / y.sum()
         return self.head(y)
+
+class Own(nn.Module):
+    '''Quantized layers written by hand.'''
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.conv1, self.bn1 = QuantConv2d(3, 8, 3, 2, weight_spec=QuantSpec(bits=4)), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = QuantConv2d(8, 8, 3, 2, activation_spec=QuantSpec(bits=6)), nn.BatchNorm2d(8)
+        self.head = QuantLinear(8, num_classes)
+
+    def forward(self, x):
+        x = F.relu(self.bn1(self.conv1(x)))
+        return self.head(F.relu(self.bn2(self.conv2(x))).mean((2, 3)))
 """
 CONFIG = """
 data: {name: digits, image_size: 16, batch_size: 32, limit_train: 96, limit_val: 64}
@@ -94,6 +111,25 @@ def test_models_that_depend_on_the_image_size(folder: Path, model: str, argument
         assert next(line for line in table.splitlines() if line.startswith("mix ")).count("int8") == 1
     checkpoint = torch.load(folder / "run" / "last.pt", weights_only=True)
     assert any(key.endswith("quantizer.scale") for key in checkpoint["model"])
+
+
+def test_quantized_layers_of_ones_own_are_float_before_they_are_quantized(folder: Path) -> None:
+    assert run("Own") == 0
+    found = summary(folder / "run")
+    operators = found["onnx"]["operators"]
+    assert (operators["QLinearConv"], operators["QGemm"]) == (2, 1) and not FLOAT_PRODUCTS & set(operators)
+    table = (folder / "run" / "layers.txt").read_text().splitlines()
+    assert "int4" in next(line for line in table if line.startswith("conv1 "))
+    assert "uint6" in next(line for line in table if line.startswith("conv2.input_quantizer "))
+    weights = load_file(folder / "run" / "float.safetensors")
+    assert not weights["conv2.input_quantizer.calibrated"] and weights["conv2.input_quantizer.disabled"]
+    trained = torch.load(folder / "run" / "last.pt", weights_only=True)["model"]
+    assert trained["conv2.input_quantizer.calibrated"] and "conv2.input_quantizer.disabled" not in trained
+
+    from manymodels import Own  # type: ignore[import-not-found]
+
+    model = qat.load(folder / "run", float_model=Own(10))
+    assert torch.equal(model.conv2.input_quantizer.scale, trained["conv2.input_quantizer.scale"])
 
 
 def test_a_model_prepared_in_parts_trains_without_an_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

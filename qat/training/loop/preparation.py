@@ -63,6 +63,7 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
     try:
         generator = torch.Generator().manual_seed(0)
         prepared = qat.prepare(model, recipe, torch.rand(2, *image_shape, generator=generator))
+        qat.enable_fake_quant(prepared)  # layers of one's own computed in float till now
     except ValueError as error:
         raise UserError(f"quantization: {error}") from error
     except Exception as error:  # in a user's model, fx and the placement may meet code that they do not support

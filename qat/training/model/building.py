@@ -12,6 +12,8 @@ import torch
 import torchvision
 from torch import nn
 
+from qat.quantizer import Quantizer
+from qat.switches import disable_fake_quant
 from qat.text import did_you_mean
 from qat.training.config.imports import reason, users_callable
 from qat.training.config.stages import ModelConfig
@@ -44,6 +46,8 @@ def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = T
     model = _users_model(config, classes) if own else _torchvision_model(config, classes, with_weights)
     if config.checkpoint is not None and with_weights:
         load_weights(model, config.checkpoint, config.name)
+    if any(isinstance(module, Quantizer) for module in model.modules()):
+        disable_fake_quant(model)  # this is the float model: `prepare_model` switches layers of one's own on
     return model
 
 

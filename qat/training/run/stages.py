@@ -9,6 +9,7 @@ from torch import fx, nn
 
 import qat
 from qat.export.onnx.operators import OPSET
+from qat.layers import QuantLayer
 from qat.training.aids.mixing import build_mixing
 from qat.training.aids.progressive import (
     float_counterpart,
@@ -89,6 +90,12 @@ class Stages:
             self.log.say(
                 "float: no training (float.epochs: 0), no weights, no checkpoint: QAT starts from random weights"
             )
+        own = [name for name, module in model.named_modules() if isinstance(module, QuantLayer)]
+        if own:
+            self.log.say(
+                f"float: {len(own)} quantized layers of your own ({', '.join(own[:3])}{' ...' if len(own) > 3 else ''})"
+                " compute in float until calibration; they keep their grids, and quantization: is for the rest"
+            )
         self._train("float", model, self.config.float)
         if not self._is_finished("float"):
             save_float_weights(self.float_weights, model)
@@ -117,7 +124,7 @@ class Stages:
         if self._has_begun(self.order[2]):  # the first stage on grids
             return
         with calibration_reported(self.config):
-            qat.calibrate(model, self._sample())
+            qat.calibrate(model, self._sample(), only_missing=self.config.float.epochs == 0)
         self.log.say(ranges_in_words(model))
         self._write_layers(model)
         found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
