@@ -116,7 +116,7 @@ def prepare(
         _set_modes(prepared, model)
         _make_family(prepared)
         if examples is not None:
-            probe(prepared, examples)
+            probe(prepared, examples, {name for name, _ in model.named_modules()})
     return summary(prepared) if dry_run else prepared
 
 
@@ -175,10 +175,10 @@ def _copy_of(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def probe(model: nn.Module, examples: Examples) -> None:
-    """Run the model once in evaluation, and check that every activation quantizer sees a tensor."""
+def probe(model: nn.Module, examples: Examples, own: set[str]) -> None:
+    """Run the model once in evaluation, and check that every activation quantizer sees a tensor, but the user's own."""
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
-    silent = {name for name in quantizers if not name.endswith("weight_quantizer")}
+    silent = {name for name in quantizers if not name.endswith("weight_quantizer")} - own
     with ExitStack() as undo:
         for name, quantizer in quantizers.items():
             undo.enter_context(quantizer.register_forward_hook(lambda *_, name=name: silent.discard(name)))

@@ -8,7 +8,7 @@ import torch
 from tests.fuzz import activations, images, rows
 from tests.fuzz.draft import Draft, Move
 from tests.fuzz.program import Program, namespace
-from tests.fuzz.surroundings import surrounded
+from tests.fuzz.surroundings import surrounded, written_by_hand
 
 OF_ANY = (
     (activations.activation, 3), (activations.activation_in_place, 4), (activations.in_place_while_read, 2),
@@ -16,7 +16,7 @@ OF_ANY = (
 )  # fmt: skip
 
 
-LAYERS = ("nn.Conv", "nn.Linear", "nn.Sequential", "nn.MultiheadAttention")
+LAYERS = ("qat.Quant", "nn.Conv", "nn.Linear", "nn.Sequential", "nn.MultiheadAttention")
 
 
 def generate(seed: int, attempt: int = 0) -> Program:
@@ -45,7 +45,7 @@ def _drawn(seed: int, rng: random.Random) -> Program:
     if rng.random() < 0.15:
         result = f"{result}, {rng.choice(list(draft.values))}"
     drawn = replace(program, modules=draft.modules, lines=tuple(draft.lines), result=result)
-    return surrounded(drawn, rng)
+    return written_by_hand(surrounded(drawn, rng), rng)
 
 
 def _input(rng: random.Random) -> str:

@@ -1,6 +1,7 @@
 """Changes of a model besides its forward: hooks, frozen layers, memory formats, changes after `prepare`."""
 
 import random
+import re
 from dataclasses import replace
 
 from tests.fuzz.program import CONTEXTS, Program
@@ -42,6 +43,27 @@ SIMPLE = (
     "nn.MaxPool", "nn.AvgPool", "nn.Dropout", "nn.Identity", "nn.BatchNorm", "nn.ELU", "nn.Mish",
 )  # fmt: skip
 """Modules that may be replaced by another one."""
+
+
+OWN = re.compile(r"nn\.((?:Conv|Linear)\w*)\((.*)\)")
+"""A layer that may be written as a quantized one of one's own."""
+
+SPECS = (
+    "", "", "weight_spec=QuantSpec(bits=4)", "activation_spec=QuantSpec(bits=6)", "activation_spec=None",
+    "activation_spec=QuantSpec(signed=True, symmetric=True)",
+)  # fmt: skip
+
+
+def written_by_hand(program: Program, rng: random.Random) -> Program:
+    """The program with quantized layers of one's own in the place of some of torch's; most programs get none."""
+    if rng.random() < 0.75:
+        return program
+    modules = dict(program.modules)
+    for name, made in modules.items():
+        layer = OWN.fullmatch(made)
+        if layer is not None and rng.random() < 0.7:
+            modules[name] = f"qat.Quant{layer[1]}({', '.join(filter(None, [layer[2], rng.choice(SPECS)]))})"
+    return replace(program, modules=modules)
 
 
 def surrounded(program: Program, rng: random.Random) -> Program:

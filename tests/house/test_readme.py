@@ -15,6 +15,7 @@ import yaml
 
 import qat
 from benchmarks.document import DOCUMENTS, with_tables
+from qat.export.onnxruntime.verification import optimized_operators
 from qat.quantizer import registry
 from qat.training.config.schema import RunConfig
 from qat.training.loop.preparation import build_recipe
@@ -43,6 +44,12 @@ def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         warnings.simplefilter("ignore")
         assert len(list(run_blocks("README.md", {}))) == 5
     assert (tmp_path / "model.onnx").stat().st_size > 1_000_000
+    operators = optimized_operators(tmp_path / "net.onnx")
+    assert (operators["QLinearConv"], operators["QGemm"]) == (2, 1) and not {
+        "Conv",
+        "FusedConv",
+        "Gemm",
+    } & operators.keys()
 
 
 def train_lines() -> list[str]:
@@ -118,7 +125,7 @@ def test_the_training_loop_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     torch.compiler.reset()
     names: dict[str, Any] = {}
-    assert len(list(run_blocks("docs/training_loop.md", names))) == 7
+    assert len(list(run_blocks("docs/training_loop.md", names))) == 8
     assert (tmp_path / "model.onnx").exists()
     assert not any(module.is_frozen for module in names["model"].modules() if isinstance(module, qat.Quantizer))
     assert (names["in_float"] - names["model"](names["images"])).abs().max() > 0

@@ -196,7 +196,7 @@ def test_the_probe_names_quantizers_that_never_run() -> None:
     model = qat.prepare(Net())
     model.add_submodule("orphan", create_quantizer(qat.QuantSpec()))
     with pytest.raises(ValueError, match=r"^prepare: these quantizers never run: orphan$"):
-        probe(model, {"x": torch.randn(1, 3, 8, 8)})
+        probe(model, {"x": torch.randn(1, 3, 8, 8)}, set())
 
 
 @pytest.mark.filterwarnings("ignore:a quantizer")

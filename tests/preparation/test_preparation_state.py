@@ -203,7 +203,8 @@ def test_the_number_of_samples_is_free(case: str) -> None:
 @pytest.mark.parametrize("case", NETS)
 def test_prepare_twice_is_refused(case: str) -> None:
     _, model, _ = ready(case)
-    with refused("prepare: the model holds quantizers already; prepare takes the float model"):
+    takes = "prepare takes the float model, or one with quantized layers of your own"
+    with refused(f"prepare: the model is prepared already; {takes}"):
         qat.prepare(model)
 
 
