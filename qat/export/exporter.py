@@ -20,11 +20,12 @@ from qat.export.onnx.names import name_ends, name_quantizers, name_weights, stri
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.pixels import take_pixels
 from qat.export.onnx.program import export_program, fix_sizes
+from qat.export.onnxruntime.barriers import add_barriers
 from qat.export.onnxruntime.clips import fold_clips
-from qat.export.onnxruntime.requantization import keep_requantizations
 from qat.export.onnxruntime.rewriting import rewrite_for_runtime
 from qat.export.onnxruntime.sums import add_exactly
 from qat.preparation.refusals import wrapped
+from qat.preparation.report import PROFILE
 from qat.tracing.inputs import Inputs
 
 
@@ -43,6 +44,7 @@ def export_onnx(
 ) -> None:
     """Write the model in QuantizeLinear/DequantizeLinear form: int8 weights, int32 biases, trained grids.
 
+    Biases are the floats that they stand for where the target reads no int32 (`TargetProfile.float_biases`: TensorRT).
     Ranges are not estimated again. BatchNorm is folded into the weight's scale. Weights of 5 to 8 bits are stored in
     int8, those of 1 to 4 bits in 4-bit containers. The batch axis is free where the model allows it. The output of
     quantizer `layer1.0.add_quantizer` is called `layer1.0.add_quantizer` in the file: so `compare_layers` finds it.
@@ -88,9 +90,12 @@ def export_onnx(
     model = model if inside is None else inside[1]
     check_exportable(model)
     warn_of_hooks(model)
-    proto = _traced(model, example_inputs, OnnxOperations(opset))
+    profiles = (vars(part)[PROFILE] for part in model.modules() if PROFILE in vars(part))
+    float_biases = any(profile.float_biases for profile in profiles)
+    proto = _traced(model, example_inputs, OnnxOperations(opset, float_biases))
     add_exactly(proto, everywhere=exact_sums)
     fold_clips(proto)
+    add_barriers(proto)
     if packed and opset >= OPSET:
         pack_weights(proto)
     strip_traces(proto)
@@ -116,7 +121,6 @@ def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations
     name_quantizers(proto, frozen_grids(frozen))
     name_weights(proto)
     own_initializers(proto)
-    keep_requantizations(proto)
     fix_sizes(program, proto)
     return proto
 

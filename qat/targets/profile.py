@@ -61,6 +61,8 @@ class TargetProfile:
         float_operations: operations that it computes in float even between quantized tensors.
         quantizes_outputs: whether the model's outputs are integers too.
         reasons: a field ("activation"), or a field of a limit ("activation.signed"), to the reason for its value.
+        float_biases: whether a file holds biases as the floats that they stand for, since the runtime reads no int32
+            behind DequantizeLinear.
 
     >>> from qat.targets import profile_of
     >>> profile_of("tensorrt").refusal("activation", QuantSpec(signed=False))
@@ -76,6 +78,7 @@ class TargetProfile:
     float_operations: frozenset[Operation]
     quantizes_outputs: bool
     reasons: Mapping[str, Reason] = field(default_factory=dict, hash=False)
+    float_biases: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weight", self.weight.resolved(default_spec("weight")))

@@ -14,6 +14,7 @@ _QNNPACK_TABLE = f"{_TORCH}/backend_config/qnnpack.py"
 _ORT = "https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html"
 _TRT = "https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library/work-quantized-types.html"
 _TRT_QUANTIZE = "https://docs.nvidia.com/deeplearning/tensorrt/operators/docs/Quantize.html"
+_TRT_ONNX = "https://github.com/onnx/onnx-tensorrt/blob/main/docs/operators.md"
 _NNCF = (
     "https://github.com/openvinotoolkit/nncf/blob/033300cb355c2501d108f4186fb9360dbebf8cd0/"
     "nncf/common/hardware/configs/cpu.json"
@@ -137,7 +138,9 @@ _TENSORRT = TargetProfile(
             " (https://github.com/NVIDIA/TensorRT/issues/4084)",
             _TRT_TABLE,
         ),
+        "float_biases": Reason("its DequantizeLinear takes INT8, FP8 and INT4, and no int32", _TRT_ONNX),
     },
+    float_biases=True,
 )  # fmt: skip
 
 _OPENVINO = TargetProfile(
