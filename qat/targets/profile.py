@@ -63,6 +63,8 @@ class TargetProfile:
         reasons: a field ("activation"), or a field of a limit ("activation.signed"), to the reason for its value.
         float_biases: whether a file holds biases as the floats that they stand for, since the runtime reads no int32
             behind DequantizeLinear.
+        without_vnni: the target for x86 processors without VNNI, where default sessions of this one may saturate; ""
+            if they do not, or it does not run there.
 
     >>> from qat.targets import profile_of
     >>> profile_of("tensorrt").refusal("activation", QuantSpec(signed=False))
@@ -79,6 +81,7 @@ class TargetProfile:
     quantizes_outputs: bool
     reasons: Mapping[str, Reason] = field(default_factory=dict, hash=False)
     float_biases: bool = False
+    without_vnni: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weight", self.weight.resolved(default_spec("weight")))

@@ -65,6 +65,7 @@ _ONNXRUNTIME = TargetProfile(
         "log_softmax", "maximum", "mean", "minimum", "mish", "prelu", "silu", "sub", "tanh",
     }),
     quantizes_outputs=False,
+    without_vnni="onnxruntime_x86",
     reasons={
         "weight": Reason(
             "U8S8 runs on the CPU, and narrow range lets a BatchNorm with gamma < 0 negate it exactly; x86 without VNNI"
@@ -90,6 +91,7 @@ _NO_SATURATION = Reason(
 _ONNXRUNTIME_X86 = replace(
     _ONNXRUNTIME,
     name="onnxruntime_x86",
+    without_vnni="",
     weight=replace(_INT8_WEIGHT, max_magnitude=64),
     weight_limits=GridLimits(8, -64, (True,), (True,), ("tensor", "channel")),
     activation_limits=GridLimits(8, 0, (False,), (False,), ("tensor",)),
@@ -155,6 +157,7 @@ _OPENVINO = TargetProfile(
         "sigmoid", "silu", "softmax", "tanh",
     }),
     quantizes_outputs=False,
+    without_vnni="onnxruntime_x86",
     reasons={
         "weight": Reason(
             "symmetric, narrow range; x86 without VNNI adds in 16 bits, where 7-bit weights do not overflow",
