@@ -18,7 +18,7 @@ from qat.export.onnx.containers import pack_weights
 from qat.export.onnx.initializers import own_initializers
 from qat.export.onnx.names import name_ends, name_quantizers, name_weights, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
-from qat.export.onnx.pixels import take_pixels
+from qat.export.onnx.pixels import check_normalization, take_pixels
 from qat.export.onnx.program import export_program, fix_sizes
 from qat.export.onnxruntime.barriers import add_barriers
 from qat.export.onnxruntime.clips import fold_clips
@@ -72,7 +72,8 @@ def export_onnx(
         input_names, output_names: of the file, in their order; None: torch's names of arguments and results.
 
     Raises:
-        TypeError: if the model holds no quantizer, the path is not a path, or the metadata cannot be written as JSON.
+        TypeError: if the model holds no quantizer, the path is not a path, names are no list of texts, or the metadata
+            cannot be written as JSON.
         FileNotFoundError: if the folder of the path is missing.
         ValueError: if the model was prepared in parts, if a quantizer is not calibrated, not exportable or wider than
             8 bits, if a parameter has fewer bits than float32, if the model does not run with the inputs or returns
@@ -83,8 +84,14 @@ def export_onnx(
     check_path("export_onnx", path, "model, path, example_inputs")
     expect_model(export_onnx, model)
     check_new_file(Path(path))
-    if opset not in OPSETS or isinstance(opset, bool):
+    if type(opset) is not int or opset not in OPSETS:
         raise ValueError(f"export_onnx: opset must be {OPSETS[0]} to {OPSETS[-1]}, got {opset!r}")
+    if normalization is not None:
+        check_normalization(normalization)
+    for key, names in (("input_names", input_names), ("output_names", output_names)):
+        is_list = isinstance(names, Sequence) and not isinstance(names, str)
+        if names is not None and not (is_list and all(isinstance(name, str) for name in names)):
+            raise TypeError(f"export_onnx: {key} must be a list of names, such as ['x'], got {names!r}")
     notes = _as_json(metadata or {})
     inside = wrapped(model)  # its batch axis would be fixed: the exporter gives free axes to arguments with names
     model = model if inside is None else inside[1]

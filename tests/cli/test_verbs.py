@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import qat
+from qat.cli import export
 from qat.cli.command import VERBS
 from qat.training.run.about import state_digest
 
@@ -257,6 +258,14 @@ def test_a_file_that_takes_pixels_serves_all_verbs(pets: Path, verb: Verb, tmp_p
     picture = "images/val/dog/1.png"
     assert verb("predict", path, picture)[1] == verb("predict", "runs/pets", picture)[1]
     assert verb("benchmark", path, "--batch", "1", "--rounds", "1")[0] == 0
+
+
+def test_a_file_that_normalizes_otherwise_is_not_proven(
+    verb: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "_normalization", lambda opened: ((0.9, 0.1, 0.5), (9.0, 9.0, 9.0)))
+    status, out, err = verb("export", "runs/pets", "--to", str(tmp_path / "pixels.onnx"), "--pixels")
+    assert status == 1 and "% of 12 predictions are equal" in out and "100.00 %" not in out, err
 
 
 def test_openvino_answers_too(pets: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
