@@ -18,7 +18,7 @@ from qat.export.onnx.containers import pack_weights
 from qat.export.onnx.initializers import own_initializers
 from qat.export.onnx.names import name_ends, name_quantizers, name_weights, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
-from qat.export.onnx.pixels import check_normalization, take_pixels
+from qat.export.onnx.pixels import take_pixels
 from qat.export.onnx.program import export_program, fix_sizes
 from qat.export.onnxruntime.barriers import add_barriers
 from qat.export.onnxruntime.clips import fold_clips
@@ -86,11 +86,9 @@ def export_onnx(
     check_new_file(Path(path))
     if type(opset) is not int or opset not in OPSETS:
         raise ValueError(f"export_onnx: opset must be {OPSETS[0]} to {OPSETS[-1]}, got {opset!r}")
-    if normalization is not None:
-        check_normalization(normalization)
     for key, names in (("input_names", input_names), ("output_names", output_names)):
-        is_list = isinstance(names, Sequence) and not isinstance(names, str)
-        if names is not None and not (is_list and all(isinstance(name, str) for name in names)):
+        listed = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+        if names is not None and not listed:
             raise TypeError(f"export_onnx: {key} must be a list of names, such as ['x'], got {names!r}")
     notes = _as_json(metadata or {})
     inside = wrapped(model)  # its batch axis would be fixed: the exporter gives free axes to arguments with names
@@ -107,7 +105,7 @@ def export_onnx(
         pack_weights(proto)
     strip_traces(proto)
     if normalization is not None:
-        take_pixels(proto, *normalization)
+        take_pixels(proto, normalization)
     name_ends(proto, input_names, output_names)
     _finish(proto, notes, Path(path))
 

@@ -180,7 +180,7 @@ def test_files_that_are_no_such_model_are_a_sentence(runtime: str, verb: Verb, t
     onnx.save(onnx.parser.parse_model(text), tmp_path / "tokens.onnx")
     for name, said in {
         "broken": "does not open it: ",
-        "tokens": "takes int64 [None, 7]; this is for files of one input of images, float32 or uint8",
+        "tokens": "takes 2-D int64; this is for files of one input of images, 4-D float32 or uint8",
     }.items():
         status, out, err = verb("benchmark", str(tmp_path / f"{name}.onnx"), "--runtime", runtime)
         assert (status, out) == (2, "") and said in err and len(err.splitlines()) == 1, err

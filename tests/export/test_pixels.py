@@ -108,7 +108,7 @@ NONE = [
 
 
 @pytest.mark.parametrize("normalization", NONE, ids=str)
-def test_what_is_no_mean_and_std_is_refused_before_any_work(normalization: Any, tmp_path: Path) -> None:
+def test_what_is_no_mean_and_std_is_refused(normalization: Any, tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"normalization must be \(mean, std\), each of 3 finite numbers, std above 0; got"
     ):

@@ -9,12 +9,10 @@ class Operations:
 
     A file format derives from this class and answers with its own operators, so that tracing a frozen model records
     them.
-
-    Attributes:
-        float_biases: whether biases are stored as the floats that they stand for.
     """
 
     float_biases = False
+    """Whether biases are stored as the floats that they stand for."""
 
     def quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: tuple[Tensor, Tensor] | None, quantizer: str

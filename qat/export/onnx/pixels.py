@@ -11,17 +11,17 @@ PIXELS = "pixels"
 """The new input's name."""
 
 
-def take_pixels(proto: Any, mean: Sequence[float], std: Sequence[float]) -> None:
+def take_pixels(proto: Any, normalization: tuple[Sequence[float], Sequence[float]]) -> None:
     """Put (pixel - 255 * mean) / (255 * std) and the change of layout in front of a model of one image input.
 
     In float32 and in the order in which `train.py` normalises images, so that every integer behind it is the same.
 
     Args:
         proto: the file.
-        mean, std: from `check_normalization`.
+        normalization: (mean, std) of red, green and blue, of pixels in [0, 1].
 
     Raises:
-        ValueError: if the file's only input is no batch of images with 3 channels.
+        ValueError: for anything else, or if the file's only input is no batch of images with 3 channels.
     """
     from onnx import TensorProto, helper, numpy_helper
 
@@ -31,6 +31,16 @@ def take_pixels(proto: Any, mean: Sequence[float], std: Sequence[float]) -> None
         raise ValueError(
             f"export_onnx: normalization is for one input of images (N, 3, H, W), the file has"
             f" {', '.join(end.name for end in graph.input)}"
+        )
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = np.asarray(normalization, np.float64).astype(np.float32) * np.float32(255)
+    except (TypeError, ValueError):  # other lengths, or no numbers
+        values = np.zeros(0)
+    if values.shape != (2, 3) or not np.isfinite(values).all() or not values[1].min() > 0:
+        raise ValueError(
+            "export_onnx: normalization must be (mean, std), each of 3 finite numbers, std above 0; got"
+            f" {normalization!r}"
         )
     pixels, as_floats, centred, scaled, normalized, mean_name, std_name = (
         unused_name(graph, name)
@@ -42,8 +52,8 @@ def take_pixels(proto: Any, mean: Sequence[float], std: Sequence[float]) -> None
     graph.input[0].CopyFrom(
         helper.make_tensor_value_info(pixels, TensorProto.UINT8, [sizes[0], sizes[2], sizes[3], sizes[1]])
     )
-    for name, values in ((mean_name, mean), (std_name, std)):
-        graph.initializer.append(numpy_helper.from_array(np.asarray(values, np.float32) * np.float32(255), name))
+    for name, row in zip((mean_name, std_name), values, strict=True):
+        graph.initializer.append(numpy_helper.from_array(row, name))
     steps = [
         helper.make_node("Cast", [pixels], [as_floats], to=TensorProto.FLOAT),
         helper.make_node("Sub", [as_floats, mean_name], [centred]),
@@ -52,22 +62,3 @@ def take_pixels(proto: Any, mean: Sequence[float], std: Sequence[float]) -> None
     ]
     for step in reversed(steps):
         graph.node.insert(0, step)
-
-
-def check_normalization(normalization: Any) -> None:
-    """Refuse what is not (mean, std) of three channels, before any work.
-
-    Raises:
-        ValueError: saying what it must be.
-    """
-    try:
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = np.asarray(normalization, np.float64).astype(np.float32) * np.float32(255)
-        fits = values.shape == (2, 3) and np.isfinite(values).all() and (values[1] > 0).all()
-    except (TypeError, ValueError):  # other lengths, or no numbers
-        fits = False
-    if not fits:
-        raise ValueError(
-            "export_onnx: normalization must be (mean, std), each of 3 finite numbers, std above 0; got"
-            f" {normalization!r}"
-        )

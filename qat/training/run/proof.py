@@ -140,9 +140,8 @@ def saturation_ahead(config: RunConfig) -> str:
     """What the proof of a run may say at its end of this processor, so that it is known at the start; "" if nothing."""
     recipe = build_recipe(config.quantization)
     target = recipe.profile.without_vnni
-    if not target or not config.export.onnx or default_is_exact():
-        return ""
-    if profile_of(target).refusal("weight", recipe.weight) is None:
+    fits = not target or profile_of(target).refusal("weight", recipe.weight) is None
+    if fits or not config.export.onnx or default_is_exact():
         return ""
     return (
         "this processor adds pairs of products in 16 bits (no VNNI), where default sessions of these weights may"
