@@ -39,11 +39,16 @@ def several(known: Sequence[str]) -> Callable[[str], list[str]]:
     return read
 
 
+def count(text: str) -> int:
+    """For `type=`: a whole number above 0."""
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 999999999")
+    return int(text)
+
+
 def counts(text: str) -> list[int]:
     """For `type=`: whole numbers above 0, with commas."""
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers above 0, such as 1,16")
-    return list(dict.fromkeys(int(number) for number in text.split(",")))
+    return list(dict.fromkeys(count(number) for number in text.split(",")))
 
 
 def check_folder_of(option: str, path: Path) -> None:

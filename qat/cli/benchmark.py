@@ -1,4 +1,8 @@
-"""How fast the integer model is beside float in the same runtime: latency by batch size and threads, and sizes."""
+"""How fast the integer model is beside float in the same runtime: latency by batch size and threads, and sizes.
+
+The integer model runs as its answers are proven. Where the runtime's default session multiplies otherwise (x86 without
+VNNI), it has a second row, with the share of a batch of validation images for which it predicts the same.
+"""
 
 import argparse
 import json
@@ -14,24 +18,34 @@ from typing import Any
 import numpy as np
 import torch
 
-from qat.cli.arguments import add_run, check_folder_of, counts
+from qat.cli.arguments import add_overrides, add_run, check_folder_of, count, counts
 from qat.cli.plot import check_plot, draw_latencies
-from qat.cli.runs import Run, open_run, takes_pixels
+from qat.cli.runs import Run, open_run
+from qat.cli.sessions import RUNTIMES, Session, open_file
 from qat.export.onnx.program import quiet_export
+from qat.export.onnxruntime.default_session import default_is_exact
 from qat.text import table
+from qat.training.errors import UserError
 
 EXAMPLE = "python -m qat benchmark runs/resnet_int8 --batch 1,16 --threads 1,2 --plot latency.png"
 
 ROUND = 0.05
 """Seconds that a model runs before the other one's turn, at least one call."""
 
+DEFAULT = "integers, default session"
+"""The row of a session without options, where that does not multiply exactly."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `benchmark`."""
     add_run(parser)
-    parser.add_argument("--batch", type=counts, default=[1, 16], metavar="N,N", help="batch sizes; default: 1,16")
+    add_overrides(parser)
+    parser.add_argument("--runtime", choices=tuple(RUNTIMES), default="onnxruntime", help="default: onnxruntime")
+    parser.add_argument(
+        "--batch", type=counts, metavar="N,N", help="batch sizes; default: 1,16, or the only one that the file takes"
+    )
     parser.add_argument("--threads", type=counts, default=[1], metavar="N,N", help="threads; default: 1")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each model; the median counts; default: 15")
+    parser.add_argument("--rounds", type=count, default=15, help="turns of each model; the median counts; default: 15")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     parser.add_argument("--plot", metavar="FILE", help="also draw them, .png or .svg (needs matplotlib)")
 
@@ -44,24 +58,47 @@ def run(given: argparse.Namespace) -> int:
     for option, file in (("--json", given.json), ("--plot", given.plot)):
         if file:
             check_folder_of(option, Path(file).expanduser())
+    batches = _batches(opened, given)
+    agreement = {} if default_is_exact() else {DEFAULT: _agreement(opened, given)}
     with tempfile.TemporaryDirectory(prefix="qat_benchmark_") as folder:
-        models = {"integers": opened.onnx}
+        models = {"integers": opened.onnx, **dict.fromkeys(agreement, opened.onnx)}
         if opened.path.is_dir():
             models["float"] = _float_file(opened, Path(folder) / "float.onnx")
-        rows = [
-            row
-            for threads in given.threads
-            for batch in given.batch
-            for row in _measured(models, batch, threads, max(given.rounds, 1))
-        ]
-        sizes = {name: path.stat().st_size for name, path in models.items()}
-    print("\n".join(_shown(rows, sizes)))
-    results = {"rows": rows, "bytes": sizes, **_machine()}
+        rows = []
+        for threads in given.threads:
+            sessions = {
+                name: open_file(path, given.runtime, exact=name != DEFAULT, threads=threads)
+                for name, path in models.items()
+            }
+            rows += [row for batch in batches for row in _measured(sessions, batch, threads, given.rounds)]
+        sizes = {name: path.stat().st_size for name, path in models.items() if name != DEFAULT}
+    rows = [{**row, "agreement": agreement.get(row["model"])} for row in rows]
+    results = {"rows": rows, "bytes": sizes, "runtime": given.runtime, **_machine(given.runtime)}
+    print("\n".join(_shown(results, RUNTIMES[given.runtime])))
     if given.json:
         Path(given.json).expanduser().write_text(json.dumps(results, indent=1) + "\n")
     if given.plot:
         draw_latencies(results, Path(given.plot).expanduser())
     return 0
+
+
+def _batches(opened: Run, given: argparse.Namespace) -> list[int]:
+    """The batch sizes to measure: those asked for, or what fits the file."""
+    only = open_file(opened.onnx, given.runtime).shape[0]
+    if not only:
+        return given.batch or [1, 16]
+    if given.batch not in (None, [only]):
+        raise UserError(f"--batch: {opened.onnx} takes batches of {only} alone; leave --batch out")
+    return [only]
+
+
+def _agreement(opened: Run, given: argparse.Namespace) -> float | None:
+    """The share of one validation batch with the same prediction in the default session; None without a folder."""
+    if not opened.path.is_dir():
+        return None
+    images = next(iter(opened.data(given.overrides).val))[0]
+    exact, default = (opened.engine(given.runtime, exact=way)(images).argmax(1) for way in (True, False))
+    return float((exact == default).double().mean())
 
 
 def _float_file(opened: Run, path: Path) -> Path:
@@ -75,22 +112,17 @@ def _float_file(opened: Run, path: Path) -> Path:
     return path
 
 
-def _measured(models: dict[str, Path], batch: int, threads: int, rounds: int) -> list[dict[str, Any]]:
+def _measured(sessions: dict[str, Session], batch: int, threads: int, rounds: int) -> list[dict[str, Any]]:
     """The median time of a call of each model, whose turns alternate, and its share of float's."""
-    sessions = {name: _session(path, threads) for name, path in models.items()}
     feeds = {}
     for name, session in sessions.items():
-        declared = session.get_inputs()[0]
-        shape = [batch, *(side if isinstance(side, int) else 224 for side in declared.shape[1:])]
+        shape = [batch, *(side or 224 for side in session.shape[1:])]
         numbers = np.random.default_rng(0)
-        images = (
-            numbers.integers(0, 256, shape, np.uint8)
-            if takes_pixels(session)
-            else numbers.standard_normal(shape, np.float32)
+        feeds[name] = (
+            numbers.integers(0, 256, shape, np.uint8) if session.pixels else numbers.standard_normal(shape, np.float32)
         )
-        feeds[name] = {declared.name: images}
-        session.run(None, feeds[name])
-    times: dict[str, list[float]] = {name: [] for name in models}
+        session.run(feeds[name])
+    times: dict[str, list[float]] = {name: [] for name in sessions}
     for _ in range(rounds):
         for name, session in sessions.items():
             times[name].append(_one_turn(session, feeds[name]))
@@ -105,44 +137,38 @@ def _measured(models: dict[str, Path], batch: int, threads: int, rounds: int) ->
     ]  # fmt: skip
 
 
-def _one_turn(session: Any, feed: dict[str, Any]) -> float:
+def _one_turn(session: Session, images: Any) -> float:
     """The mean seconds of a call, over calls for `ROUND` seconds."""
     started, calls = time.perf_counter(), 0
     while (spent := time.perf_counter() - started) < ROUND or not calls:
-        session.run(None, feed)
+        session.run(images)
         calls += 1
     return spent / calls
 
 
-def _session(path: Path, threads: int) -> Any:
-    """A session as a program would open it: the runtime's defaults, but for the threads."""
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 3
-    return ort.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
-
-
-def _shown(rows: list[dict[str, Any]], sizes: dict[str, int]) -> list[str]:
-    head = ["model", "batch", "threads", "ms", "images/s", "of float"]
+def _shown(results: dict[str, Any], runtime: str) -> list[str]:
+    head = ["model", "batch", "threads", "ms", "images/s", "of float", "agreement"]
     cells = [
         [
             row["model"], str(row["batch"]), str(row["threads"]), f"{row['milliseconds']:.2f}",
             f"{row['images_per_second']:,.0f}", "" if row["of_float"] is None else f"{row['of_float']:.2f}",
+            "" if row["agreement"] is None else f"{100 * row['agreement']:.2f} %",
         ]
-        for row in rows
+        for row in results["rows"]
     ]  # fmt: skip
-    named = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in sizes.items())
-    about = _machine()
+    named = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in results["bytes"].items())
+    inexact = any(row["model"] == DEFAULT for row in results["rows"])
+    warning = f"{runtime}'s default session adds products in 16 bits on this processor (no VNNI): docs/targets.md"
     return [
         *table([head, *cells], numbers=True), "", f"files: {named}",
-        f"ONNX Runtime {about['onnxruntime']}, {about['processor']}; medians of alternating turns",
+        f"{runtime} {results[results['runtime']]}, {results['processor']}; medians of alternating turns",
+        *([warning] if inexact else []),
     ]  # fmt: skip
 
 
-def _machine() -> dict[str, str]:
+def _machine(runtime: str) -> dict[str, str]:
     return {
-        "onnxruntime": version("onnxruntime"),
+        runtime: version(runtime),
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
         "date": time.strftime("%Y-%m-%d"),
     }

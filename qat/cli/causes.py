@@ -37,8 +37,8 @@ def probable_cause(opened: Run, layer: LayerDifference, images: Tensor, *, defau
     plain = {each.name: each for each in compare_layers(opened.onnx, opened.quantized, images, optimize=False)}
     if not plain[layer.name].beyond_ties:
         return (
-            "an optimisation of ONNX Runtime: without its graph optimisation this layer is equal; try another version"
-            " of onnxruntime, and please report it"
+            "an optimisation of ONNX Runtime: without its graph optimisation this layer is equal; export the file"
+            " again, since earlier versions of qat did not keep it from all that it changes (layers left in float)"
         )
     return "the file computes this layer otherwise; a rule or operation of your own? If not, please report it"
 

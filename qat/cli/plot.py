@@ -29,6 +29,7 @@ def draw_latencies(results: dict[str, Any], path: Path) -> None:
 
     rows = results["rows"]
     threads, batches, models = (list(dict.fromkeys(row[key] for row in rows)) for key in ("threads", "batch", "model"))
+    width = 0.8 / len(models)
     figure = Figure(figsize=(1.5 + 2.5 * len(threads), 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, count in zip(figure.subplots(1, len(threads), squeeze=False)[0], threads, strict=True):
@@ -37,11 +38,11 @@ def draw_latencies(results: dict[str, Any], path: Path) -> None:
                 row["milliseconds"] for batch in batches for row in rows
                 if (row["threads"], row["batch"], row["model"]) == (count, batch, model)
             ]  # fmt: skip
-            left = [index + 0.4 * place for index in range(len(batches))]
-            bars = axes.bar(left, heights, width=0.38, label=model)
+            left = [index + place * width for index in range(len(batches))]
+            bars = axes.bar(left, heights, width=0.95 * width, label=model)
             axes.bar_label(bars, fmt="%.1f", fontsize=7)
         axes.set_xticks(
-            [index + 0.2 * (len(models) - 1) for index in range(len(batches))], [str(each) for each in batches]
+            [index + 0.5 * width * (len(models) - 1) for index in range(len(batches))], [str(each) for each in batches]
         )
         axes.set(title=f"{count} thread{'s' * (count > 1)}", xlabel="images a call", ylabel="ms", yscale="log")
         axes.legend(frameon=False, fontsize=8)

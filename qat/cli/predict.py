@@ -6,7 +6,7 @@ import json
 import torch
 from torch import Tensor
 
-from qat.cli.arguments import add_run, chosen_runtime
+from qat.cli.arguments import add_run, chosen_runtime, count
 from qat.cli.runs import open_run
 from qat.text import table
 from qat.training.errors import value_errors_reported
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `predict`."""
     add_run(parser)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="a picture file")
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="classes to show; default: 5")
+    parser.add_argument("--top", type=count, default=5, metavar="N", help="classes to show; default: 5")
     parser.add_argument(
         "--runtime", choices=("torch", "onnxruntime", "openvino"), help="default: onnxruntime, if there is a file"
     )
@@ -47,7 +47,7 @@ def run(given: argparse.Namespace) -> int:
 def _table(shares: dict[str, Tensor], classes: list[str], top: int) -> list[str]:
     """The classes that any runtime has among its first, by the first one's scores."""
     first = next(iter(shares.values()))
-    shown = torch.cat([share.topk(min(max(top, 1), len(classes))).indices for share in shares.values()])
+    shown = torch.cat([share.topk(min(top, len(classes))).indices for share in shares.values()])
     ordered = sorted(set(shown.tolist()), key=lambda index: -float(first[index]))
     rows = [[classes[index], *(f"{100 * share[index]:.1f} %" for share in shares.values())] for index in ordered]
     return table([["class", *shares], *rows], numbers=True)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import qat
-from qat.export.onnxruntime.session import open_session, run_session
+from qat.cli.sessions import RUNTIMES, open_file
+from qat.export.onnxruntime.session import open_session
 from qat.training.config.file import load_config
 from qat.training.config.schema import RunConfig
 from qat.training.data.loaders import Data, load_data
@@ -120,33 +121,20 @@ class Run:
             raise UserError(f"RUN: '{self.path}' does not say its classes and preprocessing; is it of train.py?")
         return about
 
-    def engine(self, runtime: str) -> Engine:
+    def engine(self, runtime: str, *, exact: bool = True) -> Engine:
         """The model in a runtime: torch, onnxruntime, openvino; `float` is the float model before QAT, in torch.
+
+        `exact`: as for `open_file`.
 
         Raises:
             UserError: if the run lacks what it needs.
         """
-        if runtime == "onnxruntime":
-            with value_errors_reported(f"{self.onnx}: "):
-                session = open_session(self.onnx.read_bytes())
-            ready = self.as_pixels if takes_pixels(session) else _as_they_are
-            return lambda images: run_session(session, ready(images))[0]
-        if runtime == "openvino":
-            return self._in_openvino()
+        if runtime in RUNTIMES:
+            session = open_file(self.onnx, runtime, exact=exact)
+            ready = self.as_pixels if session.pixels else _as_they_are
+            return lambda images: torch.from_numpy(session.run(ready(images).contiguous().numpy()))
         model = self.float_model if runtime == "float" else self.quantized
         return lambda images: in_torch(model, images)
-
-    def _in_openvino(self) -> Engine:
-        """OpenVINO on the CPU, in float32 where it does not compute in integers."""
-        try:
-            import openvino
-        except ImportError:
-            raise UserError("--runtime: openvino is not installed; pip install openvino") from None
-        options = {"INFERENCE_PRECISION_HINT": "f32"}  # bfloat16 by default where the processor has it
-        compiled = openvino.Core().compile_model(str(self.onnx), "CPU", options)
-        pixels = compiled.inputs[0].element_type == openvino.Type.u8
-        ready = self.as_pixels if pixels else _as_they_are
-        return lambda images: torch.from_numpy(compiled(ready(images).contiguous().numpy())[0].copy())
 
     def as_pixels(self, images: Tensor) -> Tensor:
         """Normalised images (N, 3, H, W) as the uint8 pixels (N, H, W, 3) that they were."""
@@ -196,11 +184,6 @@ def open_run(path: str, builder: str | None = None) -> Run:
     if file.is_file() and file.suffix != ".onnx":
         raise UserError(f"RUN: '{path}' is no .onnx file; give the folder of a run of train.py, or a model.onnx")
     return Run(file, builder)
-
-
-def takes_pixels(session: Any) -> bool:
-    """Whether a file was exported with `normalization`."""
-    return bool(session.get_inputs()[0].type == "tensor(uint8)")
 
 
 def _as_they_are(images: Tensor) -> Tensor:

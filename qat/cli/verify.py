@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import qat
-from qat.cli.arguments import add_overrides, add_run
+from qat.cli.arguments import add_overrides, add_run, count
 from qat.cli.causes import probable_cause
 from qat.cli.runs import Run, open_run
 from qat.export import compare_layers
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `verify`."""
     add_run(parser)
     add_overrides(parser)
-    parser.add_argument("--batches", type=int, metavar="N", help="validation batches to compare; default: all")
+    parser.add_argument("--batches", type=count, metavar="N", help="validation batches to compare; default: all")
     parser.add_argument("--layers", action="store_true", help="show every layer that differs, not only the first")
     parser.add_argument(
         "--default-session", action="store_true", help="multiply as a session without options does on this processor"

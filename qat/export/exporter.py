@@ -27,11 +27,12 @@ from qat.export.onnx.names import name_ends, name_quantizers, name_weights, stri
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.pixels import take_pixels
 from qat.export.onnx.program import export_program, fix_sizes
+from qat.export.onnxruntime.barriers import add_barriers
 from qat.export.onnxruntime.clips import fold_clips
-from qat.export.onnxruntime.requantization import keep_requantizations
 from qat.export.onnxruntime.rewriting import rewrite_for_runtime
 from qat.export.onnxruntime.sums import add_exactly
 from qat.preparation.refusals import wrapped
+from qat.preparation.report import PROFILE
 from qat.tracing.inputs import Inputs
 
 
@@ -50,6 +51,7 @@ def export_onnx(
 ) -> None:
     """Write the model in QuantizeLinear/DequantizeLinear form: int8 weights, int32 biases, trained grids.
 
+    Biases are the floats that they stand for where the target reads no int32 (`TargetProfile.float_biases`: TensorRT).
     Ranges are not estimated again. BatchNorm is folded into the weight's scale. Weights of 5 to 8 bits are stored in
     int8, those of 1 to 4 bits in 4-bit containers. The batch axis is free where the model allows it. The output of
     quantizer `layer1.0.add_quantizer` is called `layer1.0.add_quantizer` in the file: so `compare_layers` finds it.
@@ -77,7 +79,8 @@ def export_onnx(
         input_names, output_names: of the file, in their order; None: torch's names of arguments and results.
 
     Raises:
-        TypeError: if the model holds no quantizer, the path is not a path, or the metadata cannot be written as JSON.
+        TypeError: if the model holds no quantizer, the path is not a path, names are no list of texts, or the metadata
+            cannot be written as JSON.
         FileNotFoundError: if the folder of the path is missing.
         ValueError: if the model was prepared in parts, if a quantizer is not calibrated, not exportable or wider than
             8 bits, if a parameter has fewer bits than float32, if the model does not run with the inputs or returns
@@ -88,22 +91,29 @@ def export_onnx(
     check_path("export_onnx", path, "model, path, example_inputs")
     expect_model(export_onnx, model)
     check_new_file(Path(path))
-    if opset not in OPSETS or isinstance(opset, bool):
+    if type(opset) is not int or opset not in OPSETS:
         raise ValueError(f"export_onnx: opset must be {OPSETS[0]} to {OPSETS[-1]}, got {opset!r}")
+    for key, names in (("input_names", input_names), ("output_names", output_names)):
+        listed = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+        if names is not None and not listed:
+            raise TypeError(f"export_onnx: {key} must be a list of names, such as ['x'], got {names!r}")
     notes = _as_json(metadata or {})
     inside = wrapped(model)  # its batch axis would be fixed: the exporter gives free axes to arguments with names
     model = model if inside is None else inside[1]
     check_exportable(model)
     warn_of_hooks(model)
     warn_of_float_results(model)
-    proto = _traced(model, example_inputs, OnnxOperations(opset))
+    profiles = (vars(part)[PROFILE] for part in model.modules() if PROFILE in vars(part))
+    float_biases = any(profile.float_biases for profile in profiles)
+    proto = _traced(model, example_inputs, OnnxOperations(opset, float_biases))
     add_exactly(proto, everywhere=exact_sums)
     fold_clips(proto)
+    add_barriers(proto)
     if packed and opset >= OPSET:
         pack_weights(proto)
     strip_traces(proto)
     if normalization is not None:
-        take_pixels(proto, *normalization)
+        take_pixels(proto, normalization)
     name_ends(proto, input_names, output_names)
     _finish(proto, notes, Path(path))
 
@@ -124,7 +134,6 @@ def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations
     name_quantizers(proto, frozen_grids(frozen))
     name_weights(proto)
     own_initializers(proto)
-    keep_requantizations(proto)
     fix_sizes(program, proto)
     return proto
 

@@ -61,6 +61,10 @@ class TargetProfile:
         float_operations: operations that it computes in float even between quantized tensors.
         quantizes_outputs: whether the model's outputs are integers too.
         reasons: a field ("activation"), or a field of a limit ("activation.signed"), to the reason for its value.
+        float_biases: whether a file holds biases as the floats that they stand for, since the runtime reads no int32
+            behind DequantizeLinear.
+        without_vnni: the target for x86 processors without VNNI, where default sessions of this one may saturate; ""
+            if they do not, or it does not run there.
 
     >>> from qat.targets import profile_of
     >>> profile_of("tensorrt").refusal("activation", QuantSpec(signed=False))
@@ -76,6 +80,8 @@ class TargetProfile:
     float_operations: frozenset[Operation]
     quantizes_outputs: bool
     reasons: Mapping[str, Reason] = field(default_factory=dict, hash=False)
+    float_biases: bool = False
+    without_vnni: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weight", self.weight.resolved(default_spec("weight")))

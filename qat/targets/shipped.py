@@ -14,6 +14,7 @@ _QNNPACK_TABLE = f"{_TORCH}/backend_config/qnnpack.py"
 _ORT = "https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html"
 _TRT = "https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library/work-quantized-types.html"
 _TRT_QUANTIZE = "https://docs.nvidia.com/deeplearning/tensorrt/operators/docs/Quantize.html"
+_TRT_ONNX = "https://github.com/onnx/onnx-tensorrt/blob/main/docs/operators.md"
 _NNCF = (
     "https://github.com/openvinotoolkit/nncf/blob/033300cb355c2501d108f4186fb9360dbebf8cd0/"
     "nncf/common/hardware/configs/cpu.json"
@@ -64,6 +65,7 @@ _ONNXRUNTIME = TargetProfile(
         "log_softmax", "maximum", "mean", "minimum", "mish", "prelu", "silu", "sub", "tanh",
     }),
     quantizes_outputs=False,
+    without_vnni="onnxruntime_x86",
     reasons={
         "weight": Reason(
             "U8S8 runs on the CPU, and narrow range lets a BatchNorm with gamma < 0 negate it exactly; x86 without VNNI"
@@ -89,6 +91,7 @@ _NO_SATURATION = Reason(
 _ONNXRUNTIME_X86 = replace(
     _ONNXRUNTIME,
     name="onnxruntime_x86",
+    without_vnni="",
     weight=replace(_INT8_WEIGHT, max_magnitude=64),
     weight_limits=GridLimits(8, -64, (True,), (True,), ("tensor", "channel")),
     activation_limits=GridLimits(8, 0, (False,), (False,), ("tensor",)),
@@ -137,7 +140,9 @@ _TENSORRT = TargetProfile(
             " (https://github.com/NVIDIA/TensorRT/issues/4084)",
             _TRT_TABLE,
         ),
+        "float_biases": Reason("its DequantizeLinear takes INT8, FP8 and INT4, and no int32", _TRT_ONNX),
     },
+    float_biases=True,
 )  # fmt: skip
 
 _OPENVINO = TargetProfile(
@@ -152,6 +157,7 @@ _OPENVINO = TargetProfile(
         "sigmoid", "silu", "softmax", "tanh",
     }),
     quantizes_outputs=False,
+    without_vnni="onnxruntime_x86",
     reasons={
         "weight": Reason(
             "symmetric, narrow range; x86 without VNNI adds in 16 bits, where 7-bit weights do not overflow",

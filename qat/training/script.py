@@ -52,6 +52,7 @@ from qat.training.run.folder import (
     open_run_folder,
 )
 from qat.training.run.logging import RunLog
+from qat.training.run.proof import saturation_ahead
 from qat.training.run.report import read_problem, report_lines, write_summary
 from qat.training.run.stages import Stages
 from qat.training.run.staging import results_of
@@ -131,6 +132,8 @@ def run_stages(
     with RunLog(folder.path, anew=resumed is None) as log, results_of(folder.path, finished) as place:
         curves = f"tensorboard --logdir {shlex.quote(str(folder.path))}"
         log.say(f"run folder: {folder.path}; device: {device}; curves: {curves}")
+        if ahead := saturation_ahead(config):
+            log.say(ahead)
         write_text(place / RESOLVED_CONFIG, dump_config(config))
         stages = Stages(config, data, device, log, folder, place, resumed, results, about)
 

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import qat
+from qat.cli import export
 from qat.cli.command import VERBS
 from qat.training.run.about import state_digest
 
@@ -70,13 +71,14 @@ def test_evaluate_is_what_the_run_measured(pets: Path, verb: Verb) -> None:
     summary = json.loads((pets / "runs" / "pets" / "summary.json").read_text())
     status, out, _ = verb("evaluate", "runs/pets", "--json")
     found = {each["runtime"]: each for each in json.loads(out)}
-    assert status == 0 and list(found) == ["torch", "onnxruntime", "float"]
+    assert status == 0 and [name for name in found if "default" not in name] == ["torch", "onnxruntime", "float"]
     for runtime, stage in (("torch", "qat"), ("onnxruntime", "onnx"), ("float", "float")):
         assert found[runtime]["top1"] == pytest.approx(summary[stage]["top1"], abs=1e-9)
         assert found[runtime]["images"] == summary["val_images"] if "val_images" in summary else 12
     assert found["onnxruntime"]["same_answers"] == summary["onnx"]["agreement"]
     status, out, _ = verb("evaluate", "runs/pets", "--runtime", "onnxruntime,torch", "data.eval_batch_size=5")
-    assert status == 0 and [line.split()[0] for line in out.splitlines()[2:4]] == ["onnxruntime", "torch"]
+    named = [line.split()[0] for line in out.splitlines()[2:] if line and "default session" not in line]
+    assert status == 0 and named[:2] == ["onnxruntime", "torch"]
     assert verb("evaluate", "runs/pets", "--runtime", "abacus")[0] == 2
 
 
@@ -129,13 +131,76 @@ def test_benchmark_compares_with_float_in_the_same_runtime(verb: Verb, tmp_path:
     status, out, err = verb("benchmark", "runs/pets", *arguments)
     assert status == 0 and "of float" in out, err
     results = json.loads((tmp_path / "x.json").read_text())
-    keys = [(row["model"], row["batch"], row["threads"]) for row in results["rows"]]
+    keys = [(row["model"], row["batch"], row["threads"]) for row in results["rows"] if "default" not in row["model"]]
     assert keys == [("integers", 1, 1), ("float", 1, 1), ("integers", 3, 1), ("float", 3, 1)]
     assert all(row["of_float"] == 1 for row in results["rows"] if row["model"] == "float")
     assert results["bytes"]["float"] > 3 * results["bytes"]["integers"]
     status, out, _ = verb("benchmark", "runs/pets/model.onnx", "--batch", "2", "--rounds", "1")
     assert status == 0 and "float" not in out.splitlines()[2]
     assert verb("benchmark", "runs/pets", "--batch", "0")[0] == 2
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_the_default_session_has_a_row_where_it_is_not_exact(
+    runtime: str, verb: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(runtime)
+    options = ["--batch", "2", "--rounds", "1", "--runtime", runtime, "--json", str(tmp_path / "x.json")]
+    for kind, rows in (("vnni", ["integers"]), ("no-vnni", ["integers", "integers, default session"])):
+        monkeypatch.setenv("QAT_PROCESSOR", kind)
+        status, out, err = verb("benchmark", "runs/pets", *options)
+        results = json.loads((tmp_path / "x.json").read_text())
+        assert status == 0 and [row["model"] for row in results["rows"]] == [*rows, "float"], err
+        assert (f"{results[runtime]}, " in out) and ("(no VNNI)" in out) == (kind == "no-vnni")
+        shares = {row["model"]: row["agreement"] for row in results["rows"]}
+        assert shares.pop("integers, default session", 1.0) > 0.5 and set(shares.values()) == {None}
+        status, out, err = verb("evaluate", "runs/pets", "--runtime", runtime, "--json")
+        assert [each["runtime"] for each in json.loads(out)] == [row.replace("integers", runtime) for row in rows]
+        assert verb("benchmark", "runs/pets/model.onnx", *options[:-2])[0] == 0
+
+
+def test_a_file_of_one_batch_size_is_measured_at_that(pets: Path, verb: Verb, tmp_path: Path) -> None:
+    proto = onnx.load(pets / "runs" / "pets" / "model.onnx")
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+    onnx.save(proto, tmp_path / "one.onnx")
+    for runtime in ("onnxruntime", "openvino"):
+        given = ("benchmark", str(tmp_path / "one.onnx"), "--rounds", "1", "--runtime", runtime)
+        status, out, err = verb(*given)
+        sizes = {line.split()[-4] for line in out.splitlines() if line.startswith("integers")}
+        assert (status, sizes) == (0, {"1"}), err
+        status, out, err = verb(*given, "--batch", "1,16")
+        assert (status, out) == (2, "")
+        assert err == f"--batch: {tmp_path / 'one.onnx'} takes batches of 1 alone; leave --batch out\n"
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_files_that_are_no_such_model_are_a_sentence(runtime: str, verb: Verb, tmp_path: Path) -> None:
+    (tmp_path / "broken.onnx").write_bytes(b"no model")
+    text = '<ir_version: 10, opset_import: ["": 21]> g (int64[N, 7] ids) => (int64[N, 7] y) { y = Identity(ids) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "tokens.onnx")
+    for name, said in {
+        "broken": "does not open it: ",
+        "tokens": "takes 2-D int64; this is for files of one input of images, 4-D float32 or uint8",
+    }.items():
+        status, out, err = verb("benchmark", str(tmp_path / f"{name}.onnx"), "--runtime", runtime)
+        assert (status, out) == (2, "") and said in err and len(err.splitlines()) == 1, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "number"),
+    [
+        (["benchmark", "runs/pets", "--rounds"], "0"),
+        (["benchmark", "runs/pets", "--rounds"], "-3"),
+        (["benchmark", "runs/pets", "--threads"], "1,0"),
+        (["verify", "runs/pets", "--batches"], "-1"),
+        (["verify", "runs/pets", "--batches"], "9" * 30),
+        (["predict", "runs/pets", "images/val/cat/0.png", "--top"], "0"),
+    ],
+)
+def test_a_number_that_counts_nothing_is_refused(arguments: list[str], number: str, verb: Verb) -> None:
+    status, out, err = verb(*arguments, number)
+    bad = number.rpartition(",")[2]
+    assert (status, out) == (2, "") and f"argument {arguments[-1]}: {bad!r} is no whole number from 1 to" in err
 
 
 def test_the_picture_of_a_benchmark_says_what_it_needs(
@@ -195,11 +260,21 @@ def test_a_file_that_takes_pixels_serves_all_verbs(pets: Path, verb: Verb, tmp_p
     assert verb("benchmark", path, "--batch", "1", "--rounds", "1")[0] == 0
 
 
+def test_a_file_that_normalizes_otherwise_is_not_proven(
+    verb: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "_normalization", lambda opened: ((0.9, 0.1, 0.5), (9.0, 9.0, 9.0)))
+    status, out, err = verb("export", "runs/pets", "--to", str(tmp_path / "pixels.onnx"), "--pixels")
+    assert status == 1 and "% of 12 predictions are equal" in out and "100.00 %" not in out, err
+
+
 def test_openvino_answers_too(pets: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second runtime of the same file: it rounds and adds its own way, but to the same scores within a few levels."""
     pytest.importorskip("openvino")
     status, out, err = verb("evaluate", "runs/pets", "--runtime", "onnxruntime,openvino", "--json")
-    assert status == 0 and [each["runtime"] for each in json.loads(out)] == ["onnxruntime", "openvino"], err
+    found = {each["runtime"]: each for each in json.loads(out)}
+    assert status == 0 and [name for name in found if "default" not in name] == ["onnxruntime", "openvino"], err
+    assert found["openvino"]["same_answers"] == 1
     picture = ("images/val/cat/0.png", "--json", "--runtime")
     scores = [
         json.loads(verb("predict", "runs/pets", *picture, runtime)[1])[0]["scores"][runtime]

@@ -69,6 +69,7 @@ agraph (float[4, 2] x, float least) => (float[4, 2] y OTHER)
     wide = QuantizeLinear<axis = 1>(clipped, scale, POINT)
     codes = Clip(wide, none, most)
     y = DequantizeLinear<axis = 1>(codes, scale, POINT)
+    MORE
 }"""
 
 
@@ -78,6 +79,7 @@ agraph (float[4, 2] x, float least) => (float[4, 2] y OTHER)
         ({}, False),
         ({"OTHER": ", float[4, 2] clipped"}, True),  # others read the floats
         ({"OTHER": ", uint8[4, 2] wide"}, True),  # others read the integers before they are clipped
+        ({"OTHER": ", float[4, 2] z", "MORE": "z = DequantizeLinear(wide, scale, none)"}, True),
         ({"LOW": "least"}, True),  # the bound is computed
         ({"SCALE": "float[2] scale = {0.5, 0.25}, uint8[2] points = {0, 0}", "POINT": "points"}, True),  # two grids
         ({"SCALE": "float[2] scale = {0.5, 0.5}, uint8[2] points = {3, 3}", "POINT": "points"}, False),
@@ -86,7 +88,13 @@ agraph (float[4, 2] x, float least) => (float[4, 2] y OTHER)
 )
 def test_a_clip_stays_where_more_than_one_grid_would_change(changes: dict[str, str], stays: bool) -> None:
     text = GRAPH
-    for name, default in {"OTHER": "", "LOW": "zero", "SCALE": "float scale = {0.5}", "POINT": "none"}.items():
+    for name, default in {
+        "OTHER": "",
+        "LOW": "zero",
+        "SCALE": "float scale = {0.5}",
+        "POINT": "none",
+        "MORE": "",
+    }.items():
         text = text.replace(name, changes.get(name, default))
     proto = onnx.parser.parse_model(text)
     inputs = {"x": np.linspace(-3, 9, 8, dtype=np.float32).reshape(4, 2), "least": np.float32(0)}

@@ -44,7 +44,7 @@ def test_every_opset_is_computed_in_integers(opset: int, model: Any, tmp_path: P
     assert optimized_operators(path)["QLinearConv"] == 1
 
 
-@pytest.mark.parametrize("opset", [17, 24, "21", True])
+@pytest.mark.parametrize("opset", [17, 24, "21", True, 21.0])
 def test_other_opsets_are_refused(opset: Any, model: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"export_onnx: opset must be 18 to 23, got {opset!r}"):
         qat.export_onnx(model, tmp_path / "x.onnx", INPUTS, opset=opset)
@@ -86,3 +86,11 @@ def test_names_that_do_not_fit_are_refused(names: dict[str, Any], said: str, mod
     with pytest.raises(ValueError, match=f"export_onnx: {said}"):
         qat.export_onnx(model, tmp_path / "x.onnx", INPUTS, **names)
     assert not (tmp_path / "x.onnx").exists()
+
+
+@pytest.mark.parametrize("names", ["x", "image", ["a", 3], 5])
+@pytest.mark.parametrize("key", ["input_names", "output_names"])
+def test_names_are_a_list_of_texts(key: str, names: Any, model: Any, tmp_path: Path) -> None:
+    """A text would be read as its letters."""
+    with pytest.raises(TypeError, match=f"export_onnx: {key} must be a list of names, such as .'x'., got"):
+        qat.export_onnx(model, tmp_path / "x.onnx", INPUTS, **{key: names})

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 import torch
@@ -13,6 +14,7 @@ import qat
 from qat.export import optimized_operators
 from qat.training.data.transforms import ToInput
 
+IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -57,15 +59,65 @@ def test_the_input_is_called_pixels_or_as_asked(tmp_path: Path) -> None:
         assert (declared.name, declared.type, declared.shape[1:]) == (expected, "tensor(uint8)", [8, 8, 3])
 
 
-@pytest.mark.parametrize(
-    ("normalization", "channels", "said"),
-    [
-        (((0.5,), (0.5,)), 3, "mean and std need 3 values, std above 0"),
-        ((MEAN, (0.1, 0.0, 0.1)), 3, "mean and std need 3 values, std above 0"),
-        ((MEAN, STD), 1, r"normalization is for one input of images \(N, 3, H, W\), the file has input"),
-    ],
-)
-def test_what_does_not_fit_is_refused(normalization: Any, channels: int, said: str, tmp_path: Path) -> None:
-    images = torch.randn(2, channels, 8, 8)
-    with pytest.raises(ValueError, match=said):
-        qat.export_onnx(model_for(images, channels), tmp_path / "x.onnx", images, normalization=normalization)
+class Normalizing(nn.Module):
+    """Keeps pixel_mean and pixel_std itself, as SAM and Detectron2 do."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.conv, self.names = nn.Conv2d(3, 4, 3), names
+        for name in names:
+            self.register_buffer(name, torch.rand(3, 1, 1) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.names:
+            x = x * getattr(self, name)
+        return self.conv(x)
+
+
+def test_a_model_may_have_tensors_of_the_same_names(tmp_path: Path) -> None:
+    images = torch.randn(2, 3, 8, 8)
+    names = ("pixels", "pixels_float", "pixels_centred", "pixels_scaled", "normalized", "pixel_mean", "pixel_std")
+    model = qat.prepare(Normalizing(names), example_inputs=images)
+    qat.calibrate(model, [images])
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8)
+    qat.export_onnx(model.eval(), tmp_path / "plain.onnx", images)
+    qat.export_onnx(model, tmp_path / "pixels.onnx", images, normalization=(MEAN, STD))
+    normalized = ToInput(MEAN, STD)(torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()))
+    expected = run(tmp_path / "plain.onnx", normalized.numpy())
+    assert np.array_equal(run(tmp_path / "pixels.onnx", pixels), expected)
+
+
+def test_the_constants_are_rounded_as_train_py_rounds_them(tmp_path: Path) -> None:
+    """255 times a float32, not a float32 of 255 times a float64: for some numbers that is another one."""
+    images = torch.randn(2, 3, 8, 8)
+    mean, std = (0.1307, 0.4377, 0.5071), (0.3081, 0.2675, 0.2761)
+    assert any(np.float32(255 * value) != np.float32(255) * np.float32(value) for value in mean + std)
+    qat.export_onnx(model_for(images), tmp_path / "x.onnx", images, normalization=(mean, std))
+    graph = onnx.load(tmp_path / "x.onnx").graph
+    stored = {each.name: onnx.numpy_helper.to_array(each) for each in graph.initializer}
+    for name, values in (("pixel_mean", mean), ("pixel_std", std)):
+        assert stored[name].dtype == np.float32
+        assert np.array_equal(stored[name], torch.tensor(values).mul(255).numpy())
+
+
+NONE = [
+    ((0.5,), (0.5,)), (MEAN, (0.1, 0.0, 0.1)), (MEAN, (0.1, -0.1, 0.1)), ((float("nan"), 0, 0), STD),
+    (MEAN, (0.1, float("inf"), 0.1)), (MEAN, (1e-50, 1, 1)), (MEAN, (1e39, 1, 1)), (0.5, 0.5), ((0, 0, 0),),
+    (MEAN, STD, STD), (MEAN, (0.5, 0.5)), ((*MEAN, 0.5), (*STD, 0.5)), ("abc", "def"), 5, (MEAN, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("normalization", NONE, ids=str)
+def test_what_is_no_mean_and_std_is_refused(normalization: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"normalization must be \(mean, std\), each of 3 finite numbers, std above 0; got"
+    ):
+        qat.export_onnx(model_for(IMAGES), tmp_path / "x.onnx", IMAGES, normalization=normalization)
+
+
+def test_a_file_of_other_channels_is_refused(tmp_path: Path) -> None:
+    images = torch.randn(2, 1, 8, 8)
+    with pytest.raises(
+        ValueError, match=r"normalization is for one input of images \(N, 3, H, W\), the file has input"
+    ):
+        qat.export_onnx(model_for(images, 1), tmp_path / "x.onnx", images, normalization=(MEAN, STD))

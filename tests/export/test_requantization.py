@@ -53,15 +53,19 @@ def test_equal_grids_stay_scalars(tmp_path: Path) -> None:
     assert len(quantizers) == 3 and not any(node.attribute for node in quantizers)
 
 
-def test_a_tensor_without_a_fixed_axis_is_warned_of(tmp_path: Path) -> None:
-    x = torch.randn(16, 1)
+def test_a_tensor_without_a_fixed_axis(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, path = torch.randn(200, 1), tmp_path / "model.onnx"
     model = twice(nn.Identity(), qat.QuantSpec(signed=False, symmetric=False))
     model.conv = qat.QuantLinear(1, 1)
     qat.calibrate(model, [x])
     with torch.no_grad():
         model.second.scale.mul_(0.83)
-    with pytest.warns(UserWarning, match="'second' requantizes a tensor without an axis of fixed length"):
-        qat.export_onnx(model.eval(), tmp_path / "model.onnx", x)
+    qat.export_onnx(model.eval(), path, x)
+    assert qat.verify_onnx(path, model, [x]).max_difference < 1e-6
+    grids = {tensor.name: tensor.dims for tensor in onnx.load(path).graph.initializer}
+    quantizers = [node for node in onnx.load(path).graph.node if node.op_type == "QuantizeLinear"]
+    assert len(quantizers) == 3 and not any(grids[node.input[1]] for node in quantizers)  # one scale for the tensor
 
 
 def test_a_block_with_stochastic_depth(tmp_path: Path) -> None:

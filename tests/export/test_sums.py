@@ -10,8 +10,10 @@ from torch import nn
 import qat
 from qat.export import optimized_operators
 from qat.training.config.schema import RunConfig
+from qat.training.run import exporting
 from qat.training.run.exporting import export_and_prove
 from qat.training.run.logging import RunLog
+from qat.training.run.proof import Proof
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -92,3 +94,21 @@ def test_a_run_adds_exactly_where_integer_sums_change_predictions(
     assert ("QLinearAdd" in optimized_operators(tmp_path / "model.onnx")) is not exact
     assert ("sums are added in float32" in capsys.readouterr().out) is (wanted == "auto")
     assert sorted(path.name for path in tmp_path.glob("*.onnx")) == ["model.onnx"]
+
+
+@pytest.mark.parametrize("second", [0.9, 0.8])
+def test_exact_sums_that_change_nothing_are_not_taken(
+    second: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They cost time: equal shares of equal predictions keep the integer ones, and the log says so."""
+    found = iter([0.9, second])
+
+    def prove(*given: object) -> Proof:
+        return Proof({"agreement": next(found), "operators": {"QLinearAdd": 2}}, [], [])
+
+    monkeypatch.setattr(exporting, "prove", prove)
+    x = torch.randn(4, 3, 8, 8)
+    proof = export_and_prove(_with_ties(x), tmp_path / "model.onnx", x, [], RunConfig(), {}, RunLog(tmp_path))
+    assert proof.results["agreement"] == 0.9 and "QLinearAdd" in optimized_operators(tmp_path / "model.onnx")
+    said = f"sums stay integer ones: 90.00 % equal predictions, {100 * second:.2f} % with exact sums"
+    assert said in capsys.readouterr().out

@@ -68,7 +68,7 @@ def test_what_the_runtime_merges_where_nobody_looks_is_another_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading the integers between two quantizers keeps ONNX Runtime from merging them: each layer alone is right."""
-    monkeypatch.setattr(exporter_module, "keep_requantizations", lambda proto: None)
+    monkeypatch.setattr(exporter_module, "add_barriers", lambda proto: None)
     torch.manual_seed(0)
     x, path = torch.randn(16, 3, 8, 8), tmp_path / "model.onnx"
     model = twice(BETWEEN["nothing"], qat.QuantSpec(signed=False, symmetric=False))

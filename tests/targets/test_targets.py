@@ -45,7 +45,7 @@ def test_a_profile_runs_its_own_grids(profile) -> None:
 def test_every_choice_has_a_reason_and_a_source(profile) -> None:
     described = {"shared_grids", "float_operations"}
     described |= {f"{tensor}{limit}" for tensor in TENSORS for limit in ("", ".most_bits", ".granularities")}
-    described |= {"quantizes_outputs"} if profile.quantizes_outputs else set()
+    described |= {field for field in ("quantizes_outputs", "float_biases") if getattr(profile, field)}
     for tensor in TENSORS:
         limits = getattr(profile, f"{tensor}_limits")
         described |= {f"{tensor}.{kind}" for kind in ("signed", "symmetric") if len(getattr(limits, kind)) == 1}
@@ -109,6 +109,7 @@ def test_the_published_facts() -> None:
     """Facts from the runtimes' own pages; the profiles contain the addresses."""
     tensorrt, openvino = PROFILES["tensorrt"], PROFILES["openvino"]
     assert (tensorrt.activation.qmin, tensorrt.activation.qmax, tensorrt.activation.symmetric) == (-128, 127, True)
+    assert [name for name, profile in PROFILES.items() if profile.float_biases] == ["tensorrt"]
     assert tensorrt.activation_limits.signed == (True,) and tensorrt.activation_limits.symmetric == (True,)
     assert (openvino.activation.qmin, openvino.activation.qmax, openvino.activation.symmetric) == (0, 255, False)
     assert (openvino.weight.qmin, openvino.weight.qmax) == (-127, 127)

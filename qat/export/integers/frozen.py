@@ -86,7 +86,7 @@ class FrozenParameter(nn.Module):
 
 
 class FrozenLayer(nn.Module):
-    """A quantized layer with its BatchNorm folded in: int8 weight, int32 bias.
+    """A quantized layer with its BatchNorm folded in: int8 weight, int32 bias (or its floats).
 
     Args:
         layer: whose operation it is.
@@ -128,8 +128,9 @@ class FrozenLayer(nn.Module):
         self.weight_scale = nn.Buffer(integers.scale.detach().float().contiguous())
         # Always 0, and stored anyway: ONNX Runtime fuses a linear layer only if the weight has a zero point.
         self.weight_zero_point = nn.Buffer(torch.zeros(self.weight_scale.shape, dtype=torch.int8))
-        self.bias = nn.Buffer(integers.bias_codes.detach().to(torch.int32))
+        bias = integers.bias_codes.detach().to(torch.int32)
         self.bias_scale = nn.Buffer(integers.accumulator_scale.detach().float().contiguous())
+        self.bias = nn.Buffer(bias * self.bias_scale if operations.float_biases else bias)
 
     def forward(self, x: Tensor, *operands: Any, **options: Any) -> Tensor:
         """The float operation on dequantized operands, which runtimes fuse into an integer one.
@@ -148,7 +149,9 @@ class FrozenLayer(nn.Module):
         )
         if not self.in_torch_layout:
             weight = self.geometry.torch_layout(weight)
-        bias = self.operations.dequantize(self.bias, self.bias_scale, None, axis=0)
+        bias: Tensor = self.bias
+        if not self.operations.float_biases:
+            bias = self.operations.dequantize(bias, self.bias_scale, None, axis=0)
         result: Tensor = self.geometry.operate(x, weight, bias, *others, **options)
         return result
 

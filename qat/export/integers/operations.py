@@ -11,6 +11,9 @@ class Operations:
     them.
     """
 
+    float_biases = False
+    """Whether biases are stored as the floats that they stand for."""
+
     def quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: tuple[Tensor, Tensor] | None, quantizer: str
     ) -> Tensor:

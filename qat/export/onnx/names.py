@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qat.export.integers.evaluation import numbered
+from qat.export.onnx.graph import readers
 from qat.export.onnx.operators import LAYER, QUANTIZER
 
 
@@ -20,20 +21,16 @@ def name_quantizers(proto: Any, expected: Mapping[str, tuple[float, ...]]) -> No
     Raises:
         ValueError: if a quantizer is missing.
     """
-    readers: dict[str, list[Any]] = {}
-    for node in proto.graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
+    read_by = readers(proto.graph)
     seen: Counter[str] = Counter()
     for node in proto.graph.node:
         name = _metadata(node, QUANTIZER)
         if name is None:
             continue
-        following = readers.get(node.output[0], [])
         # The last integer tensor of a quantizer: QuantizeLinear, or the Clip behind it.
-        last = following[0] if following and following[0].op_type == "Clip" else node
+        last = next((each for each in read_by.get(node.output[0], []) if each and each.op_type == "Clip"), node)
         new = numbered(name, seen)
-        for reader in readers.get(last.output[0], []):
+        for reader in read_by.get(last.output[0], []):
             reader.input[:] = [new if old == last.output[0] else old for old in reader.input]
         last.output[0] = new
         node.name = new

@@ -28,10 +28,11 @@ class OnnxOperations(Operations):
 
     Args:
         opset: the version of ONNX's operators.
+        float_biases: as in `Operations`.
     """
 
-    def __init__(self, opset: int = OPSET) -> None:
-        self.opset = opset
+    def __init__(self, opset: int = OPSET, float_biases: bool = False) -> None:
+        self.opset, self.float_biases = opset, float_biases
 
     def quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, bounds: tuple[Tensor, Tensor] | None, quantizer: str

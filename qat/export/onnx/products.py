@@ -7,6 +7,7 @@ import numpy as np
 
 from qat.export.integers.saturation import Saturation, worst_pair
 from qat.export.onnx.containers import stored_arrays
+from qat.export.onnx.graph import makers
 
 HIGHEST_CODE = 255
 """Of an input whose bounds the file does not say."""
@@ -28,8 +29,7 @@ def find_saturation(path: str | os.PathLike[str]) -> list[Saturation]:
     import onnx
 
     graph = onnx.load(path).graph
-    made = {output: node for node in graph.node for output in node.output}
-    stored = stored_arrays(graph)
+    made, stored = makers(graph), stored_arrays(graph)
     found: dict[str, list[int]] = {}
     for node in graph.node:
         if node.op_type not in CHANNEL_AXIS:

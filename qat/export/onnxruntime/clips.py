@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from qat.export.onnx.containers import Array, stored_arrays
+from qat.export.onnx.graph import readers
 
 
 def fold_clips(proto: Any) -> None:
@@ -22,16 +23,12 @@ def fold_clips(proto: Any) -> None:
     """
     from onnx import numpy_helper
 
-    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    readers: dict[str, list[Any]] = {output.name: [None] for output in proto.graph.output}
-    for node in proto.graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
+    stored, read_by = stored_arrays(proto.graph), readers(proto.graph)
     for node in list(proto.graph.node):
         limits = _constants(node.input[1:3], stored) if node.op_type == "Clip" else None
         if limits is None or limits[0].dtype != np.float32:
             continue
-        found = [_with_integer_clip(reader, readers, stored) for reader in readers.get(node.output[0], [])]
+        found = [_with_integer_clip(reader, read_by, stored) for reader in read_by.get(node.output[0], [])]
         if not found or None in found:
             continue
         for quantizer, clip in filter(None, found):
@@ -43,11 +40,11 @@ def fold_clips(proto: Any) -> None:
         proto.graph.node.remove(node)
 
 
-def _with_integer_clip(node: Any, readers: Mapping[str, list[Any]], stored: Mapping[str, Array]) -> Any:
+def _with_integer_clip(node: Any, read_by: Mapping[str, list[Any]], stored: Mapping[str, Array]) -> Any:
     """A QuantizeLinear on one constant grid, and the only reader of its integers, a Clip; None for anything else."""
     if node is None or node.op_type != "QuantizeLinear":
         return None
-    grid, after = _constants(node.input[1:3], stored), readers.get(node.output[0], [])
+    grid, after = _constants(node.input[1:3], stored), read_by.get(node.output[0], [])
     if grid is None or any(len(np.unique(part)) != 1 for part in grid) or len(after) != 1 or after[0] is None:
         return None
     (clip,) = after

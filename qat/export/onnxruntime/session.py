@@ -12,7 +12,9 @@ from qat.export.onnxruntime.default_session import EXACT_OPTION, needs_option
 from qat.torch_internals import pytree
 
 
-def open_session(model: bytes, optimize: bool = True, optimized: Path | None = None, exact: bool = True) -> Any:
+def open_session(
+    model: bytes, optimize: bool = True, optimized: Path | None = None, exact: bool = True, threads: int = 0
+) -> Any:
     """A session on the CPU.
 
     Args:
@@ -20,6 +22,7 @@ def open_session(model: bytes, optimize: bool = True, optimized: Path | None = N
         optimize: with ONNX Runtime's default graph optimisation, or with none.
         optimized: where to write the optimised graph, if anywhere.
         exact: with exact integer products on every processor; false: as the runtime multiplies by default.
+        threads: 0 for as many as the runtime takes.
 
     Raises:
         ValueError: if ONNX Runtime cannot read the file.
@@ -28,6 +31,7 @@ def open_session(model: bytes, optimize: bool = True, optimized: Path | None = N
     import onnxruntime as ort
 
     options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
     options.log_severity_level = 3  # it warns of every optimised graph that it saves
     if exact and needs_option():
         options.add_session_config_entry(*EXACT_OPTION)

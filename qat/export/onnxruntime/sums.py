@@ -11,7 +11,8 @@ for; at 8 bits they once changed 2 predictions of 1,000 too.
 
 from typing import Any
 
-from qat.export.onnxruntime.requantization import MOVING
+from qat.export.onnx.graph import makers
+from qat.export.onnxruntime.barriers import MOVING
 
 THROUGH = {*MOVING, "QuantizeLinear", "DequantizeLinear"}
 """What may stand between a sum and a quantizer of few bits."""
@@ -24,7 +25,7 @@ def add_exactly(proto: Any, *, everywhere: bool = False) -> None:
         proto: an exported file, whose quantizers of fewer than 8 bits end with a Clip of integers; it is changed.
         everywhere: every sum that a quantizer reads, whatever its bits.
     """
-    made_by = {name: node for node in proto.graph.node for name in node.output}
+    made_by = makers(proto.graph)
     for node in proto.graph.node:
         before = node if node.op_type == "QuantizeLinear" else None
         if not everywhere:

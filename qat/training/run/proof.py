@@ -20,8 +20,11 @@ from qat.export import (
 )
 from qat.export.onnxruntime.default_session import default_is_exact, needs_option
 from qat.quantizer.training import resting_scales
+from qat.targets import profile_of
 from qat.text import table
+from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
+from qat.training.loop.preparation import build_recipe
 from qat.training.run.report import difference_results, onnx_results, session_results
 
 MIN_AGREEMENT = 0.995
@@ -131,6 +134,19 @@ class Proof:
         ]
         head = f"{layers} layers may saturate where two products are added in 16 bits (x86 without VNNI):"
         return "\n".join([f"{head} {WAYS_OUT}", "", *table(rows, numbers=True)])
+
+
+def saturation_ahead(config: RunConfig) -> str:
+    """What the proof of a run may say at its end of this processor, so that it is known at the start; "" if nothing."""
+    recipe = build_recipe(config.quantization)
+    target = recipe.profile.without_vnni
+    fits = not target or profile_of(target).refusal("weight", recipe.weight) is None
+    if fits or not config.export.onnx or default_is_exact():
+        return ""
+    return (
+        "this processor adds pairs of products in 16 bits (no VNNI), where default sessions of these weights may"
+        f" saturate: quantization.target={target} is the target for it, docs/targets.md has more"
+    )
 
 
 def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
