@@ -16,12 +16,14 @@ import torch
 import torchvision
 from PIL import Image
 from tiny_training import CPU, user_error
+from torchvision.transforms import v2
 
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import transforms
 from qat.training.data.datasets import build_dataset, read_digits
 from qat.training.data.images import ImageArray, ImageFiles
 from qat.training.data.loaders import Data, load_data
+from qat.training.data.transforms import cropped, pixels_of, resized
 from qat.training.errors import UserError
 
 EVERY_AUGMENTATION = AugmentConfig(
@@ -228,6 +230,17 @@ def test_validation_crops_the_centre_of_the_resized_image(tmp_path: Path) -> Non
     data = load(**npz(tmp_path, x_val=pixels, y_val=np.array([0])), image_size=4, resize_size=8)
     images = next(iter(data.val))[0]
     assert torch.equal(images, torch.ones(1, 3, 4, 4))
+
+
+@pytest.mark.parametrize("size", [(8, 12), (33, 20), (20, 33), (7, 7), (16, 16), (50, 71)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_picture_is_resized_and_cropped_as_by_torchvision(size: tuple[int, int], channels: int) -> None:
+    tensor = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (channels, *size), np.uint8))
+    theirs = v2.Compose([v2.Resize(16, antialias=True), v2.CenterCrop(15)])
+    assert torch.equal(torch.as_tensor(cropped(resized(tensor, 16), 15)), theirs(tensor))
+    image = v2.functional.to_pil_image(tensor).convert("RGB")
+    assert np.array_equal(np.asarray(cropped(resized(image, 16), 15)), np.asarray(theirs(image)))
+    assert torch.equal(pixels_of(image), v2.functional.pil_to_tensor(image))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
