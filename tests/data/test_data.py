@@ -5,6 +5,10 @@ import logging
 import os
 import pickle
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -252,6 +256,25 @@ def test_an_unreadable_image_is_one_sentence_also_from_a_worker(folder: Path, wo
     # No `as caught`: that would leave the loader to the garbage collector, where torch waits 5 s for the worker.
     with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
         list(data.val)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process there is not told that its parent ends")
+def test_a_loader_process_ends_with_a_run_that_is_killed(folder: Path) -> None:
+    code = (
+        "import os, signal, sys, torch; from qat.training.config.schema import DataConfig;"
+        "from qat.training.data.loaders import load_data;"
+        f"data = load_data(DataConfig(name='imagefolder', root={str(folder)!r}, image_size=8, batch_size=2, workers=1),"
+        " 0, torch.device('cpu'), False); rows = iter(data.train); next(rows);"
+        "print(data.train._batches._iterator._workers[0].pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)  # waits for pipes
+    assert found.returncode == -signal.SIGKILL and found.stderr == ""
+    state = Path(f"/proc/{int(found.stdout)}/stat")
+    for _ in range(40):  # 2 s; torch itself looks for its parent every 5
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("the loader process lives on")
 
 
 def test_a_truncated_image_and_one_of_16_bits_are_refused(folder: Path) -> None:
