@@ -1,6 +1,6 @@
 """Fine-tune a torchvision model with quantization, export it to integers, and prove that both predict the same.
 
-    python train.py --config resnet_int8.yaml [key.path=value ...]
+    python train.py resnet_int8.yaml [key.path=value ...]
 
 The recipe is `run` and `run_stages` of qat/training/script.py, from top to bottom: float baseline, prepare, calibrate,
 QAT, export, proof.

@@ -2,18 +2,15 @@
 
 import argparse
 import logging
-import re
 
 import qat
 from qat.cli import benchmark, evaluate, export, predict, train, verify
 from qat.training.run.exit_status import exit_status
+from qat.training.script import OVERRIDE
 
 VERBS = {each.__name__.rpartition(".")[2]: each for each in (train, predict, evaluate, verify, benchmark, export)}
 """Each is a module with `EXAMPLE`, `add_arguments(parser)` and `run(given) -> int`; its docstring is the help, and
 `WAY_ON`, if it has that, says what a user does who was interrupted."""
-
-OVERRIDE = re.compile(r"[a-z_][\w.\[\]]*=")
-"""How `key.path=value` begins."""
 
 
 def main(arguments: list[str] | None = None) -> int:

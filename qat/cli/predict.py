@@ -9,7 +9,8 @@ from torch import Tensor
 from qat.cli.arguments import add_run, chosen_runtime, count
 from qat.cli.runs import open_run
 from qat.text import table
-from qat.training.errors import value_errors_reported
+from qat.training.data.pictures import read_picture
+from qat.training.errors import problems_of
 
 EXAMPLE = "python -m qat predict runs/resnet_int8 photo.png --compare"
 
@@ -33,8 +34,8 @@ def run(given: argparse.Namespace) -> int:
     engines = {runtime: opened.engine(runtime) for runtime in runtimes}
     found = []
     for file in given.images:
-        with value_errors_reported():
-            picture = opened.transform(file)
+        with problems_of("IMAGE"):
+            picture = opened.transform(read_picture(file))
         shares = {runtime: engine(picture)[0].softmax(0) for runtime, engine in engines.items()}
         found.append((file, shares))
         if not given.json:

@@ -93,9 +93,12 @@ class Run:
                 f" because a file names it; add --model {self.config.model.name}"
             )
         given = self._build() if own else None
-        with value_errors_reported(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            return qat.load(self.folder, given)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                return qat.load(self.folder, given)
+        except ValueError as error:
+            raise UserError(f"RUN: {str(error).removeprefix('load: ')}") from error
 
     @cached_property
     def classes(self) -> list[str]:
@@ -163,7 +166,12 @@ class Run:
                     f"RUN: '{self.path}' is of a model of your own, {config.name!r}; add --model {config.name}"
                 )
             config = config.model_copy(update={"name": self.builder})
-        return build_model(config, len(self.classes), with_weights=False)
+        try:
+            return build_model(config, len(self.classes), with_weights=False)
+        except UserError as error:
+            if self.builder is None:
+                raise
+            raise UserError(*(problem.replace("model.name:", "--model:", 1) for problem in error.problems)) from error
 
 
 def open_run(path: str, builder: str | None = None) -> Run:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from qat.expected import expect_model
+from qat.finetuning.oscillation import Oscillations
 
 
 class EMA:
@@ -58,6 +59,15 @@ class EMA:
     def update(self, model: nn.Module) -> None:
         """Move the averages towards the model's current values."""
         self._average(list(self._averages.values()), self._of(model), 0)
+
+    def hold(self, model: nn.Module, oscillations: Oscillations) -> None:
+        """Before an evaluation: averages of frozen weights become their integers, on the averaged scales.
+
+        An average still has a share of what a weight was before it was frozen, and may round to another integer.
+        """
+        with self.swapped(model):
+            oscillations.hold()
+            _copy(list(self._averages.values()), self._of(model))
 
     def copy_to(self, model: nn.Module) -> None:
         """Copy the averages into the model, in place."""

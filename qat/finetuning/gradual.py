@@ -112,6 +112,8 @@ class GradualQuantization:
         drawn = torch.empty_like(quantized, dtype=torch.bool).bernoulli_(self.share)
         return torch.where(drawn, quantized, arguments[0])
 
+    _in_part.for_a_time = True  # type: ignore[attr-defined]  # no copy of a quantizer has it
+
 
 def _switched_on(model: nn.Module, role: str) -> list[Quantizer]:
     """The quantizers of weights or of activations that are on."""

@@ -47,7 +47,8 @@ class Oscillations:
         strength  = dampen * (1 - cos(pi * s)) / 2
 
     The paper's values at 4 bits: freeze=0.01 from 0.1 (0.011 at 3 bits), or dampen=0.1. Both end about equally well
-    there (MobileNetV2 W4A4: 70.6 and 70.5 %, 69.5 without). Averaged weights (EMA) are not held: they lie between.
+    there (MobileNetV2 W4A4: 70.6 and 70.5 %, 69.5 without). Averages of frozen weights are held by
+    `EMA.hold`.
 
     The state lives here and not in buffers of the model: it is the training's, as an optimizer's is. So a finished or
     exported model is the same with and without, and checkpoints of either load. Save `state_dict()` beside the
@@ -152,8 +153,7 @@ class Oscillations:
             self.integer = torch.where(new, self.average.round(), self.integer)
             self.frozen |= new
             self._holds = True
-        if self._holds:
-            self._hold()
+        self.hold()
 
     def count(self) -> Count:
         """The sums of `by_layer`."""
@@ -199,7 +199,11 @@ class Oscillations:
         codes = torch.cat(parts)
         return torch.where(self.frozen, self.integer, codes) if self._holds else codes
 
-    def _hold(self) -> None:
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Set the frozen weights of the model to their integers, on its scales as they are now."""
+        if not self._holds:
+            return
         integers, frozen = self.integer.split_with_sizes(self._sizes), self.frozen.split_with_sizes(self._sizes)
         for each, codes, held, shape in zip(self.weights.values(), integers, frozen, self._shapes, strict=True):
             if not each.quantizer.passes:

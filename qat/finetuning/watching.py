@@ -1,8 +1,10 @@
 """A model that returns the outputs of some of its modules beside its own."""
 
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from qat.analysis.features import feature_extractor
 from qat.preparation.prepared_graph import PreparedGraph
@@ -30,19 +32,22 @@ class _Watched(nn.Module):
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         super().__init__()
-        self.model, self.found = model, dict[str, Tensor]()
+        self.model, self.names = model, names
         modules = dict(model.named_modules())
         for name in names:
             if name not in modules:
                 hint = did_you_mean(name, modules, count=3) or f"modules are called {', '.join(list(modules)[1:4])} ..."
                 raise ValueError(f"features: {type(model).__name__} has no module {name!r}; {hint}")
-            modules[name].register_forward_hook(lambda _module, _inputs, output, name=name: self._keep(name, output))
         self.train(model.training)
 
     def forward(self, *inputs: Any) -> dict[str, Any]:
-        output = self.model(*inputs)
-        found, self.found = self.found, {}
-        return {LOGITS: output, **found}
+        found: dict[str, Any] = {}
 
-    def _keep(self, name: str, output: Tensor) -> None:
-        self.found[name] = output
+        def keep(_module: nn.Module, _inputs: Any, output: Any, name: str) -> None:
+            found[name] = output
+
+        with ExitStack() as hooks:  # for this call alone: a copy of the model would keep them
+            for name in self.names:
+                hooks.enter_context(self.model.get_submodule(name).register_forward_hook(partial(keep, name=name)))
+            output = self.model(*inputs)
+        return {LOGITS: output, **found}

@@ -67,20 +67,20 @@ class Geometry(NamedTuple):
             return f"it sums {inputs} products, and int32 holds {MOST_INPUTS}"
         fewest = {"depthwise": 0, "grouped": FEWEST_INPUTS_OF_GROUPS, "dense": FEWEST_INPUTS}[kind]
         if inputs < fewest:
-            return f"it sums {inputs} products, and integers pay from {fewest} on"
+            return f"float is faster for sums of fewer than {fewest} products, here {inputs}"
         if x is None:
             return None
         size, smallest = math.prod(x) * copies, SMALLEST_IN_GROUPS if kind == "grouped" else 0
         if kind == "depthwise":
             smallest = SMALLEST_DEPTHWISE_QUICKLY_PACKED if zero == 0 else SMALLEST_DEPTHWISE
         if size < smallest:
-            return f"its input has {size} elements, and integers pay from {smallest} on"
+            return f"float is faster for inputs of fewer than {smallest} elements, here {size}"
         if kind == "depthwise":
             return None
         rows = self.rows(x, weight) * copies
         quickly_packed = kind == "dense" and (zero == 0 or math.prod(weight[2:]) == 1)
         least = FEWEST_ROWS_QUICKLY_PACKED if quickly_packed else FEWEST_ROWS
-        return None if rows >= least else f"it has {rows} rows, and integers pay from {least} on"
+        return None if rows >= least else f"float is faster for fewer than {least} rows, here {rows}"
 
     def kind(self, weight: torch.Size) -> str | None:
         """One of `onednn.KINDS`; None for depthwise with several outputs per input, which no self-test covers."""

@@ -20,4 +20,4 @@ class Verdict:
             return f"trains operation by operation: {self.reason}"
         if self.distrusted:
             return f"trains on codes but for {', '.join(self.distrusted)}: {self.reason}"
-        return "trains on codes, which a step of both kinds has shown to be the same"
+        return "trains on codes, the fast way; a step was compared with plain training and is the same"

@@ -1,5 +1,6 @@
 """Two switches of a quantizer: off, so that its tensor passes in float, and frozen, so that its range stays."""
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -31,6 +32,11 @@ class Switchable(nn.Module):
         for parameter in self.parameters():
             parameter.requires_grad_(not frozen)
             parameter.grad = None  # else an optimizer would apply the last one again
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: without the hooks that an aid has put up for a time, since it would not end there."""
+        hooks = {key: hook for key, hook in self._forward_hooks.items() if not getattr(hook, "for_a_time", False)}
+        return {**self.__dict__, "_forward_hooks": OrderedDict(hooks)}
 
     def switches(self) -> list[str]:
         """The switches that are set, in words."""

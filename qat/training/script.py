@@ -5,6 +5,7 @@
 
 import argparse
 import logging
+import re
 import shlex
 import sys
 import time
@@ -59,6 +60,9 @@ from qat.training.run.staging import results_of
 
 WHAT = "Fine-tune a torchvision model with quantization, export it to integers, and prove that both predict the same."
 
+OVERRIDE = re.compile(r"[a-z_][\w.\[\]]*=")
+"""How `key.path=value` begins."""
+
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 """Where a bare name of a config is looked for too."""
 
@@ -74,14 +78,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The config, and changes of it."""
-    parser.add_argument("--config", required=True, help="a YAML file; a bare name is looked for in configs/ too")
+    parser.add_argument("named", nargs="?", metavar="CONFIG", help="a YAML file, or the name of one in configs/")
+    parser.add_argument("--config", help="the same")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change one value of the config")
 
 
 def run_parsed(parsed: argparse.Namespace) -> int:
     """Run with parsed arguments; `run` says what is returned."""
     logging.getLogger("qat").setLevel(logging.INFO)
-    return run(load_config(parsed.config, parsed.overrides, CONFIGS))
+    words = [word for word in (parsed.named, *parsed.overrides) if word is not None]
+    config = parsed.config or next((word for word in words if not OVERRIDE.match(word)), None)
+    if config is None:
+        raise UserError("CONFIG: missing; name a YAML file, such as resnet_int8.yaml")
+    if parsed.config is None:
+        words.remove(config)
+    return run(load_config(config, words, CONFIGS))
 
 
 def run(config: RunConfig) -> int:

@@ -24,7 +24,7 @@ Verb = Callable[..., tuple[int, str, str]]
 def test_every_verb_has_help_with_an_example(verb: Verb) -> None:
     for name, module in VERBS.items():
         status, out, _ = verb(name, "--help")
-        assert status == 0 and f"example: python -m qat {name} {'--config' if name == 'train' else 'runs/'}" in out
+        assert status == 0 and f"example: python -m qat {name} {'' if name == 'train' else 'runs/'}" in out
         assert str(module.__doc__) in out
     assert all(name in verb("--help")[1] for name in VERBS)
 
@@ -43,7 +43,7 @@ def test_it_is_a_module_that_python_runs() -> None:
             "RUN: 'images' has no config.yaml; give the folder of a run of train.py, or a model.onnx",
         ),
         (["predict", "pets.yaml", "x.png"], "RUN: 'pets.yaml' is no .onnx file; give the folder of a run"),
-        (["predict", "runs/pets", "x.png"], "transform: 'x.png' does not exist (looked in '"),
+        (["predict", "runs/pets", "x.png"], "IMAGE: 'x.png' does not exist (looked in '"),
         (["verify", "runs/pets/model.onnx"], "RUN: 'runs/pets/model.onnx' is a file; this needs the folder of its run"),
         (["evaluate", "runs/pets", "data.root=nowhere"], "data.root: 'nowhere' is not a folder"),
         (
@@ -63,6 +63,8 @@ def test_a_mistake_is_one_sentence(arguments: list[str], said: str, verb: Verb) 
 def test_a_model_of_ones_own_is_built_only_if_the_user_names_it(own: Path, verb: Verb) -> None:
     status, _, err = verb("evaluate", "runs/own", place=own)
     assert status == 2 and err.endswith("add --model tinymodels:tiny\n")
+    status, _, err = verb("evaluate", "runs/own", "--model", "tinymodels:tinny", place=own)
+    assert (status, err) == (2, "--model: 'tinymodels' has no 'tinny'; did you mean 'tiny'?\n")
     status, out, err = verb("evaluate", "runs/own", "--model", "tinymodels:tiny", place=own)
     assert status == 0 and "onnxruntime" in out, err
 

@@ -36,7 +36,7 @@ def transformed(images: Tensor, plain: Preprocessing = AS_STORED, first: int = 0
 @pytest.mark.parametrize("channels", [1, 3])
 def test_without_augmentation_it_is_the_pipeline_of_one_image(channels: int) -> None:
     images = stored(channels=channels)
-    expected = torch.stack([PLAIN.pipeline()(image) for image in images])
+    expected = torch.stack([PLAIN.apply(image) for image in images])
     assert torch.equal(transformed(images, PLAIN), expected)
 
 

@@ -5,6 +5,10 @@ import logging
 import os
 import pickle
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +20,14 @@ import torch
 import torchvision
 from PIL import Image
 from tiny_training import CPU, user_error
+from torchvision.transforms import v2
 
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import transforms
 from qat.training.data.datasets import build_dataset, read_digits
 from qat.training.data.images import ImageArray, ImageFiles
 from qat.training.data.loaders import Data, load_data
+from qat.training.data.transforms import cropped, pixels_of, resized
 from qat.training.errors import UserError
 
 EVERY_AUGMENTATION = AugmentConfig(
@@ -230,6 +236,17 @@ def test_validation_crops_the_centre_of_the_resized_image(tmp_path: Path) -> Non
     assert torch.equal(images, torch.ones(1, 3, 4, 4))
 
 
+@pytest.mark.parametrize("size", [(8, 12), (33, 20), (20, 33), (7, 7), (16, 16), (50, 71)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_picture_is_resized_and_cropped_as_by_torchvision(size: tuple[int, int], channels: int) -> None:
+    tensor = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (channels, *size), np.uint8))
+    theirs = v2.Compose([v2.Resize(16, antialias=True), v2.CenterCrop(15)])
+    assert torch.equal(torch.as_tensor(cropped(resized(tensor, 16), 15)), theirs(tensor))
+    image = v2.functional.to_pil_image(tensor).convert("RGB")
+    assert np.array_equal(np.asarray(cropped(resized(image, 16), 15)), np.asarray(theirs(image)))
+    assert torch.equal(pixels_of(image), v2.functional.pil_to_tensor(image))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_unreadable_image_is_one_sentence_also_from_a_worker(folder: Path, workers: int) -> None:
     path = folder / "val" / "dog" / "1.png"
@@ -239,6 +256,25 @@ def test_an_unreadable_image_is_one_sentence_also_from_a_worker(folder: Path, wo
     # No `as caught`: that would leave the loader to the garbage collector, where torch waits 5 s for the worker.
     with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
         list(data.val)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process there is not told that its parent ends")
+def test_a_loader_process_ends_with_a_run_that_is_killed(folder: Path) -> None:
+    code = (
+        "import os, signal, sys, torch; from qat.training.config.schema import DataConfig;"
+        "from qat.training.data.loaders import load_data;"
+        f"data = load_data(DataConfig(name='imagefolder', root={str(folder)!r}, image_size=8, batch_size=2, workers=1),"
+        " 0, torch.device('cpu'), False); rows = iter(data.train); next(rows);"
+        "print(data.train._batches._iterator._workers[0].pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)  # waits for pipes
+    assert found.returncode == -signal.SIGKILL and found.stderr == ""
+    state = Path(f"/proc/{int(found.stdout)}/stat")
+    for _ in range(40):  # 2 s; torch itself looks for its parent every 5
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("the loader process lives on")
 
 
 def test_a_truncated_image_and_one_of_16_bits_are_refused(folder: Path) -> None:

@@ -102,6 +102,24 @@ def test_features_of_float_students_and_unknown_modules() -> None:
         Distillation(teacher, features={"layer3": 1.0})
 
 
+def test_watching_leaves_nothing_in_the_models() -> None:
+    teacher, student = (nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)) for _ in range(2))
+    distillation = Distillation(teacher, features={"0": 1.0})
+    distillation(distillation.watching(student)(torch.randn(2, 4)), torch.randn(2, 4))
+    assert not any(each._forward_hooks for model in (teacher, student) for each in model.modules())
+
+
+def test_a_feature_of_zeros_divides_by_no_zero() -> None:
+    """Such as a dead ReLU of the teacher, whose share of the loss would be infinite, or NaN."""
+    silent, student = (nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)) for _ in range(2))
+    nn.init.zeros_(silent[0].weight)  # type: ignore[arg-type]
+    nn.init.constant_(silent[0].bias, -1.0)  # type: ignore[arg-type]
+    images = torch.randn(8, 4)
+    for model in (silent, student):
+        distillation = Distillation(silent, features={"1": 0.1})
+        assert bool(distillation(distillation.watching(model)(images), images).isfinite())
+
+
 def top1s(run: Path) -> dict[str, float]:
     found = json.loads((run / "summary.json").read_text())
     return {key: found[key]["loss"] for key in ("float_finetune", "qat")}

@@ -1,6 +1,9 @@
 """Quantization by degrees: what is on at which progress, formula and gradient of a part, and a run's evaluations."""
 
+import copy
+import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +118,19 @@ def test_weights_without_integers_are_evaluated_whole_too() -> None:
     GradualQuantization(layer, weight_share=0.5).set_progress(0.0)
     assert torch.equal(layer.quantized(layer.weight), evaluated)
     assert not torch.equal(layer.train().quantized(layer.weight), evaluated)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_that_is_made_meanwhile_is_whole(copied: Callable[[Any], Any], model: Any, images: Tensor) -> None:
+    plain = model.train()(images)
+    gradual = GradualQuantization(model, weight_share=0.5)
+    gradual.set_progress(0.1)
+    other = copied(model)
+    assert not torch.equal(model(images), plain) and torch.equal(other.train()(images), plain)
+    assert not any(module._forward_hooks for module in other.modules())
+    kept = [each for each in model.modules() if each._forward_hooks]
+    gradual.complete()
+    assert kept and not any(each._forward_hooks for each in kept)
 
 
 def test_the_kernels_come_back_once_all_is_quantized(model: Any, images: Tensor) -> None:

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, monkeypatch: pytes
         all(torch.equal(states[0][key], states[1][key]) for key in KEYS) and states[0]["layers"] == states[1]["layers"]
     )
     assert states[0]["frozen"].any() and not states[0]["frozen"].all()
+
+
+def test_averages_of_frozen_weights_are_their_integers(folder: Path) -> None:
+    """Those that a run evaluates and saves, with scales that are averages too."""
+    often = "qat.oscillation={freeze: 1.0e-6, freeze_from: 1.0e-6, after: 0.5, momentum: 0.3}"
+    assert start("run_dir=run", often, "qat.ema_decay=0.95", "qat.lr=3.0", "qat.epochs=8") == 0
+    known = torch.load("run/last.pt", weights_only=True)["state"]["aids"]["oscillations"]
+    model = qat.load("run", runpy.run_path("tinyaids.py")["tiny"](10))
+    codes = torch.cat([each.codes().flatten() for each in Oscillations(model).weights.values()])
+    assert int(known["frozen"].sum()) > 100
+    assert torch.equal(codes[known["frozen"]], known["integer"][known["frozen"]])
 
 
 def test_a_run_says_how_many_oscillate_and_its_model_is_like_any_other(

@@ -89,6 +89,7 @@ def test_a_run_stopped_in_any_stage_ends_as_if_it_had_not_been(
 def test_a_stage_leaves_what_it_does_not_name_as_it_is(folder: Path) -> None:
     extra = (
         "qat.freeze_bn_epoch=1",
+        "qat.freeze_scales_epoch=1",
         "qat.warmup_epochs=2",
         "quantization.weight.init=mse",
         "qat.distillation={}",
@@ -102,6 +103,7 @@ def test_a_stage_leaves_what_it_does_not_name_as_it_is(folder: Path) -> None:
     assert config.quantization.weight.bits == 4
     training = training_of(config.qat, second)
     assert (training.epochs, training.lr, training.warmup_epochs, training.freeze_bn_epoch) == (1, 0.02, 1, None)
+    assert training.freeze_scales_epoch is None
     assert training_of(config.qat, first).lr == config.qat.lr and training.oscillation is None
     assert float_counterpart(config.qat).epochs == 5 and float_counterpart(config.qat).distillation is None
     assert config.qat.oscillation is not None and float_counterpart(config.qat).oscillation is None

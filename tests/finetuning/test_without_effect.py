@@ -7,7 +7,7 @@ from tiny_training import stage_run, tiny_model
 from torch import nn
 
 from qat.training import script as train
-from qat.training.config.stages import QATStageConfig, StageConfig
+from qat.training.config.stages import GradualConfig, OscillationConfig, QATStageConfig, StageConfig
 from qat.training.loop.without_effect import without_effect
 
 
@@ -59,6 +59,28 @@ def test_re_estimation_needs_a_norm_and_a_float_stage_has_its_own_keys(tmp_path:
     run.model = tiny_model()
     assert len(without_effect(run)) == 1
     run.name = "float_finetune"  # qat says it
+    assert without_effect(run) == []
+
+
+def test_what_the_whole_run_has_no_use_for_is_said_by_its_last_stage(tmp_path: Path) -> None:
+    run = stage_run(
+        tmp_path,
+        tiny_model(),
+        QATStageConfig(
+            epochs=1, accumulate=5, oscillation=OscillationConfig(), gradual=GradualConfig(activations_from=0.5)
+        ),
+    )
+    export = run.config.export.model_copy(update={"onnx": False, "exact_sums": "always", "packed": False})
+    quantization = run.config.quantization.model_copy(update={"residual_bits": 6})
+    run.config = run.config.model_copy(update={"export": export, "quantization": quantization})
+    own = [f"qat.{name} has no effect: the stage has one step" for name in ("gradual", "oscillation")]
+    assert without_effect(run) == [
+        *own,
+        "export.exact_sums: always has no effect: export.onnx is false",
+        "export.packed: false has no effect: export.onnx is false",
+        "quantization.residual_bits: 6 has no effect: nothing in the model reads a residual stream",
+    ]
+    run.name = "qat_1"
     assert without_effect(run) == []
 
 

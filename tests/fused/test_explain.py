@@ -32,7 +32,7 @@ __all__ = ["as_processor", "untried"]  # fixtures
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 
-SHOWN = "trains on codes, which a step of both kinds has shown to be the same"
+SHOWN = "trains on codes, the fast way; a step was compared with plain training and is the same"
 PLAINLY = "operation by operation"
 STEPS_BACK = f"the model trains {PLAINLY}: "
 
@@ -307,7 +307,7 @@ def test_layers_outside_of_graphs_and_inside_of_layers() -> None:
     body = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     model = prepared(Plain(loop, first=nn.Linear(4, 4), body=body), torch.randn(4, 4))
     assert row(model, "first") == (PLAINLY, "it stands outside of every traced graph")
-    assert row(model, "body.0") == ("on codes, in float", "it sums 4 products, and integers pay from 16 on")
+    assert row(model, "body.0") == ("on codes, in float", "float is faster for sums of fewer than 16 products, here 4")
     assert whole(model) == f"body {SHOWN}"
     lone = qat.QuantLinear(4, 4)
     assert whole(lone) == f"{STEPS_BACK}it has no traced graph"
@@ -324,7 +324,7 @@ def test_where_integers_pay(as_processor: Callable[[str], None]) -> None:
     model = block()
     assert row(model, "conv1", images()) == ("on codes, in integers", "")
     assert row(model, "conv3", images()) == ("on codes, in integers", "")
-    few = ("on codes, in float", "it has 8 rows, and integers pay from 160 on")
+    few = ("on codes, in float", "float is faster for fewer than 160 rows, here 8")
     assert row(model, "head", images()) == few
     assert row(model, "head") == ("on codes, in integers where it pays", "")
     with float_products():
@@ -341,10 +341,16 @@ def test_sizes_that_never_pay() -> None:
 
     x = images()
     assert why(nn.Conv2d(3, 6, 3, groups=3), x) == "it is depthwise with several outputs for an input"
-    assert why(nn.Conv2d(4, 8, 1, groups=2), x[:, [0, 1, 2, 0]]) == "it sums 2 products, and integers pay from 32 on"
-    assert why(nn.Conv2d(3, 8, 1), x) == "it sums 3 products, and integers pay from 16 on"
+    assert (
+        why(nn.Conv2d(4, 8, 1, groups=2), x[:, [0, 1, 2, 0]])
+        == "float is faster for sums of fewer than 32 products, here 2"
+    )
+    assert why(nn.Conv2d(3, 8, 1), x) == "float is faster for sums of fewer than 16 products, here 3"
     assert why(nn.Conv1d(3, 8, 9), x[:, :, 0]) == "integers multiply in linear layers and Conv2d, and it has 1 axes"
-    assert why(nn.Conv2d(3, 3, 3, groups=3), x, x) == "its input has 6144 elements, and integers pay from 1572864 on"
+    assert (
+        why(nn.Conv2d(3, 3, 3, groups=3), x, x)
+        == "float is faster for inputs of fewer than 1572864 elements, here 6144"
+    )
     big = torch.zeros(2, 65537)
     big[0, 0], big[0, 1] = 1.0, -1.0
     assert why(nn.Linear(65537, 2), big) == "it sums 65537 products, and int32 holds 65536"

@@ -263,7 +263,7 @@ def test_every_form_of_a_picture_gives_the_same_input(resized_by: Any, tmp_path:
     image.save(tmp_path / "x.png")
     kept = Preprocessing(32, 36, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), resized_by=resized_by)
     transform = pickle.loads(pickle.dumps(InputTransform(kept)))
-    expected = kept.pipeline()(image if resized_by == "pillow" else pil_to_tensor(image))[None]
+    expected = kept.apply(image if resized_by == "pillow" else pil_to_tensor(image))[None]
     assert expected.shape == (1, 3, 32, 32) and expected.dtype == torch.float32
     for form in (tmp_path / "x.png", str(tmp_path / "x.png"), image, pixels, torch.from_numpy(pixels).permute(2, 0, 1)):
         assert torch.equal(transform(form), expected)

@@ -123,8 +123,8 @@ def test_a_config_of_the_config_folder_is_named_by_its_path(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "---\n"])
-def test_an_empty_file_is_all_defaults(text: str) -> None:
-    assert load(text) == RunConfig(name="r18")
+def test_an_empty_file_is_no_config(text: str) -> None:
+    assert problems(text) == ["r18.yaml: is empty; name at least a data set, such as data: {name: digits}"]
 
 
 def test_words_and_numbers() -> None:
@@ -331,7 +331,20 @@ BAD_FILES = [
     ("seed: 9223372036854775808", "seed: expected a whole number >= 0 and < 9223372036854775808, "
      "got 9223372036854775808"),
     ("seed: " + "1" * 5000, f"seed: expected a whole number >= 0 and < 9223372036854775808, got '{'1' * 76}..."),
+    ("qat: {ema_decay: 0}", "qat.ema_decay: expected a number > 0 and < 1 or null, got 0"),
+    # far beyond what anybody means
+    (f"qat: {{accumulate: {10**26}}}", "qat.accumulate: expected at most 1,000,000,000"),
+    ("qat: {distillation: {temperature: 1.0e+200}}", "qat.distillation.temperature: expected at most 1,000,000,000"),
+    ("qat: {distillation: {features: {fc: 1.0e+200}}}", "qat.distillation.features.fc: expected at most 1,000,000,000"),
+    ("qat: {mixup_alpha: 1.0e-300}", "qat.mixup_alpha: expected 0 or at least 1e-30"),
+    (f"data: {{resize_size: {2**63}}}", "data.resize_size: expected at most 1,000,000,000"),
+    ("data: {workers: 1000000}", "data.workers: expected a whole number from 0 to 1024 or null, got 1000000"),
     # several keys together
+    ("qat: {distillation: {weight: 0, temperature: 4, features: {fc: 1}}}",
+     "qat.distillation.temperature: 4 has no effect with weight: 0; leave it out"),
+    ("qat: {distillation: {features: {fc: 0}}}",
+     "qat.distillation.features: fc: 0 has no effect; give it a weight, or leave it out"),
+    ("qat: {progressive: [{}]}", "qat.progressive[0]: it trains as the last stage does; set bits, or raise qat.epochs"),
     (
         "qat: {quantizer_lr: 1e-5, quantizer_lr_factor: 0.1}",
         "qat.quantizer_lr: 1e-05 and quantizer_lr_factor: 0.1 are two rates for the same parameters; leave one out",

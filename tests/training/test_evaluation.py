@@ -13,6 +13,7 @@ from torch import nn
 
 from qat.batch_norm import reestimate_batch_norm
 from qat.training.config.stages import QATStageConfig, StageConfig
+from qat.training.loop import norm_statistics
 from qat.training.loop.evaluation import Evaluation, evaluate
 from qat.training.loop.norm_statistics import APART, settle_statistics
 from qat.training.loop.stage_warnings import warnings_about
@@ -161,6 +162,19 @@ def test_settled_statistics_stay_to_the_bit(tmp_path: Path) -> None:
     assert settle_statistics(run, 1) == "" and torch.equal(run.model.bn.running_var, before)
     run.stage = stage(bn_reestimate="always")
     assert "1 BatchNorms" in settle_statistics(run, 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kept"), [(0.1, 0.085, True), (0.1, 0.092, False), (2.0, 1.93, False), (2.0, 1.88, True)]
+)
+def test_new_statistics_have_to_be_clearly_better(
+    before: float, after: float, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By 0.01, and by a twentieth of the loss: both."""
+    losses = iter((before, after))
+    monkeypatch.setattr(norm_statistics, "_loss", lambda run, batches: next(losses))
+    run = stage_run(tmp_path, lagging(), stage(), sample=TinyBatches())
+    assert bool(settle_statistics(run, 1)) is kept
 
 
 @pytest.mark.parametrize("case", ["never", "frozen", "no sample", "no norm"])

@@ -28,6 +28,9 @@ def tiny(num_classes):
         nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes),
     )
+
+def wrapped(num_classes):
+    return nn.DataParallel(tiny(num_classes))
 """
 CONFIG = """
 model: {name: 'tinymodels:tiny'}
@@ -150,6 +153,10 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again_in_its_folder(
             ["quantization.weight.bits=12"],
             "quantization: 0.weight_quantizer: integers -2047 to 2047, negated where gamma < 0, do not fit int8;"
             " use fewer bits, or export.onnx=false",
+        ),
+        (
+            ["model.name=tinymodels:wrapped"],
+            "model.name: tinymodels:wrapped: prepare: DataParallel wraps the model; prepare its .module and wrap again",
         ),
         (
             ["run_dir=occupied"],

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from torch import Tensor
-from torchvision.transforms import v2
 
 from qat.training.config.stages import StageConfig
 
@@ -18,6 +17,11 @@ def build_mixing(stage: StageConfig, classes: int) -> Mixing | None:
     Image i is mixed with image i - 1 of its batch, and their labels in the same shares. The random numbers are of
     torch's generator on the CPU, whose state is in the checkpoints; nothing is read from the device.
     """
+    if not (stage.mixup_alpha or stage.cutmix_alpha):
+        return None
+    from torchvision.transforms import v2  # late, since it takes seconds
+
     wanted = ((v2.MixUp, stage.mixup_alpha), (v2.CutMix, stage.cutmix_alpha))
     mixings = [kind(alpha=alpha, num_classes=classes) for kind, alpha in wanted if alpha]
-    return v2.RandomChoice(mixings) if mixings else None
+    mixing: Mixing = v2.RandomChoice(mixings)
+    return mixing

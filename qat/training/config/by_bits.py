@@ -2,8 +2,7 @@
 
 from typing import Any
 
-FEW = 4
-"""Up to so many bits AdamW is the default, from 5 on SGD."""
+from qat.quantizer.optimizer_groups import FEW
 
 TENSORS = ("weight", "activation")
 
@@ -14,7 +13,7 @@ ADAMW_RATE = 5e-4
 
 
 def with_choices_by_bits(tree: Any) -> Any:
-    """A copy of a config's mapping in which `qat` and `qat.progressive` say optimizer and lr.
+    """A copy of a config's mapping in which `qat` and `qat.progressive` say optimizer and lr: AdamW up to `FEW` bits.
 
     Each key is chosen on its own: whoever sets lr keeps the optimizer of the bits. What is no mapping is left for the
     schema to refuse. Measured on 5,000 held-out training images of CIFAR-10 (docs/default_rule.md).
@@ -50,7 +49,7 @@ def rate(optimizer: Any, bits: int) -> float:
 
 def _with_rate(stage: Any, optimizer: Any, bits: dict[str, int]) -> Any:
     """A stage of `qat.progressive` with a rate for its own bits; those of the run where it leaves them out."""
-    if not isinstance(stage, dict):
+    if not isinstance(stage, dict) or not stage:  # an empty one is refused
         return stage
     common = _whole(stage.get("bits"))
     own = _bits(stage, bits if common is None else dict.fromkeys(TENSORS, common))

@@ -45,6 +45,8 @@ def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | 
         tree = parsed.value
     elif parsed.value is not None:
         problems.append(f"{source}: expected keys and values at the top level, got {as_yaml(parsed.value)}")
+    elif not parsed.problems:
+        problems.append(f"{source}: is empty; name at least a data set, such as data: {{name: digits}}")
     # Python reads a file name that is not UTF-8 with lone surrogates, which YAML cannot contain.
     tree.setdefault("name", file.stem.encode(errors="backslashreplace").decode())
 

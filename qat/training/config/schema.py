@@ -74,7 +74,7 @@ class DataConfig(Section):
     """Images per training batch; a step has one, or as many as a stage's `accumulate` says."""
     eval_batch_size: Count | None = None
     """Images per validation step; default: twice batch_size."""
-    workers: CountOrZero | None = None
+    workers: Annotated[int, Field(ge=0, le=1024)] | None = None
     """Loader processes; default: 0 for sets in memory, which on CUDA are augmented on the device; else up to 8, at most
     one a core."""
     limit_train: Count | None = None

@@ -2,11 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from qat.training.config.section import Bits, Count, CountOrZero, NonNegative, Positive, Probability, Section
+from qat.training.config.section import Bits, Count, CountOrZero, NonNegative, Positive, Probability, Section, meant
 
-Alpha = Annotated[float, Field(ge=0, le=1000)]
+Alpha = Annotated[float, Field(ge=0, le=1000), AfterValidator(meant)]
 """Both parameters of a Beta distribution; from 1000 on its samples are 0.5 to two digits, far above it numbers fail."""
 
 
@@ -55,7 +55,7 @@ class StageConfig(Section):
     drawn from Beta(alpha, alpha) (arXiv:1905.04899)."""
     clip_grad_norm: Positive | None = None
     """Clip the gradient's total norm to this."""
-    ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Keep an exponential moving average of the weights with this decay per step, and evaluate it."""
     bn_reestimate: Literal["auto", "always", "never"] = "auto"
     """Before each evaluation, and so before calibration and export, estimate BatchNorm's running statistics anew from
@@ -81,6 +81,11 @@ class DistillationConfig(Section):
     def _effective(self) -> "DistillationConfig":
         if not self.weight and not any(self.features.values()):
             raise ValueError("weight: 0 without features has no effect; set one of them, or leave the block out")
+        if not self.weight and self.temperature != 1:
+            raise ValueError(f"temperature: {self.temperature:g} has no effect with weight: 0; leave it out")
+        idle = [name for name, weight in self.features.items() if not weight]
+        if idle:
+            raise ValueError(f"features: {idle[0]}: 0 has no effect; give it a weight, or leave it out")
         return self
 
 
@@ -173,6 +178,12 @@ class ProgressiveConfig(Section):
     epochs: Count = 1
     lr: Positive | None = None
     """Peak learning rate; left out: qat.lr, or by the stage's own bits if that is left out too."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> "ProgressiveConfig":
+        if self.bits is None and self.lr is None and self.weight == self.activation == SpecConfig():
+            raise ValueError("it trains as the last stage does; set bits, or raise qat.epochs")
+        return self
 
 
 class QATStageConfig(StageConfig):

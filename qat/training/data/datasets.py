@@ -3,16 +3,18 @@
 Small sets are read into memory; for image folders, only the list of files is.
 """
 
+import io
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
 import numpy as np
 import torch
-import torchvision
 from PIL import Image
 
 from qat.text import first_line
@@ -23,6 +25,7 @@ from qat.training.data.images import Dataset, ImageArray
 from qat.training.data.npz import read_npz
 from qat.training.data.transforms import Channels
 from qat.training.errors import UserError
+from qat.training.run.logging import on_terminal
 
 logger = logging.getLogger("qat")
 
@@ -118,7 +121,7 @@ def _imagenet(config: DataConfig, seed: int) -> Dataset:
 class _Download:
     """A set that torchvision downloads: its class, its folder below root, its archives, and the normalisation."""
 
-    reader: Callable[..., torchvision.datasets.VisionDataset]
+    reader: str
     folder: str
     archives_in: str
     archives: tuple[str, ...]
@@ -130,19 +133,19 @@ _IDX = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labe
 _IDX_ARCHIVES = tuple(f"{name}-ubyte.gz" for name in _IDX)
 _DOWNLOADS: dict[str, _Download] = {
     "cifar10": _Download(
-        torchvision.datasets.CIFAR10, "cifar-10-batches-py", "", ("cifar-10-python.tar.gz",),
+        "CIFAR10", "cifar-10-batches-py", "", ("cifar-10-python.tar.gz",),
         (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),
     ),
     "cifar100": _Download(
-        torchvision.datasets.CIFAR100, "cifar-100-python", "", ("cifar-100-python.tar.gz",),
+        "CIFAR100", "cifar-100-python", "", ("cifar-100-python.tar.gz",),
         (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762),
     ),
     "mnist": _Download(
-        torchvision.datasets.MNIST, "MNIST/raw", "MNIST/raw", _IDX_ARCHIVES,
+        "MNIST", "MNIST/raw", "MNIST/raw", _IDX_ARCHIVES,
         (0.1307, 0.1307, 0.1307), (0.3081, 0.3081, 0.3081),
     ),
     "fashion_mnist": _Download(
-        torchvision.datasets.FashionMNIST, "FashionMNIST/raw", "FashionMNIST/raw", _IDX_ARCHIVES,
+        "FashionMNIST", "FashionMNIST/raw", "FashionMNIST/raw", _IDX_ARCHIVES,
         (0.2860, 0.2860, 0.2860), (0.3530, 0.3530, 0.3530),
     ),
 }  # fmt: skip
@@ -150,10 +153,14 @@ _DOWNLOADS: dict[str, _Download] = {
 
 def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
     """Read a set from torchvision's files; download them first if the config says so."""
+    from torchvision import datasets  # late, since it takes seconds
+
     known = _DOWNLOADS[config.name]
     root = _root(config)
     try:
-        splits = [known.reader(root, train=train, download=config.download) for train in (True, False)]
+        with nullcontext() if on_terminal() else redirect_stderr(io.StringIO()):  # bars of downloads
+            reader = partial(getattr(datasets, known.reader), root, download=config.download)
+            splits = [reader(train=train) for train in (True, False)]
     except (OSError, RuntimeError, ValueError, AssertionError, LookupError, EOFError) as error:
         if config.download:
             raise UserError(

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from qat.training.data.images import ImageFiles
 from qat.training.errors import UserError, looked_in
@@ -21,6 +20,9 @@ from qat.training.errors import UserError, looked_in
 logger = logging.getLogger("qat")
 
 SPLITS = ("train", "val")
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+"""Of images, as in torchvision's ImageFolder."""
 
 _Place = tuple[int, int]
 """Device and inode of a file, which all links to it share."""
@@ -94,7 +96,7 @@ def _image_files(folder: Path, split: str, classes: list[str], seen: dict[_Place
         logger.warning("data.root: %d images of %s are images of train too ('%s' first)", len(shared), split, shared[0])
     empty = [name for name, count in zip(classes, counts, strict=True) if count == 0]
     if empty:
-        kinds = " ".join(IMG_EXTENSIONS)
+        kinds = " ".join(EXTENSIONS)
         raise UserError(f"data.root: '{folder}' has class folders without images ({kinds}): {first_few(empty)}")
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor(counts))
     return ImageFiles(np.array([os.fsencode(path) for path in paths]), labels)
@@ -113,7 +115,7 @@ def _walk(folder: str, above: frozenset[str]) -> Iterator[tuple[str, _Place]]:
                     continue
                 if entry.is_dir():
                     yield from _walk(entry.path, above | {real})
-                elif entry.name.lower().endswith(IMG_EXTENSIONS):
+                elif entry.name.lower().endswith(EXTENSIONS):
                     yield entry.path, _place(entry, device)
     except OSError as error:
         where = error.filename or folder

@@ -4,7 +4,10 @@ Each training image gets its own random number, drawn together with the order, t
 is the same after a resume, for any number of loader processes, and whatever else draws random numbers.
 """
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +31,9 @@ from qat.training.data.views import (
     training_view,
 )
 from qat.training.errors import UserError
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal that a process gets when its parent ends."""
 
 
 class EpochOrder(Sampler[SampleKey]):
@@ -210,12 +216,19 @@ def _loader(
         sampler=order,
         num_workers=workers,
         collate_fn=partial(_collate, channels_last=channels_last),
+        worker_init_fn=_end_with_the_run,
         pin_memory=pinned and (isinstance(view, TransformedImages) or view.on_host),
         drop_last=drop_last and len(order) >= batch_size,
         persistent_workers=persistent and workers > 0,
         generator=torch.Generator(),  # otherwise each epoch would draw from the global generator
     )
     return Loader(batches, order)
+
+
+def _end_with_the_run(worker: int) -> None:
+    """A loader process ends with a run that is killed, before it fails to reach it and writes that into the log."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _collate(samples: "list[Sample | Failure] | Batch", channels_last: bool) -> Batch | Failure:

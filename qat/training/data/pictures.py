@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from torchvision.transforms import v2
 
 from qat.text import first_line
-from qat.training.data.transforms import Picture, Preprocessing
+from qat.training.data.transforms import Picture, Preprocessing, pixels_of
 from qat.training.errors import UserError, looked_in
 
 GivenPicture: TypeAlias = "str | os.PathLike[str] | Image.Image | np.ndarray | Tensor"
@@ -71,7 +70,7 @@ class InputTransform:
     def __call__(self, picture: GivenPicture) -> Tensor:
         """Resize, crop and normalise one picture."""
         try:
-            return self.preprocessing.pipeline()(self._as_stored(picture)).unsqueeze(0)
+            return self.preprocessing.apply(self._as_stored(picture)).unsqueeze(0)
         except UserError as error:
             raise ValueError(f"transform: {error}") from None
 
@@ -91,11 +90,10 @@ class InputTransform:
             _check_pixels(picture)
         from_files = self.preprocessing.resized_by == "pillow"
         if isinstance(picture, Tensor) and from_files:
-            image: Image.Image = v2.functional.to_pil_image(picture.cpu())
-            return image.convert("RGB")
+            channels = picture.cpu().expand(3, -1, -1)
+            return Image.fromarray(np.ascontiguousarray(channels.permute(1, 2, 0)))
         if isinstance(picture, Image.Image) and not from_files:
-            tensor: Tensor = v2.functional.pil_to_tensor(picture)
-            return tensor
+            return pixels_of(picture)
         return picture.cpu() if isinstance(picture, Tensor) else picture
 
 

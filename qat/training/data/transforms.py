@@ -2,17 +2,20 @@
 
 A pipeline takes one image, either a PIL image (decoded from a file) or a uint8 tensor (from a set in memory), and
 returns a normalised float32 tensor with 3 channels. Augmentation draws from torch's global CPU generator, which
-`qat.training.data.loaders` seeds for each image.
+`qat.training.data.loaders` seeds for each image. It is torchvision's, which takes seconds to import; validation's part,
+which prediction needs too, is the same operations without it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeAlias
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms import InterpolationMode, v2
 
 from qat.training.config.schema import AugmentConfig
 
@@ -44,11 +47,39 @@ class Preprocessing:
     interpolation: Literal["bilinear"] = "bilinear"
     resized_by: Literal["pillow", "torch"] = "pillow"
 
-    def pipeline(self) -> Transform:
+    def apply(self, picture: Picture) -> Tensor:
         """Resize the shorter side, crop the centre, normalise."""
-        crop = v2.CenterCrop(self.image_size)
-        pipeline: Transform = v2.Compose([_resize(self.resize_size), crop, ToInput(self.mean, self.std)])
-        return pipeline
+        return ToInput(self.mean, self.std)(cropped(resized(picture, self.resize_size), self.image_size))
+
+
+def resized(picture: Picture, size: int) -> Picture:
+    """The picture, or uint8 pictures (..., C, H, W), with a shorter side of so many pixels: torchvision's Resize."""
+    before = _width_and_height(picture)
+    width, height = (int(size * side / min(before)) for side in before)
+    if (width, height) == before:
+        return picture
+    if isinstance(picture, Image.Image):
+        return picture.resize((width, height), Image.Resampling.BILINEAR)
+    images = picture.reshape(-1, *picture.shape[-3:])
+    larger = F.interpolate(images, (height, width), mode="bilinear", antialias=True)
+    return larger.reshape(*picture.shape[:-2], height, width)
+
+
+def cropped(picture: Picture, size: int) -> Picture:
+    """A square out of the middle of a picture that is at least as large: torchvision's CenterCrop."""
+    left, top = (round((side - size) / 2) for side in _width_and_height(picture))
+    if isinstance(picture, Image.Image):
+        return picture.crop((left, top, left + size, top + size))
+    return picture[..., top : top + size, left : left + size]
+
+
+def _width_and_height(picture: Picture) -> tuple[int, int]:
+    return picture.size if isinstance(picture, Image.Image) else (picture.shape[-1], picture.shape[-2])
+
+
+def pixels_of(image: Image.Image) -> Tensor:
+    """An 8-bit RGB image as a tensor (3, H, W)."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 class ToInput:
@@ -63,7 +94,7 @@ class ToInput:
 
     def __call__(self, picture: Picture) -> Tensor:
         """Normalise one image; a single channel is repeated."""
-        pixels: Tensor = picture if isinstance(picture, Tensor) else v2.functional.pil_to_tensor(picture)
+        pixels: Tensor = picture if isinstance(picture, Tensor) else pixels_of(picture)
         coloured = pixels.expand(*pixels.shape[:-3], 3, -1, -1)
         mean, std = self.mean.to(pixels.device), self.std.to(pixels.device)
         return coloured.to(torch.float32, copy=True).sub_(mean).div_(std)
@@ -92,13 +123,19 @@ def train_transform(augment: AugmentConfig, plain: Preprocessing) -> Transform:
     Without `random_resized_crop`, images are resized as for validation. They are then cropped at random with
     `crop_padding`, otherwise at the centre.
     """
+    from torchvision.transforms import InterpolationMode, v2  # late, since it takes seconds
+
     size = plain.image_size
     bilinear = InterpolationMode.BILINEAR
     steps: list[Callable[..., object]] = []
     steps.append(
-        v2.RandomResizedCrop(size, antialias=True) if augment.random_resized_crop else _resize(plain.resize_size)
+        v2.RandomResizedCrop(size, antialias=True)
+        if augment.random_resized_crop
+        else partial(resized, size=plain.resize_size)
     )
-    steps.append(v2.RandomCrop(size, padding=augment.crop_padding) if augment.crop_padding else v2.CenterCrop(size))
+    steps.append(
+        v2.RandomCrop(size, padding=augment.crop_padding) if augment.crop_padding else partial(cropped, size=size)
+    )
     if augment.horizontal_flip:
         steps.append(v2.RandomHorizontalFlip(augment.horizontal_flip))
     if augment.affine:
@@ -130,9 +167,4 @@ def resized_up_front(images: Tensor, resize_size: int) -> Tensor:
     grown = count * channels * resize_size * (resize_size * long // short)
     if short == resize_size or grown > MAX_RESIZED_BYTES:
         return images
-    resize = _resize(resize_size)
-    return torch.cat([resize(part) for part in torch.split(images, 1024)])
-
-
-def _resize(size: int) -> v2.Resize:
-    return v2.Resize(size, antialias=True)
+    return torch.cat([torch.as_tensor(resized(part, resize_size)) for part in torch.split(images, 1024)])

@@ -82,7 +82,11 @@ class _Optimization:
 
     def averaged(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which the model holds the averaged weights, if there are any."""
-        return nullcontext() if self.ema is None else self.ema.swapped(model)
+        if self.ema is None:
+            return nullcontext()
+        if self.aids.oscillations is not None:
+            self.ema.hold(model, self.aids.oscillations)
+        return self.ema.swapped(model)
 
 
 def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:

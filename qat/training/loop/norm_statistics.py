@@ -42,17 +42,16 @@ def settle_statistics(run: StageRun, epochs: int) -> str:
         return ""
     if frozen_from is not None and epochs > frozen_from:  # training and evaluation use the same
         return ""
-    before = _loss(run, run.sample)
-    kept = copied_statistics(run.model)
     if choice == "auto":
+        before, kept = _loss(run, run.sample), copied_statistics(run.model)
         _reestimate(run, epochs, len(run.sample))
         trial = _loss(run, run.sample)
         if math.isfinite(before) and not before - trial > max(WORSE * before, LEAST):
             restore_statistics(run.model, kept)
             return ""
     count = _reestimate(run, epochs, math.ceil(IMAGES / run.config.data.batch_size))
-    after = _loss(run, run.sample)
-    return f"statistics of {count} BatchNorms estimated anew, loss on training images {before:.3f} -> {after:.3f}"
+    why = ", since the running ones lag behind weights that change fast" if choice == "auto" else ""
+    return f"statistics of {count} BatchNorms estimated anew{why}"
 
 
 def _loss(run: StageRun, batches: Batches) -> float:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -61,13 +61,13 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
         with value_errors_reported(f"quantization.{tensor}.rule: "):
             quantizer_class(spec.rule)
     try:
-        generator = torch.Generator().manual_seed(0)
-        prepared = qat.prepare(model, recipe, torch.rand(2, *image_shape, generator=generator))
+        prepared = qat.prepare(model, recipe, _example(image_shape))
         qat.enable_fake_quant(prepared)  # layers of one's own computed in float till now
     except ValueError as error:
-        raise UserError(f"quantization: {error}") from error
+        where = "quantization" if _is_preparable(model, image_shape) else f"model.name: {config.model.name}"
+        raise UserError(f"{where}: {error}") from error
     except Exception as error:  # in a user's model, fx and the placement may meet code that they do not support
-        raise UserError(f"quantization: {config.model.name} cannot be prepared ({reason(error)})") from error
+        raise UserError(f"model.name: {config.model.name} cannot be prepared ({reason(error)})") from error
     if config.export.onnx and not isinstance(prepared, fx.GraphModule):
         why = noted(prepared, LEFT_IN_FLOAT).get(WHOLE_MODEL, "it has no one graph")
         raise UserError(f"export.onnx: {config.model.name} cannot be written as one file: {why}; use export.onnx=false")
@@ -77,6 +77,18 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
             if isinstance(module, qat.Quantizer):
                 _check_exportable(name, module)
     return prepared
+
+
+def _example(image_shape: tuple[int, int, int]) -> Tensor:
+    return torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0))
+
+
+def _is_preparable(model: nn.Module, image_shape: tuple[int, int, int]) -> bool:
+    """Whether a model can be prepared by the plain recipe, so that an error is the config's and not the model's."""
+    with suppress(Exception):
+        qat.prepare(model, None, _example(image_shape))
+        return True
+    return False
 
 
 def ranges_in_words(model: nn.Module) -> str:

@@ -1,6 +1,7 @@
 """Settings of a stage that change nothing in this run, in words: the config alone does not show it."""
 
 from qat.batch_norm import batch_norms
+from qat.quantizer import Quantizer
 from qat.training.aids.progressive import key_of
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop.stage import StageRun
@@ -24,7 +25,7 @@ def without_effect(run: StageRun) -> list[str]:
     if stage.bn_reestimate == "always" and not batch_norms(run.model):
         found.append(f"{key}.bn_reestimate: always has no effect: the model has no BatchNorm")
     if stage.epochs == 0:
-        return found + _untrained(stage, key)
+        return found + _untrained(stage, key) + _of_the_whole_run(run)
     if stage.optimizer == "adamw" and stage.momentum != StageConfig().momentum:
         found.append(f"{key}.momentum: {stage.momentum:g} has no effect: {key}.optimizer is adamw, which has none")
     if stage.accumulate > len(run.train):
@@ -35,7 +36,25 @@ def without_effect(run: StageRun) -> list[str]:
             first = getattr(stage, name)
             if first is not None and first >= stage.epochs:
                 found.append(f"{key}.{name}: {first} has no effect: the last of {stage.epochs} is {stage.epochs - 1}")
-    return found + _too_slow(run, key)
+        if stage.epochs * run.steps_per_epoch == 1:
+            late = {"gradual": stage.gradual, "oscillation": stage.oscillation}
+            found += [f"{key}.{name} has no effect: the stage has one step" for name, block in late.items() if block]
+    return found + _too_slow(run, key) + _of_the_whole_run(run)
+
+
+def _of_the_whole_run(run: StageRun) -> list[str]:
+    """What `quantization` and `export` say in vain; the last stage has the model that they are about."""
+    if run.name != "qat":
+        return []
+    found, export, bits = [], run.config.export, run.config.quantization.residual_bits
+    for name in ("exact_sums", "packed", "opset"):
+        value = getattr(export, name)
+        if not export.onnx and value != type(export).model_fields[name].default:
+            found.append(f"export.{name}: {str(value).lower()} has no effect: export.onnx is false")
+    quantizers = [each for each in run.model.modules() if isinstance(each, Quantizer) and each.role == "activation"]
+    if bits is not None and all(each.spec.bits != bits for each in quantizers):
+        found.append(f"quantization.residual_bits: {bits} has no effect: nothing in the model reads a residual stream")
+    return found
 
 
 def _untrained(stage: StageConfig, key: str) -> list[str]:

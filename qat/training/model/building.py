@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
 from torch import nn
 
 from qat.quantizer import Quantizer
@@ -19,6 +18,7 @@ from qat.training.config.imports import reason, users_callable
 from qat.training.config.stages import ModelConfig
 from qat.training.errors import UserError
 from qat.training.model.weights import last_layer, load_weights
+from qat.training.run.logging import on_terminal
 
 logger = logging.getLogger("qat")
 
@@ -52,6 +52,8 @@ def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = T
 
 
 def _torchvision_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Module:
+    import torchvision  # late, since it takes seconds
+
     names = torchvision.models.list_models(module=torchvision.models)
     if config.name not in names:
         near = did_you_mean(config.name, names)
@@ -95,6 +97,8 @@ def _arguments(config: ModelConfig, weights: Any, with_weights: bool) -> dict[st
 
 def _weights(name: str, wanted: str) -> Any:
     """Return the torchvision weights of that name; nothing is read yet."""
+    import torchvision
+
     known = torchvision.models.get_model_weights(name)
     # Weights without categories (vgg16's IMAGENET1K_FEATURES) have a classifier of NaNs.
     usable = [key for key, entry in known.__members__.items() if entry.meta["categories"] is not None]
@@ -112,7 +116,7 @@ def _fetch(name: str, weights: Any) -> None:
     if existed:  # torchvision checks the hash of a file only when it downloads it
         _check_hash(file)
     try:
-        weights.get_state_dict(progress=True, check_hash=True)
+        weights.get_state_dict(progress=on_terminal(), check_hash=True)
     except Exception as error:  # network, disk, hash and damaged file each raise their own errors
         if existed:
             raise UserError(f"model.weights: '{file}' is damaged ({reason(error)}); delete it") from error

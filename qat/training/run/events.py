@@ -13,10 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
-
 from qat.training.errors import UserError
 
 PREFIX = "events.out.tfevents."
@@ -37,10 +33,14 @@ class EventFile:
             self._file = open(folder / name, "xb")  # noqa: SIM115  (closed by `close`)
         self._write(file_version="brain.Event:2")
         if purge_step is not None:
+            from tensorboard.compat.proto.event_pb2 import SessionLog  # late, since TensorBoard takes time
+
             self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Add a point."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         self._write(step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]))
 
     def close(self) -> None:
@@ -49,6 +49,9 @@ class EventFile:
             self._file.close()
 
     def _write(self, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         with self._errors_reported():
             RecordWriter(self._file).write(Event(wall_time=time.time(), **content).SerializeToString())
             self._file.flush()

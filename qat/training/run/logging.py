@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -66,16 +66,33 @@ class RunLog:
             sys.stdout.flush()
 
 
+def on_terminal() -> bool:
+    """Whether standard error is a terminal, where a bar can be drawn."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+class _Lines:
+    """Standard error as a file for tqdm: each state of a bar is a line, without carriage returns."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.flush = stream, stream.flush
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            self.stream.write(f"{text.strip()}\n")
+
+
 def progress_bar(batches: Iterable[Any], description: str | None) -> "tqdm[Any]":
     """Iterate with a bar on standard error that disappears at the end; a context manager, so that errors clear it too.
 
     The description is the text before the bar; None for no bar. If standard error is a file, there is one line every 30
     seconds, so that logs stay small.
     """
-    terminal = sys.stderr is not None and sys.stderr.isatty()
+    terminal = on_terminal()
     return tqdm(
         batches,
         desc=description,
+        file=sys.stderr if terminal or sys.stderr is None else _Lines(sys.stderr),
         disable=description is None or sys.stderr is None,
         unit="batch",
         leave=False,
