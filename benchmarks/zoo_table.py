@@ -7,10 +7,14 @@ from typing import Any
 from benchmarks.zoo_models import FAMILIES
 
 RESULTS = Path(__file__).resolve().parent / "results" / "zoo.jsonl"
-
 STEPS = ("build", "prepare", "work", "calibrate", "train", "export", "runtime")
 ENOUGH = 0.99
 """The share of integer work that the families' table asks for."""
+
+
+def results_of(library: str) -> Path:
+    """Where the rows of a library's models are kept."""
+    return RESULTS if library == "torchvision" else RESULTS.with_name(f"zoo_{library}.jsonl")
 
 
 def kept(results: Path = RESULTS) -> list[dict[str, Any]]:
