@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from qat.torch_internals import BUFFERS, GRAPH_CONSTANT, buffers_of, hooks_of, parameters_of, pytree, version_of
+from qat.tracing.inputs import copied
 
 PLAIN = (bool, int, float, complex, str, type(None))
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
@@ -125,7 +126,7 @@ def changed_by_mode(module: nn.Module) -> str | None:
     own = copy.deepcopy(module)
     own.train()
     own.eval()  # now caches of the float model are cleared
-    before = state_of(own)
+    before = copied(state_of(own))
     for training in (True, False):
         _ = own.train() if training else own.eval()
         after = state_of(own)
