@@ -126,7 +126,7 @@ def changed_by_mode(module: nn.Module) -> str | None:
     own = copy.deepcopy(module)
     own.train()
     own.eval()  # now caches of the float model are cleared
-    before = copied(state_of(own))
+    before: dict[str, Any] = copied(state_of(own))
     for training in (True, False):
         _ = own.train() if training else own.eval()
         after = state_of(own)
