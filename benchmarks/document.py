@@ -23,7 +23,7 @@ from benchmarks.saturation_table import saturation_table
 from benchmarks.self_check import self_check_table
 from benchmarks.speed_table import TABLES as SPEED_TABLES
 from benchmarks.targets_table import limits_table, reasons_table, targets_table
-from benchmarks.zoo_table import families_table, models_table
+from benchmarks.zoo_table import families_table, library_table, models_table
 from qat.training.run.report import report_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +55,8 @@ FROM_CODE = {
     "self_check": self_check_table,
     "zoo_families": families_table,
     "zoo_models": models_table,
+    "zoo_timm": lambda: library_table("timm"),
+    "zoo_transformers": lambda: library_table("transformers"),
     **SPEED_TABLES,
 }
 MARKED = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?<!-- end -->", re.DOTALL)

@@ -1,11 +1,12 @@
-"""Every model of torchvision: prepared, trained a step, exported, verified; each in bounded time and memory.
+"""Models of torchvision and other libraries: prepared, trained a step, exported, verified; in bounded time and memory.
 
     python -m benchmarks.zoo                                  # all 109; those that are kept already are not repeated
     python -m benchmarks.zoo --only 'swin*' --again --jobs 2
+    python -m benchmarks.zoo --library timm                   # or transformers; the library has to be installed
     python -m benchmarks.document                             # docs/zoo.md's tables from what is kept
 
-One process and one line a model, in benchmarks/results/zoo.jsonl, whatever happens to it: a model that fails, takes too
-long or too much memory is a line that says in which step and why.
+One process and one line a model, in benchmarks/results/zoo.jsonl (zoo_timm.jsonl, zoo_transformers.jsonl), whatever
+happens to it: a model that fails, takes too long or too much memory is a line that says in which step and why.
 """
 
 import argparse
@@ -20,8 +21,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from benchmarks.zoo_models import FAMILIES, family_of, names_of
-from benchmarks.zoo_table import RESULTS, kept, verdict
+from benchmarks.zoo_models import FAMILIES, NAMES, family_of, names_of
+from benchmarks.zoo_table import kept, results_of, verdict
 from qat.atomic_write import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,8 +52,8 @@ class Child:
     def __init__(self, name: str, bounds: Bounds, folder: Path, command: list[str] | None = None) -> None:
         self.name = name
         self.bounds = bounds
-        self.row_path = folder / f"{name}.json"
-        self.log = folder / f"{name}.log"
+        self.row_path = folder / f"{name.replace('/', '_')}.json"
+        self.log = self.row_path.with_suffix(".log")
         command = command or [sys.executable, "-m", "benchmarks.zoo_case", name]
         threads = str(bounds.threads)
         with self.log.open("w") as log:
@@ -136,32 +137,34 @@ def measure_all(names: list[str], bounds: Bounds, jobs: int, results: Path) -> N
                 child.process.wait()
 
 
-def chosen(patterns: list[str]) -> list[str]:
-    """The names of all families that fit one of the patterns.
+def chosen(patterns: list[str], library: str = "torchvision") -> list[str]:
+    """The names of a library's models that fit one of the patterns.
 
     Raises:
         ValueError: if there is none.
     """
-    names = [name for family in FAMILIES for name in names_of(family)]
-    found = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    names = [name for family in (FAMILIES if library == "torchvision" else [library]) for name in names_of(family)]
+    found = [name for name in names if any(fnmatchcase(name.rpartition("/")[2], pattern) for pattern in patterns)]
     if not found:
-        raise ValueError(f"--only {' '.join(patterns)}: no model of torchvision is called so")
+        raise ValueError(f"--only {' '.join(patterns)}: no model of {library} is called so")
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", choices=["torchvision", *NAMES], default="torchvision")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="names, as in a shell")
     parser.add_argument("--again", action="store_true", help="measure those that are kept already too")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     parser.add_argument("--threads", type=int, default=1, help="of torch, in each")
     parser.add_argument("--seconds", type=float, default=1800, help="bound on the time of one model")
     parser.add_argument("--gib", type=float, default=20, help="bound on the memory of one model")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path)
     given = parser.parse_args()
-    done = set() if given.again else {row["name"] for row in kept(given.results)}
-    names = [name for name in chosen(given.only) if name not in done]
-    measure_all(names, Bounds(given.seconds, given.gib, given.threads), given.jobs, given.results)
+    results = given.results or results_of(given.library)
+    done = set() if given.again else {row["name"] for row in kept(results)}
+    names = [name for name in chosen(given.only, given.library) if name not in done]
+    measure_all(names, Bounds(given.seconds, given.gib, given.threads), given.jobs, results)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 import qat
-from benchmarks.zoo_models import Case, build, family_of, names_of
+from benchmarks.zoo_models import NAMES, Case, build, family_of, names_of
 from benchmarks.zoo_runtime import Part, agreement, parts_of
 from qat.analysis.work import Place, integer_work
 from qat.atomic_write import atomic_write
@@ -47,6 +47,7 @@ class Row:
 
     def __init__(self, name: str, path: Path) -> None:
         family = family_of(name)
+        packages = ("torch", family if family in NAMES else "torchvision", "onnxruntime")
         self.path = path
         self.facts: dict[str, Any] = {
             "name": name,
@@ -54,7 +55,7 @@ class Row:
             "family_size": len(names_of(family)),
             "steps": {},
             "versions": {"python": platform.python_version()}
-            | {package: importlib.metadata.version(package) for package in ("torch", "torchvision", "onnxruntime")},
+            | {package: importlib.metadata.version(package) for package in packages},
             "machine": {"threads": torch.get_num_threads(), "cores": os.cpu_count()},
         }
 
@@ -137,6 +138,7 @@ def counts(model: nn.Module) -> dict[str, Any]:
             isinstance(module, QuantLayer) and not any(not part or name.startswith(f"{part}.") for part in parts)
             for name, module in model.named_modules()
         ),
+        "whole": isinstance(model, fx.GraphModule),
         "left_in_float": {why: {"count": len(names), "first": names[0]} for why, names in reasons.items()},
     }
 

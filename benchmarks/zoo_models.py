@@ -1,4 +1,7 @@
-"""torchvision's models with random weights, each with the smallest input that runs in training and in evaluation."""
+"""torchvision's models with random weights, each with the smallest input that runs in training and in evaluation.
+
+Those of other libraries are in `benchmarks.zoo_libraries`; such a model is called "timm/resnet18".
+"""
 
 import warnings
 from dataclasses import dataclass
@@ -9,6 +12,8 @@ import torch
 import torchvision.models as zoo
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from benchmarks.zoo_libraries import NAMES, build_from
 
 FAMILIES: dict[str, ModuleType] = {
     "classification": zoo,
@@ -67,13 +72,16 @@ class Case:
 
 
 def names_of(family: str) -> list[str]:
-    """The registered names of a family, in alphabetical order."""
+    """The registered names of a family, or those that are measured of a library, in alphabetical order."""
+    if family in NAMES:
+        return [f"{family}/{name}" for name in NAMES[family]]
     return sorted(zoo.list_models(module=FAMILIES[family]))
 
 
 def family_of(name: str) -> str:
-    """The family that a name is registered in."""
-    return next(family for family in FAMILIES if name in names_of(family))
+    """The family that a name is registered in; the library of a name such as timm/resnet18."""
+    library, _, name = name.rpartition("/")
+    return library or next(family for family in FAMILIES if name in names_of(family))
 
 
 def build(name: str, seed: int = 0) -> Case:
@@ -86,13 +94,19 @@ def build(name: str, seed: int = 0) -> Case:
     """
     torch.manual_seed(seed)
     family = family_of(name)
+    if family in NAMES:
+        model, inputs = build_from(family, name.rpartition("/")[2])
+        return _fit(Case(model, inputs))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # GoogLeNet and Inception announce a slow initialisation
         model = zoo.get_model(name, **_options(name, family))
-    _enliven(model)
-    case = Case(model, _inputs(name, family), _targets(name) if family == "detection" else None)
+    return _fit(Case(model, _inputs(name, family), _targets(name) if family == "detection" else None))
+
+
+def _fit(case: Case) -> Case:
+    _enliven(case.model)
     _fit_norms(case)
-    model.eval()
+    case.model.eval()
     return case
 
 

@@ -7,10 +7,20 @@ from typing import Any
 from benchmarks.zoo_models import FAMILIES
 
 RESULTS = Path(__file__).resolve().parent / "results" / "zoo.jsonl"
+BEFORE: dict[str, dict[str, int]] = {
+    "transformers": {"in parts": 4, "refused": 2},
+    "timm": {"whole": 8, "in parts": 16},
+}
+"""How `prepare` took the same models before (96122f6); those in parts were refused by `export_onnx` as one file."""
 
 STEPS = ("build", "prepare", "work", "calibrate", "train", "export", "runtime")
 ENOUGH = 0.99
 """The share of integer work that the families' table asks for."""
+
+
+def results_of(library: str) -> Path:
+    """Where the rows of a library's models are kept."""
+    return RESULTS if library == "torchvision" else RESULTS.with_name(f"zoo_{library}.jsonl")
 
 
 def kept(results: Path = RESULTS) -> list[dict[str, Any]]:
@@ -48,6 +58,31 @@ def families_table(results: Path = RESULTS) -> str:
     return "\n".join(lines) + "\n" + _conditions(rows)
 
 
+def library_table(library: str, results: Path | None = None) -> str:
+    """One line a model of another library, and how many are one graph, in parts, and refused."""
+    rows = kept(results or results_of(library))
+    counts = {"whole": 0, "in parts": 0, "refused": 0}
+    lines = [
+        f"| model of {library} | as | parameters | quantized layers | integer work | a step | ONNX Runtime | verdict |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        prepared = row["steps"].get("prepare", {})
+        kind = "refused" if not prepared.get("ok") else "whole" if prepared["whole"] else "in parts"
+        counts[kind] += 1
+        name, size, _, layers, work, step, _, runtime, said = _cells(row)
+        lines.append(
+            f"| {name.rpartition('/')[2]} | {kind} | {size} | {layers} | {work} | {step} | {runtime} | {said} |"
+        )
+    now = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    before = ", ".join(f"{count} {kind}" for kind, count in BEFORE[library].items())
+    return (
+        "\n".join(lines)
+        + f"\n\nNow: {now}. Before the models of this page were looked at (96122f6): {before}.\n"
+        + _conditions(rows)
+    )
+
+
 def models_table(results: Path = RESULTS) -> str:
     """One line a model."""
     lines = [
@@ -61,8 +96,12 @@ def models_table(results: Path = RESULTS) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
+    return "| " + " | ".join(_cells(row)) + " |"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
     steps = row["steps"]
-    cells = [
+    return [
         row["name"],
         f"{row['parameters'] / 1e6:.1f} M" if "parameters" in row else "",
         _inputs(row.get("inputs", [])),
@@ -73,7 +112,6 @@ def _line(row: dict[str, Any]) -> str:
         _runtime(steps.get("runtime", {})),
         verdict(row).replace("|", "\\|").replace("<", "&lt;"),
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def _inputs(shapes: list[list[int]]) -> str:

@@ -6,6 +6,7 @@ if nothing were written. Views remain: a node may read memory that is written un
 
 import functools
 import inspect
+import operator
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ AUGMENTED = {f"i{name}" for name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
 )}  # fmt: skip
 """Python's operators that write into their first operand."""
+
+PYTHONS_OWN = {operator.and_, operator.or_, operator.not_, operator.is_}
+"""Operators that write nothing, though their names end as those of torch's methods that do."""
 
 OWN_MEMORY_MODULES = {f"torch.nn.modules.{name}" for name in (
     "activation", "batchnorm", "conv", "instancenorm", "linear", "normalization", "pooling", "rnn", "sparse",
@@ -69,6 +73,8 @@ def _writes_into_first(node: fx.Node, model: nn.Module) -> bool:
     name = getattr(node.target, "__name__", "")
     place = _place_of_inplace(node.target)
     asked = node.kwargs.get("inplace", node.args[place] if place is not None and len(node.args) > place else False)
+    if node.target in PYTHONS_OWN:
+        return False
     return bool(asked) or name == "setitem" or name in AUGMENTED or _is_in_place(name)
 
 

@@ -2,7 +2,7 @@
 
 import keyword
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,11 +20,19 @@ from qat.torch_internals import (
     unpickle_with,
 )
 from qat.tracing.constants import attribute
-from qat.tracing.inputs import Examples, call_with
+from qat.tracing.inputs import Examples, call_with, copied
 from qat.tracing.nodes import FACTS, Facts
 from qat.tracing.patches import gradients_refused, torch_takes_proxies
 from qat.tracing.randomness import NoDraws, python_state, seeded
-from qat.tracing.side_effects import UntraceableError, read_before_written, restoring_state
+from qat.tracing.side_effects import (
+    Change,
+    UntraceableError,
+    changed_by_mode,
+    is_equal,
+    read_before_written,
+    restoring_state,
+    state_of,
+)
 from qat.tracing.tracer import QuantTracer, is_foreign
 
 
@@ -44,8 +52,11 @@ def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise UntraceableError(f"{name} is a torch.jit.ScriptModule, into which a graph cannot look")
         shown = name or type(model).__name__
-        if type(module).train is not nn.Module.train:
-            raise UntraceableError(f"{shown} overrides train(), which a graph does not keep")
+        changed = changed_by_mode(module)
+        if changed is not None:
+            raise UntraceableError(
+                f"{shown} overrides train() or eval(), which changes {changed}, and a graph does not keep that"
+            )
         if has_backward_hooks(module) and any(True for _ in module.children()):
             raise UntraceableError(f"{shown} carries backward hooks, which a graph does not keep")
 
@@ -132,13 +143,23 @@ def _check_answer(model: nn.Module, examples: Examples, tracer: QuantTracer, gra
     if changes:
         with restoring_state(model):
             counted = read_before_written(changes, run)
-        if counted is not None:
+        if counted is not None and not _settles(model, changes, run):
             raise UntraceableError(f"forward reads and changes {counted}, which a graph does not keep")
     if not _are_same(tracer.answer(graph), expected):
-        with seeded(1), torch_takes_proxies():
+        with seeded(1), torch_takes_proxies(), restoring_state(model):
             replayed = tracer.replay(graph)
         if not _are_same(replayed, expected):
             raise UntraceableError("its graph answers the example inputs otherwise than the model itself")
+
+
+def _settles(model: nn.Module, changes: list[Change], run: Callable[[], Any]) -> bool:
+    """Whether a second run finds what the first one left, leaves it so, and answers the same, as with a cache."""
+    names = [str(change) for change in changes]
+    with restoring_state(model):
+        (first, _), left = run(), state_of(model)
+        left = {name: copied(left.get(name)) for name in names}
+        (second, _), after = run(), state_of(model)
+    return _are_same(first, second) and all(is_equal(left[name], after.get(name)) for name in names)
 
 
 @contextmanager

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from qat.torch_internals import BUFFERS, GRAPH_CONSTANT, buffers_of, parameters_of, pytree, version_of
+from qat.torch_internals import BUFFERS, GRAPH_CONSTANT, buffers_of, hooks_of, parameters_of, pytree, version_of
+from qat.tracing.inputs import copied
 
 PLAIN = (bool, int, float, complex, str, type(None))
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
@@ -43,12 +44,13 @@ class UntraceableError(ValueError):
 
 @contextmanager
 def restoring_state(model: nn.Module) -> Iterator[list[Change]]:
-    """A context that restores attributes and buffers of all modules: a traced forward may store proxies in them.
+    """A context that restores attributes, hooks and buffers of all modules: a traced forward may store proxies in them.
 
     Its value is a list, to which the end of the context adds the attributes that changed, if they can be compared.
     """
     modules = list(model.named_modules())
     notes = [(module, {key: copy.copy(value) for key, value in _plain(module).items()}) for _, module in modules]
+    hooked = [(hooks, dict(hooks)) for _, module in modules for hooks in hooks_of(module)]
     told = [{key: _comparable(value) for key, value in _own(module).items()} for _, module in modules]
     buffers = [
         (buffer, version_of(buffer), buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_inference()
@@ -65,9 +67,13 @@ def restoring_state(model: nn.Module) -> Iterator[list[Change]]:
                 if key not in noted and not key.startswith(GRAPH_CONSTANT):
                     del module.__dict__[key]
             module.__dict__.update(noted)
+        for hooks, registered in hooked:
+            hooks.clear()
+            hooks.update(registered)
         with torch.no_grad():
             for buffer, version, value in buffers:
-                if version_of(buffer) != version:
+                # F.batch_norm writes running statistics without a new version.
+                if version_of(buffer) != version or not (buffer.is_meta or torch.equal(buffer, value)):
                     buffer.copy_(value)
 
 
@@ -109,6 +115,53 @@ def _comparable(value: Any) -> Any:
     return None
 
 
+def changed_by_mode(module: nn.Module) -> str | None:
+    """What a module's own `train()` or `eval()` changes at every switch beside the modes, as torch's do not.
+
+    Returns:
+        The name of such a mode, tensor or attribute; None without any.
+    """
+    if type(module).train is nn.Module.train and type(module).eval is nn.Module.eval:
+        return None
+    own = copy.deepcopy(module)
+    own.train()
+    own.eval()  # now caches of the float model are cleared
+    before: dict[str, Any] = copied(state_of(own))
+    for training in (True, False):
+        _ = own.train() if training else own.eval()
+        after = state_of(own)
+        for name in before | after:
+            expected = training if name.rpartition(".")[2] == "training" else before.get(name)
+            if not is_equal(expected, after.get(name)):
+                return name
+    return None
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """Modes, attributes, parameters and buffers of a module and its submodules, by name."""
+    return {
+        f"{path}.{key}".lstrip("."): value
+        for path, part in module.named_modules()
+        for key, value in (
+            ("training", part.training),
+            *_own(part).items(),
+            *parameters_of(part).items(),
+            *buffers_of(part).items(),
+        )
+    }
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same, as far as they can be compared: tensors, plain values, containers of these."""
+    (leaves, shape), (others, other_shape) = pytree.tree_flatten(one), pytree.tree_flatten(other)
+    return shape == other_shape and all(
+        torch.equal(a, b)
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        else type(a) is type(b) and _comparable(a) == _comparable(b)
+        for a, b in zip(leaves, others, strict=True)
+    )
+
+
 def read_before_written(changes: list[Change], run: Callable[[], Any]) -> Change | None:
     """The first of some attributes that a run reads before writing it; None if it only writes them, as a log."""
     found: list[Change] = []
@@ -137,5 +190,5 @@ def _watched(cls: Any, changes: dict[str, Change], found: list[Change]) -> type[
             changes.pop(key, None)
             super().__setattr__(key, value)
 
-    Watched.__name__, Watched.__qualname__ = cls.__name__, cls.__qualname__
+    Watched.__name__, Watched.__qualname__, Watched.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return Watched

@@ -5,9 +5,11 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from qat.evaluating import evaluating
 from qat.layers.twins import float_type_of
 from qat.quantizer import Quantizer
 from qat.text import first_line
@@ -57,7 +59,23 @@ class QuantTracer(HintTracer):
         if type(m) in (*TRANSFORMERS, nn.MultiheadAttention):
             return False
         known = type(m).__name__ in KEPT_WHOLE or isinstance(m, Quantizer) or float_type_of(m) is not None
-        return known or super().is_leaf_module(m, module_qualified_name)
+        return known or super().is_leaf_module(m, module_qualified_name) or self._rests_in_evaluation(m)
+
+    def _rests_in_evaluation(self, m: nn.Module) -> bool:
+        """Whether a module without state passes its input in evaluation and changes it in training: DropPath.
+
+        Traced into, it would give all that follows other inputs in training, and so a second copy in the graph.
+        """
+        if self.is_paused or any(True for _ in (*m.children(), *m.parameters(), *m.buffers())):
+            return False
+        x, self._running = torch.ones(2, 2), True
+        try:
+            with evaluating(m):
+                return m(x) is x and m.train()(x) is not x
+        except Exception:  # it takes other inputs
+            return False
+        finally:
+            self._running = False
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace into attention; run the module itself while tracing is paused."""

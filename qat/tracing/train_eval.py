@@ -16,6 +16,7 @@ from qat.tracing.inputs import Examples
 from qat.tracing.nodes import free_name, given_by_name, scope_of, submodule_of
 from qat.tracing.recording import check_modules, graph_of
 from qat.tracing.side_effects import UntraceableError
+from qat.tracing.spelled_norms import call_norm, make_plain, spelled_out
 
 Graph = TypeVar("Graph", bound=fx.GraphModule)
 
@@ -41,7 +42,14 @@ def trace(model: nn.Module, examples: Examples | None, graph_class: type[Graph])
     with evaluating(model):
         in_evaluation, opaque = graph_of(model, examples)
         training, _ = graph_of(model.train(), examples)
+    norms = [spelled_out(model, training, True), spelled_out(model, in_evaluation, False)]
+    in_both = [name for name in norms[0] if name in norms[1]]
+    for name in in_both:
+        call_norm(training, name, norms[0][name])
+        call_norm(in_evaluation, name, norms[1][name])
     counterparts = _merge(model, training, in_evaluation)
+    for name in in_both:
+        make_plain(model.get_submodule(name))
     for node in training.nodes:
         if node.op != "output" and not node.args and "input" in node.kwargs:  # layer(input=x) and such
             node.args, node.kwargs = (node.kwargs["input"],), {k: v for k, v in node.kwargs.items() if k != "input"}

@@ -104,7 +104,10 @@ def test_deprecation_warnings_about_init_weights_are_suppressed() -> None:
             {"name": "ResNet81"},
             "model.name: 'ResNet81' is no classification model of torchvision; did you mean 'resnet18'?",
         ),
-        ({"name": "xyz"}, "model.name: 'xyz' is no classification model of torchvision, nor package.module:callable"),
+        (
+            {"name": "xyz"},
+            "model.name: 'xyz' is no classification model of torchvision, nor timm/name, nor package.module:callable",
+        ),
         (
             {"name": "resnet18", "kwargs": {"depth": 3}},
             "model.kwargs: {'depth': 3} do not fit resnet18 "
@@ -464,3 +467,22 @@ def test_files_without_weights_are_refused(module: Path, content: Any, problem: 
     else:
         torch.save(content, "x.pt")
     assert refused("x.pt") == f"model.checkpoint: 'x.pt' {problem}"
+
+
+def test_a_model_of_timm_by_name() -> None:
+    pytest.importorskip("timm")
+    model = build(5, name="timm/mobilenetv4_conv_small", kwargs={"drop_rate": 0.1})
+    assert model.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 5)
+    assert refusal(name="timm/mobilenetv4_conv_smal").startswith(
+        "model.name: timm has no model 'mobilenetv4_conv_smal'; did you mean"
+    )
+    weights = refusal(name="timm/mobilenetv4_conv_small", weights="IMAGENET1K_V1")
+    assert "timm/mobilenetv4_conv_small has no 'IMAGENET1K_V1'; it has DEFAULT, e" in weights
+    assert refusal(name="timm/resnet18", kwargs={"size": 3}).startswith("model.kwargs: {'size': 3} do not fit")
+
+
+def test_without_timm_the_way_to_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert refusal(name="timm/resnet18") == (
+        "model.name: 'timm/resnet18' needs timm, which is not installed; pip install timm"
+    )

@@ -14,9 +14,10 @@ class ModelConfig(Section):
     """Which float model is quantized, and where its weights come from."""
 
     name: str = "resnet18"
-    """A torchvision classification builder (`resnet18`), or `package.module:callable` for a model of your own."""
+    """A torchvision classification builder (`resnet18`), a model of timm (`timm/mobilenetv4_conv_small`), or
+    `package.module:callable` for a model of your own."""
     weights: str | None = None
-    """Pretrained torchvision weights by name (`DEFAULT`, `IMAGENET1K_V1`); downloaded once by torchvision."""
+    """Pretrained weights by torchvision's or timm's name (`DEFAULT`, `IMAGENET1K_V1`, `a1_in1k`); downloaded once."""
     num_classes: Count | None = None
     """Classes of the last layer; default: those of the data set."""
     kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -1,6 +1,7 @@
-"""The float model that a run starts from: a torchvision model by name, or a callable of the user's."""
+"""The float model that a run starts from: a model of torchvision or timm by name, or a user's callable."""
 
 import hashlib
+import importlib
 import inspect
 import logging
 import warnings
@@ -22,6 +23,9 @@ from qat.training.run.logging import on_terminal
 
 logger = logging.getLogger("qat")
 
+TIMM = "timm/"
+"""How the names of timm's models begin."""
+
 
 def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = True) -> nn.Module:
     """Build the float model that `config` names, on the CPU, with its weights.
@@ -42,8 +46,12 @@ def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = T
     classes = num_classes if config.num_classes is None else config.num_classes
     if classes < num_classes:
         raise UserError(f"model.num_classes: {classes} is fewer than the data set's {num_classes} classes")
-    own = ":" in config.name
-    model = _users_model(config, classes) if own else _torchvision_model(config, classes, with_weights)
+    if ":" in config.name:
+        model = _users_model(config, classes)
+    elif config.name.startswith(TIMM):
+        model = _timm_model(config, classes, with_weights)
+    else:
+        model = _torchvision_model(config, classes, with_weights)
     if config.checkpoint is not None and with_weights:
         load_weights(model, config.checkpoint, config.name)
     if any(isinstance(module, Quantizer) for module in model.modules()):
@@ -57,7 +65,7 @@ def _torchvision_model(config: ModelConfig, classes: int, with_weights: bool) ->
     names = torchvision.models.list_models(module=torchvision.models)
     if config.name not in names:
         near = did_you_mean(config.name, names)
-        hint = f"; {near}" if near else ", nor package.module:callable"
+        hint = f"; {near}" if near else ", nor timm/name, nor package.module:callable"
         raise UserError(f"model.name: '{config.name}' is no classification model of torchvision{hint}")
     for key in ("weights", "pretrained"):
         if key in config.kwargs:
@@ -80,6 +88,35 @@ def _torchvision_model(config: ModelConfig, classes: int, with_weights: bool) ->
         name = _replace_classifier(model, classes)
     if built != classes and with_weights:
         logger.info("model.weights: %s has %d classes; %s is new, with %d", config.weights, built, name, classes)
+    return model
+
+
+def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Module:
+    """A model of timm; its weights are a tag of timm's (`a1_in1k`), or DEFAULT."""
+    try:
+        timm = importlib.import_module("timm")
+    except ModuleNotFoundError as error:
+        raise UserError(f"model.name: '{config.name}' needs timm, which is not installed; pip install timm") from error
+    name, weights = config.name.removeprefix(TIMM), config.weights
+    if not timm.is_model(name):
+        near = did_you_mean(name, timm.list_models())
+        raise UserError(f"model.name: timm has no model '{name}'{near and f'; {near}'}")
+    if "pretrained" in config.kwargs:
+        raise UserError("model.kwargs: pretrained has a field of its own; set model.weights")
+    tags = [found.partition(".")[2] for found in timm.list_pretrained(f"{name}.*")]
+    if weights not in (None, "DEFAULT", *tags):
+        known = f"it has DEFAULT, {', '.join(tags)}" if tags else "it has none"
+        raise UserError(f"model.weights: {config.name} has no '{weights}'; {known}")
+    pretrained = weights is not None and with_weights
+    full = f"{name}.{weights}" if weights in tags else name
+    try:
+        model: nn.Module = timm.create_model(full, pretrained=pretrained, num_classes=classes, **config.kwargs)
+    except Exception as error:  # of the user's kwargs, or of the network
+        if pretrained:
+            raise UserError(
+                f"model.weights: {weights} of {config.name} could not be loaded ({reason(error)}); use model.checkpoint"
+            ) from error
+        raise UserError(f"model.kwargs: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
     return model
 
 
