@@ -11,6 +11,7 @@ from qat.preparation.placement import is_convolution, readings
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import LEFT_IN_FLOAT
 from qat.quantizer import Quantizer
+from qat.torch_internals import AnyBatchNorm
 from qat.tracing.nodes import submodule_of
 from qat.tracing.side_effects import UntraceableError
 from qat.tracing.train_eval import trace
@@ -37,13 +38,17 @@ def float_results(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(str(node.target) for node in nodes if any(_float_readers(node, graph_module))))
 
 
-def _float_readers(node: fx.Node, graph_module: fx.GraphModule) -> Iterator[bool]:
-    """For each reader of a result, behind ReLUs: whether it is neither a quantizer nor an output of the model."""
+def _float_readers(node: fx.Node, graph_module: fx.GraphModule, normalised: bool = False) -> Iterator[bool]:
+    """For each reader of a result, behind norms and ReLUs: whether the result is not read as it is by a quantizer.
+
+    An output of the model is no such reader: `prepare` leaves it in float too.
+    """
     for reader, _ in readings(node, graph_module):
-        if is_relu(reader, graph_module):
-            yield from _float_readers(reader, graph_module)
+        module = submodule_of(graph_module, reader)
+        if is_relu(reader, graph_module) or isinstance(module, AnyBatchNorm):
+            yield from _float_readers(reader, graph_module, normalised or isinstance(module, AnyBatchNorm))
         else:
-            yield reader.op != "output" and not isinstance(submodule_of(graph_module, reader), Quantizer)
+            yield reader.op != "output" and (normalised or not isinstance(module, Quantizer))
 
 
 def said_of(names: list[str]) -> str:
