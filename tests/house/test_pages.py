@@ -85,8 +85,8 @@ def test_deploying(place: Path, capsys: pytest.CaptureFixture[str], caplog: pyte
         names = run_page("deploying")
     assert capsys.readouterr().out.split() == ["1.0", "1.0"]
     targets = {f"{target}.{ending}" for target in ("onnxruntime", "openvino", "tensorrt") for ending in ("onnx", "npz")}
-    assert {path.name for path in place.iterdir()} == {*targets, "for_tensorrt.onnx", "images.bin"}
-    graph = onnx.load("for_tensorrt.onnx").graph
+    assert {path.name for path in place.iterdir()} == {*targets, "images.bin"}
+    graph = onnx.load("tensorrt.onnx").graph
     assert {each.name for each in graph.initializer} <= {name for node in graph.node for name in node.input}
     assert (place / "images.bin").stat().st_size == names["images"].nbytes
 
