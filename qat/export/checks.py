@@ -46,6 +46,7 @@ def check_exportable(model: nn.Module) -> None:
         parts = prepared_parts(model)
         way = (
             f"export each part ({', '.join(parts)}), see qat.preparation.parts.prepared_parts(model)"
+            ", or take the reason away as docs/timm_and_huggingface.md does"
             if parts
             else "no part of it is one graph; what runs between its decisions becomes a part if it is a submodule"
         )

@@ -55,7 +55,8 @@ def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
         changed = changed_by_mode(module)
         if changed is not None:
             raise UntraceableError(
-                f"{shown} overrides train() or eval(), which changes {changed}, and a graph does not keep that"
+                f"{shown} overrides train() or eval(), which changes {changed}, and a graph does not keep that; to go"
+                f" without it, set {type(module).__name__}.train = nn.Module.train before"
             )
         if has_backward_hooks(module) and any(True for _ in module.children()):
             raise UntraceableError(f"{shown} carries backward hooks, which a graph does not keep")

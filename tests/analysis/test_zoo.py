@@ -15,7 +15,7 @@ from benchmarks import zoo_case
 from benchmarks.zoo import Bounds, Child, chosen, keep
 from benchmarks.zoo_models import FAMILIES, Case, build, family_of, names_of
 from benchmarks.zoo_runtime import Part, agreement, beyond, gap, parts_of, same_largest
-from benchmarks.zoo_table import families_table, kept, models_table, verdict
+from benchmarks.zoo_table import families_table, kept, library_table, models_table, verdict
 from qat.analysis.work import Place
 from qat.export.onnxruntime.verification import LayerDifference
 
@@ -261,3 +261,29 @@ def test_parts_are_found_and_compared(tmp_path: Path) -> None:
         model.head.get_submodule("0").weight.neg_()
     other = agreement(files)
     assert not other["ok"] and other["layers_beyond"] == 0
+
+
+@pytest.mark.parametrize(
+    ("prepare", "kind"),
+    [
+        ({"ok": True, "whole": True}, "whole"),
+        ({"ok": True, "whole": False}, "in parts"),
+        ({"ok": False, "reason": "no"}, "refused"),
+    ],
+)
+def test_a_library_s_table_counts_how_its_models_go(tmp_path: Path, prepare: dict[str, Any], kind: str) -> None:
+    row = {
+        "name": "timm/resnet18",
+        "family": "timm",
+        "steps": {"build": {"ok": True}, "prepare": prepare},
+        "seconds": 1,
+    }
+    keep(row, tmp_path / "zoo_timm.jsonl")
+    table = library_table("timm", tmp_path / "zoo_timm.jsonl")
+    assert f"| resnet18 | {kind} |" in table and f" 1 {kind}" in table.split("Now:")[1].split(". Before")[0]
+
+
+def test_names_of_other_libraries_are_chosen_by_library() -> None:
+    assert chosen(["vit"], "transformers") == ["transformers/vit"]
+    assert "timm/mobilenetv4_conv_small" in chosen(["mobilenet*"], "timm")
+    assert family_of("timm/resnet18") == "timm" and family_of("resnet18") == "classification"

@@ -331,7 +331,7 @@ def test_a_model_in_parts_is_exported_part_by_part(tmp_path: Path) -> None:
     assert str(refused.value) == (
         "export_onnx: Branches was prepared in parts, since torch.fx cannot trace Branches: the way through the model"
         " depends on the values of a tensor; export each part (body, heads.0, heads.1), see"
-        " qat.preparation.parts.prepared_parts(model)"
+        " qat.preparation.parts.prepared_parts(model), or take the reason away as docs/timm_and_huggingface.md does"
     )
     assert not list(tmp_path.iterdir())
     parts = prepared_parts(model)

@@ -40,13 +40,9 @@ def run_page(name: str) -> dict[str, Any]:
 
 
 def test_timm_and_huggingface(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = run_page("timm_and_huggingface")
-    assert capsys.readouterr().out.split("\n")[:3] == ["in parts: True", "in parts: False", "1.0"]
-    assert {path.name for path in place.glob("*.onnx")} == {"timm.onnx", "hf.onnx"}
-    block = names["Block"](4).eval()
-    x = torch.randn(2, 4, 5, 5)
-    expected = block(x)
-    assert torch.equal(names["taken_apart"](block)(x), expected)
+    run_page("timm_and_huggingface")
+    assert capsys.readouterr().out.split("\n")[0] == "1.0"
+    assert {path.name for path in place.glob("*.onnx")} == {"hf.onnx"}
 
 
 @pytest.mark.slow
