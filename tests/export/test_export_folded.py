@@ -50,3 +50,19 @@ def test_the_floating_part_of_the_state_goes_back_strictly() -> None:
     assert torch.equal(float_model.project.weight, model.get_parameter("project.weight"))
     missing, unexpected = model.load_state_dict(float_model.state_dict(), strict=False)
     assert unexpected == [] and all("quantizer" in key for key in missing)
+
+
+class Masked(Biased):
+    """The same through torch's attention, which asks for the type of the mask: a guard on what is stored."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.project(x)
+        mixed = F.scaled_dot_product_attention(rows, rows, rows, attn_mask=self.bias(self.table).squeeze(-1))
+        return self.head(mixed.transpose(-2, -1))
+
+
+def test_a_guard_on_what_is_stored_keeps_none_of_it(tmp_path: Path) -> None:
+    x, path = torch.randn(4, 5, 6), tmp_path / "model.onnx"
+    model = exported(path, Masked(), {"x": x})
+    assert (64, 2) not in {tuple(tensor.dims) for tensor in onnx.load(path).graph.initializer}
+    assert qat.verify_onnx(path, model, [x]).agreement == 1.0

@@ -10,7 +10,7 @@ from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import Quantizer
 from qat.tracing.constants import fixed_nodes
-from qat.tracing.in_place import drop_unread
+from qat.tracing.in_place import drop_unread, written_by
 from qat.tracing.nodes import submodule_of
 from qat.tracing.train_eval import evaluation_only
 
@@ -112,5 +112,8 @@ def _fold(model: fx.GraphModule, fold_quantizers: bool) -> None:
                 folded = model.graph.get_attr(f"folded_{number}")
             for user in readers:
                 user.replace_input_with(node, folded)
+    for node in reversed(model.graph.nodes):  # guards on what is folded have held; they would keep it all
+        if node in fixed and not node.users and written_by(node, model) is None:
+            model.graph.erase_node(node)
     drop_unread(model.graph, model)
     model.recompile()
