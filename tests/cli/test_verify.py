@@ -62,7 +62,7 @@ def test_causes_are_told_apart(pets: Path, monkeypatch: pytest.MonkeyPatch) -> N
     opened, images = Run(pets / "runs" / "pets"), torch.zeros(2, 3, 48, 48)
     tie, far = (LayerDifference("features.3.squeeze_quantizer", 100, 3, 1, beyond) for beyond in (0, 3))
     assert causes.probable_cause(opened, tie, images, default_session=False).startswith("near-ties: ")
-    monkeypatch.setattr(causes, "default_is_exact", lambda: False)
+    monkeypatch.setenv("QAT_PROCESSOR", "no-vnni")
     said = causes.probable_cause(opened, far, images, default_session=True)
     assert said.startswith("this processor adds pairs of products in 16 bits (no VNNI), where ")
     said = causes.probable_cause(opened, far, images, default_session=False)
