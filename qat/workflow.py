@@ -16,8 +16,7 @@ from qat.expected import expect_model
 from qat.layers import QuantLayer
 from qat.layers.sharing import QuantTwin
 from qat.layers.twins import is_composite
-from qat.preparation.attributes import keep_attributes, scalar_attributes
-from qat.preparation.containers import Indexed
+from qat.preparation.attributes import Indexed, keep_attributes, scalar_attributes
 from qat.preparation.graph import prepare_graph
 from qat.preparation.parts import prepare_parts
 from qat.preparation.prepared_graph import PreparedGraph

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from torch import fx, nn
 
 from qat.preparation.operations import is_relu
-from qat.preparation.own_quantizers import call_own_quantizers
 from qat.preparation.placement import is_convolution, readings
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import LEFT_IN_FLOAT
+from qat.preparation.swapping import call_own_quantizers
 from qat.quantizer import Quantizer
 from qat.torch_internals import AnyBatchNorm
 from qat.tracing.nodes import submodule_of

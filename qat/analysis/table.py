@@ -18,8 +18,7 @@ from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE, 
 from qat.quantizer import Quantizer
 from qat.targets import TargetProfile
 from qat.text import table
-from qat.tracing.constants import constant_nodes
-from qat.tracing.nodes import submodule_of
+from qat.tracing.nodes import constant_nodes, submodule_of
 
 ALL = {**JOINING, **AVERAGING, **NONLINEAR}
 

@@ -18,9 +18,8 @@ from qat.layers import QuantLayer
 from qat.preparation.hooks import may_write
 from qat.preparation.operations import JOINING, grid_of, operation_of, passes_grid
 from qat.quantizer import Quantizer
-from qat.tracing.constants import fixed_nodes
 from qat.tracing.in_place import Memory
-from qat.tracing.nodes import submodule_of
+from qat.tracing.nodes import fixed_nodes, submodule_of
 
 FUNCTIONAL_DROPOUTS = (F.dropout,)
 

@@ -13,8 +13,7 @@ from qat.layers.twins import float_type_of, is_composite
 from qat.recipe import AnyRecipe
 from qat.torch_internals import has_forward_hooks
 from qat.tracing.attention import LAYER_NAME
-from qat.tracing.constants import constant_nodes, constant_values
-from qat.tracing.nodes import free_name, given_by_name, scope_of
+from qat.tracing.nodes import constant_nodes, constant_values, free_name, given_by_name, scope_of
 
 CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 ARGUMENTS: dict[Any, tuple[str, ...]] = {

@@ -3,7 +3,7 @@
 from torch import nn
 
 from qat.layers.twins import layers_of, type_name
-from qat.preparation.containers import note_containers
+from qat.preparation.attributes import note_containers
 from qat.preparation.functional_weights import FunctionalLayer, find_functional_layers, quantize_functional_layers
 from qat.preparation.placement import place_quantizers
 from qat.preparation.prepared_graph import PreparedGraph

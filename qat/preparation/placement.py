@@ -27,15 +27,14 @@ from qat.preparation.operations import (
     passes_grid,
     producer_of,
 )
-from qat.preparation.own_quantizers import call_own_quantizers, drop_repeated
+from qat.preparation.swapping import call_own_quantizers, drop_repeated
 from qat.quantizer import Quantizer, create_quantizer
 from qat.recipe import AnyRecipe
 from qat.spec import QuantSpec
 from qat.torch_internals import AnyConvolution
-from qat.tracing.constants import constant_nodes
 from qat.tracing.in_place import Memory, written_by
 from qat.tracing.inputs import model_device
-from qat.tracing.nodes import free_name, join_groups, scope_of, submodule_of, tensor_nodes
+from qat.tracing.nodes import constant_nodes, free_name, join_groups, scope_of, submodule_of, tensor_nodes
 
 
 class Placement:

@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import fx
 
-from qat.preparation.attributes import keep_attributes, keep_class, plain_attributes
-from qat.preparation.containers import Indexed, restore_containers
+from qat.preparation.attributes import (
+    Indexed,
+    keep_attributes,
+    keep_class,
+    plain_attributes,
+    restore_containers,
+)
 from qat.preparation.explanation import PLAINLY, Explanation
 from qat.preparation.replacements import ModuleSnapshot, follow_replacements, module_names
 from qat.preparation.report import VERDICTS

@@ -1,20 +1,25 @@
-"""Swaps float layers for their quantized twins, and passes each twin the BatchNorm that follows it."""
+"""Swaps float layers for their quantized twins, and passes each twin the BatchNorm that follows it.
 
+The quantizers of layers that were quantized by hand become calls in the graph in front of these layers. Placement takes
+one for what its tensor is to be quantized with, or leaves it behind the tensor's. It keeps its name and its range.
+"""
+
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import fx, nn
 
 from qat.layers import QuantLayer, QuantLinear
 from qat.layers.sharing import QuantTwin
 from qat.layers.twins import float_type_of, layers_of, make_twin, type_name
 from qat.preparation.functional_weights import REASON_NOTED
-from qat.preparation.operations import FLOAT_PRODUCTS
+from qat.preparation.operations import FLOAT_PRODUCTS, grid_of
 from qat.quantizer import Quantizer
 from qat.recipe import TYPE_PREFIX, AnyRecipe, QuantRecipe
 from qat.text import did_you_mean
 from qat.torch_internals import AnyBatchNorm, AnyConvolution, has_backward_hooks, has_forward_hooks
-from qat.tracing.constants import attribute, constant_nodes
-from qat.tracing.nodes import dimensions, submodule_of
+from qat.tracing.nodes import FACTS, attribute, constant_nodes, dimensions, submodule_of
 
 
 def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe) -> dict[str, str]:
@@ -155,3 +160,40 @@ def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str]) -> None:
         names = sorted({TYPE_PREFIX + kind for kind in layers.values()}) if by_type else list(layers)
         hint = did_you_mean(pattern, names, count=3) or f"layers are called {', '.join(names[:3])} ..."
         raise ValueError(f"prepare: the recipe's pattern {pattern!r} names no layer of the model; {hint}")
+
+
+def call_own_quantizers(graph_module: fx.GraphModule) -> None:
+    """Call the quantizers that quantized layers hold in the graph: conv(x) becomes conv(conv.input_quantizer(x))."""
+    for node in list(graph_module.graph.nodes):
+        layer = submodule_of(graph_module, node)
+        if not isinstance(layer, QuantLayer):
+            continue
+        for keyword, operand in zip(layer.quantizer_arguments, node.args, strict=False):
+            if getattr(layer, keyword) is not None and keyword not in node.kwargs:
+                with graph_module.graph.inserting_before(node):
+                    call = graph_module.graph.call_module(f"{node.target}.{keyword}", (operand,))
+                call.meta = {key: value for key, value in operand.meta.items() if key == FACTS}
+                node.replace_input_with(operand, call)
+
+
+def drop_repeated(graph_module: fx.GraphModule) -> None:
+    """Drop calls of quantizers on tensors that lie on the same grid already; a layer then shares the first one."""
+    nodes = list(graph_module.graph.nodes)
+    calls = Counter(str(node.target) for node in nodes if node.op == "call_module")
+    for node in nodes:
+        mine = submodule_of(graph_module, node)
+        before = grid_of(node.args[0], graph_module) if isinstance(mine, Quantizer) else None
+        if before is None:
+            continue
+        first = submodule_of(graph_module, before)
+        assert isinstance(first, Quantizer) and isinstance(mine, Quantizer)
+        if first is mine or (calls[str(node.target)] == 1 and are_equal(first, mine)):
+            node.replace_all_uses_with(node.args[0])
+            graph_module.graph.erase_node(node)
+            graph_module.set_submodule(str(node.target), first)
+
+
+def are_equal(a: Quantizer, b: Quantizer) -> bool:
+    """Whether two quantizers have the same spec and the same range."""
+    states = zip(a.state_dict().values(), b.state_dict().values(), strict=False)
+    return a is b or (a.spec == b.spec and all(x.is_meta or torch.equal(x, y) for x, y in states))

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from qat.torch_internals import FORWARD_HOOKS, hooks_of
+
 SWITCHES = DISABLED, FROZEN = "disabled", "frozen"
 """Keys of a quantizer in the state dict, there only while the switch is set: a model without them has the same keys as
 ever, and older checkpoints load."""
@@ -35,8 +37,8 @@ class Switchable(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without the hooks that an aid has put up for a time, since it would not end there."""
-        hooks = {key: hook for key, hook in self._forward_hooks.items() if not getattr(hook, "for_a_time", False)}
-        return {**self.__dict__, "_forward_hooks": OrderedDict(hooks)}
+        hooks = {key: hook for key, hook in hooks_of(self)[0].items() if not getattr(hook, "for_a_time", False)}
+        return {**self.__dict__, FORWARD_HOOKS: OrderedDict(hooks)}
 
     def switches(self) -> list[str]:
         """The switches that are set, in words."""

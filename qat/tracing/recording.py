@@ -19,9 +19,8 @@ from qat.torch_internals import (
     pytree,
     unpickle_with,
 )
-from qat.tracing.constants import attribute
 from qat.tracing.inputs import Examples, call_with, copied
-from qat.tracing.nodes import FACTS, Facts
+from qat.tracing.nodes import FACTS, Facts, attribute
 from qat.tracing.patches import gradients_refused, torch_takes_proxies
 from qat.tracing.randomness import NoDraws, python_state, seeded
 from qat.tracing.side_effects import (

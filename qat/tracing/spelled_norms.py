@@ -7,10 +7,10 @@ Libraries write norms with an activation inside as a subclass of nn.BatchNorm2d:
 import operator
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from qat.torch_internals import ASSERTION
 from qat.tracing.nodes import given_by_name
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -81,7 +81,7 @@ def _drop_axes_check(graph: fx.Graph, x: fx.Node) -> None:
         if axes.target is getattr and axes.args[1] == "ndim":
             for compared in list(axes.users):
                 asserted = list(compared.users)
-                if compared.target is operator.eq and all(node.target is torch._assert for node in asserted):
+                if compared.target is operator.eq and all(node.target is ASSERTION for node in asserted):
                     for node in (*asserted, compared):
                         graph.erase_node(node)
             if not axes.users:

@@ -198,8 +198,8 @@ def test_frozen_scales_stay_while_weights_learn(
 
     with plain_formulas() if plain else torch.enable_grad():
         everything = moved()
-        assert sum(name.endswith("scale") for name in everything) == 9
-        assert qat.freeze_scales(model) == 9
+        assert sum(name.endswith("scale") for name in everything) == 10
+        assert qat.freeze_scales(model) == 10
         for _ in range(2):
             assert moved() == {name for name in everything if not name.endswith("scale")}
         assert ("CodesProductFunction" in counted) != plain

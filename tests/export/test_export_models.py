@@ -171,7 +171,8 @@ def test_moves_keep_the_products_behind_them_in_integers(target: Any, tmp_path: 
     model = exported(path, net, {"x": x}, qat.QuantRecipe(target=target))
     assert len([name for name, part in model.named_modules() if isinstance(part, Quantizer)]) == 3 + len(MOVES)
     operators = optimized_operators(path)
-    assert not FLOAT_PRODUCTS & set(operators), operators
+    of_first = {"Gemm"} if target == "tensorrt" else set()  # a Gemm with a bias in float, as that target reads it
+    assert FLOAT_PRODUCTS & set(operators) == of_first, operators
     assert qat.verify_onnx(path, model, [x, x[:3]]).max_difference < 2e-6
 
 

@@ -61,7 +61,8 @@ def written_by_hand(program: Program, rng: random.Random) -> Program:
     modules = dict(program.modules)
     for name, made in modules.items():
         layer = OWN.fullmatch(made)
-        if layer is not None and rng.random() < 0.7:
+        stays = not any(line.startswith(f"model.{name} = ") for line in program.after)  # its quantizer would go with it
+        if layer is not None and rng.random() < 0.7 and stays:
             modules[name] = f"qat.Quant{layer[1]}({', '.join(filter(None, [layer[2], rng.choice(SPECS)]))})"
     return replace(program, modules=modules)
 

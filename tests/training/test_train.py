@@ -121,7 +121,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(
 def test_a_run_stopped_before_its_first_checkpoint_starts_again_in_its_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -9,9 +9,8 @@ from torch import Tensor, fx, nn
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import Quantizer
-from qat.tracing.constants import fixed_nodes
 from qat.tracing.in_place import drop_unread, written_by
-from qat.tracing.nodes import submodule_of
+from qat.tracing.nodes import fixed_nodes, submodule_of
 from qat.tracing.train_eval import evaluation_only
 
 

@@ -13,9 +13,8 @@ from qat.layers.composite import CompositeTwin
 from qat.layers.embedding import QuantTable
 from qat.quantizer import Quantizer
 from qat.torch_internals import children_of
-from qat.tracing.constants import constant_values
 from qat.tracing.in_place import drop_unread
-from qat.tracing.nodes import submodule_of
+from qat.tracing.nodes import constant_values, submodule_of
 
 
 def freeze(model: nn.Module, operations: Operations, *, weights_alone: bool = False) -> nn.Module:

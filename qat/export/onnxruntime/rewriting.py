@@ -19,8 +19,7 @@ from qat.preparation.operations import (
     passes_grid,
 )
 from qat.quantizer import Quantizer
-from qat.tracing.constants import constant_nodes
-from qat.tracing.nodes import dimensions, submodule_of
+from qat.tracing.nodes import constant_nodes, dimensions, submodule_of
 
 NOT_PROPAGATED = {
     F.pad, operator.getitem, torch.roll, torch.repeat_interleave, torch.select, torch.narrow,

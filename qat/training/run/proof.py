@@ -140,7 +140,8 @@ def saturation_ahead(config: RunConfig) -> str:
     """What the proof of a run may say at its end of this processor, so that it is known at the start; "" if nothing."""
     recipe = build_recipe(config.quantization)
     target = recipe.profile.without_vnni
-    fits = not target or profile_of(target).refusal("weight", recipe.weight) is None
+    weights = [recipe.weight, *(recipe.for_layer(name).weight for name in recipe.overrides)]
+    fits = not target or any(profile_of(target).refusal("weight", each) is None for each in weights)
     if fits or not config.export.onnx or default_is_exact():
         return ""
     return (
