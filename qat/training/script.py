@@ -142,10 +142,9 @@ def run_stages(
 
     with RunLog(folder.path, anew=resumed is None) as log, results_of(folder.path, finished) as place:
         curves = f"tensorboard --logdir {shlex.quote(str(folder.path))}"
-        log.say(f"run folder: {folder.path}; device: {device}; curves: {curves}")
-        if ahead := saturation_ahead(config):
-            log.say(ahead)
-        write_text(place / RESOLVED_CONFIG, dump_config(config))
+        write_text(place / RESOLVED_CONFIG, dump_config(config))  # first: with it a start that ended here is repeated
+        begin = [f"run folder: {folder.path}; device: {device}; curves: {curves}", saturation_ahead(config)]
+        log.say("\n".join(filter(None, begin)))
         stages = Stages(config, data, device, log, folder, place, resumed, results, about)
 
         stages.warn(changes)

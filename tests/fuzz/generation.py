@@ -16,7 +16,7 @@ OF_ANY = (
 )  # fmt: skip
 
 
-LAYERS = ("qat.Quant", "nn.Conv", "nn.Linear", "nn.Sequential", "nn.MultiheadAttention")
+LAYERS = ("nn.Conv", "nn.Linear", "nn.Sequential", "nn.MultiheadAttention")
 
 
 def generate(seed: int, attempt: int = 0) -> Program:
@@ -25,7 +25,7 @@ def generate(seed: int, attempt: int = 0) -> Program:
     while True:
         program = _drawn(seed, rng)
         if any(made.startswith(LAYERS) for made in program.used().values()):
-            return program
+            return written_by_hand(program, rng)
 
 
 def _drawn(seed: int, rng: random.Random) -> Program:
@@ -45,7 +45,7 @@ def _drawn(seed: int, rng: random.Random) -> Program:
     if rng.random() < 0.15:
         result = f"{result}, {rng.choice(list(draft.values))}"
     drawn = replace(program, modules=draft.modules, lines=tuple(draft.lines), result=result)
-    return written_by_hand(surrounded(drawn, rng), rng)
+    return surrounded(drawn, rng)
 
 
 def _input(rng: random.Random) -> str:
