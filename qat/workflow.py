@@ -108,7 +108,7 @@ def prepare(
             with taken_for_calibrated(root):
                 prepared = prepare_parts(root, recipe, examples, str(error), graph_class)
         layers = noted(prepared, LAYERS)
-        check_patterns(recipe, layers)
+        check_patterns(recipe, layers, model)
         if not any(isinstance(module, QuantLayer) for module in prepared.modules()):
             raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize{_where_they_are(model)}")
         _keep_scalar_attributes(prepared, model)

@@ -147,19 +147,34 @@ def folds(layer: QuantLayer, norm: nn.Module | None, producer: fx.Node) -> bool:
     return spatial and type(norm).__name__ in NORMS[layer.weight.dim() - 2]
 
 
-def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str]) -> None:
+def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str], model: nn.Module) -> None:
     """Refuse a recipe with an override that matches none of the layers, given by name and name of float class.
 
     Raises:
-        ValueError: naming the pattern and the nearest layers, or classes.
+        ValueError: naming the pattern and the nearest layers, or classes; or the model's own quantized layers, which
+            keep their grids, if it matches no others.
     """
+    own = {name for name, layer in layers_of(model) if isinstance(layer, QuantTwin) and _has_its_quantizers(layer)}
     for pattern in recipe.overrides:
-        if any(recipe.matches(pattern, name, kind) for name, kind in layers.items()):
+        matched = {name for name, kind in layers.items() if recipe.matches(pattern, name, kind)}
+        if matched and matched <= own:
+            raise ValueError(
+                f"prepare: the recipe's pattern {pattern!r} has no effect: {min(matched)!r} is a quantized layer of"
+                " your own, which keeps its grids; set its weight_spec and activation_spec"
+            )
+        if matched:
             continue
         by_type = pattern.startswith(TYPE_PREFIX)
         names = sorted({TYPE_PREFIX + kind for kind in layers.values()}) if by_type else list(layers)
         hint = did_you_mean(pattern, names, count=3) or f"layers are called {', '.join(names[:3])} ..."
         raise ValueError(f"prepare: the recipe's pattern {pattern!r} names no layer of the model; {hint}")
+
+
+def _has_its_quantizers(layer: QuantTwin) -> bool:
+    """Whether a twin quantizes its inputs itself: it was not made for another quantizer in front of it."""
+    return not isinstance(layer, QuantLayer) or all(
+        getattr(layer, name) is not None for name in layer.quantizer_arguments
+    )
 
 
 def call_own_quantizers(graph_module: fx.GraphModule) -> None:

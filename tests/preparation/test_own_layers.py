@@ -224,6 +224,18 @@ def test_a_model_is_prepared_once() -> None:
             qat.prepare(model)
 
 
+def test_an_override_of_ones_own_layers_alone_is_refused() -> None:
+    said = "'conv1' is a quantized layer of your own, which keeps its grids; set its weight_spec and activation_spec"
+    for pattern in ("conv1", "conv?", "type:Conv2d"):
+        with pytest.raises(ValueError) as refused:
+            qat.prepare(Plain(8), qat.QuantRecipe(overrides={pattern: {"weight": {"bits": 4}}}))
+        assert str(refused.value) == f"prepare: the recipe's pattern {pattern!r} has no effect: {said}"
+    mixed: Any = qat.prepare(Depthwise(8), qat.QuantRecipe(overrides={"type:Conv2d": {"weight": {"bits": 4}}}))
+    assert mixed.stem[0].weight_quantizer.spec.bits == 4 and mixed.dw.weight_quantizer.spec.bits == 8
+    open_input: Any = qat.prepare(Depthwise(8), qat.QuantRecipe(overrides={"pw": {"activation": {"bits": 6}}}))
+    assert open_input.graph is not None and "uint6" in qat.summary(open_input)
+
+
 def test_only_missing_leaves_weights_and_activations_alone() -> None:
     net = Plain(8)
     qat.calibrate(net, [images()])
