@@ -1,5 +1,6 @@
 """A model.onnx in ONNX Runtime or OpenVINO: as its answers are proven, and as the runtime opens it by default."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,10 +83,16 @@ def _in_onnxruntime(path: Path, exact: bool, threads: int) -> Callable[[Array], 
 
 
 def _in_openvino(path: Path, exact: bool, threads: int) -> Callable[[Array], Array]:
-    import openvino
-
     options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}  # bfloat16 by default where the processor has it
     options |= dict([EXACT_IN_OPENVINO]) if exact and needs_option() else {}
     options |= {"INFERENCE_NUM_THREADS": threads} if threads else {}
-    compiled = openvino.Core().compile_model(str(path), "CPU", options)
+    compiled = _core().compile_model(str(path), "CPU", options)
     return lambda images: np.array(compiled(images)[0])
+
+
+@functools.cache
+def _core() -> Any:
+    """One for the process: where two end in the order in which they began, the next signal (Ctrl-C) is a crash."""
+    import openvino
+
+    return openvino.Core()

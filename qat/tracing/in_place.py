@@ -55,12 +55,23 @@ def written_by(node: fx.Node, model: nn.Module) -> fx.Node | None:
 def drop_unread(graph: fx.Graph, model: nn.Module) -> None:
     """Remove nodes whose result no node reads, and writes that no node sees, from a graph that calls a model."""
     memory = Memory(model, graph)
+    read: set[fx.Node] = set()
+    waiting = [node for node in graph.nodes if _acts(node, model, memory)]
+    while waiting:
+        node = waiting.pop()
+        if node not in read:
+            read.add(node)
+            waiting += [*node.all_input_nodes, *memory.writers(node)]
+    for node in reversed(graph.nodes):
+        if node not in read:
+            graph.erase_node(node)
 
-    def acts(node: fx.Node) -> bool:
-        writes = written_by(node, model) is not None and memory.is_read_outside(node)
-        return writes or (node.op != "call_module" and node.is_impure())
 
-    graph.eliminate_dead_code(acts)
+def _acts(node: fx.Node, model: nn.Module, memory: "Memory") -> bool:
+    """Whether a node does something outside the graph."""
+    if written_by(node, model) is not None:
+        return memory.is_from_outside(node)
+    return node.op != "call_module" and node.is_impure()
 
 
 def _writes_into_first(node: fx.Node, model: nn.Module) -> bool:
@@ -120,10 +131,9 @@ class Memory:
         """The nodes that read the memory of a tensor, under any name."""
         return {user for member in self._home[node] for user in member.users}
 
-    def is_read_outside(self, node: fx.Node) -> bool:
-        """Whether a node with other memory reads the memory of a tensor, or the memory comes from outside the graph."""
-        names = set(self._home[node])
-        return any(each.op in ("placeholder", "get_attr") or not names.issuperset(each.users) for each in names)
+    def is_from_outside(self, node: fx.Node) -> bool:
+        """Whether the memory of a tensor comes from outside the graph."""
+        return any(each.op in ("placeholder", "get_attr") for each in self._home[node])
 
     def seen_writers(self, node: fx.Node) -> list[fx.Node]:
         """The writers whose write can be seen under another name of the memory."""

@@ -462,12 +462,28 @@ def test_calibration_and_verification_take_the_same_batches(tmp_path: Path) -> N
 
 
 def test_a_branch_that_ends_in_writing_is_not_exported(tmp_path: Path) -> None:
-    """Nothing reads the tensor that the activation writes into."""
+    """Nothing reads the tensors that are written into, but what writes there."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        F.silu(self.a(x), inplace=True)
-        return self.b(x)  # type: ignore[no-any-return]
+        y = self.b(F.silu(self.a(x), inplace=True))
+        y.masked_fill_(y > 0.5, 0.25)
+        return self.c(x)  # type: ignore[no-any-return]
 
     x, path = draw(4, 6), tmp_path / "model.onnx"
-    model = exported(path, Plain(forward, **linears(6, 6, 3)), {"x": x})
+    model = exported(path, Plain(forward, **linears(6, 6, 6), c=nn.Linear(6, 3)), {"x": x})
     assert qat.verify_onnx(path, model, [x]).max_difference < 1e-5
+
+
+def test_products_behind_a_signed_grid_that_an_exact_session_cannot_move(tmp_path: Path) -> None:
+    """With a fixed batch it reshapes rows of rows for a Gemm, where it would round the inputs to 8 bits once more."""
+    signed = qat.QuantSpec(signed=True, symmetric=True)
+    x, path = draw(4, 7, 6), tmp_path / "model.onnx"
+    net = Plain(
+        lambda self, x: self.c(torch.relu(self.b(F.leaky_relu(x + self.a(x), 0.1)))).view(4, 7, 3),
+        a=nn.Linear(6, 6),
+        b=qat.QuantLinear(6, 3, activation_spec=signed),
+        c=nn.Linear(3, 3),
+    )
+    with pytest.warns(UserWarning, match="fixed at 4"):
+        model = exported(path, net, {"x": x})
+    assert_same(path, model, x)

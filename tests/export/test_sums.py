@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import qat
-from qat.export import optimized_operators
+from qat.export import compare_layers, optimized_operators
 from qat.training.config.schema import RunConfig
 from qat.training.run import exporting
 from qat.training.run.exporting import export_and_prove
@@ -68,6 +68,17 @@ def _with_ties(x: torch.Tensor) -> torch.nn.Module:
         for name, scale in (("stem_quantizer", 0.01), ("first_quantizer", 0.03), ("add_quantizer", 0.02)):
             model.get_submodule(name).scale.fill_(scale)
     return model.eval()
+
+
+def test_a_sum_on_a_far_finer_grid_than_its_operands_does_not_overflow(tmp_path: Path) -> None:
+    """As too wide a step of an optimizer leaves it: all values of one operand are 0."""
+    torch.manual_seed(0)
+    x, path = torch.randn(16, 3, 16, 16), tmp_path / "model.onnx"
+    model = _with_ties(x)
+    with torch.no_grad():
+        model.get_submodule("first_quantizer").scale.fill_(1e8)
+    qat.export_onnx(model, path, x)
+    assert not any(layer.beyond_ties for layer in compare_layers(path, model, x))
 
 
 def test_all_sums_are_exact_if_asked_for(tmp_path: Path) -> None:

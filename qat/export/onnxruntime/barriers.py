@@ -47,7 +47,7 @@ def add_barriers(proto: Any) -> None:
 
 def _requantizes(node: Any, made_by: Mapping[str, Any], stored: Mapping[str, Array]) -> bool:
     """Whether the values that a QuantizeLinear reads lie on another grid than its own."""
-    before = _grid(node.input[0], made_by, stored) if node.op_type == "QuantizeLinear" else None
+    before = grid_of_tensor(node.input[0], made_by, stored) if node.op_type == "QuantizeLinear" else None
     if before is None or any(name not in stored for name in before.input[1:]):
         return False  # the rows of a table bring their scales; only constant grids are merged
     grids = [[stored[name] for name in each.input[1:]] for each in (before, node)]
@@ -57,10 +57,10 @@ def _requantizes(node: Any, made_by: Mapping[str, Any], stored: Mapping[str, Arr
 def _is_float_layer(node: Any, made_by: Mapping[str, Any], stored: Mapping[str, Array]) -> bool:
     """Whether an operator multiplies values on a grid by a float weight."""
     is_float = node.op_type in LAYERS and _origin(node.input[1], made_by) in stored
-    return is_float and _grid(node.input[0], made_by, stored) is not None
+    return is_float and grid_of_tensor(node.input[0], made_by, stored) is not None
 
 
-def _grid(name: str, made_by: Mapping[str, Any], stored: Mapping[str, Array]) -> Any:
+def grid_of_tensor(name: str, made_by: Mapping[str, Any], stored: Mapping[str, Array]) -> Any:
     """The DequantizeLinear of the activation that a tensor holds values of, if there is one."""
     node = made_by.get(_origin(name, made_by))
     return node if node is not None and node.op_type == "DequantizeLinear" and node.input[0] not in stored else None

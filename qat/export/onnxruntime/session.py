@@ -46,7 +46,9 @@ def open_session(
         except ort.capi.onnxruntime_pybind11_state.Fail as error:
             if "does not match y_zero_point type" not in str(error):
                 raise
-            # It moves signed grids through reshapes, loses their zero point of 0, and refuses its own graph.
+            # It moves signed grids through reshapes, loses their zero point of 0, and refuses its own graph. Products
+            # behind a reshape are then of float inputs, which MatMulNBits rounds to 8 bits unless it is told not to.
+            options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
             return ort.InferenceSession(
                 model, options, providers=providers, disabled_optimizers=["QDQPropagationTransformer"]
             )

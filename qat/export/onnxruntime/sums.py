@@ -11,28 +11,34 @@ for; at 8 bits they once changed 2 predictions of 1,000 too.
 
 from typing import Any
 
+from qat.export.onnx.containers import stored_arrays
 from qat.export.onnx.graph import makers
-from qat.export.onnxruntime.barriers import MOVING
+from qat.export.onnxruntime.barriers import MOVING, grid_of_tensor
 
 THROUGH = {*MOVING, "QuantizeLinear", "DequantizeLinear"}
 """What may stand between a sum and a quantizer of few bits."""
 
 
+LARGEST_RATIO = 256
+"""What an operand's scale may be in scales of the result: far above it QLinearAdd's 32-bit integers overflow."""
+
+
 def add_exactly(proto: Any, *, everywhere: bool = False) -> None:
-    """Write every sum that ends on a grid of fewer than 8 bits as `Sum`.
+    """Write every sum that ends on a grid of fewer than 8 bits, or on a far finer one than its operands', as `Sum`.
 
     Args:
         proto: an exported file, whose quantizers of fewer than 8 bits end with a Clip of integers; it is changed.
         everywhere: every sum that a quantizer reads, whatever its bits.
     """
-    made_by = makers(proto.graph)
+    stored, made_by = stored_arrays(proto.graph), makers(proto.graph)
+    clipped = {node.input[0] for node in proto.graph.node if node.op_type == "Clip"}
     for node in proto.graph.node:
         before = node if node.op_type == "QuantizeLinear" else None
-        if not everywhere:
-            before = made_by.get(node.input[0]) if node.op_type == "Clip" else None
-        if before is None or before.op_type != "QuantizeLinear":
-            continue
         while before is not None and before.op_type in THROUGH:
             before = made_by.get(before.input[0])
-        if before is not None and before.op_type == "Add":
+        if before is None or before.op_type != "Add":
+            continue
+        operands = [grid_of_tensor(name, made_by, stored) for name in before.input]
+        scales = [stored[each.input[1]].max() for each in (*operands, node) if each and each.input[1] in stored]
+        if everywhere or node.output[0] in clipped or max(scales) > LARGEST_RATIO * scales[-1]:
             before.op_type = "Sum"
