@@ -481,6 +481,17 @@ def test_a_model_of_timm_by_name() -> None:
     assert refusal(name="timm/resnet18", kwargs={"size": 3}).startswith("model.kwargs: {'size': 3} do not fit")
 
 
+def test_pretrained_weights_of_timm_say_what_images_they_know(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    timm = pytest.importorskip("timm")
+    create = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda *args, **kwargs: create(*args, **kwargs | {"pretrained": False}))
+    with caplog.at_level("INFO"):
+        build(5, name="timm/mobilenetv4_conv_small", weights="DEFAULT")
+    assert "data.mean=[0.485, 0.456, 0.406] data.std=[0.229, 0.224, 0.225] and images of [224, 224]" in caplog.text
+
+
 def test_without_timm_the_way_to_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
     assert refusal(name="timm/resnet18") == (

@@ -117,6 +117,9 @@ def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Mod
                 f"model.weights: {weights} of {config.name} could not be loaded ({reason(error)}); use model.checkpoint"
             ) from error
         raise UserError(f"model.kwargs: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
+    if pretrained:
+        (_, *size), mean, std = (model.pretrained_cfg[key] for key in ("input_size", "mean", "std"))
+        logger.info("model.weights: trained with data.mean=%s data.std=%s and images of %s", [*mean], [*std], size)
     return model
 
 
