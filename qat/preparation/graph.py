@@ -10,7 +10,7 @@ from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE
 from qat.preparation.swapping import fuse_batch_norms, name_float_rest, refusal, swap_layers
 from qat.recipe import AnyRecipe, ScopedRecipe
-from qat.tracing.in_place import mark_later_writes
+from qat.tracing.in_place import copy_before_writes, mark_later_writes
 from qat.tracing.inputs import Examples
 from qat.tracing.train_eval import trace
 
@@ -40,6 +40,7 @@ def prepare_graph(
     quantize_functional_layers(graph_module, functional, recipe, left)
     left |= fuse_batch_norms(graph_module)
     compromises = place_quantizers(graph_module, recipe)
+    copy_before_writes(graph_module)
     name_float_rest(graph_module, left)
     left |= {name: f"a function that cannot be traced computes in float: {why}" for name, why in opaque.items()}
     note_containers(root, graph_module)

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from qat.layers import QuantLayer
+from qat.quantizer import Quantizer
 from qat.quantizer.estimator import estimator_of
 from qat.tracing.nodes import WRITTEN_LATER, join_groups, submodule_of
 
@@ -164,6 +165,16 @@ def mark_later_writes(model: fx.GraphModule) -> None:
         writers = memory.seen_writers(node) if has_own_memory(node, model) else []
         if any(memory.order[writer] > memory.order[node] for writer in writers):
             node.meta[WRITTEN_LATER] = True
+
+
+def copy_before_writes(model: fx.GraphModule) -> None:
+    """Let quantizers read copies of tensors that are written later: their backward needs the values that they read."""
+    memory = Memory(model, model.graph)
+    for node in memory.order:
+        source = node.args[0] if isinstance(submodule_of(model, node), Quantizer) else None
+        if isinstance(source, fx.Node) and any(memory.order[w] > memory.order[node] for w in memory.writers(source)):
+            with model.graph.inserting_before(node):
+                node.replace_input_with(source, model.graph.call_method("clone", (source,)))
 
 
 def has_own_memory(node: fx.Node, model: nn.Module) -> bool:

@@ -156,6 +156,8 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "a list of places": lambda x: x[:, torch.tensor([3, 0, 2])],
     "chunk": lambda x: x.chunk(2, 1)[1],
     "transpose": lambda x: x.transpose(0, 1),
+    "adaptive max pooling": lambda x: F.adaptive_max_pool2d(x, (2, 8)),
+    "channel shuffle": lambda x: torch.channel_shuffle(x, 5),
     "windows": lambda x: x[:, :4].reshape(-1, 2, 2, 8).permute(0, 2, 1, 3).reshape(-1, 4, 8),
 }
 

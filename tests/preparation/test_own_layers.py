@@ -236,6 +236,46 @@ def test_an_override_of_ones_own_layers_alone_is_refused() -> None:
     assert open_input.graph is not None and "uint6" in qat.summary(open_input)
 
 
+class Rectified(QuantConv2d):
+    """A layer of one's own that changes its input, and not as `prepare` could call it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.relu(x))
+
+
+@pytest.mark.parametrize(
+    ("layer", "target", "said"),
+    [
+        (lambda: Rectified(3, 4, 3), "onnxruntime", "Rectified.forward takes no input_quantizer"),
+        (lambda: QuantConv2d(3, 4, 3), "tensorrt", "an unsigned activation does not run on tensorrt"),
+        (
+            lambda: QuantConv2d(3, 4, 3, weight_spec=QuantSpec(symmetric=False)),
+            "onnxruntime",
+            "use symmetric=True",
+        ),
+    ],
+)
+def test_layers_that_cannot_become_integers_are_refused_by_name(layer: Any, target: Any, said: str) -> None:
+    net = nn.Sequential(nn.Identity(), layer())
+    with pytest.raises(ValueError, match=rf"^prepare: '1.*{said}"):
+        qat.prepare(net, qat.QuantRecipe(target=target), torch.ones(2, 3, 8, 8))
+
+
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.Hardtanh()], ids=str)
+def test_a_range_that_is_wider_than_the_activation_keeps_the_convolution_in_integers(
+    act: nn.Module, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    x, path = torch.randn(4, 3, 8, 8), tmp_path / "model.onnx"
+    model = qat.prepare(nn.Sequential(QuantConv2d(3, 4, 3), act, QuantConv2d(4, 4, 3), nn.ReLU()), None, x)
+    qat.calibrate(model, [x])
+    model.get_submodule("2.input_quantizer").set_range(torch.tensor(-1.5), torch.tensor(7.0))
+    qat.export_onnx(model, path, x)
+    operators = optimized_operators(path)
+    assert operators["QLinearConv"] == 1 and operators["Conv"] + operators["FusedConv"] == 1  # the last one is float
+    assert not any(layer.differing for layer in compare_layers(path, model, x))
+
+
 def test_only_missing_leaves_weights_and_activations_alone() -> None:
     net = Plain(8)
     qat.calibrate(net, [images()])

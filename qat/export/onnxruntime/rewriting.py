@@ -22,11 +22,17 @@ from qat.quantizer import Quantizer
 from qat.tracing.nodes import constant_nodes, dimensions, submodule_of
 
 NOT_PROPAGATED = {
-    F.pad, operator.getitem, torch.roll, torch.repeat_interleave, torch.select, torch.narrow,
-    "roll", "expand", "repeat", "repeat_interleave", "select", "narrow",
+    F.pad, F.adaptive_max_pool2d, operator.getitem, torch.roll, torch.repeat_interleave, torch.select, torch.narrow,
+    torch.pixel_shuffle, torch.channel_shuffle, "roll", "expand", "repeat", "repeat_interleave", "select", "narrow",
 }  # fmt: skip
 """Operations that keep a grid although ONNX Runtime does not propagate it: it computes the next operation in float, or
 quantizes its input anew in blocks of its own."""
+
+NOT_PROPAGATED_MODULES = (
+    nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.ChannelShuffle, nn.PixelShuffle,
+    nn.PixelUnshuffle,
+)  # fmt: skip
+"""The same as modules."""
 
 
 def rewrite_for_runtime(model: nn.Module, operations: OnnxOperations) -> None:
@@ -68,7 +74,8 @@ def _grid_to_restate(node: fx.Node, model: fx.GraphModule) -> fx.Node | None:
     quantizer = model.get_submodule(str(source.target))
     assert isinstance(quantizer, Quantizer)
     in_int8 = quantizer.bounds()[0] < 0 and not stored_offset(quantizer)
-    return source if node.target in NOT_PROPAGATED or in_int8 else None
+    lost = node.target in NOT_PROPAGATED or isinstance(submodule_of(model, node), NOT_PROPAGATED_MODULES)
+    return source if lost or in_int8 else None
 
 
 def _restate(model: fx.GraphModule, node: fx.Node, name: str, again: FrozenQuantizer) -> None:
