@@ -36,11 +36,7 @@ __all__ = [
 Patchable = tuple[Any, str]
 """A module or class of torch, and the name in it that tracing replaces."""
 
-# ---- what watches torch's operations, and what travels to torch's own threads ----
-
-stash_for_threads, is_stashed, stashed = torch._C._stash_obj_in_tls, torch._C._is_key_in_tls, torch._C._get_obj_in_tls
-"""Store an object under a name, ask for the name, and get the object: in this thread and in those where autograd works
-for it."""
+# ---- what watches torch's operations ----
 
 
 def operations_are_watched() -> bool:

@@ -32,11 +32,8 @@ log = logging.getLogger("qat")
 
 EVALUATED = "is in evaluation, where its graph runs operation by operation"
 NO_MEMORY = "it has no memory to compute in (device meta)"
-ON_CUDA = "on CUDA the kernels are those that torch.compile makes"
+ON_CUDA = "on CUDA the kernels are those that torch.compile makes of the whole model"
 NO_LIBRARY = "there is no C library (the log says why)"
-
-SAID = (ON_CUDA, NO_LIBRARY)
-"""Reasons that the log has already, or that need no line."""
 
 MOST_FAILURES = 3
 """After so many self-checks in a row for which no step could run, the model is not checked again."""
@@ -221,7 +218,7 @@ class FusedGraph(PreparedGraph):
             return None  # tensors that hold no values, such as those of a tracer
         refused = self._refusal(given, compiling)
         if refused is not None:
-            if refused not in SAID and not compiling:
+            if refused != NO_LIBRARY and not compiling:
                 self._say(refused)
             return None
         if not compiling and not self._looked_at:

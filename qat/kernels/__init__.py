@@ -1,7 +1,6 @@
 """Fast kernels for the costliest estimators, chosen by device; the formulas in qat.functional are their reference."""
 
 from qat.kernels.dispatch import (
-    Kernels,
     choose,
     float_products,
     formulas_wanted,
@@ -13,7 +12,6 @@ from qat.kernels.dispatch import (
 )
 
 __all__ = [
-    "Kernels",
     "choose",
     "float_products",
     "formulas_wanted",

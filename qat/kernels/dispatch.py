@@ -1,25 +1,17 @@
-"""Who computes what: compiled kernels on the CPU, Triton's or torch.compile's on CUDA, or the plain formula.
+"""Who computes what: compiled kernels on the CPU, torch.compile's on CUDA, or the plain formula.
 
-The switches hold in the thread that enters their context, and in torch's own threads while they work for it: autograd
-computes the gradients of a GPU's tensors there. Other threads neither see them nor can leave them wrong.
+The switches hold in the thread that enters their context; other threads do not see them.
 """
 
-import contextlib
-import ctypes
-import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from qat.kernels.cpu import quantizers
-from qat.torch_internals import is_stashed, operations_are_watched, stash_for_threads, stashed
-
-CARRIED = "qat.kernels.dispatch"
-"""The name under which torch carries the switches that are on to its threads."""
+from qat.torch_internals import operations_are_watched
 
 
 class _Switches(threading.local):
@@ -33,54 +25,15 @@ class _Switches(threading.local):
 
 _switches = _Switches()
 
-_contexts = 0
-"""How many contexts of switches are open in all threads; with none open, torch need not be asked."""
-
-_counting = threading.Lock()
-
 
 @contextmanager
 def _on(name: str) -> Iterator[None]:
     before = getattr(_switches, name)
-    _count(1)
     setattr(_switches, name, True)
-    _carry()
     try:
         yield
     finally:
         setattr(_switches, name, before)
-        _carry()
-        _count(-1)
-
-
-def _count(more: int) -> None:
-    global _contexts
-    with _counting:
-        _contexts += more
-
-
-def _carry() -> None:
-    state = _state(tuple(name for name, on in vars(_switches).items() if on))
-    _hold(state)
-    stash_for_threads(CARRIED, state)
-
-
-@functools.cache
-def _state(names: tuple[str, ...]) -> frozenset[str]:
-    """One of at most eight sets, kept alive by the cache as long as the program runs."""
-    return frozenset(names)
-
-
-_hold = ctypes.pythonapi.Py_IncRef
-"""torch 2.11 releases a reference to the stashed object that it never took, so each stash adds one."""
-_hold.argtypes, _hold.restype = [ctypes.py_object], None
-
-
-def _is_carried(name: str) -> bool:
-    """Whether the thread that this one works for has the switch on; Dynamo never traces in such a worker thread."""
-    if torch.compiler.is_dynamo_compiling() or not _contexts or not is_stashed(CARRIED):
-        return False
-    return name in stashed(CARRIED)
 
 
 @contextmanager
@@ -118,17 +71,17 @@ def kernels_by_formula() -> Iterator[None]:
 
 def integers_allowed() -> bool:
     """Whether products may be computed in integers here."""
-    return not (_switches.in_float or _is_carried("in_float"))
+    return not _switches.in_float
 
 
 def plain_wanted() -> bool:
     """Whether plain operations are asked for."""
-    return _switches.plain or _is_carried("plain")
+    return _switches.plain
 
 
 def formulas_wanted() -> bool:
     """Whether the CPU is to compute as CUDA does."""
-    return _switches.by_formula or _is_carried("by_formula")
+    return _switches.by_formula
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -147,27 +100,12 @@ def is_taken(x: Tensor) -> bool:
     return quantizers.is_plain(x)
 
 
-class Kernels(Protocol):
-    """The fake-quantizer for one kind of device, which `qat.functional` calls instead of its formula."""
-
-    @staticmethod
-    def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
-        """Round x to its grid."""
-
-    @staticmethod
-    def gradients(
-        grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int,
-        needs: tuple[bool, ...] = (True, True, True),
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-        """The gradients of x, scale and zero_point, without any factor."""
-
-
 def plain_here() -> bool:
     """Whether plain operations have to run: they are asked for, or something besides autograd watches operations."""
     return torch.compiler.is_compiling() or plain_wanted() or operations_are_watched()
 
 
-def choose(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> type[Kernels] | None:
+def choose(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> type[quantizers.CPUKernels] | None:
     """The kernels for a tensor and its grid, or None if the plain formula has to run.
 
     Args:
@@ -177,17 +115,4 @@ def choose(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> type[K
     """
     if plain_here():
         return None
-    if x.device.type == "cpu":
-        return quantizers.CPUKernels if quantizers.applies(x, scale, zero_point) else None
-    triton = _triton() if x.device.type == "cuda" else None
-    return triton.TritonKernels if triton is not None and triton.applies(x, scale, zero_point) else None
-
-
-@functools.cache
-def _triton() -> Any:
-    """The fake-quantizer on CUDA, loaded for the first tensor there; None in a copy of qat without that folder."""
-    with contextlib.suppress(ModuleNotFoundError):
-        from qat.kernels.triton import fake_quantizer
-
-        return fake_quantizer
-    return None
+    return quantizers.CPUKernels if x.device.type == "cpu" and quantizers.applies(x, scale, zero_point) else None

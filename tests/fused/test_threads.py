@@ -80,35 +80,6 @@ def test_switches_that_cross_each_other_end_as_they_began(context: Any) -> None:
     assert seen == [False, True, False] and not asked() and not in_thread(asked)
 
 
-class Nested(torch.autograd.Function):
-    """Calls backward within its backward, so often that torch goes on in a thread of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, depth: int, seen: dict[int, bool]) -> Tensor:
-        ctx.rest = depth, seen
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        depth, seen = ctx.rest
-        seen[threading.get_ident()] = plain_wanted() and not formulas_wanted()
-        if depth:
-            with torch.enable_grad():
-                x = torch.ones((), requires_grad=True)
-                Nested.apply(x, depth - 1, seen).backward()
-        return grad, None, None
-
-
-def test_torchs_own_threads_know_the_switches_of_whom_they_work_for() -> None:
-    seen: dict[int, bool] = {}
-    with plain_formulas():
-        Nested.apply(torch.ones((), requires_grad=True), 70, seen).backward()
-    assert len(seen) > 1 and all(seen.values())
-    seen.clear()
-    Nested.apply(torch.ones((), requires_grad=True), 70, seen).backward()
-    assert len(seen) > 1 and not any(seen.values())
-
-
 def test_compiled_code_watches_the_switches_of_its_own_thread() -> None:
     compiled = torch.compile(
         lambda x: x + (10 * plain_wanted()) + (100 * formulas_wanted()), fullgraph=True, backend="eager"

@@ -95,11 +95,6 @@ def check_same(found: dict[str, Any], expected: dict[str, Any], share: float) ->
         assert (found["initializers"][name] == numbers).all(), name
 
 
-def test_without_the_triton_kernels(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    weights, expected = whole
-    check_same(run(without(tmp_path, "kernels/triton"), weights), expected, share=0.0)
-
-
 def test_without_the_c_sources(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     sources = [f"kernels/cpu/{path.name}" for path in (ROOT / "qat" / "kernels" / "cpu").glob("*.[ch]")]
     assert sources

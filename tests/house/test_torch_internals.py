@@ -291,14 +291,6 @@ def test_batched_gradients() -> None:
     assert seen == [False, True], changed("how a tensor under vmap is known")
 
 
-def test_what_is_stashed_reaches_the_threads_of_autograd() -> None:
-    key = "qat.tests"
-    assert not internals.is_stashed(key), changed("how objects travel to autograd's threads")
-    stashed = frozenset(("here",))
-    internals.stash_for_threads(key, stashed)
-    assert internals.is_stashed(key) and internals.stashed(key) is stashed, changed("how objects travel to threads")
-
-
 def test_what_tracing_replaces() -> None:
     calls: list[str] = []
     assert callable(getattr(*internals.CAUSAL_MASK_DETECTION)), changed("how transformers look at masks")

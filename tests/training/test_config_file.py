@@ -364,7 +364,10 @@ BAD_FILES = [
         "qat.quantizer_optimizer: 'adamw' beside 'sgd' needs a rate of its own; set quantizer_lr, such as 1e-5",
     ),
     ("qat: {epochs: 2, warmup_epochs: 2.5}", "qat.warmup_epochs: 2.5 is longer than qat.epochs: 2"),
-    ("cuda_graphs: true", "cuda_graphs: true is about compiled models; add compile: true, or leave it out"),
+    (
+        "compile: false\ncuda_graphs: true",
+        "cuda_graphs: true is about compiled models; leave compile: false out, or cuda_graphs",
+    ),
     (
         "device: cpu\ncompile: true\ncuda_graphs: true",
         "cuda_graphs: true needs a CUDA device; on device 'cpu' leave it out",

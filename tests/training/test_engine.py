@@ -119,6 +119,22 @@ def test_a_compiled_run_learns_like_a_plain_one(accumulate: int, tmp_path: Path)
     assert losses["compiled"] == pytest.approx(losses["plain"], rel=1e-3) and len(set(losses["plain"])) > 1
 
 
+@pytest.mark.parametrize(
+    ("config", "on_cuda", "on_the_cpu"),
+    [
+        ({}, True, False),
+        ({"compile": False}, False, False),
+        ({"compile": True}, True, True),
+        ({"qat": {"gradual": {"weight_share": 0.5}}}, False, False),
+    ],
+)
+def test_steps_are_compiled_on_cuda(config: dict[str, Any], on_cuda: bool, on_the_cpu: bool, tmp_path: Path) -> None:
+    run = stage_run(tmp_path, tiny_model(), QATStageConfig(), config=config)
+    assert run.is_compiled == on_the_cpu
+    run.device = torch.device("cuda")
+    assert run.is_compiled == on_cuda
+
+
 def test_plain_training_does_not_load_what_cuda_graphs_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would cost four seconds and 200 MB."""
     asked: list[int] = []

@@ -70,7 +70,7 @@ def compiled() -> Any:
 
 
 class CPUKernels:
-    """The fake-quantizer in C; see `qat.kernels.dispatch.Kernels`."""
+    """The fake-quantizer in C, which `qat.functional` calls in place of its formula."""
 
     @staticmethod
     def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:

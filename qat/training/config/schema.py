@@ -157,8 +157,9 @@ class RunConfig(Section):
     integer_forward: Literal["auto", "off"] = "auto"
     """`auto`: the training forward multiplies integers where the processor does so exactly and faster (CPUs with VNNI;
     see docs/speed.md). `off`: it multiplies floats on the same grids, as on all other devices."""
-    compile: bool = False
-    """Train through torch.compile. The first step takes a minute or more. On a GPU only this trains on codes."""
+    compile: Literal["auto"] | bool = "auto"
+    """Train through torch.compile: `auto` on CUDA, where only this trains on codes, unless an aid of `qat` needs the
+    model itself. The first step takes a minute or more."""
     cuda_graphs: bool = False
     """Run compiled steps as CUDA graphs, which saves launch time where kernels are short."""
     log_every: Count = 10
@@ -179,13 +180,13 @@ class RunConfig(Section):
             raise ValueError("amp: 'fp16' needs a CUDA device; on device 'cpu' use 'bf16' or 'none'")
         if self.cuda_graphs and self.device == "cpu":
             raise ValueError("cuda_graphs: true needs a CUDA device; on device 'cpu' leave it out")
-        if self.cuda_graphs and not self.compile:
-            raise ValueError("cuda_graphs: true is about compiled models; add compile: true, or leave it out")
-        if self.compile and self.qat.distillation is not None and self.qat.distillation.features:
+        if self.cuda_graphs and self.compile is False:
+            raise ValueError("cuda_graphs: true is about compiled models; leave compile: false out, or cuda_graphs")
+        if self.compile is True and self.qat.distillation is not None and self.qat.distillation.features:
             raise ValueError(
                 "qat.distillation.features: compiled code does not return them; leave them out, or set compile: false"
             )
-        if self.compile and self.qat.gradual is not None:
+        if self.compile is True and self.qat.gradual is not None:
             raise ValueError(
                 "qat.gradual: compiled code does not follow its switches; leave it out, or set compile: false"
             )

@@ -50,8 +50,9 @@ class _Optimization:
         oscillations, gradual = build_oscillations(run.model, run.stage), build_gradual(run.model, run.stage)
         self.aids = Aids(run.model, run.distillation, oscillations, gradual)
         self.compiled: CompiledModel | None = None
-        if run.config.compile:
-            self.compiled = CompiledModel(run.model, compile_mode(run.device, run.config.cuda_graphs))
+        mode = compile_mode(run.device, run.config.cuda_graphs)
+        if run.is_compiled:
+            self.compiled = CompiledModel(run.model, mode)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.best_top1 = -1.0
 

@@ -67,6 +67,15 @@ class StageRun:
         """Optimizer steps in an epoch."""
         return steps_per_epoch(self.stage, self.train)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether steps run through torch.compile; `auto` leaves out aids that need the model itself."""
+        if self.config.compile != "auto":
+            return self.config.compile
+        qat = self.config.qat
+        looks_inside = qat.gradual is not None or bool(qat.distillation is not None and qat.distillation.features)
+        return self.device.type == "cuda" and not looks_inside
+
     def step(self, epoch: int, number: int = 0) -> int:
         """Return the run's step count after `epoch` whole epochs of this stage and `number` steps."""
         return self.first_step + epoch * self.steps_per_epoch + number

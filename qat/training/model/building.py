@@ -118,7 +118,8 @@ def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Mod
             ) from error
         raise UserError(f"model.kwargs: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
     if pretrained:
-        (_, *size), mean, std = (model.pretrained_cfg[key] for key in ("input_size", "mean", "std"))
+        images: Any = model.pretrained_cfg
+        (_, *size), mean, std = (images[key] for key in ("input_size", "mean", "std"))
         logger.info("model.weights: trained with data.mean=%s data.std=%s and images of %s", [*mean], [*std], size)
     return model
 

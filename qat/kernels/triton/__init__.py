@@ -1,1 +1,0 @@
-"""The fake-quantizer on CUDA, in Triton."""
