@@ -156,7 +156,7 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "a list of places": lambda x: x[:, torch.tensor([3, 0, 2])],
     "chunk": lambda x: x.chunk(2, 1)[1],
     "transpose": lambda x: x.transpose(0, 1),
-    "adaptive max pooling": lambda x: F.adaptive_max_pool2d(x, (2, 8)),
+    "adaptive max pooling": lambda x: F.adaptive_max_pool2d(x.mT.unsqueeze(-1), 1).flatten(1),
     "channel shuffle": lambda x: torch.channel_shuffle(x, 5),
     "windows": lambda x: x[:, :4].reshape(-1, 2, 2, 8).permute(0, 2, 1, 3).reshape(-1, 4, 8),
 }

@@ -98,6 +98,8 @@ CASES |= {
 CASES |= {
     "written: LeakyReLU": case("torch.randn(4, 8)", "nn.Linear(8, 8); nn.LeakyReLU(0.1, inplace=True)",
         "v1 = m0(v0); v2 = m1(v1)"),
+    "written: an input that a quantizer has read": case(IMAGES, f"{SAME}; nn.SiLU(inplace=True); {SAME}",
+        "v1 = v0.roll(1, 2); v2 = m0(v1); v3 = m1(v0); v4 = m2(v3)", "v4, v2"),
     "written: a hook on VGG's first ReLU": case(IMAGES, f"{SAME}; nn.ReLU(inplace=True); {SAME}",
         "v1 = m0(v0); v2 = m1(v1); v3 = m2(v2)", after=(f"model.m1.{LOOK}",)),
     "written: by a hook": case(IMAGES, f"{SAME}; nn.ReLU(); {SAME}", "v1 = m0(v0); v2 = m1(v1); v3 = m2(v2)",

@@ -57,7 +57,7 @@ def _limits(node: Any, stored: Mapping[str, Array]) -> list[Array] | None:
 
 
 def _integers_of(node: Any, read_by: Mapping[str, list[Any]], stored: Mapping[str, Array]) -> Any:
-    """A QuantizeLinear on one constant grid, the Clip of its integers if there is one, and the grid; None for others."""
+    """A QuantizeLinear on one constant grid, the Clip of its integers or None, and the grid; None for anything else."""
     if node is None or node.op_type != "QuantizeLinear":
         return None
     grid, after = _constants(node.input[1:3], stored), read_by.get(node.output[0], [])
