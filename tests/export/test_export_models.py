@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from prepared_case import Net, Plain, draw
 from test_export_layers import assert_exports, assert_file_is_in_integers, assert_same, exported, part_of, quantized
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torchvision.models.swin_transformer import SwinTransformer
 from torchvision.models.vision_transformer import VisionTransformer
 from torchvision.ops import SqueezeExcitation
@@ -156,10 +157,12 @@ MOVES: dict[str, Callable[[Tensor], Tensor]] = {
     "a list of places": lambda x: x[:, torch.tensor([3, 0, 2])],
     "chunk": lambda x: x.chunk(2, 1)[1],
     "transpose": lambda x: x.transpose(0, 1),
-    "adaptive max pooling": lambda x: F.adaptive_max_pool2d(x.mT.unsqueeze(-1), 1).flatten(1),
     "channel shuffle": lambda x: torch.channel_shuffle(x, 5),
     "windows": lambda x: x[:, :4].reshape(-1, 2, 2, 8).permute(0, 2, 1, 3).reshape(-1, 4, 8),
 }
+
+if TorchVersion(torch.__version__) >= (2, 12):  # the exporter of torch 2.11 does not know it
+    MOVES["adaptive max pooling"] = lambda x: F.adaptive_max_pool2d(x.mT.unsqueeze(-1), 1).flatten(1)
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
