@@ -173,7 +173,7 @@ def test_a_folder_has_one_run_at_a_time() -> None:
     ):
         with open_run_folder(config):
             resuming = config.model_copy(update={"resume": "auto"})
-            assert refusal(resuming).startswith(f"{path}: another run writes there; ")
+            assert refusal(resuming).startswith(f"{Path(path).absolute()}: another run writes there; ")
         assert not Path(path, ".lock").exists()
         open_run_folder(resuming).__exit__(None, None, None)
 

@@ -54,7 +54,7 @@ class RunLock:
                 raise UserError(f"{self._path}: cannot lock the run folder ({error.strerror})") from error
             if descriptor is None:
                 raise FolderInUseError(
-                    f"{folder}: another run writes there; wait for its end, or choose another run_dir"
+                    f"{self.folder}: another run writes there; wait for its end, or choose another run_dir"
                 )
             _held[self._key] = self
             self._descriptor = descriptor
