@@ -27,9 +27,9 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 import qat
+from benchmarks.work import Place, integer_work
 from benchmarks.zoo_models import NAMES, Case, build, family_of, names_of
 from benchmarks.zoo_runtime import Part, agreement, parts_of
-from qat.analysis.work import Place, integer_work
 from qat.atomic_write import atomic_write
 from qat.layers import QuantLayer
 from qat.layers.twins import layers_of

@@ -64,7 +64,7 @@ def test_importing_qat_loads_nothing_heavy() -> None:
 @pytest.mark.parametrize("path", MODULES.values(), ids=list(MODULES))
 def test_files_hold_one_idea(path: Path) -> None:
     lines = len(path.read_text().splitlines())
-    assert lines <= 320, f"{path.name} has {lines} lines; one idea a file, 100 to 300 lines"
+    assert lines <= 450, f"{path.name} has {lines} lines; one concept a file, up to 450"
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
             first = node.body[0]
@@ -72,6 +72,19 @@ def test_files_hold_one_idea(path: Path) -> None:
             start = node.body[1].lineno if documented else node.lineno
             assert (node.end_lineno or 0) - start < 60, f"{path.name}: {node.name} is longer than 60 lines"
     assert path.stem not in ("utils", "common", "helpers", "misc")
+
+
+@pytest.mark.parametrize("number", range(len(FLOORS)))
+def test_a_floor_stays_within_its_lines(number: int) -> None:
+    """Who needs more deletes first, or raises the number and argues in the commit."""
+    page = (ROOT / "docs" / "house.md").read_text()
+    (budget,) = re.findall(rf"^\| {number} \| .+? \| ([\d,]+) \|", page, re.MULTILINE)
+    files = {path for name, path in MODULES.items() if floor_of(name) == number}
+    files |= {source for path in files for source in path.parent.glob("*.[ch]") if path.name == "__init__.py"}
+    lines = sum(len(path.read_text().splitlines()) for path in files)
+    assert lines <= int(budget.replace(",", "")), (
+        f"{', '.join(FLOORS[number])}: {lines} lines, and {budget} are its share"
+    )
 
 
 def test_imports_form_no_circle() -> None:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import qat
+from benchmarks.work import integer_work
 from benchmarks.zoo_models import Case, build
-from qat.analysis.work import integer_work
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer
 

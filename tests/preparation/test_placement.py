@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchvision.ops import SqueezeExcitation
 
 import qat
-from qat.analysis.work import integer_work
+from benchmarks.work import integer_work
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 
 

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import qat
-from qat.analysis.work import integer_work
+from benchmarks.work import integer_work
 
 
 def imitation(module: str, name: str, base: type[nn.Module] = nn.Module) -> Any:

@@ -10,7 +10,7 @@ from prepared_case import Plain, activation_quantizers, assert_computes_as, asse
 from torch import Tensor, nn
 
 import qat
-from qat.analysis.work import integer_work
+from benchmarks.work import integer_work
 from qat.layers import QuantEmbedding, QuantLayer
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer

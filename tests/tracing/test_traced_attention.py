@@ -19,7 +19,7 @@ from prepared_case import (
 from torch import Tensor, nn
 
 import qat
-from qat.analysis.work import integer_work
+from benchmarks.work import integer_work
 from qat.layers import QuantLayer
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 

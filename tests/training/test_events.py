@@ -1,22 +1,19 @@
 """TensorBoard reads the curves, and errors of the disk are raised where they happen, as sentences."""
 
-import io
 from pathlib import Path
 
 import pytest
-from tiny_training import curves, user_error
+from tiny_training import curves
 
 from qat.training.errors import UserError
-from qat.training.run.events import EventFile
 from qat.training.run.logging import RunLog
 
 
 def test_tensorboard_reads_a_point_as_soon_as_it_is_added(tmp_path: Path) -> None:
-    events = EventFile(tmp_path)
-    events.scalar("qat/val_top1", 50.0, 3)
-    events.scalar("scale/0.weight_quantizer", 0.25, 3)
-    assert curves(tmp_path) == {"qat/val_top1": [(3, 50.0)], "scale/0.weight_quantizer": [(3, 0.25)]}
-    events.close()
+    with RunLog(tmp_path) as log:
+        log.scalar("qat/val_top1", 50.0, 3)
+        log.scalar("scale/0.weight_quantizer", 0.25, 3)
+        assert curves(tmp_path) == {"qat/val_top1": [(3, 50.0)], "scale/0.weight_quantizer": [(3, 0.25)]}
 
 
 def test_a_resumed_run_hides_later_points_of_the_stopped_one(tmp_path: Path) -> None:
@@ -38,32 +35,16 @@ def test_a_run_that_starts_anew_hides_the_curves_of_a_failed_start(tmp_path: Pat
     assert curves(tmp_path) == {"loss": [(1, 0.5)]}
 
 
-class FullDisk(io.BytesIO):
-    """A file that accepts writes but fails to flush."""
-
-    def flush(self) -> None:
+def test_a_full_disk_is_a_sentence_and_hides_no_other_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    close = flush
-
-
-def test_a_full_disk_is_a_sentence_and_hides_no_other_error(tmp_path: Path) -> None:
     sentence = f"{tmp_path}: cannot write the curves (No space left on device)"
-    with pytest.raises(UserError) as raised, RunLog(tmp_path) as log:
-        _fill_the_disk(log)
-        log.scalar("loss", 1.0, 1)
-    assert str(raised.value) == sentence
     for error, expected in ((None, sentence), (UserError("the first trouble"), "the first trouble")):
         with pytest.raises(UserError) as raised, RunLog(tmp_path) as log:
-            _fill_the_disk(log)
+            monkeypatch.setattr(log._writer, "close", full)
+            monkeypatch.setattr(log._writer, "add_scalar", full)
             if error is not None:
                 raise error
+            log.scalar("loss", 1.0, 1)
         assert str(raised.value) == expected
-    said = user_error(EventFile, tmp_path / "gone")
-    assert said == f"{tmp_path}/gone: cannot write the curves (No such file or directory)"
-
-
-def _fill_the_disk(log: RunLog) -> None:
-    assert log._events is not None
-    log._events._file.close()
-    log._events._file = FullDisk()  # type: ignore[assignment]

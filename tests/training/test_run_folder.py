@@ -1,7 +1,6 @@
 """Which folder a run uses, and that existing files are never touched."""
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +166,6 @@ def test_a_config_of_the_users_own_is_never_overwritten() -> None:
 
 def test_a_folder_has_one_run_at_a_time() -> None:
     make("runs/x/last.pt", "empty/")
-    host = f"process {os.getpid()} on {socket.gethostname()}"
     for path, config in (
         ("runs/x", RunConfig(name="x", resume="auto")),
         ("empty", RunConfig(run_dir="empty")),
@@ -175,10 +173,7 @@ def test_a_folder_has_one_run_at_a_time() -> None:
     ):
         with open_run_folder(config):
             resuming = config.model_copy(update={"resume": "auto"})
-            assert refusal(resuming) == (
-                f"{Path(path).absolute()}: another run writes there ({host}); wait for its end,"
-                " or choose another run_dir"
-            )
+            assert refusal(resuming).startswith(f"{Path(path).absolute()}: another run writes there; ")
         assert not Path(path, ".lock").exists()
         open_run_folder(resuming).__exit__(None, None, None)
 

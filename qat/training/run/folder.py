@@ -11,7 +11,6 @@ from qat.training.config.file import dump_config, load_config
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
 from qat.training.run.checkpoint import check_same_config, load_checkpoint
-from qat.training.run.events import PREFIX
 from qat.training.run.files import temporary_of
 from qat.training.run.lock import LOCK, FolderInUseError, RunLock
 from qat.training.run.staging import STAGED, is_ready, move_up, result
@@ -20,6 +19,9 @@ RUNS = Path("runs")
 """Parent of the default run folders, relative to the current folder."""
 
 LAST_CHECKPOINT = "last.pt"
+CURVES = "events.out.tfevents."
+"""How the names of TensorBoard's files begin."""
+
 BEST_CHECKPOINT = "best.pt"
 """The weights of QAT's best epoch, as evaluated; without an epoch, the calibrated model."""
 
@@ -146,7 +148,7 @@ def _nothing_trained(path: Path, resume: bool) -> bool:
     results = (RESOLVED_CONFIG, LAYERS, FLOAT_WEIGHTS, BEST_CHECKPOINT, LAST_CHECKPOINT, MODEL, SUMMARY)
     names = {entry.name for entry in path.iterdir()} - {LOCK, STAGED}
     names -= {temporary_of(path / name).name for name in results}
-    curves = {name for name in names if name.startswith(PREFIX)}
+    curves = {name for name in names if name.startswith(CURVES)}
     if not names:
         return True
     try:

@@ -1,15 +1,14 @@
 """A run's output: TensorBoard curves, lines and tables on standard output, progress bars on standard error."""
 
 import sys
-from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from qat.training.errors import UserError
-from qat.training.run.events import EventFile
 from qat.training.run.exit_status import output_errors_reported
 
 SPARSE_SECONDS = 30.0
@@ -29,28 +28,42 @@ class RunLog:
     def __init__(self, folder: Path, anew: bool = False) -> None:
         self.folder = folder
         self.anew = anew
-        self._events: EventFile | None = None
+        self._writer: Any = None
 
     def __enter__(self) -> "RunLog":
-        self._events = EventFile(self.folder, purge_step=0 if self.anew else None)
+        self._open(0 if self.anew else None)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        events, self._events = self._events, None
-        with suppress(UserError) if error is not None else nullcontext():  # a second error would hide the first
-            if events is not None:
-                events.close()
+        hidden = suppress(UserError) if error is not None else nullcontext()  # a second error would hide the first
+        with hidden, self._errors_reported():
+            self._writer.close()
+        self._writer = None
 
     def resume(self, step: int) -> None:
         """Continue after this step; TensorBoard then hides later points of the interrupted run."""
-        assert self._events is not None, "RunLog: resume() outside of the with block"
-        self._events.close()
-        self._events = EventFile(self.folder, purge_step=step + 1)
+        with self._errors_reported():
+            self._writer.close()
+        self._open(step + 1)
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Add a point to the curve `tag`; TensorBoard groups curves by the part before the first slash."""
-        assert self._events is not None, "RunLog: scalar() outside of the with block"
-        self._events.scalar(tag, value, step)
+        with self._errors_reported():
+            self._writer.add_scalar(tag, value, step)
+            self._writer.flush()  # a run that is killed goes on from last.pt, and so must its curves
+
+    def _open(self, purge_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # late, since TensorBoard takes time
+
+        with self._errors_reported():
+            self._writer = SummaryWriter(str(self.folder), purge_step=purge_step)
+
+    @contextmanager
+    def _errors_reported(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot write the curves ({error.strerror})") from error
 
     def say(self, text: str) -> None:
         """Print text on standard output, above a progress bar if there is one.

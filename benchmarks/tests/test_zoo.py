@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import qat
 from benchmarks import zoo_case
+from benchmarks.work import Place
 from benchmarks.zoo import Bounds, Child, chosen, keep
 from benchmarks.zoo_models import FAMILIES, Case, build, family_of, names_of
 from benchmarks.zoo_runtime import Part, agreement, beyond, gap, parts_of, same_largest
 from benchmarks.zoo_table import families_table, kept, library_table, models_table, verdict
-from qat.analysis.work import Place
 from qat.export.onnxruntime.verification import LayerDifference
 
 BOUNDS = Bounds(seconds=60, gib=8, threads=1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from qat.analysis.work_operators import FACTORS, macs_of, moves_values
+from benchmarks.work_operators import FACTORS, macs_of, moves_values
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torchvision.ops import DeformConv2d
 
 import qat
-from qat.analysis.work import Place, Work, integer_work
-from qat.analysis.work_operators import macs_of
+from benchmarks.work import Place, Work, integer_work
+from benchmarks.work_operators import macs_of
 from qat.layers import QuantConv2d, QuantFunction, QuantLinear
 from qat.layers.attention import QuantMultiheadAttention
 from qat.layers.bilinear import QuantBilinear
