@@ -102,7 +102,9 @@ def test_models_that_depend_on_the_image_size(folder: Path, model: str, argument
     most = layers["most_differing"] if "integer_only" in str(arguments) else {}
     softmax = sum(count for name, count in most.items() if name.endswith("softmax_quantizer"))
     assert layers["largest_difference"] <= 1 and layers["differing"] - softmax <= layers["elements"] / 1000
-    assert not FLOAT_PRODUCTS & set(onnx["operators"])
+    # TensorRT reads biases in float, with which ONNX Runtime multiplies in float too.
+    of_biases = {"Gemm"} if "tensorrt" in str(arguments) else set()
+    assert not (FLOAT_PRODUCTS - of_biases) & set(onnx["operators"])
     table = (folder / "run" / "layers.txt").read_text()
     assert "not calibrated" not in table and "prepared in parts" not in table
     if model == "Padded":
