@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from qat.expected import NamedArguments, unknown_name
-from qat.spec import LEFT_OPEN, QuantSpec
+from qat.spec import LEFT_OPEN, QuantSpec, Role
 from qat.targets import TargetProfile, profile_of
 
 if TYPE_CHECKING:
@@ -184,13 +184,18 @@ class QuantRecipe(NamedArguments):
 
     def _check_target(self, layer: LayerRecipe, where: str) -> None:
         """Refuse grids that the target does not run, or that this library cannot fold."""
-        refusal = self.profile.refusal("activation", layer.activation)
-        if refusal is None and not layer.weight.symmetric:
-            rule = " and rule='lsq'" if layer.weight.rule == "lsq_plus" else ""
-            refusal = f"an affine weight has no exact BatchNorm folding; use symmetric=True{rule}"
-        refusal = refusal or self.profile.refusal("weight", layer.weight)
+        refusal = grid_refusal(self.profile, "activation", layer.activation)
+        refusal = refusal or grid_refusal(self.profile, "weight", layer.weight)
         if refusal is not None:
             raise ValueError(f"{where}: {refusal}")
+
+
+def grid_refusal(profile: TargetProfile, role: Role, spec: QuantSpec) -> str | None:
+    """Why a target does not run a grid, or this library cannot fold it, and what to use instead; None if they do."""
+    if role == "weight" and not spec.symmetric:
+        rule = " and rule='lsq'" if spec.rule == "lsq_plus" else ""
+        return f"an affine weight has no exact BatchNorm folding; use symmetric=True{rule}"
+    return profile.refusal(role, spec)
 
 
 def _with_bits(layer: LayerRecipe, bits: int | None) -> LayerRecipe:

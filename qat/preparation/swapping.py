@@ -17,7 +17,7 @@ from qat.layers.twins import float_type_of, layers_of, make_twin, type_name
 from qat.preparation.functional_weights import REASON_NOTED
 from qat.preparation.operations import FLOAT_PRODUCTS, grid_of
 from qat.quantizer import Quantizer
-from qat.recipe import TYPE_PREFIX, AnyRecipe, QuantRecipe
+from qat.recipe import TYPE_PREFIX, AnyRecipe, QuantRecipe, grid_refusal
 from qat.targets import TargetProfile
 from qat.text import did_you_mean
 from qat.torch_internals import AnyBatchNorm, AnyConvolution, has_backward_hooks, has_forward_hooks
@@ -58,16 +58,14 @@ def _check_own(name: str, layer: QuantTwin, profile: TargetProfile) -> None:
     """Refuse a quantized layer of one's own that the graph cannot call, or whose grids the target does not run."""
     taken = inspect.signature(type(layer).forward).parameters
     missing = [key for key in getattr(layer, "quantizer_arguments", ()) if key not in taken]
-    if missing:
+    if missing and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
         raise ValueError(
             f"prepare: {name!r}: {type(layer).__name__}.forward takes no {missing[0]}, which the graph hands it;"
             " override operate or compute instead"
         )
     for path, quantizer in layer.named_modules():
         if isinstance(quantizer, Quantizer):
-            why = profile.refusal(quantizer.role, quantizer.spec)
-            if quantizer.role == "weight" and not quantizer.spec.symmetric:
-                why = "an affine weight has no exact integers; use symmetric=True"
+            why = grid_refusal(profile, quantizer.role, quantizer.spec)
             if why is not None:
                 raise ValueError(f"prepare: '{name}.{path}': {why}")
 

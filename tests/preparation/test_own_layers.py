@@ -261,6 +261,17 @@ def test_layers_that_cannot_become_integers_are_refused_by_name(layer: Any, targ
         qat.prepare(net, qat.QuantRecipe(target=target), torch.ones(2, 3, 8, 8))
 
 
+def test_a_layer_of_ones_own_may_hand_on_what_it_is_given() -> None:
+    class HandsOn(QuantConv2d):
+        def forward(self, x: Tensor, **handed: Any) -> Tensor:
+            return super().forward(x, **handed)
+
+    x = torch.rand(2, 3, 8, 8)
+    model = qat.prepare(nn.Sequential(HandsOn(3, 4, 3), nn.ReLU()), None, x)
+    qat.calibrate(model, [x])
+    assert model(x).shape == (2, 4, 6, 6)
+
+
 @pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.Hardtanh()], ids=str)
 def test_a_range_that_is_wider_than_the_activation_keeps_the_convolution_in_integers(
     act: nn.Module, tmp_path: Path

@@ -356,6 +356,10 @@ BAD_FILES = [
         "qat.gradual.weights_from: 0.7 has no effect without a weight_share below 1",
     ),
     (
+        "cuda_graphs: true\nqat: {gradual: {weight_share: 0.5}}",
+        "qat.gradual: compiled code does not follow its switches; leave it out, or set compile: false",
+    ),
+    (
         "compile: true\nqat: {gradual: {weight_share: 0.5}}",
         "qat.gradual: compiled code does not follow its switches; leave it out, or set compile: false",
     ),

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from tiny_training import user_error
 
-from qat.training.run.lock import LOCK, RunLock
+from qat.training.run.files import write_text
+from qat.training.run.lock import LOCK, RunLock, check_folder
 
 HOLDER = """
 import os, sys, time
@@ -73,6 +74,51 @@ def test_two_runs_of_one_process_exclude_each_other(tmp_path: Path) -> None:
     lock.release()  # a second release does nothing
     assert IN_USE in user_error(RunLock, tmp_path)
     again.release()
+
+
+def test_a_folder_that_was_moved_or_replaced_is_noticed(tmp_path: Path) -> None:
+    folder, said = tmp_path / "x", []
+    folder.mkdir()
+    check_folder(folder)  # not locked: nothing to say
+    lock = RunLock(folder)
+    check_folder(folder)
+    folder.rename(tmp_path / "y")
+    for replaced in (False, True):
+        if replaced:
+            folder.mkdir()
+            (folder / LOCK).write_text("1 elsewhere")
+        said.append(user_error(write_text, folder / "x", "ours"))
+    assert said == 2 * [
+        f"{folder}: the run folder or its .lock was moved, deleted or replaced while the run wrote there; the run"
+        " ends, so that it does not write into another's"
+    ]
+    lock.release()
+    assert (folder / LOCK).read_text() == "1 elsewhere"  # not ours to remove
+
+
+@pytest.mark.parametrize("how", ["link", "chdir"])
+def test_a_folder_name_that_leads_elsewhere_now_is_noticed(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name may now lead to a folder that another run has locked."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    run_dir = tmp_path / "now" if how == "link" else Path("one")
+    (tmp_path / "now").symlink_to("one")
+    monkeypatch.chdir(tmp_path)
+    lock = RunLock(run_dir)
+    write_text(lock.folder / "x", "ours")
+    if how == "chdir":
+        monkeypatch.chdir(tmp_path / "two")
+        write_text(lock.folder / "x", "ours still")
+        assert (tmp_path / "one" / "x").read_text() == "ours still"
+    else:
+        run_dir.unlink()
+        run_dir.symlink_to("two")
+        said = user_error(write_text, lock.folder / "x", "ours")
+        assert said.startswith(f"{run_dir}: the run folder or its .lock was moved, deleted or replaced")
+    assert list((tmp_path / "two").iterdir()) == []
+    lock.release()
 
 
 def test_a_file_system_without_locks_gives_a_warning(

@@ -255,6 +255,22 @@ def test_the_exporter_is_blamed_for_its_own_errors_only(
     assert not list((folder / "x").glob("*model.onnx*"))
 
 
+def test_a_folder_that_is_replaced_while_the_export_runs_gets_no_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = qat.export_onnx
+
+    def slow(model: torch.fx.GraphModule, path: Path, images: torch.Tensor, **named: Any) -> None:
+        (folder / "x").rename(folder / "mine")
+        (folder / "x").mkdir()
+        real(model, path, images, **named)
+
+    monkeypatch.setattr(qat, "export_onnx", slow)
+    assert start("run_dir=x", "float.epochs=0", "qat.epochs=0") == 2
+    assert capsys.readouterr().err.startswith(f"{folder}/x: the run folder or its .lock was moved, deleted or replaced")
+    assert list((folder / "x").iterdir()) == []
+
+
 def test_the_command_line_itself(folder: Path) -> None:
     shown = subprocess.run([sys.executable, str(ROOT / "train.py"), "--config", "resnet_int9"],
                            capture_output=True, text=True)  # fmt: skip

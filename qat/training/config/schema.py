@@ -182,11 +182,12 @@ class RunConfig(Section):
             raise ValueError("cuda_graphs: true needs a CUDA device; on device 'cpu' leave it out")
         if self.cuda_graphs and self.compile is False:
             raise ValueError("cuda_graphs: true is about compiled models; leave compile: false out, or cuda_graphs")
-        if self.compile is True and self.qat.distillation is not None and self.qat.distillation.features:
+        compiled = self.compile is True or self.cuda_graphs
+        if compiled and self.qat.distillation is not None and self.qat.distillation.features:
             raise ValueError(
                 "qat.distillation.features: compiled code does not return them; leave them out, or set compile: false"
             )
-        if self.compile is True and self.qat.gradual is not None:
+        if compiled and self.qat.gradual is not None:
             raise ValueError(
                 "qat.gradual: compiled code does not follow its switches; leave it out, or set compile: false"
             )

@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 
 from qat.atomic_write import atomic_write
 from qat.training.errors import UserError
+from qat.training.run.lock import check_folder
 
 
 def write_text(path: Path, text: str) -> None:
@@ -26,11 +27,13 @@ def replacing(path: Path) -> Iterator[Path]:
     """Write a file of the run atomically; see `atomic_write`.
 
     Raises:
-        UserError: if the file cannot be written.
+        UserError: if the file cannot be written, or its folder is no longer the one that the run has locked.
     """
+    check_folder(path.parent)
     try:
         with atomic_write(path, temporary_of(path)) as temporary:
             yield temporary
+            check_folder(path.parent)  # again, because writing may take minutes, as for an export
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = _system_error(error)
         if reason is None:

@@ -19,14 +19,14 @@ RUNS = Path("runs")
 """Parent of the default run folders, relative to the current folder."""
 
 LAST_CHECKPOINT = "last.pt"
-CURVES = "events.out.tfevents."
-"""How the names of TensorBoard's files begin."""
-
 BEST_CHECKPOINT = "best.pt"
 """The weights of QAT's best epoch, as evaluated; without an epoch, the calibrated model."""
 
 RESOLVED_CONFIG = "config.yaml"
 """The config with all defaults, written at the start."""
+
+CURVES = "events.out.tfevents."
+"""How the names of TensorBoard's files begin."""
 
 FLOAT_WEIGHTS = "float.safetensors"
 LAYERS = "layers.txt"

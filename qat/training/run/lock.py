@@ -1,6 +1,5 @@
 """A lock so that only one run at a time writes into a folder; it ends with the process, however the process ends."""
 
-import errno
 import logging
 import os
 import threading
@@ -34,9 +33,6 @@ class RunLock:
     It is a POSIX lock (`lockf`), which loader processes do not inherit: they survive a killed parent for seconds. They
     would inherit that of the library filelock (`flock`).
 
-    Args:
-        folder: an existing, writable folder.
-
     Raises:
         FolderInUseError: if another run holds the lock.
         UserError: if the lock file cannot be written, or the platform has no such locks.
@@ -45,19 +41,19 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         if fcntl is None:
             raise UserError(f"{folder}: a run needs POSIX's file locks, which are missing; use Linux, macOS or WSL")
-        self.folder = folder.absolute()  # whatever a chdir changes later
-        self._path, self._key = self.folder / LOCK, os.path.realpath(folder)
+        self.folder = folder.absolute()  # whatever a chdir or a link changes later
+        self.path, self._key = self.folder / LOCK, os.path.realpath(folder)
         with _guard:
             try:
-                descriptor = None if self._key in _held else _locked(self._path)
+                descriptor = None if self._key in _held else _locked(self.path)
             except OSError as error:
-                raise UserError(f"{self._path}: cannot lock the run folder ({error.strerror})") from error
+                raise UserError(f"{self.path}: cannot lock the run folder ({error.strerror})") from error
             if descriptor is None:
                 raise FolderInUseError(
                     f"{self.folder}: another run writes there; wait for its end, or choose another run_dir"
                 )
+            self.descriptor = descriptor
             _held[self._key] = self
-            self._descriptor = descriptor
 
     def release(self) -> None:
         """Release the lock; further calls do nothing."""
@@ -65,8 +61,33 @@ class RunLock:
             if _held.get(self._key) is self:
                 del _held[self._key]
                 with suppress(OSError):  # an error here would hide the run's own, and a remaining file locks nothing
-                    self._path.unlink()
-                os.close(self._descriptor)
+                    if _is_file(self.descriptor, self.path):
+                        self.path.unlink()
+                os.close(self.descriptor)
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a folder, where this process holds its lock or that of one above it, is still the one that was locked.
+
+    Folders are compared by name, because a link may lead elsewhere by now.
+
+    Raises:
+        UserError: if it was moved, deleted or replaced, so that another run may write there.
+    """
+    for lock in list(_held.values()):
+        if lock.folder in (folder.absolute(), *folder.absolute().parents) and not _is_file(lock.descriptor, lock.path):
+            raise UserError(
+                f"{lock.folder}: the run folder or its {LOCK} was moved, deleted or replaced while the run wrote there;"
+                " the run ends, so that it does not write into another's"
+            )
+
+
+def _is_file(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except OSError:
+        return False
 
 
 def _locked(path: Path) -> int | None:
@@ -75,12 +96,11 @@ def _locked(path: Path) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            os.close(descriptor)
+            return None
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                os.close(descriptor)
-                return None
             logger.warning("%s: no locks here (%s); nothing keeps a second run out", path, error.strerror)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
+        if _is_file(descriptor, path):
+            return descriptor
         os.close(descriptor)  # its last holder removed the file after it was opened

@@ -26,8 +26,7 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, anew: bool = False) -> None:
-        self.folder = folder
-        self.anew = anew
+        self.folder, self.anew = folder, anew
         self._writer: Any = None
 
     def __enter__(self) -> "RunLog":

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from qat.training.run.lock import check_folder
+
 STAGED = ".staged"
 READY = ".ready"
 
@@ -22,6 +24,9 @@ def results_of(folder: Path, finished: bool) -> Iterator[Path]:
     Args:
         folder: the run folder.
         finished: whether it holds the results of a finished run. Those of a new run are written in their place at once.
+
+    Raises:
+        UserError: if the folder is no longer the one that was locked.
     """
     if not finished:
         yield folder
@@ -31,6 +36,7 @@ def results_of(folder: Path, finished: bool) -> Iterator[Path]:
     staged.mkdir()
     try:
         yield staged
+        check_folder(folder)
         staged.rename(folder / READY)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
