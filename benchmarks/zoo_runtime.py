@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map_only
 from qat.evaluating import evaluating
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
 from qat.export.onnxruntime.verification import LayerDifference, compare_layers_and_outputs
+from qat.inputs import call_model, moved_to
 from qat.preparation.parts import prepared_parts
-from qat.tracing.inputs import call_model, moved_to
 
 MOST_DIFFERING = 1e-3
 """Share of a layer's integers that may differ, by one level; of few integers, three deviations of chance more."""

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from qat.evaluating import evaluating
 from qat.expected import expect_model
+from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
 from qat.torch_internals import AnyBatchNorm
-from qat.tracing.batches import Batch, answer, as_batches, inputs_and_labels
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
                 norm.train()
             for batch in given:
                 count += 1
-                answer("reestimate_batch_norm", model, inputs_and_labels("reestimate_batch_norm", batch)[0])
+                run_batch("reestimate_batch_norm", model, inputs_and_labels("reestimate_batch_norm", batch)[0])
         if count == 0:
             raise ValueError("reestimate_batch_norm: batches is empty; at least one batch is needed")
     except BaseException:

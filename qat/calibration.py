@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from qat.evaluating import evaluating
+from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.proof import check_own_twins, first_calls, prove
 from qat.quantizer import Quantizer, RangeObserver
-from qat.tracing.batches import Batch, answer, as_batches, inputs_and_labels
 
 log = logging.getLogger("qat")
 
@@ -147,7 +147,7 @@ def _run(model: nn.Module, batches: Iterable[Batch], limit: int | None) -> None:
                     "calibrate: more than %d batches, all of which are read; ranges rarely need so many:"
                     " calibrate(model, batches, limit=%d)", MANY_BATCHES, MANY_BATCHES,
                 )  # fmt: skip
-            answer("calibrate", model, inputs_and_labels("calibrate", batch)[0])
+            run_batch("calibrate", model, inputs_and_labels("calibrate", batch)[0])
     if not any(_of_all_ranks(count > 0)):
         raise ValueError("calibrate: batches is empty; at least one batch is needed to find the ranges")
 

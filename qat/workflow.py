@@ -13,6 +13,7 @@ from torch import fx, nn
 from qat.analysis.table import summary
 from qat.evaluating import evaluating
 from qat.expected import expect_model
+from qat.inputs import Examples, Inputs, bind_inputs, call_with
 from qat.layers import QuantLayer
 from qat.layers.sharing import QuantTwin
 from qat.layers.twins import is_composite
@@ -26,7 +27,6 @@ from qat.preparation.swapping import check_patterns
 from qat.quantizer import Quantizer
 from qat.quantizer.calibrated import Family, taken_for_calibrated
 from qat.recipe import QuantRecipe
-from qat.tracing.inputs import Examples, Inputs, bind_inputs, call_with
 from qat.tracing.randomness import seeded
 from qat.tracing.side_effects import UntraceableError, restoring_state
 

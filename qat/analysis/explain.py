@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from qat.analysis.table import layers_in_order
 from qat.evaluating import evaluating
 from qat.expected import expect_model
+from qat.inputs import bind_inputs, call_with
 from qat.layers import QuantLayer
 from qat.preparation.explanation import PLAINLY, Trains
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.proof import first_calls
 from qat.text import table as text_table
-from qat.tracing.inputs import bind_inputs, call_with
 
 HEADER = ("name", "kind", "trains", "why")
 

@@ -12,6 +12,7 @@ from qat.analysis.float_results import float_results, said_of
 from qat.evaluating import evaluating
 from qat.export.integers.consistency import keeps_to_its_grid, rounds_half_to_even, sample_for
 from qat.export.integers.frozen import CONTAINER_BITS
+from qat.inputs import Inputs, call_model, described, does_not_run
 from qat.layers import QuantLayer
 from qat.preparation.hooks import is_watched
 from qat.preparation.parts import prepared_parts
@@ -20,7 +21,6 @@ from qat.preparation.report import LEFT_IN_FLOAT, WHOLE_MODEL
 from qat.quantizer import Quantizer
 from qat.text import first_line
 from qat.torch_internals import pytree
-from qat.tracing.inputs import Inputs, call_model
 
 ROUNDS_OTHERWISE = (
     "has other integers than round(x / scale) + zero_point, halves to even, as which runtimes compute those of"
@@ -104,7 +104,7 @@ def check_integers(model: nn.Module, caller: str) -> None:
 
 
 def check_path(caller: str, path: Any, order: str) -> None:
-    """Raise a TypeError if what should be a path is none; `order` is that of the caller's arguments."""
+    """Raise a TypeError if path is not a str or PathLike; the message shows the expected order of the arguments."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{caller}: path must be text or a Path, got {type(path).__name__}; the order is {order}")
 
@@ -129,16 +129,7 @@ def why_not_exported(model: nn.Module, example_inputs: Inputs, error: Exception)
         with evaluating(model), torch.no_grad():
             answer = call_model(model, example_inputs)
     except Exception as failure:  # of the user's own code
-        part = vars(model).get("float_class")
-        name = name if part is None else f"the part {part.__name__}"
-        hint = (
-            "; its inputs are those that the whole model gives it:"
-            " qat.preparation.parts.record_calls(model, {argument: value}) has them by the part's name"
-        )
-        return ValueError(
-            f"export_onnx: {name} does not run with these example_inputs ({first_line(failure)})"
-            f"{hint if part is not None else ''}"
-        )
+        return does_not_run("export_onnx", model, f"the example_inputs {described(example_inputs)}", failure)
     leaves = [type(leaf).__name__ for leaf in pytree.tree_leaves(answer) if not isinstance(leaf, PLAIN_RESULTS)]
     if leaves:
         return ValueError(

@@ -31,9 +31,9 @@ from qat.export.onnxruntime.barriers import add_barriers
 from qat.export.onnxruntime.clips import fold_clips
 from qat.export.onnxruntime.rewriting import rewrite_for_runtime
 from qat.export.onnxruntime.sums import add_exactly
+from qat.inputs import Inputs
 from qat.preparation.refusals import wrapped
 from qat.preparation.report import PROFILE
-from qat.tracing.inputs import Inputs
 
 
 def export_onnx(

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from qat.inputs import Examples
 from qat.layers.twins import layers_of, type_name
 from qat.preparation.attributes import note_containers
 from qat.preparation.functional_weights import FunctionalLayer, find_functional_layers, quantize_functional_layers
@@ -11,7 +12,6 @@ from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE
 from qat.preparation.swapping import fuse_batch_norms, name_float_rest, refusal, swap_layers
 from qat.recipe import AnyRecipe, ScopedRecipe
 from qat.tracing.in_place import copy_before_writes, mark_later_writes
-from qat.tracing.inputs import Examples
 from qat.tracing.train_eval import trace
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from qat.evaluating import evaluating
+from qat.inputs import bind_arguments, call_with, copied, described, does_not_run, model_device
 from qat.layers import QuantLayer
 from qat.layers.sharing import QuantTwin
 from qat.layers.twins import float_type_of, is_composite, is_layer, layers_of, make_twin, type_name
@@ -20,7 +21,6 @@ from qat.preparation.swapping import refusal
 from qat.quantizer import create_quantizer
 from qat.recipe import AnyRecipe, QuantRecipe, ScopedRecipe
 from qat.torch_internals import children_of
-from qat.tracing.inputs import bind_arguments, call_with, copied, model_device, why_it_does_not_run
 from qat.tracing.side_effects import UntraceableError, restoring_state
 
 Calls = Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]
@@ -45,10 +45,7 @@ def prepare_parts(
         try:
             calls = record_calls(root, examples)
         except Exception as error:  # of the user's own code
-            said = why_it_does_not_run(examples, error)
-            raise ValueError(
-                f"prepare: {type(root).__name__} does not run with these example_inputs: {said}"
-            ) from error
+            raise does_not_run("prepare", root, f"the example_inputs {described(examples)}", error) from error
     for name in ("first_bits", "last_bits"):
         if getattr(recipe, name) is not None:
             raise ValueError(

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
 
+from qat.inputs import model_device
 from qat.layers import QuantFunction, QuantLayer
 from qat.layers.function import CONVOLUTIONS
 from qat.preparation.functional_weights import RECIPE_NAME
@@ -33,7 +34,6 @@ from qat.recipe import AnyRecipe
 from qat.spec import QuantSpec
 from qat.torch_internals import AnyConvolution
 from qat.tracing.in_place import Memory, written_by
-from qat.tracing.inputs import model_device
 from qat.tracing.nodes import constant_nodes, free_name, join_groups, scope_of, submodule_of, tensor_nodes
 
 

@@ -17,10 +17,10 @@ from torch import fx
 from torch.fx.proxy import Attribute, TraceError
 
 from qat.evaluating import evaluating
+from qat.inputs import copied
 from qat.torch_internals import pytree, trace_in_this_thread_only
 from qat.tracing.guards import expect_default, expect_same
 from qat.tracing.in_place import written_by
-from qat.tracing.inputs import copied
 from qat.tracing.nodes import FACTS, Facts, attribute
 from qat.tracing.patches import tracing_alone
 from qat.tracing.proxies import BlindProxy, HintProxy

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from qat.inputs import Examples, call_with, copied
 from qat.text import first_line
 from qat.torch_internals import (
     GRAPH_CONSTANT,
@@ -19,7 +20,6 @@ from qat.torch_internals import (
     pytree,
     unpickle_with,
 )
-from qat.tracing.inputs import Examples, call_with, copied
 from qat.tracing.nodes import FACTS, Facts, attribute
 from qat.tracing.patches import gradients_refused, torch_takes_proxies
 from qat.tracing.randomness import NoDraws, python_state, seeded

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from qat.inputs import copied
 from qat.torch_internals import BUFFERS, GRAPH_CONSTANT, buffers_of, hooks_of, parameters_of, pytree, version_of
-from qat.tracing.inputs import copied
 
 PLAIN = (bool, int, float, complex, str, type(None))
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)

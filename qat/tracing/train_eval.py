@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.evaluating import evaluating
+from qat.inputs import Examples
 from qat.torch_internals import GRAPH_CONSTANT, AnyBatchNorm, buffers_of, unsaved_buffers_of
 from qat.tracing.in_place import written_by
-from qat.tracing.inputs import Examples
 from qat.tracing.nodes import free_name, given_by_name, scope_of, submodule_of
 from qat.tracing.recording import check_modules, graph_of
 from qat.tracing.side_effects import UntraceableError

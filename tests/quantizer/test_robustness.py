@@ -217,7 +217,7 @@ def test_integers_are_refused(role, spec):
         name = type(quantizer).__name__
         assert str(refusal.value) == f"{name}: x must be a floating-point tensor, got {dtype}"
     if role == "activation":
-        with pytest.raises(ValueError, match=r"^calibrate: \w+ does not run with a batch: its inputs are torch.int64"):
+        with pytest.raises(ValueError, match=r"^calibrate: .* with a batch of int64 "):
             qat.calibrate(quantizer, [torch.ones(6, 8, 3, 3, dtype=torch.int64)])
 
 

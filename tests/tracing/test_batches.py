@@ -13,9 +13,9 @@ from qat.export import compare_layers
 
 IMAGE = torch.linspace(-1, 3, 48).reshape(3, 4, 4)
 IMAGES, LABELS = torch.stack([IMAGE, IMAGE / 2]), torch.tensor([0, 1])
-FORM = "calibrate: a batch must be a tensor, (inputs, labels), or a mapping of keyword arguments, got"
-BATCHES = "calibrate: batches must be a loader, a list of batches or a tensor, got"
-REASON = "calibrate: Sequential does not run with a batch: "
+FORM = "a batch must be a tensor, (inputs, labels), or a mapping of keyword arguments, got"
+BATCHES = "batches must be a loader, a list of batches or a tensor, got"
+RUN = "Sequential.forward(input) does not run with a batch of"
 
 
 class Detector(nn.Module):
@@ -57,47 +57,26 @@ def test_a_tuple_of_inputs_stays_arguments(labels: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("given", "fact"),
     [
-        (3, f"{BATCHES} 3"),
+        (3, f"{BATCHES} int"),
         (nn.Sequential(nn.ReLU()), f"{BATCHES} Sequential"),
-        (IMAGES.numpy(), f"{BATCHES} ndarray; torch.from_numpy makes it a tensor"),
-        ([IMAGES.numpy()], f"{FORM} ndarray; torch.from_numpy makes it a tensor"),
-        ([3], f"{FORM} 3"),
+        (IMAGES.numpy(), f"{BATCHES} ndarray (torch.from_numpy"),
+        ([IMAGES.numpy()], f"{FORM} ndarray (torch.from_numpy"),
         ([()], f"{FORM} ()"),
-        (["images"], f"{FORM} 'images'"),
-        ([(IMAGES.numpy(), LABELS)], f"{REASON}it holds a numpy array; torch.from_numpy makes it a tensor ("),
-        (
-            [{"image": IMAGES, "label": LABELS}],
-            f"{REASON}the keys of a mapping are arguments of forward(input), and it has 'image', 'label'; give the"
-            " inputs alone: batch['image'], or (batch['image'] for batch in loader) (",
-        ),
-        (
-            [((IMAGES, IMAGES), LABELS)],
-            f"{REASON}its first item is a tuple of 2, which are the arguments of forward(input); where they are one"
-            " argument, a list of images, give ([*images], targets) (",
-        ),
-        (
-            [[(IMAGE, IMAGE), ({}, {})]],
-            f"{REASON}its inputs are a list of 2, one argument of forward(input); where that is one tensor, stack them"
-            " (",
-        ),
-        (
-            [(IMAGES * 80).to(torch.uint8)],
-            f"{REASON}its inputs are torch.uint8 of shape (2, 3, 4, 4); scale images to floating point as in training,"
-            " such as images.float() / 255 (",
-        ),
-        (
-            [(LABELS, IMAGES)],
-            f"{REASON}its inputs are torch.int64 of shape (2,); a batch is (inputs, labels), in this order (",
-        ),
+        (["images"], f"{FORM} str"),
+        ([(IMAGES.numpy(), LABELS)], f"{RUN} ndarray (torch.from_numpy"),
+        ([{"image": IMAGES, "label": LABELS}], f"{RUN} {{image: float32 (2, 3, 4, 4), label: int64 (2,)}}"),
+        ([((IMAGES, IMAGES), LABELS)], f"{RUN} (float32 (2, 3, 4, 4), float32 (2, 3, 4, 4))"),
+        ([[(IMAGE, IMAGE), ({}, {})]], f"{RUN} [float32 (3, 4, 4), float32 (3, 4, 4)]"),
+        ([(IMAGES * 80).to(torch.uint8)], f"{RUN} uint8 (2, 3, 4, 4)"),
+        ([(LABELS, IMAGES)], f"{RUN} int64 (2,)"),
     ],
 )
-def test_what_cannot_be_read_is_a_sentence(given: Any, sentence: str) -> None:
+def test_what_cannot_be_read_is_a_sentence(given: Any, fact: str) -> None:
     with pytest.raises((TypeError, ValueError)) as refusal:
         qat.calibrate(network(), given)
-    assert str(refusal.value).startswith(sentence) and "\n" not in str(refusal.value)
-    assert sentence.endswith("(") or str(refusal.value) == sentence
+    assert str(refusal.value).startswith(f"calibrate: {fact}") and "\n" not in str(refusal.value)
 
 
 def test_a_model_without_values_is_a_sentence() -> None:
@@ -125,7 +104,7 @@ def test_all_that_take_a_model_and_batches_say_their_order_and_read_the_same(tmp
             call(*before, [IMAGES], model)
         sentence = f"{call.__name__}: model must be a torch.nn.Module, got list; the order is {order}"
         assert str(swapped.value) == sentence
-        with pytest.raises(ValueError, match=rf"^{call.__name__}: Sequential does not run with a batch: the keys"):
+        with pytest.raises(ValueError, match=rf"^{call.__name__}: .+ a batch of {{image: float32"):
             call(*before, model, wrong)
 
 

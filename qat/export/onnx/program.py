@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qat.inputs import Inputs, as_arguments
 from qat.silence import warnings_ignored
 from qat.torch_internals import pytree
-from qat.tracing.inputs import Inputs, as_arguments
 
 
 def export_program(frozen: nn.Module, example_inputs: Inputs, opset: int) -> Any:

@@ -15,7 +15,7 @@ from qat.export.checks import check_path
 from qat.export.integers.following import LayerDifference
 from qat.export.onnxruntime.session import open_session
 from qat.export.onnxruntime.verification import LayerComparison, answers
-from qat.tracing.batches import Batch, as_batches
+from qat.inputs import Batch, as_batches
 
 
 @dataclass

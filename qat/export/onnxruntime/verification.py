@@ -17,7 +17,7 @@ from qat.export.checks import check_path
 from qat.export.integers.evaluation import evaluation_copy, quantizer_calls
 from qat.export.integers.following import Follower, LayerDifference, no_quantizer
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
-from qat.tracing.batches import Batch, answer, as_batches, check_model, inputs_and_labels
+from qat.inputs import Batch, as_batches, check_model, inputs_and_labels, run_batch
 
 FLOAT_CONVOLUTIONS = ("Conv", "FusedConv", "ConvTranspose")
 """What ONNX Runtime computes convolutions in float with; integer ones are QLinearConv."""
@@ -56,7 +56,7 @@ def verify_onnx(
 def answers(caller: str, session: Any, model: torch.nn.Module, batch: Batch) -> tuple[Any, Pair]:
     """The inputs of a batch; and the model's outputs, the session's, and the labels, if they are classes."""
     inputs, labels = inputs_and_labels(caller, batch)
-    expected = output_tensors(answer(caller, model, inputs))
+    expected = output_tensors(run_batch(caller, model, inputs))
     return inputs, (expected, run_session(session, inputs), labels if isinstance(labels, Tensor) else None)
 
 
@@ -144,7 +144,7 @@ class LayerComparison:
         theirs, integers = results[: len(self.outputs)], results[len(self.outputs) :]
         follower = Follower(self.calls, dict(zip(self.names, integers, strict=True)), self.file)
         with follower.following(self.model), torch.no_grad():
-            found = answer("compare_layers", self.model, inputs)
+            found = run_batch("compare_layers", self.model, inputs)
         ours = [x.float() for x in output_tensors(found)]
         if [tuple(x.shape) for x in ours] != [tuple(x.shape) for x in theirs]:
             raise ValueError(

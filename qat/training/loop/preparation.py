@@ -13,6 +13,7 @@ from qat.evaluating import evaluating
 from qat.export.checks import ROUNDS_OTHERWISE
 from qat.export.integers.consistency import keeps_to_its_grid, rounds_half_to_even
 from qat.export.integers.frozen import CONTAINER_BITS
+from qat.inputs import model_device
 from qat.layers import QuantFunction
 from qat.preparation.report import LEFT_IN_FLOAT, WHOLE_MODEL, noted
 from qat.quantizer.registry import quantizer_class
@@ -20,7 +21,6 @@ from qat.ranges import NotFiniteError
 from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec
 from qat.targets import profile_of
-from qat.tracing.inputs import model_device
 from qat.training.config.imports import place, reason
 from qat.training.config.schema import QuantizationConfig, RunConfig
 from qat.training.config.stages import SpecConfig

@@ -1,0 +1,210 @@
+"""What a model is called with: inputs, batches of a loader, and the sentence for those that do not fit."""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qat.expected import expect_model
+from qat.text import first_line
+from qat.torch_internals import pytree
+
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
+"""A tensor, a tuple of arguments, or a mapping of keyword arguments."""
+
+Batch = Tensor | Sequence[Any] | Mapping[str, Any]
+"""A tensor, a sequence of inputs and labels, or a mapping of keyword arguments."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+Examples = dict[str, Any]
+"""Example inputs by the names of forward's arguments."""
+
+
+def as_arguments(inputs: Any) -> Arguments:
+    """The arguments of a call with these inputs.
+
+    >>> as_arguments({"x": 1}), as_arguments((1, 2)), as_arguments([1, 2])
+    (((), {'x': 1}), ((1, 2), {}), (([1, 2],), {}))
+    """
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def moved_to(device: torch.device, values: Any) -> Any:
+    """The same values with their tensors on a device, in lists and mappings too."""
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, values)
+
+
+def copied(values: Any) -> Any:
+    """The same values with copies of the tensors, since a model may write into its inputs."""
+    return pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, values)
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """The model's output for these inputs, moved to its device."""
+    args, kwargs = as_arguments(moved_to(model_device(model), inputs))
+    return model(*args, **kwargs)
+
+
+def call_with(model: nn.Module, examples: Examples) -> Any:
+    """The model's answer to copies of the example inputs, passed by position where possible, since hooks look there."""
+    given = copied(examples)
+    args: list[Any] = []
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY or parameter.name not in given:
+            break
+        args.append(given.pop(parameter.name))
+    return model(*args, **given)
+
+
+def bind_inputs(caller: str, model: nn.Module, example_inputs: Inputs) -> Examples:
+    """Example inputs by argument name of forward, on the model's device.
+
+    Raises:
+        ValueError: if forward does not take them.
+    """
+    try:
+        return bind_arguments(model, *as_arguments(moved_to(model_device(model), example_inputs)))
+    except (TypeError, NotImplementedError) as error:  # the latter for inputs on the meta device
+        raise ValueError(f"{caller}: example_inputs do not fit {type(model).__name__}.forward: {error}") from error
+
+
+def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Examples:
+    """Arguments by the names that forward gives them.
+
+    Raises:
+        TypeError: if forward does not take them, or takes any number of them (*args).
+    """
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name in bound.arguments:
+            raise TypeError(f"its arguments have no names, only *{parameter.name}")
+    return dict(bound.arguments)
+
+
+def as_batches(function: Callable[..., Any], model: Any, batches: Any) -> Iterable[Batch]:
+    """The batches; a tensor, or a mapping of keyword arguments, is one batch.
+
+    Args:
+        function: the public function that reads them, for errors.
+        model: what it was given as the model.
+        batches: what it was given as the batches.
+
+    Raises:
+        TypeError: if model is not an nn.Module, or batches is not iterable.
+        ValueError: if the model is on the meta device.
+
+    >>> from qat import calibrate
+    >>> len(list(as_batches(calibrate, nn.ReLU(), torch.zeros(8, 3)))), len(as_batches(calibrate, nn.ReLU(), [1, 2]))
+    (1, 2)
+    """
+    check_model(function, model)
+    if isinstance(batches, nn.Module) or not isinstance(batches, Iterable) or _is_array(batches):
+        raise TypeError(
+            f"{function.__name__}: batches must be a loader, a list of batches or a tensor, got {described(batches)}"
+        )
+    return [batches] if isinstance(batches, (Tensor, Mapping)) else batches
+
+
+def check_model(function: Callable[..., Any], model: Any) -> None:
+    """Check that what a public function was given as the model is one, and can compute.
+
+    Raises:
+        TypeError: if it is not an nn.Module.
+        ValueError: if it is on the meta device.
+    """
+    expect_model(function, model)
+    if model_device(model).type == "meta":
+        raise ValueError(
+            f"{function.__name__}: {type(model).__name__} is on the meta device and has no values; load the float"
+            " model's weights before prepare"
+        )
+
+
+def inputs_and_labels(caller: str, batch: Batch) -> tuple[Any, Any]:
+    """The inputs of a batch, and its labels; None if it has none.
+
+    torchvision's loaders of detection data, `collate_fn=lambda batch: tuple(zip(*batch))`, give a tuple of images and
+    one of targets. These images are one argument, a list.
+
+    Raises:
+        TypeError: for anything else than a `Batch`.
+
+    >>> inputs_and_labels("f", ({"x": 1}, "labels")), inputs_and_labels("f", {"x": 1})
+    (({'x': 1}, 'labels'), ({'x': 1}, None))
+    >>> inputs_and_labels("f", (("image", "image"), ({"boxes": 1}, {"boxes": 2})))[0]
+    ['image', 'image']
+    """
+    if isinstance(batch, (Tensor, Mapping)):
+        return batch, None
+    if not isinstance(batch, Sequence) or isinstance(batch, str) or not batch:
+        raise TypeError(
+            f"{caller}: a batch must be a tensor, (inputs, labels), or a mapping of keyword arguments, got"
+            f" {described(batch)}"
+        )
+    inputs, labels = batch[0], batch[1] if len(batch) > 1 else None
+    return (list(inputs) if _is_detection(inputs, labels) else inputs), labels
+
+
+def run_batch(caller: str, model: nn.Module, inputs: Any) -> Any:
+    """The model's output for the inputs of a batch, moved to its device.
+
+    Raises:
+        ValueError: if the model does not run with them; for a tensor of floats the model's own error.
+    """
+    try:
+        return call_model(model, inputs)
+    except Exception as error:  # of the user's own code
+        if isinstance(inputs, Tensor) and inputs.is_floating_point():
+            raise
+        raise does_not_run(caller, model, f"a batch of {described(inputs)}", error) from error
+
+
+def does_not_run(caller: str, model: nn.Module, given: str, error: Exception) -> ValueError:
+    """The error of a model that does not run with what it was given."""
+    arguments = ", ".join(inspect.signature(model.forward).parameters)
+    return ValueError(
+        f"{caller}: {type(model).__name__}.forward({arguments}) does not run with {given}: {first_line(error)}"
+    )
+
+
+def described(values: Any) -> str:
+    """What inputs are, in a line: types, dtypes and shapes.
+
+    >>> described({"x": (torch.zeros(2, 3), [1.5])})
+    '{x: (float32 (2, 3), [float])}'
+    >>> import numpy as np
+    >>> described(np.zeros(2))
+    'ndarray (torch.from_numpy makes it a tensor)'
+    """
+    if isinstance(values, Tensor):
+        return f"{str(values.dtype).removeprefix('torch.')} {tuple(values.shape)}"
+    if isinstance(values, Mapping):
+        return f"{{{', '.join(f'{key}: {described(value)}' for key, value in values.items())}}}"
+    if type(values) in (tuple, list):
+        some = [*map(described, values[:3]), *["..."] * (len(values) > 3)]
+        return f"({', '.join(some)})" if isinstance(values, tuple) else f"[{', '.join(some)}]"
+    return type(values).__name__ + " (torch.from_numpy makes it a tensor)" * _is_array(values)
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """The device of the model's first parameter or buffer; the CPU if it has none."""
+    first = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _is_detection(inputs: Any, labels: Any) -> bool:
+    """Whether these are tuples of images and of their targets: a mapping each, or COCO's list of mappings."""
+    several = isinstance(inputs, tuple) and isinstance(labels, (tuple, list)) and len(inputs) == len(labels) > 0
+    return several and all(isinstance(target, (Mapping, list)) for target in labels)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is NumPy's; NumPy is not imported for it."""
+    return type(value).__module__ == "numpy"
