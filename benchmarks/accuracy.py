@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy --data CIFAR10.npz --weights RESNET20.safetensors --runs FOLDER [--rows ROW ...]
     python -m benchmarks.accuracy --keep resnet20_cifar10_w4a4 --runs FOLDER    # its model into benchmarks/models
-    python -m benchmarks.document                                               # docs/accuracy.md from what is kept
+    python -m benchmarks.document                                               # docs/measurements.md from what is kept
 
 Each row is one process, which goes on from its run folder if it was interrupted. Results go to
 benchmarks/results/accuracy.jsonl, one line a row and seed; what is there already is not run again.

@@ -1,4 +1,4 @@
-"""The rows of docs/accuracy.md: recipes of configs/, and baselines that get the same epochs, data and float weights."""
+"""The rows of docs/measurements.md: recipes of configs/, and baselines that get the same epochs, data and float weights."""
 
 import re
 from dataclasses import dataclass
@@ -123,7 +123,7 @@ RULES: dict[str, tuple[str, ...]] = {
         "quantization.overrides.conv1.activation.symmetric=false",
     ),
 }
-"""Rules that docs/default_rule.md compares over five epochs of the recipes, and what they change there."""
+"""Rules that docs/measurements.md compares over five epochs of the recipes, and what they change there."""
 
 
 def _with_rules() -> dict[str, Row]:

@@ -1,4 +1,4 @@
-"""docs/accuracy.md's tables, from benchmarks/results/accuracy.jsonl and the models in benchmarks/models."""
+"""docs/measurements.md's tables, from benchmarks/results/accuracy.jsonl and the models in benchmarks/models."""
 
 import base64
 import re
@@ -36,6 +36,19 @@ def accuracy_table(own_float: bool = False) -> str:
         own = [each for each in results if each["row"] == name]
         lines.append(f"| {' | '.join(_cells(row, own))} |")
     return "\n".join([*lines, "", *_floats(results)]) + "\n"
+
+
+def accuracy_in_short() -> str:
+    """The README's table: the recipe of each width, from its first six epochs."""
+    lines = [
+        "| bits | float | calibrated | after 6 epochs of QAT | ONNX Runtime, integers |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for bits in (8, 4, 3, 2):
+        own = [each for each in kept() if each["row"] == f"resnet20_cifar10_w{bits}a{bits}"]
+        cells = [f"{np.mean([each[stage] for each in own]):.1f} %" for stage in ("float", "calibrated", "qat", "onnx")]
+        lines.append(f"| {bits} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def own_float_table() -> str:
@@ -116,7 +129,7 @@ def _result_line(name: str) -> str:
     last = own[-1]
     return (
         f"{_percent([each['qat'] for each in own])} top-1 ({last['float']:.1f} % in float; {seeds}), "
-        f"{last['machine'].get('processor', 'CPU')}, {last['date']}, commit {last['commit']}; see docs/accuracy.md."
+        f"{last['machine'].get('processor', 'CPU')}, {last['date']}, commit {last['commit']}; see docs/measurements.md."
     )
 
 

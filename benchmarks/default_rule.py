@@ -1,7 +1,7 @@
 """Which rule should be the default? ResNet-20 on CIFAR-10 from published weights, the same short fine-tuning for all.
 
     python -m benchmarks.default_rule --data cifar10.npz --weights cifar10_resnet20.safetensors
-    python -m benchmarks.document         # docs/default_rule.md's tables from what is kept
+    python -m benchmarks.document         # docs/measurements.md's tables from what is kept
 
 Every run appends a line to benchmarks/results/default_rule.jsonl; runs that are there already are not repeated.
 """

@@ -11,12 +11,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from benchmarks.accuracy_table import accuracy_table, model_table, own_float_table, with_result
+from benchmarks.accuracy_table import accuracy_in_short, accuracy_table, model_table, own_float_table, with_result
 from benchmarks.accuracy_table import rules_table as trained_rules_table
+from benchmarks.config_table import config_table, configs_table
 from benchmarks.default_rule import rule_table
 from benchmarks.epoch import epoch_table
 from benchmarks.loading import loading_table
-from benchmarks.low_bit_table import low_bit_table
 from benchmarks.reference_table import reference_table
 from benchmarks.rules_table import rules_table
 from benchmarks.saturation_table import saturation_table
@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     "README.md",
-    "docs/accuracy.md",
-    "docs/default_rule.md",
+    "docs/config.md",
+    "docs/measurements.md",
     "docs/reference.md",
     "docs/rules.md",
     "docs/speed.md",
@@ -40,12 +40,14 @@ DOCUMENTS = (
 )
 FROM_CODE = {
     "accuracy": accuracy_table,
+    "accuracy_in_short": accuracy_in_short,
     "accuracy_own_float": own_float_table,
     "default_rules": trained_rules_table,
+    "config": config_table,
+    "configs": configs_table,
     "epoch": epoch_table,
     "models": model_table,
     "loading": loading_table,
-    "low_bit": low_bit_table,
     "reference": reference_table,
     "rules": rules_table,
     "targets": targets_table,

@@ -12,6 +12,7 @@ import argparse
 import ast
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import platform
@@ -72,6 +73,19 @@ class Mutation:
         """Of what is edited, wherever it stands."""
         return hashlib.sha256(f"{self.function}|{self.line}|{self.text}".encode()).hexdigest()
 
+    def source(self) -> bytes:
+        """The file with the edit."""
+        given = (ROOT / self.path).read_bytes()
+        return given[: self.start] + self.text.encode() + given[self.end :]
+
+    def is_python(self) -> bool:
+        """Whether the file can still be parsed: an edit may cut a bracket."""
+        try:
+            ast.parse(self.source())
+        except SyntaxError:
+            return False
+        return True
+
 
 def main() -> None:
     """Run the mutations of each room and write the scores."""
@@ -84,19 +98,21 @@ def main() -> None:
     # Every child is forked from this process and finds these imported.
     for name in ("numpy", "torch", "torchvision", "onnx", "onnxruntime", "pytest", "pydantic"):
         importlib.import_module(name)
-    found: dict[str, object] = {"processor": platform.machine(), "python": platform.python_version(), "rooms": {}}
+    found = json.loads(chosen.out.read_text()) if chosen.out.exists() else {"rooms": {}}
+    found |= {"processor": platform.machine(), "python": platform.python_version()}
     for room in chosen.rooms:
         rows = score(room, chosen.number, chosen.jobs)
         killed = sum(row["killed_by"] is not None for row in rows)
         print(f"{room}: {killed} of {len(rows)} found", flush=True)
-        found["rooms"][room] = {"mutations": len(rows), "found": killed, "rows": rows}  # type: ignore[index]
+        found["rooms"][room] = {"mutations": len(rows), "found": killed, "rows": rows}
         chosen.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def score(room: str, number: int, jobs: int) -> list[dict[str, object]]:
     """Run the room's tests on each of its mutations."""
     folder, tests = ROOMS[room]
-    drawn = sorted(candidates(folder), key=lambda mutation: mutation.digest)[:number]
+    ordered = sorted(candidates(folder), key=lambda mutation: mutation.digest)
+    drawn = list(itertools.islice(filter(Mutation.is_python, ordered), number))
     files = [
         str(path.relative_to(ROOT))
         for place in tests
@@ -168,13 +184,10 @@ def _tried(mutation: Mutation, files: list[str], finds: Counter[str], copy: Path
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "train.py", "README.md", "configs", "docs"):
         (copy / name).symlink_to(ROOT / name)
-    edited = (ROOT / mutation.path).read_bytes()
-    edited = edited[: mutation.start] + mutation.text.encode() + edited[mutation.end :]
-    (copy / mutation.path).write_bytes(edited)
+    (copy / mutation.path).write_bytes(mutation.source())
     row: dict[str, object] = {"path": mutation.path, "function": mutation.function, "line": mutation.line}
     row |= {"edit": mutation.text.strip(), "killed_by": None}
     try:
-        ast.parse(edited)
         ends = time.monotonic() + LIMIT
         for name in sorted(files, key=lambda name: -finds[name]):
             if time.monotonic() > ends:

@@ -16,7 +16,7 @@ Position = Literal["first", "last"]
 
 RESIDUAL_BITS = 8
 """What sums and averages read has at least so many bits, unless a recipe says otherwise: ResNet-20 W2A2 gains 7 points
-(docs/accuracy.md)."""
+(docs/measurements.md)."""
 
 TYPE_PREFIX = "type:"
 """Prefix of an override's key that names classes of layers."""

@@ -38,7 +38,7 @@ def parameter_groups(
     - `biases`: all others that are named bias or have at most one axis; norm_weight_decay.
     - `quantizers_8_bits`, and so on for each width: all parameters inside a `Quantizer`; quantizer_weight_decay, and
       the rate lr * 10^(-(bits - 4) / 4), with bits from 4 to 8: that is lr up to 4 bits, and lr / 10 from 8 bits on,
-      where a scale is a hundredth of the values that it rounds. See docs/default_rule.md.
+      where a scale is a hundredth of the values that it rounds. See docs/measurements.md.
     - `quantizers` in their place, if `quantizer_lr_factor` or `quantizer_lr` is given.
 
     Parameters without requires_grad are left out. Those of quantizers that `qat.freeze_scales` froze are in, so that

@@ -102,3 +102,11 @@ def test_every_room_of_the_map_is_there_and_every_file_that_it_names() -> None:
     places += [ROOT / "qat" / "training", ROOT / "qat" / "export"]
     lost = {name for name in named if not any((place / name).exists() for place in places)}
     assert not lost
+
+
+def test_the_evening_tour_takes_an_evening() -> None:
+    page = (ROOT / "docs" / "house.md").read_text()
+    tour = page[page.index("## An evening tour") : page.index("## Two walks")]
+    files = re.findall(r"`(qat/[\w/]+\.py)`", tour)
+    assert 10 < len(files) <= 18
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in files) <= 3500

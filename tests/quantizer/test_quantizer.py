@@ -225,7 +225,7 @@ def test_a_rule_without_quantize_is_refused():
 
 @pytest.mark.parametrize(("grad_scale", "kept"), [("sample", False), ("relative", True)])
 def test_the_scale_of_a_few_pooled_features_survives_its_first_step_with_the_relative_factor_only(grad_scale, kept):
-    """docs/default_rule.md says so: 8 elements share the scale, and all are pushed the same way."""
+    """docs/measurements.md says so: 8 elements share the scale, and all are pushed the same way."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
