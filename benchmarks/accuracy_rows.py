@@ -1,4 +1,4 @@
-"""The rows of docs/measurements.md: recipes of configs/, and baselines that get the same epochs, data and float weights."""
+"""The rows of docs/measurements.md: recipes of configs/, and baselines with the same epochs, data and weights."""
 
 import re
 from dataclasses import dataclass

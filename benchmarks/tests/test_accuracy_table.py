@@ -54,7 +54,8 @@ def test_what_an_aid_gives_is_the_difference_on_the_same_images_and_seeds() -> N
 
 def test_a_config_says_what_its_row_gave(results: list[dict]) -> None:
     given = accuracy_table.with_result(CONFIG, "resnet20_cifar10_w2a2")
-    said = "89.5 % (89.0 to 90.0) top-1 (91.5 % in float; 2 seeds), a CPU, 2026-01-01, commit abc; see docs/measurements.md."
+    said = "89.5 % (89.0 to 90.0) top-1 (91.5 % in float; 2 seeds), a CPU, 2026-01-01, commit abc"
+    said = f"{said}; see docs/measurements.md."
     assert given == CONFIG.replace("old.", said)
     assert accuracy_table.with_result(CONFIG, "resnet20_cifar10_w4a4") == CONFIG.replace("old.", "not run yet.")
     assert accuracy_table.with_result(CONFIG, "not_a_row") == CONFIG

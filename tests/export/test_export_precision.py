@@ -1,5 +1,7 @@
 """Exact integer products in ONNX Runtime on every processor: files that load in either mode, and exact sessions."""
 
+import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,9 @@ def recurrent() -> nn.Module:
     return Plain(lambda self, x: self.lstm(self.table(x))[0], table=nn.Embedding(16, 8), lstm=lstm)
 
 
+FOLDER = tempfile.TemporaryDirectory()
+"""Of files that several tests read; it is removed at the end."""
+
 MODELS = {
     "shared": (Shared, torch.linspace(0, 1, 768).reshape(4, 3, 8, 8)),
     "recurrent": (recurrent, torch.arange(12).reshape(3, 4)),
@@ -47,10 +52,12 @@ MODELS = {
 }
 
 
-def exported(name: str, folder: Path, target: str = "onnxruntime") -> tuple[Path, nn.Module, Tensor]:
+@functools.cache
+def exported(name: str, target: str = "onnxruntime") -> tuple[Path, nn.Module, Tensor]:
+    """A file that no test changes, its model and an input."""
     torch.manual_seed(0)
     make, x = MODELS[name]
-    path = folder / f"{name}.onnx"
+    path = Path(tempfile.mkdtemp(dir=FOLDER.name)) / f"{name}.onnx"
     recipe = qat.QuantRecipe(target=target)  # type: ignore[arg-type]
     return path, layers.exported(path, make(), {"x": x}, recipe), x
 
@@ -68,13 +75,13 @@ def optimised(path: Path, folder: Path, precision: str) -> list[str]:
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_file_loads_in_either_mode_and_runs_the_same_operators(name: str, target: str, tmp_path: Path) -> None:
-    path, _, _ = exported(name, tmp_path, target)
+    path, _, _ = exported(name, target)
     assert optimised(path, tmp_path, "1") == optimised(path, tmp_path, "0")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_weight_has_its_own_initializers(name: str, tmp_path: Path) -> None:
-    graph = onnx.load(exported(name, tmp_path)[0]).graph
+    graph = onnx.load(exported(name)[0]).graph
     stored = {tensor.name for tensor in graph.initializer}
     weights = [node for node in graph.node if node.op_type == "DequantizeLinear" and node.input[0] in stored]
     owned = [node.input[place] for node in weights for place in (0, 2) if place < len(node.input)]
@@ -84,7 +91,7 @@ def test_every_weight_has_its_own_initializers(name: str, tmp_path: Path) -> Non
 
 
 def test_weights_are_called_after_their_layers(tmp_path: Path) -> None:
-    graph = onnx.load(exported("shared", tmp_path)[0]).graph
+    graph = onnx.load(exported("shared")[0]).graph
     names = [node.name for node in graph.node if ".weight" in node.name]
     assert names == ["stem.weight", "twice.weight", "twice.weight.1", "up.weight", "fc.weight", "fc.weight.1"]
 
@@ -122,7 +129,7 @@ def test_the_probe_sees_sums_that_saturate(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_processor_that_multiplies_exactly_in_no_session_proves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, model, x = exported("shared", tmp_path)
+    path, model, x = exported("shared")
     monkeypatch.setattr(default_session, "multiplies_exactly", lambda with_option: False)
     with pytest.raises(RuntimeError, match=r"^ONNX Runtime [\d.]+ does not multiply integers exactly on this "):
         qat.verify_onnx(path, model, [x])
@@ -133,7 +140,7 @@ def test_a_processor_that_multiplies_exactly_in_no_session_proves_nothing(
 def test_the_proof_multiplies_exactly_unless_the_default_is_asked_for(
     default: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, model, x = exported("shared", tmp_path)
+    path, model, x = exported("shared")
     opened: list[bool] = []
     real = session.open_session
 
