@@ -1,6 +1,5 @@
 """What `prepare` cannot take, said in a sentence: models that are quantized already, by whatever toolkit; wrappers."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,18 +10,10 @@ from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import LEFT_IN_FLOAT
 from qat.recipe import QuantRecipe
 
-FUSING = "torch.ao's fuse_modules"
-"""What makes one module of a convolution, its BatchNorm and its ReLU, still in float."""
+TOOLKITS = ("torch.ao", "torchao", "brevitas", "pytorch_quantization", "modelopt")
+"""Packages whose modules quantize, or fuse layers for it. They are known by name and never imported."""
 
-TOOLKITS = {
-    "torch.ao.nn.intrinsic.modules": FUSING,
-    "torch.ao": "torch.ao.quantization",
-    "torchao": "torchao",
-    "brevitas": "Brevitas",
-    "pytorch_quantization": "NVIDIA's pytorch-quantization",
-    "modelopt": "NVIDIA's ModelOpt",
-}
-"""Packages of modules to the toolkits that put them into a model. They are known by name and never imported."""
+FOREIGN = tuple(f"{package}." for package in TOOLKITS)
 
 IN_FLOAT_MODELS = ("QuantStub", "DeQuantStub", "FloatFunctional", "QuantWrapper")
 """What torch.ao has people write into float models: markers that compute nothing, or in float."""
@@ -45,7 +36,7 @@ def check_float_model(model: nn.Module, recipe: Any) -> None:
     """Raise the errors of `prepare` for models and recipes that it cannot take.
 
     Raises:
-        TypeError: if the recipe is none.
+        TypeError: if recipe is not a QuantRecipe.
         ValueError: for a model that is quantized already, fused, wrapped, scripted, or without shapes.
     """
     if not (recipe is None or isinstance(recipe, QuantRecipe)):
@@ -58,13 +49,13 @@ def check_float_model(model: nn.Module, recipe: Any) -> None:
             "prepare: the model is prepared already; prepare takes the float model, or one with quantized layers of"
             " your own"
         )
-    foreign = next(_foreign_modules(model), None)
-    if foreign is not None:
-        name, kind, toolkit = foreign
-        was, way = "prepared", "prepare takes the float model, see docs/coming_over.md"
-        if toolkit == FUSING:
-            was, way = "fused", "leave fuse_model() and fuse_modules() out, prepare folds BatchNorm itself"
-        raise ValueError(f"prepare: the model was {was} by {toolkit} ({name or 'the model'!r} is its {kind}); {way}")
+    for name, module in model.named_modules():
+        kind = next((kind for kind in type(module).__mro__ if f"{kind.__module__}.".startswith(FOREIGN)), None)
+        if kind is not None and kind.__name__ not in IN_FLOAT_MODELS:
+            raise ValueError(
+                f"prepare: {name or 'the model'!r} is a {kind.__module__}.{kind.__name__}, of another toolkit; prepare"
+                " takes the float model as it is before fuse_modules or prepare of torch.ao, see docs/coming_over.md"
+            )
     inside = wrapped(model)
     if inside is not None:
         raise ValueError(f"prepare: {type(model).__name__} wraps the model; prepare its .{inside[0]} and wrap again")
@@ -80,14 +71,3 @@ def check_float_model(model: nn.Module, recipe: Any) -> None:
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ValueError(f"prepare: {lazy[0]!r} has no shape yet; run the model once before it is prepared")
-
-
-def _foreign_modules(model: nn.Module) -> Iterator[tuple[str, str, str]]:
-    """Name, class and toolkit of the modules with which another toolkit quantizes."""
-    for name, module in model.named_modules():
-        for kind in type(module).__mro__:
-            found = [
-                toolkit for package, toolkit in TOOLKITS.items() if f"{kind.__module__}.".startswith(f"{package}.")
-            ]
-            if found and kind.__name__ not in IN_FLOAT_MODELS:
-                yield name, kind.__name__, found[0]

@@ -350,11 +350,3 @@ def test_layers_are_compared_in_any_module(tmp_path: Path) -> None:
     exported(path, qat.QuantLinear(6, 2), {"x": x})
     with pytest.raises(ValueError, match=r"has no quantizer 'part.input_quantizer'; was it made from this model\?$"):
         compare_layers(path, model, x)
-
-
-def test_a_layer_alone_is_compared_too(tmp_path: Path) -> None:
-    x, path = torch.randn(4, 6), tmp_path / "layer.onnx"
-    layer = exported(path, qat.QuantLinear(6, 2), {"x": x})
-    assert [(found.name, found.elements, found.differing) for found in compare_layers(path, layer, x)] == [
-        ("input_quantizer", 24, 0)
-    ]

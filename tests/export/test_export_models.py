@@ -14,7 +14,6 @@ from prepared_case import Net, Plain, draw
 from test_export_layers import assert_exports, assert_file_is_in_integers, assert_same, exported, part_of, quantized
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
-from torchvision.models.swin_transformer import SwinTransformer
 from torchvision.models.vision_transformer import VisionTransformer
 from torchvision.ops import SqueezeExcitation
 
@@ -212,35 +211,6 @@ def test_a_text_encoder_with_a_padding_mask(norm_first: bool, tmp_path: Path) ->
     changed = model(moved, torch.zeros_like(words, dtype=torch.bool)) - model(moved, words == 0)
     assert changed.abs().max() > 1e-3
     assert qat.verify_onnx(path, model, [{"words": moved, "padding": words == 0}]).max_difference < 2e-6
-
-
-@pytest.mark.slow
-def test_a_decoder_layer_with_two_inputs(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerDecoderLayer(16, 2, 32, 0.0, batch_first=True)
-    net = Double(lambda self, x, y: self.head(self.layer(x, y)), layer=layer, head=nn.Linear(16, 3))
-    assert_exports(tmp_path / "model.onnx", net, {"x": draw(4, 5, 16), "y": draw(4, 3, 16, seed=1)})
-
-
-@pytest.mark.slow
-def test_swin_with_shifted_windows(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = SwinTransformer([2, 2], 8, [2, 2], [2, 2], [2, 2], num_classes=4, stochastic_depth_prob=0.0)
-    path = tmp_path / "model.onnx"
-    model = exported(path, net, {"x": draw(2, 3, 16, 16)})
-    assert not FLOAT_PRODUCTS & set(optimized_operators(path))
-    for optimize in (True, False):
-        layers = compare_layers(path, model, draw(8, 3, 16, 16, seed=1), optimize)
-        differing, elements = (sum(getattr(layer, key) for layer in layers) for key in ("differing", "elements"))
-        assert differing <= elements / 10_000 and max(layer.largest for layer in layers) <= 1
-
-
-@pytest.mark.slow
-def test_a_vision_transformer(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = VisionTransformer(16, 4, 2, 2, 16, 32, num_classes=4)
-    floats = frozenset({(1, 1, 16), (1, 17, 16)})  # the class token and the position embedding
-    assert_exports(tmp_path / "model.onnx", net, {"x": draw(3, 3, 16, 16)}, floats=floats)
 
 
 @pytest.mark.slow
@@ -454,16 +424,6 @@ def test_verification_refuses_what_does_not_fit(two_heads: tuple[Path, nn.Module
         qat.verify_onnx(tmp_path / "none.onnx", model, [x])
     with pytest.raises(ValueError, match="was it made from this model"):
         compare_layers(path, quantized(Net(), {"x": draw(4, 3, 8, 8)}), draw(4, 3, 8, 8))
-
-
-def test_calibration_and_verification_take_the_same_batches(tmp_path: Path) -> None:
-    """(inputs, labels) with two inputs: calibrate takes the batches that verify_onnx takes."""
-    net = Double(lambda self, x, y: self.a(x) + self.b(y), a=nn.Linear(8, 3), b=nn.Linear(5, 3))
-    batch = ((draw(4, 8), draw(4, 5, seed=1)), torch.zeros(4, dtype=torch.int64))
-    model = qat.prepare(net.eval())
-    qat.calibrate(model, [batch])
-    qat.export_onnx(model, tmp_path / "model.onnx", batch[0])
-    assert qat.verify_onnx(tmp_path / "model.onnx", model, [batch]).max_difference < 2e-6
 
 
 def test_a_branch_that_ends_in_writing_is_not_exported(tmp_path: Path) -> None:

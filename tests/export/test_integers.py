@@ -41,11 +41,6 @@ def test_the_integers_know_no_file_format(path: Path) -> None:
     assert not mentioned, f"{path.name} mentions the operators {mentioned}"
 
 
-def test_the_check_sees_imports_and_operators() -> None:
-    assert {"QuantizeLinear", "DequantizeLinear", "MatMul", "ConvTranspose", "GlobalAveragePool"} <= OPERATORS
-    assert len(SOURCES) >= 6
-
-
 class Everything(nn.Module):
     """One layer for each way of freezing, one layer that is called twice, and a parameter as an operand."""
 

@@ -7,10 +7,8 @@ import pytest
 import torch
 from prepared_case import Plain
 from torch import nn
-from torchvision.models.efficientnet import MBConv, MBConvConfig
 
 import qat
-from qat.export import compare_layers
 from qat.quantizer import create_quantizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -66,22 +64,3 @@ def test_a_tensor_without_a_fixed_axis(tmp_path: Path) -> None:
     grids = {tensor.name: tensor.dims for tensor in onnx.load(path).graph.initializer}
     quantizers = [node for node in onnx.load(path).graph.node if node.op_type == "QuantizeLinear"]
     assert len(quantizers) == 3 and not any(grids[node.input[1]] for node in quantizers)  # one scale for the tensor
-
-
-def test_a_block_with_stochastic_depth(tmp_path: Path) -> None:
-    """EfficientNet's: in evaluation two quantizers stand side by side, and the integers of the whole file agree."""
-    torch.manual_seed(0)
-    block = MBConv(MBConvConfig(4, 3, 1, 8, 8, 1, 1.0, 1.0), 0.2, nn.BatchNorm2d)
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
-    x, path = torch.randn(16, 3, 12, 12), tmp_path / "model.onnx"
-    model = qat.prepare(net)
-    qat.calibrate(model, [x])
-    quantizers = dict(model.named_modules())
-    with torch.no_grad():
-        quantizers["1.stochastic_depth_quantizer"].scale.mul_(0.83)
-    qat.export_onnx(model.eval(), path, x)
-    found = compare_layers(path, model, x)
-    assert "1.stochastic_depth_quantizer" in {layer.name for layer in found}
-    assert not [layer for layer in found if layer.differing]
-    step = quantizers["1.add_quantizer"].grid()[0].item()
-    assert qat.verify_onnx(path, model, [x]).max_difference < step / 100

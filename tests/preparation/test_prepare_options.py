@@ -1,7 +1,5 @@
 """Options of `prepare`: first and last bits, overrides by class and subtree, dry runs; and what `summary` prints."""
 
-import copy
-import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +13,6 @@ from torch import Tensor, fx, nn
 import qat
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
-from qat.training.config.schema import RunConfig
-from qat.training.errors import UserError
-from qat.training.loop.preparation import prepare_model
 
 
 class Doubled(nn.Linear):
@@ -116,30 +111,6 @@ def test_first_and_last_bits(case: str) -> None:
         assert shared or (input_bits(model, name) if own is None else own.spec.bits) == bits
 
 
-def test_an_embedding_at_the_front() -> None:
-    net = Plain(lambda self, x: self.b(self.a(self.words(x))), words=nn.Embedding(9, 4), **linears("a", "b"))
-    model = qat.prepare(net, qat.QuantRecipe(first_bits=4, last_bits=6))
-    assert weight_bits(model) == {"words": 4, "a": 8, "b": 6}
-    assert input_bits(model, "a") == 8 and input_bits(model, "b") == 6
-
-
-@pytest.mark.parametrize(("first", "last", "bits"), [(4, None, {4}), (None, 4, {4}), (5, 3, {3, 5})])
-def test_a_single_layer_is_both_ends(first: int | None, last: int | None, bits: set[int]) -> None:
-    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    model = qat.prepare(net, qat.QuantRecipe(first_bits=first, last_bits=last))
-    found = {input_bits(model, "0"), *weight_bits(model).values()}
-    assert len(found) == 1 and found <= bits
-
-
-def test_overrides_win_over_first_and_last_bits() -> None:
-    recipe = qat.QuantRecipe(
-        first_bits=4, last_bits=4, overrides={"stem": {"weight": {"bits": 6}}, nn.Linear: {"activation": {"bits": 7}}}
-    )
-    model = qat.prepare(Net(), recipe)
-    assert weight_bits(model) == {"stem": 6, "block.conv1": 8, "block.conv2": 8, "fc": 4}
-    assert input_bits(model, "stem") == 4 and input_bits(model, "fc") == 7
-
-
 @pytest.mark.parametrize("name", ["first_bits", "last_bits"])
 def test_a_model_in_parts_has_no_first_layer(name: str) -> None:
     with refused(
@@ -147,23 +118,6 @@ def test_a_model_in_parts_has_no_first_layer(name: str) -> None:
         " the model depends on the values of a tensor; use overrides"
     ):
         qat.prepare(BranchesOnValues(), qat.QuantRecipe(**{name: 4}), draw(2, 3, 6, 6))
-
-
-def config(**quantization: Any) -> RunConfig:
-    return RunConfig.model_validate({"quantization": quantization, "model": {"name": "tests:Net"}})
-
-
-def test_the_same_from_a_config() -> None:
-    override = {"block.conv1": {"weight": {"bits": 4}}, "type:Linear": {"weight": {"bits": 5}}}
-    section = {"first_bits": 6, "last_bits": 7, "overrides": override, "target": "tensorrt"}
-    model = prepare_model(Net(), config(**section), (3, 8, 8))
-    assert isinstance(model, fx.GraphModule)
-    assert weight_bits(model) == {"stem": 6, "block.conv1": 4, "block.conv2": 8, "fc": 5}
-    assert input_bits(model, "stem") == 6 and input_bits(model, "fc") == 7
-    assert all(m.spec.signed for m in model.modules() if isinstance(m, Quantizer))
-    sentence = "the recipe's pattern 'type:Linaer' names no layer of the model; did you mean 'type:Linear'?"
-    with refused(f"quantization: prepare: {sentence}", UserError):
-        prepare_model(Net(), config(overrides={"type:Linaer": SKIP}), (3, 8, 8))
 
 
 # Overrides -> bits of the weights of `stem`, `body.a` (Doubled), `body.b`, `body.point` (Pointwise), `head`; 0: float.
@@ -223,12 +177,6 @@ def test_a_dry_run_returns_the_table_and_changes_nothing(case: str) -> None:
     assert {name: type(module) for name, module in net.named_modules()} == kinds and set(vars(net)) == attributes
     assert all(module.training for module in net.modules())
     assert all(parameter.grad is None for parameter in net.parameters())
-
-
-def test_a_dry_run_refuses_what_prepare_refuses() -> None:
-    for dry_run in (False, True):
-        with refused("prepare: the recipe's pattern 'stam' names no layer of the model; did you mean 'stem'?"):
-            qat.prepare(Net(), qat.QuantRecipe(overrides={"stam": SKIP}), dry_run=dry_run)
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -339,32 +287,6 @@ def test_the_table_of_layers_of_ones_own() -> None:
     assert {"pair.input_quantizer", "pair.other_quantizer", "attend.probability_quantizer"} <= set(table)
     assert table["conv"][:4] == ["QuantConv2d", "int8 narrow symmetric per channel", "lsq", "117"]
     check_counts(nn.Sequential(nn.ReLU()))  # a float model has an empty table
-
-
-@pytest.mark.parametrize("case", ["all kinds", *WHOLE])
-def test_copies_have_the_same_table(case: str, all_kinds: nn.Module) -> None:
-    model = all_kinds
-    if case != "all kinds":
-        make, x, recipe = WHOLE[case]
-        model = qat.prepare(make(), recipe, x)
-    wanted = qat.summary(model)
-    assert qat.summary(copy.deepcopy(model)) == wanted
-    if not any("<lambda>" in repr(vars(module).get("_forward")) for module in model.modules()):
-        assert qat.summary(pickle.loads(pickle.dumps(model))) == wanted
-
-
-def test_the_table_follows_the_state() -> None:
-    model = qat.prepare(Net().eval())
-    before = rows(qat.summary(model))
-    assert [name for name, row in before.items() if row[-1].endswith("not calibrated")] == [
-        name for name, row in before.items() if name.endswith("_quantizer")
-    ]
-    qat.calibrate(model, [draw(4, 3, 8, 8)])
-    text = qat.summary(model)
-    assert "not calibrated" not in text and set(rows(text)) == set(before)
-    read = [name for name, row in rows(text).items() if row[-1].startswith("input: ")]
-    assert read == ["stem", "block.conv1", "block.conv2", "fc"]
-    assert rows(text)["block.conv2"][-1] == "input: block.conv1_quantizer, folds block.bn2"
 
 
 READS: list[Callable[[Any, Tensor], Tensor]] = [

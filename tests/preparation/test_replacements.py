@@ -14,7 +14,6 @@ from cases_fused import assert_same, counted, images, results
 from prepared_case import Plain, refused
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torchvision.models.feature_extraction import create_feature_extractor
 
 import qat
 from qat.kernels import plain_formulas
@@ -185,11 +184,6 @@ def test_mistakes_about_features_are_sentences(model: Any) -> None:
         qat.feature_extractor(Net(), ["block"])
 
 
-def test_the_features_of_torchvision_are_prepared_like_any_model(x: Tensor) -> None:
-    model = prepared(x, lambda: create_feature_extractor(Net(), ["block", "fc"]))
-    assert sizes(model(x)) == {"block": (8, 16, 8, 8), "fc": (8, 5)}
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(x: Tensor, model: Any, reentrant: bool) -> None:
     expected = results(model, x, False)
@@ -209,14 +203,6 @@ def test_a_norm_that_trains_in_an_evaluated_model_estimates(x: Tensor, model: An
     stem = F.conv2d(x, model.conv1.weight, model.conv1.bias, padding=1)
     torch.testing.assert_close(model.bn1.running_mean, stem.mean((0, 2, 3)).detach(), rtol=0.05, atol=0.02)
     assert int(model.bn1.num_batches_tracked) == 1
-
-
-def test_a_device_context_changes_nothing(x: Tensor, counted: list[str]) -> None:
-    with torch.device("cpu"):
-        model = prepared(x)
-        counted.clear()
-        model(x)
-    assert "CodesProductFunction" in counted
 
 
 def test_token_ids_and_frozen_layers_leave_the_rest_on_codes(counted: list[str]) -> None:
@@ -293,13 +279,6 @@ def test_who_writes_into_what_a_sum_reads_is_seen_by_it(
         assert (found - net(x)[0]).norm() < 0.1 * found.norm()
 
 
-def test_an_answer_may_be_written_into_before_backward(x: Tensor) -> None:
-    model = prepared(x, Residual)
-    y, f = model(x)
-    f.mul_(2)
-    (y.sum() + f.sum()).backward()
-
-
 @pytest.mark.parametrize("activation", ["relu", "relu6", "gelu", "silu", "hardswish", "sigmoid"])
 def test_a_value_that_is_no_number_stays_with_its_sample(x: Tensor, activation: str) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -334,13 +313,6 @@ def test_a_row_of_attention_that_is_masked_whole_stays_alone() -> None:
     qat.calibrate(model, [{"x": x, "mask": mask}])
     mask[0] = -torch.inf
     assert model.train()(x, mask).isnan().any(2).any(1).tolist() == [True, False, False, False]
-
-
-def test_a_quantized_layer_that_was_put_in_quantizes_nothing_it_is_not_handed(x: Tensor, model: Any) -> None:
-    other = prepared(x, lambda: nn.Sequential(nn.Conv2d(3, 16, 1), nn.Upsample(scale_factor=2)))
-    setattr(other, "1", copy.deepcopy(model.conv2))
-    plain, fast = (results(other, x, formula) for formula in (True, False))
-    assert torch.allclose(plain["y"], fast["y"], atol=1e-4)
 
 
 def test_a_pickle_keeps_what_a_layer_was_handed(x: Tensor, model: Any) -> None:
