@@ -15,7 +15,6 @@ import qat
 from qat.finetuning import GradualQuantization
 from qat.quantizer import Quantizer
 from qat.training import script as train
-from qat.training.config.file import dump_config, load_config
 from qat.training.loop import engine
 
 
@@ -204,9 +203,3 @@ def test_a_run_evaluates_and_saves_the_whole_model_after_every_epoch(
     for file in ("last.pt", "best.pt"):
         saved = torch.load(folder / "run" / file, weights_only=True)["model"]
         assert not any(key.endswith(".disabled") for key in saved)
-
-
-def test_the_resolved_config_is_a_config(folder: Path) -> None:
-    config = load_config("tiny.yaml", ["qat.gradual={activations_from: 0.5}"])
-    (folder / "resolved.yaml").write_text(dump_config(config))
-    assert load_config("resolved.yaml", [f"name={config.name}"]) == config

@@ -1,11 +1,9 @@
-"""TensorBoard reads the curves, and errors of the disk are raised where they happen, as sentences."""
+"""TensorBoard reads the curves."""
 
 from pathlib import Path
 
-import pytest
 from tiny_training import curves
 
-from qat.training.errors import UserError
 from qat.training.run.logging import RunLog
 
 
@@ -33,18 +31,3 @@ def test_a_run_that_starts_anew_hides_the_curves_of_a_failed_start(tmp_path: Pat
         with RunLog(tmp_path, anew) as log:
             log.scalar("loss", value, int(anew))
     assert curves(tmp_path) == {"loss": [(1, 0.5)]}
-
-
-def test_a_full_disk_is_a_sentence_and_hides_no_other_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    sentence = f"{tmp_path}: cannot write the curves (No space left on device)"
-    for error, expected in ((None, sentence), (UserError("the first trouble"), "the first trouble")):
-        with pytest.raises(UserError) as raised, RunLog(tmp_path) as log:
-            monkeypatch.setattr(log._writer, "close", full)
-            monkeypatch.setattr(log._writer, "add_scalar", full)
-            if error is not None:
-                raise error
-            log.scalar("loss", 1.0, 1)
-        assert str(raised.value) == expected

@@ -7,9 +7,9 @@ what a valid config is. Unknown keys are refused everywhere (`extra="forbid"`).
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from qat.targets import profile_of
+from qat.text import did_you_mean
 from qat.training.config.section import Bits, Count, CountOrZero, Probability, Section
 from qat.training.config.stages import ModelConfig, QATStageConfig, SpecConfig, StageConfig
 
@@ -20,13 +20,14 @@ WITHOUT_FILES = {"digits": "bundled", "fake": "made up"}
 
 def _dataset_name(name: str) -> str:
     if name not in DATASETS and ":" not in name:
-        raise PydanticCustomError("literal_error", "unknown data set")  # the enum below completes the sentence
+        hint = did_you_mean(name, DATASETS)
+        raise ValueError(
+            f"expected {', '.join(DATASETS)} or package.module:callable, got {name!r}{hint and f'; {hint}'}"
+        )
     return name
 
 
-DatasetName = Annotated[
-    str, AfterValidator(_dataset_name), Field(json_schema_extra={"enum": [*DATASETS, "package.module:callable"]})
-]
+DatasetName = Annotated[str, AfterValidator(_dataset_name)]
 
 
 class AugmentConfig(Section):

@@ -4,10 +4,7 @@ Each training image gets its own random number, drawn together with the order, t
 is the same after a resume, for any number of loader processes, and whatever else draws random numbers.
 """
 
-import ctypes
 import os
-import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +19,6 @@ from qat.training.data.images import ImageArray, Images
 from qat.training.data.transforms import Preprocessing, resized_up_front
 from qat.training.data.views import (
     Batch,
-    Failure,
     Sample,
     SampleKey,
     TransformedImages,
@@ -31,9 +27,6 @@ from qat.training.data.views import (
     training_view,
 )
 from qat.training.errors import UserError
-
-PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl: the signal that a process gets when its parent ends."""
 
 
 class EpochOrder(Sampler[SampleKey]):
@@ -66,7 +59,7 @@ class Loader:
     An iteration is one epoch; it raises UserError if an image cannot be read. `len` is the number of batches.
     """
 
-    def __init__(self, batches: "DataLoader[Batch | Failure]", order: EpochOrder) -> None:
+    def __init__(self, batches: DataLoader[Batch], order: EpochOrder) -> None:
         self._batches = batches
         self._order = order
 
@@ -78,10 +71,10 @@ class Loader:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self._batches:
-            if isinstance(batch, Failure):
-                raise UserError(*batch.problems)
-            yield batch
+        try:
+            yield from self._batches
+        except UserError as error:  # from a loader process, torch puts the process and its traceback before
+            raise UserError(str(error).rpartition("UserError: ")[2].strip()) from None
 
 
 @dataclass(frozen=True)
@@ -210,13 +203,12 @@ def _loader(
     persistent: bool = True,
 ) -> Loader:
     """Make a loader; `drop_last` drops an incomplete last batch unless it is the only one."""
-    batches: DataLoader[Batch | Failure] = DataLoader(
+    batches: DataLoader[Batch] = DataLoader(
         view,
         batch_size,
         sampler=order,
         num_workers=workers,
         collate_fn=partial(_collate, channels_last=channels_last),
-        worker_init_fn=_end_with_the_run,
         pin_memory=pinned and (isinstance(view, TransformedImages) or view.on_host),
         drop_last=drop_last and len(order) >= batch_size,
         persistent_workers=persistent and workers > 0,
@@ -225,19 +217,6 @@ def _loader(
     return Loader(batches, order)
 
 
-def _end_with_the_run(worker: int) -> None:
-    """A loader process ends with a run that is killed, before it fails to reach it and writes that into the log."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _collate(samples: "list[Sample | Failure] | Batch", channels_last: bool) -> Batch | Failure:
-    if isinstance(samples, list):
-        failed = [sample for sample in samples if isinstance(sample, Failure)]
-        if failed:
-            return failed[0]
-        images = torch.stack([sample[0] for sample in samples if not isinstance(sample, Failure)])
-        labels = torch.stack([sample[1] for sample in samples if not isinstance(sample, Failure)])
-    else:
-        images, labels = samples
+def _collate(samples: list[Sample] | Batch, channels_last: bool) -> Batch:
+    images, labels = samples if isinstance(samples, tuple) else map(torch.stack, zip(*samples, strict=True))
     return images.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format), labels

@@ -15,11 +15,9 @@ from qat.finetuning.watching import LOGITS
 from qat.kernels import float_products
 from qat.quantizer import Quantizer
 from qat.switches import freeze_scales
-from qat.training.aids.gradual import build_gradual
-from qat.training.aids.oscillations import build_oscillations, left_out_in_words
-from qat.training.aids.progressive import rate_key
 from qat.training.config.stages import QATStageConfig
 from qat.training.errors import UserError
+from qat.training.loop.advice import without_effect
 from qat.training.loop.aids import Aids
 from qat.training.loop.compiled import CompiledModel
 from qat.training.loop.device import autocast, compile_mode
@@ -27,8 +25,8 @@ from qat.training.loop.evaluation import Batches, Evaluation, TrainBatches, eval
 from qat.training.loop.metrics import Meter, log_epoch, log_window
 from qat.training.loop.norm_statistics import settle_statistics
 from qat.training.loop.optimizer import build_optimizer, build_schedule, groups_in_words
+from qat.training.loop.progressive import rate_key
 from qat.training.loop.stage import StageRun
-from qat.training.loop.without_effect import without_effect
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
 from qat.training.run.folder import BEST_CHECKPOINT, LAST_CHECKPOINT
 from qat.training.run.logging import progress_bar
@@ -47,8 +45,7 @@ class _Optimization:
         self.schedule = build_schedule(self.optimizer, run.stage, run.steps_per_epoch)
         self.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.amp == "fp16")
         self.ema = None if run.stage.ema_decay is None else EMA(run.model, run.stage.ema_decay)
-        oscillations, gradual = build_oscillations(run.model, run.stage), build_gradual(run.model, run.stage)
-        self.aids = Aids(run.model, run.distillation, oscillations, gradual)
+        self.aids = Aids(run.model, run.stage, run.distillation)
         self.compiled: CompiledModel | None = None
         mode = compile_mode(run.device, run.config.cuda_graphs)
         if run.is_compiled:
@@ -111,12 +108,11 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     if len(run.train) == 0:
         raise UserError(f"data.batch_size: {run.config.data.batch_size} leaves no whole training batch; reduce it")
     optimization = _Optimization(run)
-    chosen = groups_in_words(optimization.optimizer, run.model, run.stage)
-    if chosen and (state is None or state.epoch < run.stage.epochs):
-        run.log.say(f"{run.name}: {chosen}")
+    run.log.say(f"{run.name}: {groups_in_words(optimization.optimizer)}")
     watch = optimization.aids.oscillations
-    if watch is not None and watch.left_out and state is None:
-        run.log.say(f"{run.name}: {left_out_in_words(watch)}")
+    if watch is not None and watch.left_out:
+        name, why = next(iter(watch.left_out.items()))
+        run.log.say(f"{run.name}: qat.oscillation leaves out {len(watch.left_out)} weights; that of {name!r} {why}")
     if state is not None:
         optimization.load(state)
         restore_rng(state.rng, run.device)

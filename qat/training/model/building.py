@@ -1,6 +1,5 @@
 """The float model that a run starts from: a model of torchvision or timm by name, or a user's callable."""
 
-import hashlib
 import importlib
 import inspect
 import logging
@@ -151,34 +150,14 @@ def _weights(name: str, wanted: str) -> Any:
 
 def _fetch(name: str, weights: Any) -> None:
     """Find or download the file of torchvision's weights, and read it; errors call them `name`."""
-    folder = Path(torch.hub.get_dir()) / "checkpoints"
-    file = folder / weights.url.rsplit("/", 1)[1]
-    existed = file.exists()
-    if existed:  # torchvision checks the hash of a file only when it downloads it
-        _check_hash(file)
+    file = Path(torch.hub.get_dir()) / "checkpoints" / weights.url.rsplit("/", 1)[1]
     try:
         weights.get_state_dict(progress=on_terminal(), check_hash=True)
     except Exception as error:  # network, disk, hash and damaged file each raise their own errors
-        if existed:
-            raise UserError(f"model.weights: '{file}' is damaged ({reason(error)}); delete it") from error
         raise UserError(
-            f"model.weights: {name} could not be downloaded ({reason(error)}); put {file.name} into "
-            f"'{folder}', or use model.checkpoint"
+            f"model.weights: {name} could not be loaded ({reason(error)}); put a whole {file.name} into"
+            f" '{file.parent}', or use model.checkpoint"
         ) from error
-
-
-def _check_hash(file: Path) -> None:
-    """Compare a file with the hash in its name."""
-    expected = torch.hub.HASH_REGEX.search(file.name)
-    try:
-        found = hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError as error:
-        raise UserError(f"model.weights: '{file}' cannot be read ({error.strerror})") from error
-    if expected is not None and not found.startswith(expected[1]):
-        raise UserError(
-            f"model.weights: '{file}' is damaged (its sha256 begins with {found[: len(expected[1])]}); delete it, or if"
-            " it is your own use model.checkpoint"
-        )
 
 
 def _replace_classifier(model: nn.Module, classes: int) -> str:

@@ -134,19 +134,10 @@ def write_summary(
     return summary
 
 
-def read_problem(path: Path) -> str:
-    """Why the run with this summary.json ended with exit status 1; "" if it did not."""
-    summary = json.loads(path.read_bytes())
-    if not summary.get("exit_status"):
-        return ""
-    # Earlier versions did not write the reason down.
-    return str(summary.get("problem") or "it does not answer as the trained model does (onnx in summary.json)")
-
-
 def report_lines(summary: dict[str, Any]) -> list[str]:
     """What a run says at its end of its summary: the table, and what has to be known to read it."""
     lines = [*table(table_rows(summary), numbers=True), ""]
-    images = summary.get("val_images")  # earlier versions lack it
+    images = summary.get("val_images")  # benchmarks/results has summaries without
     if images:
         share = summary["qat"]["top1"] / 100
         noise = 200 * math.sqrt(share * (1 - share) / images)
@@ -199,6 +190,6 @@ def _row_name(key: str, words: str, results: dict[str, Any]) -> str:
     epochs, qat = results[key.partition(".")[0]].get("epochs"), results.get("qat", {})
     if key == "float_finetune" and epochs != qat.get("epochs"):  # a run that was extended
         return f"float, fine-tuned {epochs} epochs"
-    if key == "qat" and qat.get("epoch"):  # 0 without training; unknown to earlier versions
+    if key == "qat" and qat.get("epoch"):  # 0 without training
         return f"{words}, {qat['weights']} epoch ({qat['epoch']} of {epochs})"
     return words
