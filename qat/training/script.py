@@ -22,21 +22,13 @@ from qat.training.data.loaders import Data, load_data
 from qat.training.errors import UserError, problems_of
 from qat.training.loop.aids import build_oscillations
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
-from qat.training.loop.preparation import (
-    build_recipe,
-    check_forward,
-    prepare_model,
-)
+from qat.training.loop.preparation import build_recipe, check_forward, prepare_model
 from qat.training.loop.progressive import key_of, on_grids_of, progressive_stages
 from qat.training.loop.teacher import check_distillation
 from qat.training.model.building import build_model
 from qat.training.model.weights import load_weights
 from qat.training.run.about import about_model
-from qat.training.run.checkpoint import (
-    check_same_config,
-    check_same_data,
-    load_checkpoint,
-)
+from qat.training.run.checkpoint import check_same_config, check_same_data, load_checkpoint
 from qat.training.run.exit_status import exit_status
 from qat.training.run.files import write_text
 from qat.training.run.folder import (
@@ -50,7 +42,6 @@ from qat.training.run.folder import (
     read_summary,
 )
 from qat.training.run.logging import RunLog
-from qat.training.run.proof import saturation_ahead
 from qat.training.run.report import report_lines, write_summary
 from qat.training.run.stages import Stages
 
@@ -142,8 +133,7 @@ def run_stages(
         write_text(
             folder.path / RESOLVED_CONFIG, dump_config(config)
         )  # first: with it a start that ended here is repeated
-        begin = [f"run folder: {folder.path}; device: {device}; curves: {curves}", saturation_ahead(config)]
-        log.say("\n".join(filter(None, begin)))
+        log.say(f"run folder: {folder.path}; device: {device}; curves: {curves}")
         stages = Stages(config, data, device, log, folder, before, resumed, results, about)
 
         stages.warn(changes)

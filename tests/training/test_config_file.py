@@ -279,6 +279,8 @@ BAD_FILES = [
     ("qat: {quantizer_optimizer: adamw}", "qat.quantizer_optimizer: 'adamw' beside 'sgd' needs a rate of its own"),
     ("qat: {epochs: 2, warmup_epochs: 2.5}", "qat.warmup_epochs: 2.5 is longer than qat.epochs: 2"),
     ("data: {batch_size: 1}\nfloat: {cutmix_alpha: 1}", "float.cutmix_alpha: 1 mixes images of a batch"),
+    ("data: {resize_size: 30}", "data.resize_size: 30 is smaller than data.image_size: 32"),
+    ("data: {std: [0.5, 0, 0.5]}", "data.std[1]: input should be greater than 0, got 0"),
     ("data: {augment: {cutout: 32}}", "data.augment.cutout: 32 leaves little or nothing of images"),
     ("compile: false\ncuda_graphs: true", "cuda_graphs: true is about compiled models"),
     ("device: cpu\ncompile: true\ncuda_graphs: true", "cuda_graphs: true needs a CUDA device"),

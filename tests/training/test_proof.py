@@ -14,7 +14,7 @@ from qat.kernels.cpu import onednn, processor
 from qat.training.config.schema import RunConfig
 from qat.training.loop.device import pick_device
 from qat.training.run import proof as proof_module
-from qat.training.run.proof import Proof, saturation_ahead
+from qat.training.run.proof import Proof
 from qat.training.run.report import onnx_results, report_lines, session_results, write_summary
 
 DEFAULT_ROW = "ONNX Runtime, default session"
@@ -44,38 +44,12 @@ def finish(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
-@pytest.mark.parametrize(
-    ("quantization", "said"),
-    [
-        ({}, True),
-        ({"target": "openvino"}, True),
-        ({"target": "onnxruntime_x86"}, False),
-        ({"target": "tensorrt"}, False),  # does not run there
-        ({"weight": {"bits": 7}}, False),
-        ({"weight": {"max_magnitude": 64}}, False),
-    ],
-    ids=str,
-)
-def test_what_the_processor_will_do_is_said_at_the_start(
-    quantization: dict[str, Any], said: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = RunConfig(quantization=quantization)
-    take_for("no-vnni", monkeypatch)
-    assert ("quantization.target=onnxruntime_x86 is the target for it" in saturation_ahead(config)) == said
-    assert (
-        saturation_ahead(config.model_copy(update={"export": config.export.model_copy(update={"onnx": False})})) == ""
-    )
-    take_for("vnni", monkeypatch)
-    assert saturation_ahead(config) == ""
-
-
 def test_without_vnni_the_default_session_has_a_row_and_a_sentence(finish: Finish) -> None:
     found, printed, table = finish("no-vnni")
     default = found["default_session"]
     assert set(default) == {"top1", "agreement", "max_logit_difference", "layers"}
     assert found["agreement"] >= 0.995 and default["layers"]["compared"] == found["layers"]["compared"] > 0
     assert sum(line.startswith(DEFAULT_ROW) for line in printed.splitlines()) == 1
-    assert "quantization.target=onnxruntime_x86 is the target for it" in "".join(printed.splitlines()[:3])
     (sentence,) = [line for line in printed.splitlines() if "default session adds" in line]
     assert f"3 of 3 layers may saturate: val top1 {default['top1']:.2f} %, " in sentence
     assert found["saturation"]["layers"] == 3 and found["saturation"]["channels"] <= 8 + 8 + 10

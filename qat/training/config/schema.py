@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from qat.targets import profile_of
 from qat.text import did_you_mean
-from qat.training.config.section import Bits, Count, CountOrZero, Probability, Section
+from qat.training.config.section import Bits, Count, CountOrZero, Positive, Probability, Section
 from qat.training.config.stages import ModelConfig, QATStageConfig, SpecConfig, StageConfig
 
 DATASETS = ("digits", "imagefolder", "cifar10", "cifar100", "mnist", "fashion_mnist", "imagenet", "npz", "fake")
@@ -68,7 +68,7 @@ class DataConfig(Section):
     """Validation: resize the shorter side to this before the centre crop; default: image_size, no crop."""
     mean: tuple[float, float, float] | None = None
     """Per-channel mean of the normalisation, of pixels in [0, 1]; default: the data set's own."""
-    std: tuple[float, float, float] | None = None
+    std: tuple[Positive, Positive, Positive] | None = None
     """Per-channel deviation of the normalisation."""
     augment: AugmentConfig = AugmentConfig()
     batch_size: Count = 64
@@ -201,6 +201,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"data.augment.cutout: {self.data.augment.cutout} leaves little or nothing of images of"
                 f" data.image_size: {self.data.image_size}; use less"
+            )
+        if self.data.resize_size is not None and self.data.resize_size < self.data.image_size:
+            raise ValueError(
+                f"data.resize_size: {self.data.resize_size} is smaller than data.image_size: {self.data.image_size},"
+                " which is cropped from it"
             )
         for name, stage in (("float", self.float), ("qat", self.qat)):
             if 0 < stage.epochs < stage.warmup_epochs:

@@ -17,15 +17,7 @@ from qat.training.data import datasets
 from qat.training.data.datasets import logger, seeded_generator
 from qat.training.data.images import ImageArray, Images
 from qat.training.data.transforms import Preprocessing, resized_up_front
-from qat.training.data.views import (
-    Batch,
-    Sample,
-    SampleKey,
-    TransformedImages,
-    View,
-    plain_view,
-    training_view,
-)
+from qat.training.data.views import Batch, Sample, SampleKey, TransformedImages, View, plain_view, training_view
 from qat.training.errors import UserError
 
 
@@ -107,14 +99,7 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
     Raises:
         UserError: for a wrong setting, or a data set that is missing, damaged or malformed.
     """
-    _check(config)
     dataset = datasets.build_dataset(config, seed)
-    if len(dataset.classes) < 2:
-        where = f"data.root: '{config.root}'" if config.root else f"data.name: '{config.name}'"
-        raise UserError(
-            f"{where} has {len(dataset.classes)} class ({', '.join(dataset.classes)}), which every answer gets right;"
-            " a classifier needs at least 2"
-        )
     preprocessing = Preprocessing(
         image_size=config.image_size,
         resize_size=config.resize_size or config.image_size,
@@ -150,20 +135,6 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
         preprocessing=preprocessing,
         contents=contents,
     )
-
-
-def _check(config: DataConfig) -> None:
-    """Refuse settings that the schema allows but no pipeline can satisfy."""
-    problems = []
-    if config.resize_size is not None and config.resize_size < config.image_size:
-        problems.append(
-            f"data.resize_size: {config.resize_size} is smaller than data.image_size ({config.image_size}), which is "
-            "cropped from it"
-        )
-    if config.std is not None and min(config.std) <= 0:
-        problems.append(f"data.std: {list(config.std)}; each must be above 0")
-    if problems:
-        raise UserError(*problems)
 
 
 def _limited(images: Images, limit: int | None, split: str) -> Images:

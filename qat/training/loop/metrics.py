@@ -68,14 +68,17 @@ class Meter:
 
 def log_window(run: StageRun, step: int, window: Meter, lr: float) -> None:
     """Log the metrics of the last few steps."""
-    run.log.scalar(f"{run.name}/train_loss", window.mean_loss, step)
-    run.log.scalar(f"{run.name}/train_top1", window.top1, step)
-    run.log.scalar(f"{run.name}/lr", lr, step)
-    run.log.scalar(f"{run.name}/images_per_second", window.images_per_second, step)
+    curves = {
+        "train_loss": window.mean_loss,
+        "train_top1": window.top1,
+        "lr": lr,
+        "images_per_second": window.images_per_second,
+        **{name: total / window.images for name, total in zip(window.added, window.losses, strict=True)},
+    }
     if run.stage.clip_grad_norm is not None:
-        run.log.scalar(f"{run.name}/grad_norm", window.grad_norm, step)
-    for name, total in zip(window.added, window.losses, strict=True):
-        run.log.scalar(f"{run.name}/{name}", total / window.images, step)
+        curves["grad_norm"] = window.grad_norm
+    for name, value in curves.items():
+        run.log.scalar(f"{run.name}/{name}", value, step)
 
 
 def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation, note: str = "") -> None:

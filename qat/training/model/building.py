@@ -25,6 +25,9 @@ logger = logging.getLogger("qat")
 TIMM = "timm/"
 """How the names of timm's models begin."""
 
+OWN_FIELDS = {"num_classes": "model.num_classes", "weights": "model.weights", "pretrained": "model.weights"}
+"""Arguments of builders that the config has keys for."""
+
 
 def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = True) -> nn.Module:
     """Build the float model that `config` names, on the CPU, with its weights.
@@ -40,8 +43,9 @@ def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = T
             f"model.weights: '{config.weights}' and model.checkpoint: '{config.checkpoint}' exclude each other; "
             "keep one of them"
         )
-    if "num_classes" in config.kwargs:
-        raise UserError("model.kwargs: num_classes has a field of its own; set model.num_classes")
+    for key, own in OWN_FIELDS.items():
+        if key in config.kwargs:
+            raise UserError(f"model.kwargs: {key} has a field of its own; set {own}")
     classes = num_classes if config.num_classes is None else config.num_classes
     if classes < num_classes:
         raise UserError(f"model.num_classes: {classes} is fewer than the data set's {num_classes} classes")
@@ -66,9 +70,6 @@ def _torchvision_model(config: ModelConfig, classes: int, with_weights: bool) ->
         near = did_you_mean(config.name, names)
         hint = f"; {near}" if near else ", nor timm/name, nor package.module:callable"
         raise UserError(f"model.name: '{config.name}' is no classification model of torchvision{hint}")
-    for key in ("weights", "pretrained"):
-        if key in config.kwargs:
-            raise UserError(f"model.kwargs: {key} has a field of its own; set model.weights")
     weights = None if config.weights is None else _weights(config.name, config.weights)
     if weights is not None and with_weights:
         _fetch(f"{config.weights} of {config.name}", weights)
@@ -100,8 +101,6 @@ def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Mod
     if not timm.is_model(name):
         near = did_you_mean(name, timm.list_models())
         raise UserError(f"model.name: timm has no model '{name}'{near and f'; {near}'}")
-    if "pretrained" in config.kwargs:
-        raise UserError("model.kwargs: pretrained has a field of its own; set model.weights")
     tags = [found.partition(".")[2] for found in timm.list_pretrained(f"{name}.*")]
     if weights not in (None, "DEFAULT", *tags):
         known = f"it has DEFAULT, {', '.join(tags)}" if tags else "it has none"

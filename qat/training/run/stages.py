@@ -30,19 +30,10 @@ from qat.training.loop.stage import steps_per_epoch
 from qat.training.loop.teacher import build_distillation
 from qat.training.model.weights import load_weights
 from qat.training.run.about import export_metadata
-from qat.training.run.checkpoint import (
-    StageState,
-    restore_model,
-    save_float_weights,
-)
+from qat.training.run.checkpoint import StageState, restore_model, save_float_weights
 from qat.training.run.exporting import export_and_prove
 from qat.training.run.files import write_text
-from qat.training.run.folder import (
-    FLOAT_WEIGHTS,
-    LAYERS,
-    MODEL,
-    RunFolder,
-)
+from qat.training.run.folder import FLOAT_WEIGHTS, LAYERS, MODEL, RunFolder
 from qat.training.run.logging import RunLog
 
 HOW_IT_TRAINS = (
