@@ -39,25 +39,16 @@ def build_dataset(config: DataConfig, seed: int) -> Dataset:
     Raises:
         UserError: if something is missing, damaged or malformed, or a setting has no effect with this set.
     """
-    own = ":" in config.name
-    problems = []
-    why = WITHOUT_FILES.get(config.name)
+    own, why = ":" in config.name, WITHOUT_FILES.get(config.name)
     if why is not None and config.root is not None:
-        problems.append(f"data.root: '{config.root}' has no effect: data.name '{config.name}' is {why}; leave it out")
+        raise UserError(f"data.root: '{config.root}' has no effect: data.name '{config.name}' is {why}; leave it out")
     if not (own or config.root or why):
         where = "the .npz file" if config.name == "npz" else "the folder"
-        problems.append(f"data.root: missing; data.name '{config.name}' needs the path of {where}")
+        raise UserError(f"data.root: missing; data.name '{config.name}' needs the path of {where}")
     if config.download and config.name not in _DOWNLOADS:
-        problems.append(
-            f"data.download: true has no effect with data.name '{config.name}'; only {', '.join(_DOWNLOADS)} can be "
-            "downloaded"
-        )
-    if problems:
-        raise UserError(*problems)
-    return _users_dataset(config) if own else _BUILDERS[config.name](config, seed)
-
-
-def _users_dataset(config: DataConfig) -> Dataset:
+        raise UserError(f"data.download: true has no effect with '{config.name}'; it is for {', '.join(_DOWNLOADS)}")
+    if not own:
+        return _BUILDERS[config.name](config, seed)
     with users_callable("data.name", config.name) as builder:
         dataset = builder(config)
     if not isinstance(dataset, Dataset):

@@ -110,11 +110,8 @@ def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Mod
     try:
         model: nn.Module = timm.create_model(full, pretrained=pretrained, num_classes=classes, **config.kwargs)
     except Exception as error:  # of the user's kwargs, or of the network
-        if pretrained:
-            raise UserError(
-                f"model.weights: {weights} of {config.name} could not be loaded ({reason(error)}); use model.checkpoint"
-            ) from error
-        raise UserError(f"model.kwargs: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
+        key = f"weights: {weights} or model.kwargs" if pretrained else "kwargs"
+        raise UserError(f"model.{key}: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
     if pretrained:
         images: Any = model.pretrained_cfg
         (_, *size), mean, std = (images[key] for key in ("input_size", "mean", "std"))
