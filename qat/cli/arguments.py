@@ -52,11 +52,7 @@ def counts(text: str) -> list[int]:
 
 
 def check_folder_of(option: str, path: Path) -> None:
-    """Refuse a file to write whose folder is missing, before any work.
-
-    Raises:
-        UserError: naming the option.
-    """
+    """Refuse a file to write whose folder is missing, before any work."""
     if not path.absolute().parent.is_dir():
         raise UserError(f"{option}: '{path}': there is no folder '{path.parent}' to write to; create it first")
 

@@ -106,9 +106,6 @@ class Run:
         """The model in a runtime: torch, onnxruntime, openvino; `float` is the float model before QAT, in torch.
 
         `exact`: as for `open_file`.
-
-        Raises:
-            UserError: if the run lacks what it needs.
         """
         if runtime in RUNTIMES:
             session = open_file(self.onnx, runtime, exact=exact)
@@ -151,11 +148,7 @@ class Run:
 
 
 def open_run(path: str, builder: str | None = None) -> Run:
-    """The run that the user names.
-
-    Raises:
-        UserError: if there is none.
-    """
+    """The run that the user names."""
     file = Path(os.path.expanduser(path))
     if not file.exists():
         raise UserError(

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 import qat
 from qat.finetuning import Oscillations
 from qat.kernels import plain_formulas
-from qat.quantizer import Quantizer
 from qat.training import script as train
 
 KEYS = ("integer", "direction", "frequency", "average", "frozen")
@@ -275,12 +273,8 @@ def test_what_has_no_integers_is_left_out_or_refused() -> None:
     assert Oscillations(qat.QuantLinear(4, 2), most_bits=8).count().weights == 8
     with pytest.raises(ValueError, match="few bits: the weight of '' has 8 bits, more than most_bits=4"):
         Oscillations(qat.QuantLinear(4, 2))
-    with pytest.raises(
-        ValueError, match="Oscillations: the model has no weight on an integer grid of few bits: call prepare"
-    ):
+    with pytest.raises(ValueError, match="no weight on an integer grid of few bits: call prepare"):
         Oscillations(nn.Linear(4, 2))
-    with pytest.raises(TypeError, match=r"Oscillations: model must be a torch\.nn\.Module, got dict"):
-        Oscillations({})  # type: ignore[arg-type]
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
     assert Oscillations(qat.prepare(tied, qat.QuantRecipe({"bits": 4}), torch.randn(2, 4))).left_out == {
@@ -333,17 +327,6 @@ def start(*arguments: str) -> int:
     return train.main([*config])
 
 
-def test_averages_of_frozen_weights_are_their_integers(folder: Path) -> None:
-    """Those that a run evaluates and saves, with scales that are averages too."""
-    often = "qat.oscillation={freeze: 1.0e-6, freeze_from: 1.0e-6, after: 0.5, momentum: 0.3}"
-    assert start("run_dir=run", often, "qat.ema_decay=0.95", "qat.lr=3.0", "qat.epochs=8") == 0
-    known = torch.load("run/last.pt", weights_only=True)["state"]["aids"]["oscillations"]
-    model = qat.load("run", runpy.run_path("tinyaids.py")["tiny"](10))
-    codes = torch.cat([each.codes().flatten() for each in Oscillations(model).weights.values()])
-    assert int(known["frozen"].sum()) > 100
-    assert torch.equal(codes[known["frozen"]], known["integer"][known["frozen"]])
-
-
 def test_a_run_says_how_many_oscillate_and_counting_changes_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,7 +341,8 @@ def test_a_run_says_how_many_oscillate_and_counting_changes_nothing(
     torch.testing.assert_close(counted, plain, rtol=0, atol=0)
     curves = b"".join(path.read_bytes() for path in (folder / "counted").glob("events*"))
     assert b"qat/oscillating" in curves and b"oscillating/0" in curves
-    assert start("run_dir=frozen", FREEZING, "qat.progressive=[{bits: 4}]", overrides) == 0
+    # What is evaluated and saved are averages, with scales that are averages too; those of frozen weights are integers.
+    assert start("run_dir=frozen", FREEZING, "qat.progressive=[{bits: 4}]", overrides, "qat.ema_decay=0.9") == 0
     said = capsys.readouterr().out
     assert ", frozen weights " in said and "leaves out 1 weights; that of '0' has the rule 'dorefa'" in said
     known = torch.load(folder / "frozen" / "last.pt", weights_only=True)["state"]["aids"]["oscillations"]
@@ -373,9 +357,3 @@ def test_a_model_without_integers_is_refused_before_any_training(
     assert start("qat.oscillation={}", "quantization.weight.rule=dorefa") == 2
     assert "qat.oscillation: Oscillations: the model has no weight on an integer grid" in capsys.readouterr().err
     assert not (folder / "runs").exists()
-
-
-def test_quantizers_of_the_model_hold_no_state_of_it() -> None:
-    model, oscillations, _ = trained(5)
-    names = {name for module in model.modules() if isinstance(module, Quantizer) for name, _ in module.named_buffers()}
-    assert not names & set(KEYS) and oscillations.frozen.shape == oscillations.integer.shape

@@ -316,19 +316,15 @@ def test_damaged_weights_are_not_trained_on(module: Path) -> None:
     content = bytearray(Path("x.pt").read_bytes())
     content[content.index(torch.full((5, 4), 0.123).numpy().tobytes())] ^= 1
     Path("x.pt").write_bytes(content)
-    assert refused("x.pt").startswith("model.checkpoint: 'x.pt' is damaged (the checksum of x/data/7 is wrong)")
+    assert refused("x.pt").startswith("model.checkpoint: 'x.pt' cannot be read (DamagedError: the checksum of")
 
 
-def test_the_checkpoint_of_a_quantized_model_names_the_float_weights(module: Path) -> None:
+def test_a_runs_own_checkpoint_is_a_file_of_float_weights_before_it_is_quantized(module: Path) -> None:
     state = changed()
-    payload = {"format": 1, "stage": "qat", "model": state | {"scale": torch.ones(1)}}
-    torch.save(payload, "last.pt")
-    said = "model.checkpoint: 'last.pt' is a checkpoint of a quantized model; "
-    assert refused("last.pt") == f"{said}a file of float weights is needed"
-    save_file(state, "float.safetensors")
-    assert refused("last.pt") == f"{said}'float.safetensors' has the run's float weights"
-    torch.save({**payload, "stage": "float", "model": state}, "last.pt")
-    assert equal(build(5, name="own_nets:net", checkpoint="last.pt").state_dict(), state)
+    torch.save({"format": 1, "stage": "float", "model": state}, "last.pt")
+    assert equal(own(checkpoint="last.pt").state_dict(), state)
+    torch.save({"format": 1, "stage": "qat", "model": state | {"scale": torch.ones(1)}}, "last.pt")
+    assert 'Unexpected key(s) in state_dict: "scale"' in refused("last.pt")
 
 
 def test_absent_files_are_refused(module: Path) -> None:
@@ -341,8 +337,8 @@ def test_absent_files_are_refused(module: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"garbage", f"is not a file of weights; {FORMATS}"),
-        (nn.Linear(2, 2), f"is not a file of weights; {FORMATS}"),  # pickled: loading it would run code
+        (b"garbage", "cannot be read ("),
+        (nn.Linear(2, 2), "cannot be read ("),  # pickled: loading it would run code
         ({"epoch": 3}, f"holds something else than weights; {FORMATS}"),
         ({"2.bias": torch.ones(5, device="meta")}, f"holds something else than weights; {FORMATS}"),
         ({}, "holds no weights"),
@@ -352,10 +348,11 @@ def test_files_without_weights_are_refused(module: Path, content: Any, problem: 
     if isinstance(content, bytes):
         Path("x.pt").write_bytes(content)
         Path("x.safetensors").write_bytes(content)
-        assert refused("x.safetensors").startswith("model.checkpoint: 'x.safetensors' is not a safetensors file (")
+        assert refused("x.safetensors").startswith("model.checkpoint: 'x.safetensors' cannot be read (")
     else:
         torch.save(content, "x.pt")
-    assert refused("x.pt") == f"model.checkpoint: 'x.pt' {problem}"
+    said = refused("x.pt")
+    assert said.startswith(f"model.checkpoint: 'x.pt' {problem}") and len(said.splitlines()) == 1
 
 
 def test_a_model_of_timm_by_name() -> None:

@@ -31,9 +31,6 @@ def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | 
         overrides: `key.path=value`, with the value in YAML. Later ones win, and a section given as a whole replaces
             the file's. Layer patterns may contain dots: `quantization.overrides.layer1.0.conv1.weight.bits=8`.
         config_folder: the folder of the shipped configs.
-
-    Raises:
-        UserError: with one sentence for each problem of the file and the overrides.
     """
     file = _find(path, config_folder)
     source = _relative(file)

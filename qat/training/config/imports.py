@@ -31,11 +31,7 @@ def current_folder_importable() -> Iterator[None]:
 
 
 def import_extensions(modules: Sequence[str]) -> None:
-    """Import the modules that a config lists under `imports`; they register rules and targets of the user's own.
-
-    Raises:
-        UserError: if a module cannot be found, or fails.
-    """
+    """Import the modules that a config lists under `imports`; they register rules and targets of the user's own."""
     with current_folder_importable():
         for number, name in enumerate(modules):
             _import_module(name, f"imports[{number}]")
@@ -46,9 +42,6 @@ def users_callable(key: str, name: str) -> Iterator[Callable[..., Any]]:
     """Yield the callable that `package.module:callable` names; errors of the calls in the context become a sentence.
 
     The errors name the key of the config (`model.name`), of which `name` is the value.
-
-    Raises:
-        UserError: if the callable cannot be imported, is not callable, or fails.
     """
     with current_folder_importable():
         function = _import_callable(key, name)

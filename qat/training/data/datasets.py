@@ -34,11 +34,7 @@ IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
 
 
 def build_dataset(config: DataConfig, seed: int) -> Dataset:
-    """Open the data set that `config` names; only the random images of `fake` depend on the seed.
-
-    Raises:
-        UserError: if something is missing, damaged or malformed, or a setting has no effect with this set.
-    """
+    """Open the data set that `config` names; only the random images of `fake` depend on the seed."""
     own, why = ":" in config.name, WITHOUT_FILES.get(config.name)
     if why is not None and config.root is not None:
         raise UserError(f"data.root: '{config.root}' has no effect: data.name '{config.name}' is {why}; leave it out")

@@ -20,12 +20,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 
 
 def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
-    """List the images of both splits, by the name of the split, and the names of the classes.
-
-    Raises:
-        UserError: for folders that are missing, empty or unreadable, classes that differ between the splits, or a link
-            to a parent folder.
-    """
+    """List the images of both splits, by the name of the split, and the names of the classes."""
     try:
         found = {split: _class_folders(root / split) for split in SPLITS}
         classes = found["train"]

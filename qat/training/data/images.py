@@ -53,11 +53,7 @@ class ImageFiles:
     labels: Tensor
 
     def picture(self, index: int) -> Image.Image:
-        """Decode one image into 8-bit RGB, as torchvision's ImageFolder does.
-
-        Raises:
-            UserError: if the file is not an image, is damaged, or has more than 8 bits per channel.
-        """
+        """Decode one image into 8-bit RGB, as torchvision's ImageFolder does."""
         try:
             return read_picture(os.fsdecode(self.paths[index]))
         except UserError as error:

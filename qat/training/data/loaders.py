@@ -95,9 +95,6 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
 
     The training order, the augmentation and the choice of calibration images depend on the seed. For a CUDA device
     training images that fit are moved there and augmented there; other batches are in pinned memory.
-
-    Raises:
-        UserError: for a wrong setting, or a data set that is missing, damaged or malformed.
     """
     dataset = datasets.build_dataset(config, seed)
     preprocessing = Preprocessing(

@@ -15,9 +15,6 @@ NEEDED = ("x_train", "y_train", "x_val", "y_val")
 def read_npz(path: Path) -> Dataset:
     """Read x_train, x_val: uint8 images (N, H, W), (N, H, W, 1) or (N, H, W, 3); y_train, y_val: integer labels (N,);
     and classes, their names; without these, the numbers up to the largest label in y_train.
-
-    Raises:
-        UserError: if the file is missing or not an .npz, or arrays are missing or malformed.
     """
     where = f"data.root: '{path}'"
     if not path.is_file():

@@ -19,11 +19,7 @@ GivenPicture: TypeAlias = "str | os.PathLike[str] | Image.Image | np.ndarray | T
 
 
 def read_picture(path: "str | os.PathLike[str]") -> Image.Image:
-    """Decode one image into 8-bit RGB, as torchvision's ImageFolder does: an orientation in EXIF is ignored.
-
-    Raises:
-        UserError: if the file is not an image, is damaged, or has more than 8 bits per channel.
-    """
+    """Decode one image into 8-bit RGB, as torchvision's ImageFolder does: an orientation in EXIF is ignored."""
     try:
         with warnings.catch_warnings():
             # The pixels are readable despite broken EXIF data or a transparent palette.
@@ -39,11 +35,7 @@ def read_picture(path: "str | os.PathLike[str]") -> Image.Image:
 
 
 def as_rgb(image: Image.Image, where: str) -> Image.Image:
-    """The image in 8-bit RGB.
-
-    Raises:
-        UserError: for more than 8 bits per channel, which Pillow would clip to 255.
-    """
+    """The image in 8-bit RGB."""
     if image.mode.startswith(("I", "F")):
         raise UserError(f"{where} has pixels of mode '{image.mode}'; save it with 8 bits a channel")
     return image.convert("RGB")

@@ -33,24 +33,16 @@ def build_mixing(stage: StageConfig, classes: int) -> Mixing | None:
     return mixing
 
 
-def build_oscillations(model: nn.Module, stage: StageConfig) -> Oscillations | None:
-    """What counts, dampens or freezes the oscillating weights of a stage; None if its config does not ask for it.
-
-    Raises:
-        UserError: if no weight of the model lies on an integer grid.
-    """
+def build_oscillations(model: nn.Module, stage: StageConfig | None) -> Oscillations | None:
+    """What counts, dampens or freezes the oscillating weights of a stage; None if its config does not ask for it."""
     if not isinstance(stage, QATStageConfig) or stage.oscillation is None:
         return None
     with value_errors_reported("qat.oscillation: "):
         return Oscillations(model, **stage.oscillation.model_dump())
 
 
-def build_gradual(model: nn.Module, stage: StageConfig) -> GradualQuantization | None:
-    """What quantizes by degrees; None without the block, and for a float model that trains with QAT's settings.
-
-    Raises:
-        UserError: if the model has no quantizer of the kind that would be gradual.
-    """
+def build_gradual(model: nn.Module, stage: StageConfig | None) -> GradualQuantization | None:
+    """What quantizes by degrees; None without the block, and for a float model that trains with QAT's settings."""
     block = stage.gradual if isinstance(stage, QATStageConfig) else None
     if block is None or not any(isinstance(each, Quantizer) for each in model.modules()):
         return None
@@ -63,14 +55,16 @@ class Aids:
 
     Args:
         model: the model of the stage.
-        stage: its settings.
+        stage: its settings; None for the rules alone.
         distillation: what it learns from besides labels; None for nothing.
 
     Attributes:
         student: what a training step calls: the model, or one that returns what the distillation needs too.
     """
 
-    def __init__(self, model: nn.Module, stage: StageConfig, distillation: Distillation | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, stage: StageConfig | None = None, distillation: Distillation | None = None
+    ) -> None:
         self.model, self.progress = model, 0.0
         self.oscillations, self.gradual = build_oscillations(model, stage), build_gradual(model, stage)
         self.distillation = distillation
@@ -81,11 +75,7 @@ class Aids:
         self.curved = any(q.spec.ewgs == "hessian" for q in quantizers)
 
     def before_epoch(self, loss_of: Callable[[Any], Tensor], batches: TrainBatches) -> None:
-        """Update delta from the first batch, if a quantizer has ewgs="hessian".
-
-        Raises:
-            UserError: if an operation of the model has no second derivative.
-        """
+        """Update delta from the first batch, if a quantizer has ewgs="hessian"."""
         if self.curved:
             with value_errors_reported("quantization: "):
                 update_ewgs(self.model, lambda _model, batch: loss_of(batch), [next(iter(batches))])

@@ -92,10 +92,6 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
 
     With `ema_decay`, the averages are evaluated after each epoch, and the model holds them at the end. The last
     evaluation is returned. With a `state`, training resumes from its checkpoint, whose weights the model already holds.
-
-    Raises:
-        UserError: if a loss is not finite (last.pt is then from the last good epoch), if there is no whole batch, or if
-            the config does not fit the model or the device.
     """
     run.model.to(run.device)
     if run.config.channels_last:

@@ -19,9 +19,6 @@ def load_evaluated(path: Path, payload: dict[str, Any], model: nn.Module) -> Non
 
     last.pt holds the weights that are trained; evaluated were their averages, if there are any, with BatchNorm's
     statistics for them.
-
-    Raises:
-        UserError: if the checkpoint is from another model.
     """
     restore_model(path, payload, model)
     averages = payload["state"] and payload["state"]["ema"]
@@ -38,9 +35,6 @@ def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
 
     Returns:
         The epoch whose weights the model holds, and their evaluation.
-
-    Raises:
-        UserError: if the best epoch is asked for and best.pt is missing or damaged.
     """
     path, epochs = run.folder / BEST_CHECKPOINT, run.stage.epochs
     if run.config.export.weights == "last" or epochs == 0:

@@ -24,9 +24,6 @@ def build_optimizer(model: nn.Module, stage: StageConfig) -> torch.optim.Optimiz
 
     The model is on the device and in the memory format of its training. The result is a `TwoOptimizers` if scales use
     another optimizer, or if activations are quantized late, which torch's fused SGD cannot take.
-
-    Raises:
-        UserError: if the model has no trainable parameter.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: it has no trainable parameter; set epochs to 0 or unfreeze some")

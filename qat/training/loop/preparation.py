@@ -25,11 +25,7 @@ from qat.training.loop.evaluation import split_output
 
 
 def build_recipe(config: QuantizationConfig) -> QuantRecipe:
-    """Build the recipe; fields that the config leaves out keep the target's choice.
-
-    Raises:
-        UserError: for an unknown target, or combinations that the library refuses.
-    """
+    """Build the recipe; fields that the config leaves out keep the target's choice."""
     with value_errors_reported("quantization.target: "):
         profile = profile_of(config.target)
     with value_errors_reported("quantization: "):
@@ -48,9 +44,6 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
     """Call `qat.prepare` with the config's recipe. A run calls it before the float training too, to find errors early.
 
     Code in the model that depends on sizes is traced with `image_shape`, (channels, height, width) of the data.
-
-    Raises:
-        UserError: if the model cannot be prepared, or cannot be exported although the config asks for it.
     """
     recipe = build_recipe(config.quantization)
     for tensor, spec in (("weight", recipe.weight), ("activation", recipe.activation)):
@@ -106,11 +99,7 @@ def _check_container(name: str, quantizer: qat.Quantizer) -> None:
 
 
 def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int], classes: int) -> None:
-    """Run two black images through the float model, so that a misfit shows before anything is written.
-
-    Raises:
-        UserError: if the model fails on such images, or has fewer outputs than there are classes.
-    """
+    """Run two black images through the float model, so that a misfit shows before anything is written."""
     device = model_device(model)
     try:
         with evaluating(model), torch.no_grad():

@@ -20,11 +20,7 @@ from qat.training.model.weights import load_weights
 def build_distillation(
     config: RunConfig, stage: StageConfig, classes: int, float_weights: Path, device: torch.device
 ) -> Distillation | None:
-    """What the stage learns from besides labels, on the device; None if its config names nothing.
-
-    Raises:
-        UserError: if the teacher cannot be built, or its weights do not fit.
-    """
+    """What the stage learns from besides labels, on the device; None if its config names nothing."""
     wanted = stage.distillation if isinstance(stage, QATStageConfig) else None
     if wanted is None:
         return None
@@ -57,9 +53,6 @@ def check_distillation(
         model: the float model, which stays as it is.
         prepared: the model that will learn; only the names of its modules count.
         with_weights: whether another teacher's weights are read; a run that goes on reads them if it still learns.
-
-    Raises:
-        UserError: if the teacher cannot be built, or the two models' features or logits do not compare.
     """
     wanted = config.qat.distillation
     if wanted is None:

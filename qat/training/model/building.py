@@ -34,9 +34,6 @@ def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = T
 
     The config's `num_classes` takes precedence over the argument, the number of classes of the data set. Without
     weights, the same layers are built, and no file of weights is read or downloaded.
-
-    Raises:
-        UserError: for an unknown name, arguments or weights that do not fit, or a missing file or network.
     """
     if config.weights is not None and config.checkpoint is not None:
         raise UserError(

@@ -3,19 +3,17 @@
 import os
 from collections import OrderedDict
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from qat.torch_internals import layer_versions, set_layer_versions
+from qat.training.config.imports import reason
 from qat.training.errors import UserError, looked_in
-from qat.training.run.archive import DamagedError, read_archive
-from qat.training.run.folder import FLOAT_WEIGHTS
+from qat.training.run.archive import load_state, read_archive
 
 State: TypeAlias = "OrderedDict[str, Tensor]"
 
@@ -28,9 +26,6 @@ def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model
     The file is a .safetensors, or a dict of tensors written by torch.save, possibly under the key `state_dict` or
     `model`. Prefixes of DataParallel and torch.compile are dropped. Step counters of batch norms may be missing, as in
     old files. Errors call the model `model_name` and the file `key`.
-
-    Raises:
-        UserError: if the file is missing, is not a file of weights, or has the weights of another model.
     """
     where = f"{key}: '{path}'"
     file = Path(os.path.expanduser(path))
@@ -40,14 +35,7 @@ def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model
     own = model.state_dict()
     _adopt_names(state, own)
     _refuse_other_kinds(state, own, where)
-    try:
-        model.load_state_dict(state)
-    except (
-        RuntimeError,
-        ValueError,
-    ) as error:  # other keys or shapes, or versions of a layer
-        differences = shorten(str(error).partition("\n")[2] or str(error), 300, placeholder=" ...")
-        raise UserError(f"{where} is not of {model_name}: {differences}") from error
+    load_state(model, state, f"{where} is not of {model_name}")
 
 
 def last_layer(model: nn.Module) -> tuple[str, nn.Module]:
@@ -64,16 +52,9 @@ def _read(file: Path, where: str) -> State:
     content: Any
     try:
         content = load_file(file) if file.suffix == ".safetensors" else read_archive(file)
-    except DamagedError as error:
-        raise UserError(f"{where} is damaged ({error}); take another copy of it") from error
-    except SafetensorError as error:
-        raise UserError(f"{where} is not a safetensors file ({error})") from error
-    except PermissionError as error:
-        raise UserError(f"{where} cannot be read ({error.strerror})") from error
     except Exception as error:  # torch.load raises errors of many types for files that torch.save did not write
-        raise UserError(f"{where} is not a file of weights; it must be {FORMATS}") from error
+        raise UserError(f"{where} cannot be read ({reason(error)}); it must be {FORMATS}") from error
     if isinstance(content, dict):
-        _refuse_quantized(content, file, where)
         content = next((content[key] for key in ("state_dict", "model") if isinstance(content.get(key), dict)), content)
     if not isinstance(content, dict) or not all(_is_plain(value) for value in content.values()):
         raise UserError(f"{where} holds something else than weights; it must be {FORMATS}")
@@ -83,14 +64,6 @@ def _read(file: Path, where: str) -> State:
     if hasattr(content, "_metadata"):  # versions of the layers, with which they convert older weights
         state._metadata = content._metadata  # type: ignore[attr-defined]
     return state
-
-
-def _refuse_quantized(content: dict[str, Any], file: Path, where: str) -> None:
-    """Refuse a run's checkpoint of QAT, whose weights are a quantized model's."""
-    if isinstance(content.get("format"), int) and content.get("stage") == "qat":
-        beside = file.with_name(FLOAT_WEIGHTS)
-        other = f"'{beside}' has the run's float weights" if beside.is_file() else "a file of float weights is needed"
-        raise UserError(f"{where} is a checkpoint of a quantized model; {other}")
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,10 +1,15 @@
-"""Files of torch.save, read with a look at their checksums, which torch.load ignores: a flipped bit is no weight."""
+"""States of models: files of torch.save, read with a look at their checksums, which torch.load ignores, and loaded."""
 
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
+from torch import nn
+
+from qat.training.errors import UserError
 
 
 class DamagedError(Exception):
@@ -29,3 +34,12 @@ def read_archive(path: Path) -> Any:
             raise DamagedError(f"the checksum of {wrong} is wrong")
     with open(path, "rb") as file:
         return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def load_state(model: nn.Module, state: Mapping[str, Any], where: str) -> None:
+    """Load a state_dict strictly; keys and shapes that differ become one sentence that begins with `where`."""
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:
+        differences = shorten(str(error).partition("\n")[2] or str(error), 300, placeholder=" ...")
+        raise UserError(f"{where}: {differences}") from error

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
-from qat.training.run.archive import DamagedError, read_archive
+from qat.training.run.archive import DamagedError, load_state, read_archive
 from qat.training.run.files import replacing
 
 FORMAT = 1
@@ -75,9 +74,6 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
     (state_dict), state (the `vars` of a `StageState`, or None if a run cannot resume from it), results and config
     (plain dicts), evaluation (top1 in percent and loss of the weights as evaluated), statistics (BatchNorm's, of
     averaged weights, see `copied_statistics`; or None) and about (see `about_model`). A `format` version is added.
-
-    Raises:
-        UserError: if the file cannot be written.
     """
     assert tuple(payload) == PAYLOAD_KEYS, f"checkpoint payload has the keys {list(payload)}"
     with replacing(path) as temporary, open(temporary, "wb") as file:
@@ -90,9 +86,6 @@ def load_checkpoint(
     """Read a file of `save_checkpoint` onto the CPU, with tensors and plain values only.
 
     The sentence for a file that is not a whole checkpoint ends with the way out.
-
-    Raises:
-        UserError: if the file is missing or damaged, or from another program or version.
     """
     try:
         payload = read_archive(path)
@@ -115,9 +108,6 @@ def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahea
 
     Only `KEYS_FREE_ON_RESUME` and the sections in `ahead`, of stages that have not begun, may differ; `EPOCHS` may
     grow.
-
-    Raises:
-        UserError: with the first key that differs, and both values.
     """
     before, now = dict(_flat(saved)), dict(_flat(config.model_dump(mode="json")))
     for key in [*now, *(key for key in before if key not in now)]:
@@ -141,9 +131,6 @@ def check_same_data(payload: dict[str, Any], classes: list[str], contents: dict[
     """Compare the data with those of the checkpoint's payload; return a warning for each split that has other images.
 
     `classes` and `contents` are those of `Data`.
-
-    Raises:
-        UserError: if the classes differ.
     """
     before, saved = payload["about"]["classes"], payload["results"]["data"]
     if before != classes:
@@ -163,24 +150,12 @@ def check_same_data(payload: dict[str, Any], classes: list[str], contents: dict[
 
 
 def restore_model(path: Path, payload: dict[str, Any], model: nn.Module) -> None:
-    """Load the state from the payload of the checkpoint at `path`, strictly, into a model built and prepared as then.
-
-    Raises:
-        UserError: if the checkpoint is from another model.
-    """
-    try:
-        model.load_state_dict(payload["model"])
-    except (RuntimeError, ValueError) as error:
-        differences = shorten(str(error).partition("\n")[2] or str(error), 300, placeholder=" ...")
-        raise UserError(f"{path}: the checkpoint is of another model: {differences}") from error
+    """Load the state of the checkpoint at `path`, of this payload, into a model built and prepared as then."""
+    load_state(model, payload["model"], f"{path}: the checkpoint is of another model")
 
 
 def save_float_weights(path: Path, model: nn.Module) -> None:
-    """Write the model's state_dict atomically as safetensors; a shared tensor is written under all of its names.
-
-    Raises:
-        UserError: if the file cannot be written.
-    """
+    """Write the model's state_dict atomically as safetensors; a shared tensor is written under all of its names."""
     # Copies, because safetensors refuses views and shared memory, and simple loaders expect every name.
     tensors = {
         name: torch.clone(tensor.detach().cpu(), memory_format=torch.contiguous_format)

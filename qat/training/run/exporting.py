@@ -33,9 +33,6 @@ def export_and_prove(
 
     With `export.exact_sums: auto`, if predictions differ and ONNX Runtime adds integers, a second file adds in float32
     as torch does; it takes the first one's place if more of its predictions are the model's.
-
-    Raises:
-        UserError: if torch.onnx cannot export the model; the training is safe in last.pt.
     """
     wanted = config.export.exact_sums
     with replacing(path) as temporary:

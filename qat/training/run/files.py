@@ -12,22 +12,14 @@ from qat.training.run.lock import check_folder
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file as UTF-8, atomically: whenever the process ends, `path` has the old text or the new one.
-
-    Raises:
-        UserError: if the file cannot be written.
-    """
+    """Write a text file as UTF-8, atomically: whenever the process ends, `path` has the old text or the new one."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file of the run atomically; see `atomic_write`.
-
-    Raises:
-        UserError: if the file cannot be written, or its folder is no longer the one that the run has locked.
-    """
+    """Write a file of the run atomically; see `atomic_write`."""
     check_folder(path.parent)
     try:
         # One name for all runs: what a killed run leaves is replaced by the next.

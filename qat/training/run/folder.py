@@ -64,10 +64,6 @@ def open_run_folder(config: RunConfig) -> RunFolder:
 
     With `resume: auto`, the run continues in the given folder, or by default in the one with the highest number, if it
     has a last.pt. If there is none, a new run starts; if the run is finished, there is nothing to do.
-
-    Raises:
-        UserError: if the folder is occupied, in use, unwritable or not a folder, or it contains a finished run with
-            another config.
     """
     if config.run_dir is None and (config.name in ("", "..") or Path(config.name).name != config.name):
         raise UserError(f"name: {config.name!r} must be a plain name without slashes; to choose a place set run_dir")
@@ -153,9 +149,6 @@ def _finished(path: Path, config: RunConfig) -> int | None:
     """The exit status of the run in this folder, if it has done everything that the config asks for.
 
     More epochs of QAT, or another `export`, are something left to do.
-
-    Raises:
-        UserError: if it was a run with another config.
     """
     summary = read_summary(path)
     if summary is None:  # the run repeats its end

@@ -138,9 +138,6 @@ def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
 
     Predictions are compared on all batches, every layer's integers on the first; they are iterated several times. If
     too few predictions are equal, `qat.export.explain_differences` looks for the reason.
-
-    Raises:
-        UserError: if ONNX Runtime has no session with exact products on this machine.
     """
     try:
         needs_option()
