@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qat.training.config.stages import QATStageConfig, StageConfig
-from qat.training.loop.engine import evaluate
+from qat.training.loop.evaluation import evaluate
 from qat.training.run.checkpoint import load_checkpoint
 
 

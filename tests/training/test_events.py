@@ -23,7 +23,7 @@ def test_a_resumed_run_hides_later_points_of_the_stopped_one(tmp_path: Path) -> 
         for step in (2, 3):
             log.scalar("loss", 0.5, step)
     assert curves(tmp_path) == {"loss": [(0, 1.0), (1, 1.0), (2, 0.5), (3, 0.5)]}
-    assert len({path.name for path in tmp_path.iterdir()}) == 3
+    assert len({path.name for path in tmp_path.iterdir()}) == 2
 
 
 def test_a_run_that_starts_anew_hides_the_curves_of_a_failed_start(tmp_path: Path) -> None:

@@ -19,30 +19,29 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, anew: bool = False) -> None:
-        self.folder, self.anew = folder, anew
+        self.folder, self._purge_step = folder, 0 if anew else None
         self._writer: Any = None
 
     def __enter__(self) -> "RunLog":
-        self._open(0 if self.anew else None)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
 
     def resume(self, step: int) -> None:
-        """Continue after this step; TensorBoard then hides later points of the interrupted run."""
-        self._writer.close()
-        self._open(step + 1)
+        """Continue after this step, before the first point; TensorBoard hides later points of the interrupted run."""
+        self._purge_step = step + 1
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Add a point to the curve `tag`; TensorBoard groups curves by the part before the first slash."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # late, since TensorBoard takes time
+
+            self._writer = SummaryWriter(str(self.folder), purge_step=self._purge_step)
         self._writer.add_scalar(tag, value, step)
         self._writer.flush()  # a run that is killed goes on from last.pt, and so must its curves
-
-    def _open(self, purge_step: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # late, since TensorBoard takes time
-
-        self._writer = SummaryWriter(str(self.folder), purge_step=purge_step)
 
     def say(self, text: str) -> None:
         """Print text on standard output, above a progress bar if there is one."""

@@ -15,8 +15,9 @@ from qat.training.config.stages import StageConfig
 from qat.training.data.loaders import Data, Loader
 from qat.training.loop.advice import warnings_about
 from qat.training.loop.aids import build_mixing
-from qat.training.loop.engine import StageRun, evaluate, train_stage
+from qat.training.loop.engine import train_stage
 from qat.training.loop.evaluated import choice_in_words, choose_weights
+from qat.training.loop.evaluation import evaluate
 from qat.training.loop.preparation import calibration_reported, prepare_model
 from qat.training.loop.progressive import (
     float_counterpart,
@@ -26,7 +27,7 @@ from qat.training.loop.progressive import (
     take_weights,
     training_of,
 )
-from qat.training.loop.stage import steps_per_epoch
+from qat.training.loop.stage import StageRun, steps_per_epoch
 from qat.training.loop.teacher import build_distillation
 from qat.training.model.weights import load_weights
 from qat.training.run.about import export_metadata
