@@ -33,7 +33,7 @@ def several(known: Sequence[str]) -> Callable[[str], list[str]]:
         names = [name.strip() for name in text.split(",")]
         for name in names:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
         return list(dict.fromkeys(names))
 
     return read
@@ -42,7 +42,7 @@ def several(known: Sequence[str]) -> Callable[[str], list[str]]:
 def count(text: str) -> int:
     """For `type=`: a whole number above 0."""
     if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 999999999")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999999")
     return int(text)
 
 

@@ -202,7 +202,7 @@ def test_files_that_are_no_such_model_are_a_sentence(runtime: str, verb: Verb, t
 def test_a_number_that_counts_nothing_is_refused(arguments: list[str], number: str, verb: Verb) -> None:
     status, out, err = verb(*arguments, number)
     bad = number.rpartition(",")[2]
-    assert (status, out) == (2, "") and f"argument {arguments[-1]}: {bad!r} is no whole number from 1 to" in err
+    assert (status, out) == (2, "") and f"argument {arguments[-1]}: {bad!r} is not a whole number from 1 to" in err
 
 
 def test_the_picture_of_a_benchmark_says_what_it_needs(

@@ -14,7 +14,7 @@ from qat import QuantLinear
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
 from qat.training.config.stages import QATStageConfig, StageConfig
-from qat.training.loop.optimizer import TwoOptimizers, build_optimizer, build_schedule, groups_in_words
+from qat.training.loop.optimizer import TwoOptimizers, build_optimizer, build_schedule, describe_groups
 
 
 def test_nothing_to_train_is_a_sentence() -> None:
@@ -51,7 +51,7 @@ def test_the_log_has_every_group() -> None:
     stage = QATStageConfig(optimizer="adamw", lr=0.2, quantizer_optimizer="sgd", quantizer_lr=0.3)
     optimizer = build_optimizer(tiny_model(), stage)
     build_schedule(optimizer, stage, steps_per_epoch=4)
-    assert groups_in_words(optimizer) == (
+    assert describe_groups(optimizer) == (
         "AdamW and SGD: weights at lr 0.2 with decay 0.0001, norms at lr 0.2, biases at lr 0.2, quantizers at lr 0.3"
     )
 

@@ -20,7 +20,7 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cpu")
     match = re.fullmatch(r"auto|cuda(?::(\d+))?", name)
     if match is None:
-        raise UserError(f"device: {name!r} is no device; choose auto, cpu, cuda or cuda:<number>")
+        raise UserError(f"device: {name!r} is not a device; choose auto, cpu, cuda or cuda:<number>")
     if count == 0:
         raise UserError(f"device: {name!r} needs a CUDA device and torch sees none; choose auto or cpu")
     index = int(match.group(1) or 0)

@@ -24,7 +24,7 @@ from qat.training.loop.device import autocast, compile_mode
 from qat.training.loop.evaluation import Evaluation, evaluate, split_output, to_device
 from qat.training.loop.metrics import Meter, log_epoch, log_window
 from qat.training.loop.norm_statistics import settle_statistics
-from qat.training.loop.optimizer import build_optimizer, build_schedule, groups_in_words
+from qat.training.loop.optimizer import build_optimizer, build_schedule, describe_groups
 from qat.training.loop.progressive import rate_key
 from qat.training.loop.stage import StageRun
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
@@ -91,7 +91,7 @@ class _Training:
 
     def say_what_is_special(self) -> None:
         """The groups of parameters, and the weights that oscillation leaves out."""
-        self.run.log.say(f"{self.run.name}: {groups_in_words(self.optimizer)}")
+        self.run.log.say(f"{self.run.name}: {describe_groups(self.optimizer)}")
         left_out = {} if self.aids.oscillations is None else self.aids.oscillations.left_out
         for name, why in list(left_out.items())[:1]:
             self.run.log.say(

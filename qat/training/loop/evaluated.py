@@ -48,15 +48,15 @@ def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
     return payload["epochs"], evaluate(run.model, run.val, run.device, channels_last=run.config.channels_last)
 
 
-def choice_in_words(now: dict[str, Any], before: dict[str, Any]) -> str:
+def describe_choice(now: dict[str, Any], before: dict[str, Any]) -> str:
     """Which weights are exported, and which of an earlier export they replace.
 
     Both are sections `qat` of summary.json; `before` is empty if nothing was exported.
 
     >>> three = {"weights": "last", "epoch": 3, "epochs": 3}
-    >>> choice_in_words(three, {})
+    >>> describe_choice(three, {})
     'epoch 3 of 3 (last)'
-    >>> choice_in_words(three, {"weights": "best", "epoch": 2, "epochs": 3})
+    >>> describe_choice(three, {"weights": "best", "epoch": 2, "epochs": 3})
     'epoch 3 of 3 (last) replaces epoch 2 of 3 (best) in model.onnx; export.weights=best brings that back'
     """
     new, old = ("epoch {epoch} of {epochs} ({weights})".format(**each) if each else "" for each in (now, before))

@@ -56,7 +56,7 @@ def _optimizer(kind: str, groups: list[dict[str, Any]], stage: StageConfig, late
     )
 
 
-def groups_in_words(optimizer: torch.optim.Optimizer) -> str:
+def describe_groups(optimizer: torch.optim.Optimizer) -> str:
     """The groups of parameters with their peak rates and decays, for the log."""
     groups = [
         f"{group['name']} at lr {group['initial_lr']:g}"

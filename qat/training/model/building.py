@@ -66,7 +66,7 @@ def _torchvision_model(config: ModelConfig, classes: int, with_weights: bool) ->
     if config.name not in names:
         near = did_you_mean(config.name, names)
         hint = f"; {near}" if near else ", nor timm/name, nor package.module:callable"
-        raise UserError(f"model.name: '{config.name}' is no classification model of torchvision{hint}")
+        raise UserError(f"model.name: '{config.name}' is not a classification model of torchvision{hint}")
     weights = None if config.weights is None else _weights(config.name, config.weights)
     if weights is not None and with_weights:
         _fetch(f"{config.weights} of {config.name}", weights)

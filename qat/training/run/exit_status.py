@@ -54,7 +54,7 @@ def exit_status(run: Callable[[], int], way_on: str = HOW_TO_RESUME) -> int:
         status, message = 128 + error.number, f"ended by {signal.Signals(error.number).name}{resume}"
     except KeyboardInterrupt:
         status, message = 130, f"interrupted{resume}"
-    except (Exception, SystemExit) as error:  # sys.exit(0) in a user's module is no success of the run
+    except (Exception, SystemExit) as error:  # sys.exit(0) in a user's module does not make the run a success
         if is_memory_shortage(error):
             advice = f"try a smaller data.batch_size or data.image_size, or fewer data.workers{resume}"
             status, message = 2, f"out of memory ({first_line(error)}); {advice}"

@@ -16,7 +16,7 @@ from qat.training.data.loaders import Data, Loader
 from qat.training.loop.advice import warnings_about
 from qat.training.loop.aids import build_mixing
 from qat.training.loop.engine import train_stage
-from qat.training.loop.evaluated import choice_in_words, choose_weights
+from qat.training.loop.evaluated import choose_weights, describe_choice
 from qat.training.loop.evaluation import evaluate
 from qat.training.loop.preparation import calibration_reported, prepare_model
 from qat.training.loop.progressive import (
@@ -156,7 +156,7 @@ class Stages:
                 self.warn([f"{MODEL} is of an earlier export: export.onnx is false"])
             return ""
         exported = self.before["qat"] if "onnx" in self.before else {}
-        self.log.say(f"export: {choice_in_words(self.results['qat'], exported)}")
+        self.log.say(f"export: {describe_choice(self.results['qat'], exported)}")
         assert isinstance(model, fx.GraphModule)  # prepare_model checks it
         metadata = export_metadata(self.about, self.results, model)
         example = torch.zeros(1, *self.data.image_shape)
