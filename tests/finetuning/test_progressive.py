@@ -10,7 +10,7 @@ import torch
 from qat.quantizer import Quantizer
 from qat.training import script as train
 from qat.training.config.file import load_config
-from qat.training.loop.norm_statistics import APART
+from qat.training.loop.norm_statistics import EPOCH_OFFSET
 from qat.training.loop.progressive import float_counterpart, on_grids_of, rate_key, training_of
 from qat.training.run import stages
 
@@ -61,7 +61,7 @@ def test_a_run_stopped_in_any_stage_ends_as_if_it_had_not_been(
         def watched(number: int) -> None:
             if stop and run.name == stage and number == run.epochs_before + epoch:
                 raise KeyboardInterrupt
-            if number < APART:  # no batches of re-estimation
+            if number < EPOCH_OFFSET:  # no batches of re-estimation
                 orders.setdefault(run.name, []).append(number)
             set_epoch(number)
 

@@ -16,7 +16,7 @@ from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop import norm_statistics
 from qat.training.loop.advice import warnings_about
 from qat.training.loop.evaluation import Evaluation, evaluate
-from qat.training.loop.norm_statistics import APART, settle_statistics
+from qat.training.loop.norm_statistics import EPOCH_OFFSET, settle_statistics
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_the_statistics_are_of_training_batches_as_steps_get_them(mixed: bool, t
     settle_statistics(run, 1)
     assert torch.equal(torch.get_rng_state(), before)
     expected = copy.deepcopy(run.model)
-    train_batches.set_epoch(APART + 5)
+    train_batches.set_epoch(EPOCH_OFFSET + 5)
     torch.manual_seed(1)
     batches = [mixing(*batch)[0] if mixing else batch[0] for batch in train_batches]
     assert reestimate_batch_norm(expected, batches) == 1
