@@ -13,9 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-ATTRIBUTES = ("classes", "transform", "config", "accuracy")
-"""What `load` adds to the model."""
-
 
 def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> nn.Module:
     """The model of a run of `train.py`, with its weights as they were evaluated, in eval mode, on the CPU.
@@ -34,9 +31,8 @@ def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> 
     - `model.config`: the run's config with all defaults, `model.config.data.image_size`;
     - `model.accuracy`: top-1 of these weights on the validation split, in percent.
 
-    Of these, checkpoints of earlier versions may not know all: these are None, and a warning names them. So does a
-    warning where the model has an attribute of that name itself, which stays. A warning also says if the folder's run
-    is not finished, and at which epoch it is.
+    A model with an attribute of one of these names keeps its own. A warning says if the folder's run is not finished,
+    and at which epoch it is.
 
     The parameters require gradients, so that the model can be trained on; predict under `torch.no_grad()`.
 
@@ -46,9 +42,9 @@ def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> 
             imported because a file names it. It is not changed.
 
     Raises:
-        TypeError: if path is not a path, or float_model is not a module.
-        ValueError: if there is no such file, it is damaged or no checkpoint, the model is of your own and was not
-            given, or a rule or target is not registered.
+        TypeError: if path is not a path, or float_model is not an nn.Module.
+        ValueError: if the file does not exist, is damaged or not a checkpoint; if the model is your own and was not
+            given; or if a rule or target is not registered.
     """
     from qat.training.errors import UserError
 
@@ -65,6 +61,7 @@ def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> 
 
 
 def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
+    from qat.training.config.schema import RunConfig
     from qat.training.errors import UserError, looked_in
     from qat.training.loop.evaluated import load_evaluated
     from qat.training.run.checkpoint import load_checkpoint
@@ -75,7 +72,7 @@ def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
     payload = load_checkpoint(file, "give a run folder, its best.pt or its last.pt")
     if path.is_dir():
         _warn_if_unfinished(path, file, payload)
-    config = _config(file, payload)
+    config = RunConfig.model_validate(payload["config"])
     with torch.random.fork_rng(devices=[]):
         model = _float_model(file, payload, config, float_model)
         if payload["stage"] == "qat":
@@ -90,51 +87,29 @@ def _chosen_in(folder: Path) -> Path:
     from qat.training.config.file import load_config
     from qat.training.errors import UserError
     from qat.training.run.folder import BEST_CHECKPOINT, LAST_CHECKPOINT, RESOLVED_CONFIG
-    from qat.training.run.staging import result
 
-    file = result(folder, RESOLVED_CONFIG)
-    config = load_config(str(file)) if file.is_file() else None
-    best = config is not None and (config.export.weights == "best" or config.qat.epochs == 0)
-    names = [BEST_CHECKPOINT, LAST_CHECKPOINT] if best else [LAST_CHECKPOINT, BEST_CHECKPOINT]
-    existing = [folder / name for name in names if (folder / name).is_file()]
-    if not existing:
-        raise UserError(f"'{folder}' has neither best.pt nor last.pt; give the folder of a run of train.py")
-    if config is not None and existing[0].name != names[0]:
-        raise UserError(
-            f"'{folder}' has no {names[0]}, whose weights its model.onnx has; to load others, give {existing[0]}"
-        )
-    return existing[0]
+    if not (folder / RESOLVED_CONFIG).is_file():
+        raise UserError(f"'{folder}' has no {RESOLVED_CONFIG}; give the folder of a run of train.py")
+    config = load_config(str(folder / RESOLVED_CONFIG))
+    best = config.export.weights == "best" or config.qat.epochs == 0
+    file = folder / (BEST_CHECKPOINT if best else LAST_CHECKPOINT)
+    if not file.is_file():
+        raise UserError(f"'{folder}' has no {file.name}, whose weights its model.onnx has; give another file")
+    return file
 
 
 def _warn_if_unfinished(folder: Path, file: Path, payload: dict[str, Any]) -> None:
-    """Warn where a folder's results are missing, or are of other weights: its run was interrupted, or is running."""
-    from qat.training.run.folder import MODEL, SUMMARY, read_summary
+    from qat.training.run.folder import read_summary
 
-    stage, epoch, summary = payload["stage"], payload["epochs"], read_summary(folder)
-    now = f"{file.name} has {'the quantized' if stage == 'qat' else 'a float'} model after epoch {epoch}"
-    if summary is None:
+    if read_summary(folder) is None:
+        stage, epoch = payload["stage"], payload["epochs"]
         epochs = payload["config"]["float" if stage == "float" else "qat"]["epochs"]
-        warnings.warn(f"load: '{folder}': the run is not finished; {now} of {epochs}, stage {stage}", stacklevel=4)
-    elif summary.get("qat", {}).get("epoch", epoch) != epoch:
+        model = "the quantized" if stage == "qat" else "a float"
         warnings.warn(
-            f"load: '{folder}': {MODEL} and {SUMMARY} are of epoch {summary['qat']['epoch']}, and the run that goes on"
-            f" from there is not finished; {now}",
+            f"load: '{folder}': the run is not finished; {file.name} has {model} model after epoch {epoch} of {epochs},"
+            f" stage {stage}",
             stacklevel=4,
         )
-
-
-def _config(file: Path, payload: dict[str, Any]) -> Any:
-    from pydantic import ValidationError
-
-    from qat.training.config.error_messages import dotted, sentences_of
-    from qat.training.config.schema import RunConfig
-    from qat.training.errors import UserError
-
-    try:
-        return RunConfig.model_validate(payload["config"])
-    except ValidationError as error:
-        sentences = sentences_of(error, lambda location: f"{file}: its config: {dotted(location)}")
-        raise UserError(*sentences) from error
 
 
 def _float_model(file: Path, payload: dict[str, Any], config: Any, given: nn.Module | None) -> nn.Module:
@@ -149,20 +124,7 @@ def _float_model(file: Path, payload: dict[str, Any], config: Any, given: nn.Mod
             f"{file}: its model is your own, '{config.model.name}', and no code is imported because a file names it;"
             " pass the float model, qat.load(path, float_model=...)"
         )
-    return build_model(config.model, _outputs(payload, config), with_weights=False)
-
-
-def _outputs(payload: dict[str, Any], config: Any) -> int:
-    """The number of classes; checkpoints of earlier versions only have it as the length of the last layer."""
-    classes = (payload.get("about") or {}).get("classes", [])
-    if classes or config.model.num_classes:
-        return int(config.model.num_classes or len(classes))
-    from qat.training.model.building import build_model
-    from qat.training.model.weights import last_layer
-
-    name, _ = last_layer(build_model(config.model, 1, with_weights=False))
-    weight = payload["model"].get(f"{name}.weight")
-    return len(weight) if isinstance(weight, torch.Tensor) and weight.dim() else 1
+    return build_model(config.model, len(payload["about"]["classes"]), with_weights=False)
 
 
 def _prepared(file: Path, model: nn.Module, config: Any) -> nn.Module:
@@ -184,29 +146,15 @@ def _prepared(file: Path, model: nn.Module, config: Any) -> nn.Module:
 
 
 def _describe(model: nn.Module, file: Path, payload: dict[str, Any], config: Any) -> None:
-    """Give the model the attributes of `load`, and warn of what is missing."""
+    """Give the model the attributes of `load`."""
     from qat.training.data.pictures import InputTransform
     from qat.training.errors import value_errors_reported
     from qat.training.run.about import preprocessing_of
 
-    about, evaluation = payload.get("about") or {}, payload.get("evaluation") or {}
-    transform = None
-    if about:
-        with value_errors_reported(f"{file}: "):
-            transform = InputTransform(preprocessing_of(about))
-    known = dict(zip(ATTRIBUTES, (about.get("classes"), transform, config, evaluation.get("top1")), strict=True))
-    missing = [f".{name}" for name, value in known.items() if value is None]
-    if missing:
-        warnings.warn(
-            f"load: {file} is of an earlier version, which did not keep {', '.join(missing)}; they are None",
-            stacklevel=4,
-        )
-    taken = [name for name in ATTRIBUTES if hasattr(model, name)]
-    if taken:
-        warnings.warn(
-            f"load: {type(model).__name__} has {', '.join(f'.{name}' for name in taken)} of its own, which the run's"
-            " do not replace",
-            stacklevel=4,
-        )
-    for name in known.keys() - set(taken):
-        setattr(model, name, known[name])
+    about = payload["about"]
+    with value_errors_reported(f"{file}: "):
+        transform = InputTransform(preprocessing_of(about))
+    found = {"classes": about["classes"], "transform": transform, "config": config}
+    for name, value in {**found, "accuracy": payload["evaluation"]["top1"]}.items():
+        if not hasattr(model, name):
+            setattr(model, name, value)

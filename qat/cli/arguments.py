@@ -33,7 +33,7 @@ def several(known: Sequence[str]) -> Callable[[str], list[str]]:
         names = [name.strip() for name in text.split(",")]
         for name in names:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
         return list(dict.fromkeys(names))
 
     return read
@@ -42,7 +42,7 @@ def several(known: Sequence[str]) -> Callable[[str], list[str]]:
 def count(text: str) -> int:
     """For `type=`: a whole number above 0."""
     if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 999999999")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999999")
     return int(text)
 
 
@@ -52,11 +52,7 @@ def counts(text: str) -> list[int]:
 
 
 def check_folder_of(option: str, path: Path) -> None:
-    """Refuse a file to write whose folder is missing, before any work.
-
-    Raises:
-        UserError: naming the option.
-    """
+    """Refuse a file to write whose folder is missing, before any work."""
     if not path.absolute().parent.is_dir():
         raise UserError(f"{option}: '{path}': there is no folder '{path.parent}' to write to; create it first")
 

@@ -19,12 +19,11 @@ import numpy as np
 import torch
 
 from qat.cli.arguments import add_overrides, add_run, check_folder_of, count, counts
-from qat.cli.plot import check_plot, draw_latencies
 from qat.cli.runs import Run, open_run
 from qat.cli.sessions import RUNTIMES, Session, open_file
 from qat.export.onnx.program import quiet_export
 from qat.export.onnxruntime.default_session import default_is_exact
-from qat.text import table
+from qat.text import first_line, table
 from qat.training.errors import UserError
 
 EXAMPLE = "python -m qat benchmark runs/resnet_int8 --batch 1,16 --threads 1,2 --plot latency.png"
@@ -54,7 +53,7 @@ def run(given: argparse.Namespace) -> int:
     """Measure, turn by turn, and print the table."""
     opened = open_run(given.run_path, given.model)
     if given.plot:
-        check_plot()
+        _check_plot()
     for option, file in (("--json", given.json), ("--plot", given.plot)):
         if file:
             check_folder_of(option, Path(file).expanduser())
@@ -78,7 +77,7 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         Path(given.json).expanduser().write_text(json.dumps(results, indent=1) + "\n")
     if given.plot:
-        draw_latencies(results, Path(given.plot).expanduser())
+        _draw(results, Path(given.plot).expanduser())
     return 0
 
 
@@ -172,3 +171,41 @@ def _machine(runtime: str) -> dict[str, str]:
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def _check_plot() -> None:
+    """Refuse to draw, before anything is measured, where matplotlib is missing."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise UserError("--plot: needs matplotlib; pip install matplotlib, or leave --plot out") from None
+
+
+def _draw(results: dict[str, Any], path: Path) -> None:
+    """Milliseconds of a call by batch size, a bar for each model; one panel for each number of threads."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = results["rows"]
+    threads, batches, models = (list(dict.fromkeys(row[key] for row in rows)) for key in ("threads", "batch", "model"))
+    width = 0.8 / len(models)
+    figure = Figure(figsize=(1.5 + 2.5 * len(threads), 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, number in zip(figure.subplots(1, len(threads), squeeze=False)[0], threads, strict=True):
+        for place, model in enumerate(models):
+            heights = [
+                row["milliseconds"] for batch in batches for row in rows
+                if (row["threads"], row["batch"], row["model"]) == (number, batch, model)
+            ]  # fmt: skip
+            left = [index + place * width for index in range(len(batches))]
+            bars = axes.bar(left, heights, width=0.95 * width, label=model)
+            axes.bar_label(bars, fmt="%.1f", fontsize=7)
+        axes.set_xticks(
+            [index + 0.5 * width * (len(models) - 1) for index in range(len(batches))], [str(each) for each in batches]
+        )
+        axes.set(title=f"{number} thread{'s' * (number > 1)}", xlabel="images a call", ylabel="ms", yscale="log")
+        axes.legend(frameon=False, fontsize=8)
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise UserError(f"--plot: '{path}': {first_line(error)}") from error

@@ -19,6 +19,7 @@ from qat.export.onnxruntime.default_session import default_is_exact
 from qat.text import table
 from qat.training.errors import UserError
 from qat.training.run.logging import progress_bar
+from qat.training.run.report import noise_of
 
 EXAMPLE = "python -m qat evaluate runs/resnet_int8 --runtime torch,onnxruntime"
 CHOICES = ("torch", "onnxruntime", "float", "openvino")
@@ -64,7 +65,7 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(results, indent=1))
     else:
-        print("\n".join([*_table(results), "", _noise(results[0])]))
+        print("\n".join([*_table(results), "", noise_of(results[0]["top1"], results[0]["images"])]))
     return 0
 
 
@@ -94,9 +95,3 @@ def _table(results: list[dict[str, Any]]) -> list[str]:
         for each in results
     ]
     return table([["runtime", "top1 %", f"as {first}", "images/s"], *rows], numbers=True)
-
-
-def _noise(result: dict[str, Any]) -> str:
-    share = result["top1"] / 100
-    error = 200 * (share * (1 - share) / result["images"]) ** 0.5
-    return f"top1 is of {result['images']:,} images: +-{error:.1f} points (two standard deviations) on others"

@@ -19,13 +19,12 @@ from qat.training.config.file import load_config
 from qat.training.config.schema import RunConfig
 from qat.training.data.loaders import Data, load_data
 from qat.training.data.pictures import InputTransform
-from qat.training.errors import UserError, looked_in, value_errors_reported
+from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
 from qat.training.loop.evaluation import split_output
 from qat.training.model.building import build_model
 from qat.training.model.weights import load_weights
 from qat.training.run.about import preprocessing_of
-from qat.training.run.folder import FLOAT_WEIGHTS, MODEL, RESOLVED_CONFIG
-from qat.training.run.staging import result
+from qat.training.run.folder import FLOAT_WEIGHTS, MODEL, RESOLVED_CONFIG, read_summary
 
 Engine: TypeAlias = Callable[[Tensor], Tensor]
 """From images (N, 3, H, W) float32 to scores (N, classes)."""
@@ -45,11 +44,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The run folder.
-
-        Raises:
-            UserError: if RUN is a file.
-        """
+        """The run folder; a UserError if RUN is a file."""
         if not self.path.is_dir():
             raise UserError(
                 f"RUN: '{self.path}' is a file; this needs the folder of its run, with its data and weights"
@@ -58,47 +53,31 @@ class Run:
 
     @property
     def onnx(self) -> Path:
-        """The integer model.
-
-        Raises:
-            UserError: if the folder has none.
-        """
-        if not self.path.is_dir():
-            return self.path
-        file = result(self.path, MODEL)
-        if not file.is_file():
+        """The integer model; a UserError if the folder has none."""
+        if not self.has_onnx:
             raise UserError(
                 f"RUN: '{self.path}' has no {MODEL}; train.py writes it with resume=auto export.onnx=true, or use"
                 " --runtime torch"
             )
-        return file
+        return self.path / MODEL if self.path.is_dir() else self.path
 
     @property
     def has_onnx(self) -> bool:
         """Whether there is an integer model."""
-        return not self.path.is_dir() or result(self.path, MODEL).is_file()
+        return not self.path.is_dir() or (self.path / MODEL).is_file()
 
     @cached_property
     def config(self) -> RunConfig:
         """The run's config."""
-        return load_config(str(result(self.folder, RESOLVED_CONFIG)))
+        return load_config(str(self.folder / RESOLVED_CONFIG))
 
     @cached_property
     def quantized(self) -> nn.Module:
         """The trained model in torch, as `qat.load` gives it."""
-        own = ":" in self.config.model.name
-        if own and self.builder is None:
-            raise UserError(
-                f"RUN: '{self.path}' is of a model of your own, {self.config.model.name!r}, and no code is imported"
-                f" because a file names it; add --model {self.config.model.name}"
-            )
-        given = self._build() if own else None
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)
-                return qat.load(self.folder, given)
-        except ValueError as error:
-            raise UserError(f"RUN: {str(error).removeprefix('load: ')}") from error
+        given = self._build() if ":" in self.config.model.name else None
+        with warnings.catch_warnings(), value_errors_reported("RUN: "):
+            warnings.simplefilter("ignore", UserWarning)
+            return qat.load(self.folder, given)
 
     @cached_property
     def classes(self) -> list[str]:
@@ -113,13 +92,12 @@ class Run:
 
     @cached_property
     def _about(self) -> dict[str, Any]:
-        """What the file or the checkpoint says of classes and preprocessing."""
+        """What the file or the summary says of classes and preprocessing."""
         if self.has_onnx:
             noted = open_session(self.onnx.read_bytes()).get_modelmeta().custom_metadata_map
             about = {key: json.loads(text) for key, text in noted.items()}
         else:
-            summary = json.loads(result(self.folder, "summary.json").read_text())
-            about = summary.get("about", {})
+            about = (read_summary(self.folder) or {}).get("about", {})
         if "classes" not in about:
             raise UserError(f"RUN: '{self.path}' does not say its classes and preprocessing; is it of train.py?")
         return about
@@ -128,9 +106,6 @@ class Run:
         """The model in a runtime: torch, onnxruntime, openvino; `float` is the float model before QAT, in torch.
 
         `exact`: as for `open_file`.
-
-        Raises:
-            UserError: if the run lacks what it needs.
         """
         if runtime in RUNTIMES:
             session = open_file(self.onnx, runtime, exact=exact)
@@ -148,49 +123,43 @@ class Run:
     @cached_property
     def float_model(self) -> nn.Module:
         """The float model that QAT began with."""
-        file = result(self.folder, FLOAT_WEIGHTS)
+        file = self.folder / FLOAT_WEIGHTS
         model = self._build()
         load_weights(model, str(file), self.config.model.name, "RUN")
         return model.eval()
 
     def data(self, overrides: list[str]) -> Data:
         """The data of the run, whose folder may have moved since: `data.root=...`."""
-        config = load_config(str(result(self.folder, RESOLVED_CONFIG)), overrides)
+        config = load_config(str(self.folder / RESOLVED_CONFIG), overrides)
         return load_data(config.data, config.seed, torch.device("cpu"), config.channels_last)
 
     def _build(self) -> nn.Module:
         config = self.config.model
-        if ":" in config.name:
-            if self.builder is None:
-                raise UserError(
-                    f"RUN: '{self.path}' is of a model of your own, {config.name!r}; add --model {config.name}"
-                )
-            config = config.model_copy(update={"name": self.builder})
-        try:
+        if ":" not in config.name:
             return build_model(config, len(self.classes), with_weights=False)
-        except UserError as error:
-            if self.builder is None:
-                raise
-            raise UserError(*(problem.replace("model.name:", "--model:", 1) for problem in error.problems)) from error
+        if self.builder is None:
+            raise UserError(
+                f"RUN: '{self.path}' is of a model of your own, {config.name!r}, and no code is imported because a file"
+                f" names it; add --model {config.name}"
+            )
+        with problems_of("--model"):
+            own = config.model_copy(update={"name": self.builder})
+            return build_model(own, len(self.classes), with_weights=False)
 
 
 def open_run(path: str, builder: str | None = None) -> Run:
-    """The run that the user names.
-
-    Raises:
-        UserError: if there is none.
-    """
+    """The run that the user names."""
     file = Path(os.path.expanduser(path))
     if not file.exists():
         raise UserError(
             f"RUN: '{path}' does not exist{looked_in(file)}; give a run folder of train.py, or a model.onnx"
         )
-    if file.is_dir() and not result(file, RESOLVED_CONFIG).is_file():
+    if file.is_dir() and not (file / RESOLVED_CONFIG).is_file():
         raise UserError(
             f"RUN: '{path}' has no {RESOLVED_CONFIG}; give the folder of a run of train.py, or a model.onnx"
         )
     if file.is_file() and file.suffix != ".onnx":
-        raise UserError(f"RUN: '{path}' is no .onnx file; give the folder of a run of train.py, or a model.onnx")
+        raise UserError(f"RUN: '{path}' is not an .onnx file; give the folder of a run of train.py, or a model.onnx")
     return Run(file, builder)
 
 

@@ -47,10 +47,6 @@ def open_file(path: Path, runtime: str, *, exact: bool = True, threads: int = 0)
         runtime: one of `RUNTIMES`.
         exact: with exact integer products on every processor; false: as the runtime multiplies by default.
         threads: 0 for as many as the runtime takes.
-
-    Raises:
-        UserError: if the runtime is not installed, does not read the file, or has no exact products here; or if the
-            file has other inputs than one of images.
     """
     import onnx
 

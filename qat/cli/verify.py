@@ -5,11 +5,15 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 import qat
 from qat.cli.arguments import add_overrides, add_run, count
-from qat.cli.causes import probable_cause
 from qat.cli.runs import Run, open_run
-from qat.export import compare_layers
+from qat.export import LayerDifference, compare_layers, find_saturation, integer_weights
+from qat.export.onnx.containers import stored_arrays
+from qat.export.onnxruntime.default_session import default_is_exact
 from qat.text import table
 from qat.training.errors import value_errors_reported
 from qat.training.run.proof import MIN_AGREEMENT
@@ -46,13 +50,17 @@ def run(given: argparse.Namespace) -> int:
         f"integers: {sum(layer.differing for layer in layers):,} of {total:,} differ over {len(layers)} layers, each"
         " computed from the same integers before it"
     )
-    return _say_where(opened, given, batches, differing) if differing else _verdict(found.agreement, 0)
+    if differing:
+        _say_where(opened, given, next(iter(batches))[0], differing)
+    failed = any(layer.beyond_ties for layer in layers) or not found.agreement >= MIN_AGREEMENT
+    print("the file is NOT the trained model" if failed else "the file answers as the trained model")
+    return int(failed)
 
 
-def _say_where(opened: Run, given: argparse.Namespace, batches: Iterable[Any], differing: list[Any]) -> int:
+def _say_where(opened: Run, given: argparse.Namespace, images: Tensor, differing: list[LayerDifference]) -> None:
     beyond = [layer for layer in differing if layer.beyond_ties]
     first = (beyond or differing)[0]
-    cause = probable_cause(opened, first, next(iter(batches))[0], default_session=given.default_session)
+    cause = probable_cause(opened, first, images, default_session=given.default_session)
     levels = "level" if first.largest == 1 else "levels"
     print(
         f"first layer {'beyond near-ties' if beyond else 'that differs'}: {first.name}, {first.differing:,} of"
@@ -61,14 +69,52 @@ def _say_where(opened: Run, given: argparse.Namespace, batches: Iterable[Any], d
     if given.layers:
         rows = [[each.name, f"{each.differing:,}", f"{each.beyond_ties:,}", str(each.largest)] for each in differing]
         print("\n".join(["", *table([["layer", "differ", "beyond ties", "levels"], *rows], numbers=True)]))
-    agreement = qat.verify_onnx(opened.onnx, opened.quantized, batches, default_session=given.default_session).agreement
-    return _verdict(agreement, len(beyond))
 
 
-def _verdict(agreement: float, beyond: int) -> int:
-    failed = beyond > 0 or not agreement >= MIN_AGREEMENT
-    print("the file is NOT the trained model" if failed else "the file answers as the trained model")
-    return int(failed)
+def probable_cause(opened: Run, layer: LayerDifference, images: Tensor, *, default_session: bool) -> str:
+    """A sentence on what is behind the differences of the first layer that differs on these images."""
+    other = _other_weights(opened)
+    if other:
+        return other
+    if not layer.beyond_ties:
+        return (
+            "near-ties: float32 sums in another order round a value that lies between two integers to the other one;"
+            " any two runtimes do that"
+        )
+    if default_session and not default_is_exact():
+        layers = sum(bool(each.channels) for each in find_saturation(opened.onnx))
+        return (
+            f"this processor adds pairs of products in 16 bits (no VNNI), where {layers} layers may saturate; compare"
+            " without --default-session, and see docs/targets.md for exact sessions and models"
+        )
+    plain = {each.name: each for each in compare_layers(opened.onnx, opened.quantized, images, optimize=False)}
+    if not plain[layer.name].beyond_ties:
+        return (
+            "an optimisation of ONNX Runtime: without its graph optimisation this layer is equal; try another version"
+        )
+    return "the file computes this layer otherwise; a rule or operation of your own? If not, please report it"
+
+
+def _other_weights(opened: Run) -> str:
+    """That the file was exported from other weights than the checkpoint has; "" if it was not."""
+    import onnx
+
+    graph = onnx.load(opened.onnx).graph
+    stored = stored_arrays(graph)
+    held = {node.name: stored.get(node.input[0]) for node in graph.node if node.op_type == "DequantizeLinear"}
+    for layer, arrays in integer_weights(opened.quantized).items():
+        weight = held.get(f"{layer}.weight")
+        if weight is not None and not _is_same(weight, arrays.weight):
+            return (
+                f"the file is of other weights than the checkpoint, from {layer!r} on: it was written before or after"
+                " them; the command of the run with resume=auto exports again"
+            )
+    return ""
+
+
+def _is_same(stored: "np.ndarray[Any, Any]", weight: "np.ndarray[Any, Any]") -> bool:
+    """Whether a file holds a weight, in one of the layouts that it may have there."""
+    return any(np.array_equal(stored, each) for each in (weight, weight.swapaxes(0, weight.ndim > 1)))
 
 
 class FirstBatches:

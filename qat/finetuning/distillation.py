@@ -37,7 +37,7 @@ class Distillation:
             The student then is `watching(model)`, which returns these outputs too.
 
     Raises:
-        TypeError: if the teacher is no module, or its answer no tensor.
+        TypeError: if teacher is not an nn.Module, or does not return a tensor.
         ValueError: for a temperature or weight outside its range; a module that a model does not have; or outputs of
             teacher and student that differ in shape.
 

@@ -29,7 +29,7 @@ class EMA:
         decay: from 0 (no averaging) to 1 (the average never changes); 0.999 averages about the last 1,000 steps.
 
     Raises:
-        TypeError: if the model is none.
+        TypeError: if model is not an nn.Module.
         ValueError: for a decay outside.
 
     >>> model = nn.Linear(1, 1, bias=False)

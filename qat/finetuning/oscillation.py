@@ -73,7 +73,7 @@ class Oscillations:
         left_out: the other quantized weights, and why, as the end of a sentence.
 
     Raises:
-        TypeError: if the model is none.
+        TypeError: if model is not an nn.Module.
         ValueError: for a number outside its range; or if no weight of the model lies on such a grid.
 
     >>> import qat
@@ -232,13 +232,12 @@ def _share(progress: float, after: float) -> float | None:
 
 
 def _check(dampen: float, freeze: float | None, freeze_from: float, after: float, momentum: float) -> None:
-    if not 0 <= dampen < math.inf:
-        raise ValueError(f"Oscillations: dampen must be at least 0 and finite, got {dampen!r}")
-    if freeze is not None and not 0 < freeze <= 1:
-        raise ValueError(f"Oscillations: freeze must be above 0 and at most 1, or None, got {freeze!r}")
-    if freeze is not None and not freeze <= freeze_from <= 1:
-        raise ValueError(f"Oscillations: freeze_from must be from freeze, {freeze!r}, to 1, got {freeze_from!r}")
-    if not 0 <= after < 1:
-        raise ValueError(f"Oscillations: after must be from 0 to below 1, got {after!r}")
-    if not 0 < momentum <= 1:
-        raise ValueError(f"Oscillations: momentum must be above 0 and at most 1, got {momentum!r}")
+    for name, value, inside, bounds in (
+        ("dampen", dampen, 0 <= dampen < math.inf, "at least 0 and finite"),
+        ("freeze", freeze, freeze is None or 0 < freeze <= 1, "above 0 and at most 1, or None"),
+        ("freeze_from", freeze_from, freeze is None or freeze <= freeze_from <= 1, f"from freeze, {freeze!r}, to 1"),
+        ("after", after, 0 <= after < 1, "from 0 to below 1"),
+        ("momentum", momentum, 0 < momentum <= 1, "above 0 and at most 1"),
+    ):
+        if not inside:
+            raise ValueError(f"Oscillations: {name} must be {bounds}, got {value!r}")

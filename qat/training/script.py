@@ -15,32 +15,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from qat.training.aids.oscillations import build_oscillations
-from qat.training.aids.progressive import (
-    key_of,
-    on_grids_of,
-    progressive_stages,
-)
-from qat.training.aids.teacher import check_distillation
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.imports import import_extensions
 from qat.training.config.schema import RunConfig
 from qat.training.data.loaders import Data, load_data
 from qat.training.errors import UserError, problems_of
+from qat.training.loop.aids import build_oscillations
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
-from qat.training.loop.preparation import (
-    build_recipe,
-    check_forward,
-    prepare_model,
-)
+from qat.training.loop.preparation import build_recipe, check_forward, prepare_model
+from qat.training.loop.progressive import key_of, on_grids_of, progressive_stages
+from qat.training.loop.teacher import check_distillation
 from qat.training.model.building import build_model
 from qat.training.model.weights import load_weights
 from qat.training.run.about import about_model
-from qat.training.run.checkpoint import (
-    check_same_config,
-    check_same_data,
-    load_checkpoint,
-)
+from qat.training.run.checkpoint import check_same_config, check_same_data, load_checkpoint
 from qat.training.run.exit_status import exit_status
 from qat.training.run.files import write_text
 from qat.training.run.folder import (
@@ -51,12 +39,11 @@ from qat.training.run.folder import (
     RunFolder,
     goes_on,
     open_run_folder,
+    read_summary,
 )
 from qat.training.run.logging import RunLog
-from qat.training.run.proof import saturation_ahead
-from qat.training.run.report import read_problem, report_lines, write_summary
+from qat.training.run.report import report_lines, write_summary
 from qat.training.run.stages import Stages
-from qat.training.run.staging import results_of
 
 WHAT = "Fine-tune a torchvision model with quantization, export it to integers, and prove that both predict the same."
 
@@ -114,7 +101,7 @@ def run(config: RunConfig) -> int:
             f"{folder.path}: this run is finished; a larger qat.epochs trains on, resume=never in another run_dir"
             " starts a new one"
         )
-        return _verdict(folder.path, read_problem(folder.path / SUMMARY))
+        return _verdict(folder.path, (read_summary(folder.path) or {})["problem"] or "")
 
 
 def check_early(config: RunConfig, data: Data, model: nn.Module) -> None:
@@ -138,14 +125,16 @@ def run_stages(
     changes = check_same_data(resumed, data.classes, data.contents) if resumed else []
     results["data"] = data.contents
     about = about_model(config, data.classes, data.preprocessing)
-    finished = (folder.path / SUMMARY).exists()  # and now it has more to do
+    before = read_summary(folder.path) or {}
+    (folder.path / SUMMARY).unlink(missing_ok=True)  # a folder without it is not finished
 
-    with RunLog(folder.path, anew=resumed is None) as log, results_of(folder.path, finished) as place:
+    with RunLog(folder.path, anew=resumed is None) as log:
         curves = f"tensorboard --logdir {shlex.quote(str(folder.path))}"
-        write_text(place / RESOLVED_CONFIG, dump_config(config))  # first: with it a start that ended here is repeated
-        begin = [f"run folder: {folder.path}; device: {device}; curves: {curves}", saturation_ahead(config)]
-        log.say("\n".join(filter(None, begin)))
-        stages = Stages(config, data, device, log, folder, place, resumed, results, about)
+        write_text(
+            folder.path / RESOLVED_CONFIG, dump_config(config)
+        )  # first: with it a start that ended here is repeated
+        log.say(f"run folder: {folder.path}; device: {device}; curves: {curves}")
+        stages = Stages(config, data, device, log, folder, before, resumed, results, about)
 
         stages.warn(changes)
         stages.float_baseline(model)
@@ -158,7 +147,7 @@ def run_stages(
         stages.qat(quantized)
         problem = stages.export(quantized)
 
-        summary = write_summary(place / SUMMARY, config, about, results, time.perf_counter() - started, problem)
+        summary = write_summary(folder.path / SUMMARY, config, about, results, time.perf_counter() - started, problem)
         warnings = [f"warning: {sentence}" for sentence in results["warnings"]]
         log.say("\n".join(["", *report_lines(summary), "", *warnings]))
     names = sorted(path.name for path in folder.path.iterdir() if path.name[0] != ".")

@@ -5,21 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from finished_runs import run_own, run_pets
+from finished_runs import own_fixture, pets_fixture  # noqa: F401
 
 from qat.cli.command import main
-
-
-@pytest.fixture(scope="package")
-def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with images/ and the run runs/pets."""
-    return run_pets(tmp_path_factory.mktemp("pets"))
-
-
-@pytest.fixture(scope="package")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with tinymodels.py and the run runs/own."""
-    return run_own(tmp_path_factory.mktemp("own"))
 
 
 @pytest.fixture

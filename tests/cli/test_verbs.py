@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import qat
-from qat.cli import export, sessions
+from qat.cli import export, runs, sessions
 from qat.cli.command import VERBS
 from qat.training.run.about import state_digest
 
@@ -42,10 +42,10 @@ def test_it_is_a_module_that_python_runs() -> None:
             ["verify", "images"],
             "RUN: 'images' has no config.yaml; give the folder of a run of train.py, or a model.onnx",
         ),
-        (["predict", "pets.yaml", "x.png"], "RUN: 'pets.yaml' is no .onnx file; give the folder of a run"),
+        (["predict", "pets.yaml", "x.png"], "RUN: 'pets.yaml' is not an .onnx file; give the folder of a run"),
         (["predict", "runs/pets", "x.png"], "IMAGE: 'x.png' does not exist (looked in '"),
         (["verify", "runs/pets/model.onnx"], "RUN: 'runs/pets/model.onnx' is a file; this needs the folder of its run"),
-        (["evaluate", "runs/pets", "data.root=nowhere"], "data.root: 'nowhere' is not a folder"),
+        (["evaluate", "runs/pets", "data.root=nowhere"], "data.root: 'nowhere/train' cannot be read"),
         (
             ["export", "runs/pets", "--to", "runs/pets/model.onnx"],
             "--to: 'runs/pets/model.onnx' exists; choose another",
@@ -64,7 +64,7 @@ def test_a_model_of_ones_own_is_built_only_if_the_user_names_it(own: Path, verb:
     status, _, err = verb("evaluate", "runs/own", place=own)
     assert status == 2 and err.endswith("add --model tinymodels:tiny\n")
     status, _, err = verb("evaluate", "runs/own", "--model", "tinymodels:tinny", place=own)
-    assert (status, err) == (2, "--model: 'tinymodels' has no 'tinny'; did you mean 'tiny'?\n")
+    assert (status, err) == (2, "--model: model.name: 'tinymodels' has no 'tinny'; did you mean 'tiny'?\n")
     status, out, err = verb("evaluate", "runs/own", "--model", "tinymodels:tiny", place=own)
     assert status == 0 and "onnxruntime" in out, err
 
@@ -202,7 +202,7 @@ def test_files_that_are_no_such_model_are_a_sentence(runtime: str, verb: Verb, t
 def test_a_number_that_counts_nothing_is_refused(arguments: list[str], number: str, verb: Verb) -> None:
     status, out, err = verb(*arguments, number)
     bad = number.rpartition(",")[2]
-    assert (status, out) == (2, "") and f"argument {arguments[-1]}: {bad!r} is no whole number from 1 to" in err
+    assert (status, out) == (2, "") and f"argument {arguments[-1]}: {bad!r} is not a whole number from 1 to" in err
 
 
 def test_the_picture_of_a_benchmark_says_what_it_needs(
@@ -262,12 +262,12 @@ def test_a_file_that_takes_pixels_serves_all_verbs(pets: Path, verb: Verb, tmp_p
     assert verb("benchmark", path, "--batch", "1", "--rounds", "1")[0] == 0
 
 
-def test_a_file_that_normalizes_otherwise_is_not_proven(
+def test_a_file_that_answers_otherwise_is_not_proven(
     verb: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "_normalization", lambda opened: ((0.9, 0.1, 0.5), (9.0, 9.0, 9.0)))
+    monkeypatch.setattr(export, "in_torch", lambda model, images: -runs.in_torch(model, images))
     status, out, err = verb("export", "runs/pets", "--to", str(tmp_path / "pixels.onnx"), "--pixels")
-    assert status == 1 and "% of 12 predictions are equal" in out and "100.00 %" not in out, err
+    assert status == 1 and "from pixels: 0.00 % of 12 predictions are equal" in out, err
 
 
 def test_openvino_answers_too(pets: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:

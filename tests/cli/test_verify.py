@@ -9,7 +9,7 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from qat.cli import causes, verify
+from qat.cli import verify
 from qat.cli.runs import Run
 from qat.export import LayerDifference
 
@@ -61,11 +61,11 @@ def test_causes_are_told_apart(pets: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Near-ties, sums of 16 bits, and an optimisation of the runtime, each as its facts say."""
     opened, images = Run(pets / "runs" / "pets"), torch.zeros(2, 3, 48, 48)
     tie, far = (LayerDifference("features.3.squeeze_quantizer", 100, 3, 1, beyond) for beyond in (0, 3))
-    assert causes.probable_cause(opened, tie, images, default_session=False).startswith("near-ties: ")
+    assert verify.probable_cause(opened, tie, images, default_session=False).startswith("near-ties: ")
     monkeypatch.setenv("QAT_PROCESSOR", "no-vnni")
-    said = causes.probable_cause(opened, far, images, default_session=True)
+    said = verify.probable_cause(opened, far, images, default_session=True)
     assert said.startswith("this processor adds pairs of products in 16 bits (no VNNI), where ")
-    said = causes.probable_cause(opened, far, images, default_session=False)
+    said = verify.probable_cause(opened, far, images, default_session=False)
     assert said.startswith("an optimisation of ONNX Runtime: without its graph optimisation this layer is equal")
 
 

@@ -15,7 +15,6 @@ import qat
 from qat.finetuning import GradualQuantization
 from qat.quantizer import Quantizer
 from qat.training import script as train
-from qat.training.config.file import dump_config, load_config
 from qat.training.loop import engine
 
 
@@ -172,7 +171,7 @@ def test_models_and_progress_that_do_not_fit_are_refused(model: Any) -> None:
 def test_a_run_evaluates_and_saves_the_whole_model_after_every_epoch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_step, real_validate = engine._train_step, engine._validate
+    real_step, real_validate = engine._Training.step, engine._validate
     trained, evaluated = list[tuple[str, int, int]](), list[tuple[str, int, int]]()
 
     def state(run: Any) -> tuple[str, int, int]:
@@ -183,15 +182,15 @@ def test_a_run_evaluates_and_saves_the_whole_model_after_every_epoch(
             sum(len(each._forward_hooks) for each in quantizers),
         )
 
-    def step(run: Any, *rest: Any) -> Any:
-        trained.append(state(run))
-        return real_step(run, *rest)
+    def step(training: Any, group: Any) -> Any:
+        trained.append(state(training.run))
+        return real_step(training, group)
 
     def validate(run: Any) -> Any:
         evaluated.append(state(run))
         return real_validate(run)
 
-    monkeypatch.setattr(engine, "_train_step", step)
+    monkeypatch.setattr(engine._Training, "step", step)
     monkeypatch.setattr(engine, "_validate", validate)
     arguments = ("run_dir=run", "float_finetune=true", "float.epochs=1", "qat.progressive=[{bits: 8}]")
     block = "qat.gradual={activations_from: 0.5, weight_share: 0.5, weights_from: 0.8}"
@@ -204,9 +203,3 @@ def test_a_run_evaluates_and_saves_the_whole_model_after_every_epoch(
     for file in ("last.pt", "best.pt"):
         saved = torch.load(folder / "run" / file, weights_only=True)["model"]
         assert not any(key.endswith(".disabled") for key in saved)
-
-
-def test_the_resolved_config_is_a_config(folder: Path) -> None:
-    config = load_config("tiny.yaml", ["qat.gradual={activations_from: 0.5}"])
-    (folder / "resolved.yaml").write_text(dump_config(config))
-    assert load_config("resolved.yaml", [f"name={config.name}"]) == config

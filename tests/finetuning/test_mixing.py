@@ -1,9 +1,7 @@
 """Mixup and cutmix: what the model and its teacher see, the loss by the published formulas, and resuming."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,13 +9,9 @@ import torch.nn.functional as F
 from tiny_training import TinyBatches, curves, stage_run, train
 from torch import Tensor, nn
 
-import train as command
 from qat.finetuning import Distillation
-from qat.training.aids.mixing import build_mixing
-from qat.training.config.file import load_config
 from qat.training.config.stages import StageConfig
-from qat.training.errors import UserError
-from qat.training.run import stages
+from qat.training.loop.aids import build_mixing
 
 
 class Batches(TinyBatches):
@@ -105,59 +99,3 @@ def test_with_both_each_batch_gets_one_of_them(tmp_path: Path) -> None:
         assert float(shares[0, 0]) == pytest.approx(1.0)  # images 0 and 3 are of one class
         assert float(shares[1, 1]) == pytest.approx(share_of_own(mixed, images, found[-1]), abs=1e-5)
     assert 5 <= found.count("mixup_alpha") <= 15
-
-
-def test_one_image_a_batch_is_refused(folder: Path) -> None:
-    said = r"qat\.cutmix_alpha.*: 1 mixes images of a batch, data\.batch_size is 1; use 0"
-    with pytest.raises(UserError, match=said):
-        load_config("tiny.yaml", ["data.batch_size=1", "qat.cutmix_alpha=1"])
-    assert load_config("tiny.yaml", ["data.batch_size=1"]).qat.cutmix_alpha == 0
-
-
-MIXED = ("mixup_alpha=0.4", "cutmix_alpha=1", "label_smoothing=0.1")
-
-
-def start(*arguments: str) -> int:
-    return command.main(["--config", "tiny.yaml", "float.epochs=2", "float_finetune=true", *arguments])
-
-
-def test_each_stage_has_its_own(folder: Path) -> None:
-    found = {}
-    for name, key in (("none", ()), ("qat", ("qat.mixup_alpha=0.4",)), ("float", ("float.cutmix_alpha=1",))):
-        assert start(f"run_dir={name}", *key) == 0
-        summary = json.loads((folder / name / "summary.json").read_text())
-        found[name] = [summary[stage]["loss"] for stage in ("float", "float_finetune", "qat")]
-    assert found["none"][0] == found["qat"][0] != found["float"][0]
-    assert found["none"][1] != found["qat"][1] and found["none"][2] != found["qat"][2]
-
-
-@pytest.mark.parametrize(("stage", "epoch"), [("float", 1), ("float_finetune", 1), ("qat", 0), ("qat", 1)])
-def test_a_resumed_run_mixes_as_the_whole_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str, epoch: int
-) -> None:
-    keys = [f"{name}.{key}" for name in ("float", "qat") for key in MIXED]
-    keys += ["qat.distillation={}", "qat.accumulate=3", "log_every=1"]
-    real = stages.train_stage
-
-    def stopped(run: stages.StageRun, state: Any = None) -> Any:
-        set_epoch = run.train.set_epoch
-
-        def watched(number: int) -> None:
-            if run.name == stage and number == epoch:
-                raise KeyboardInterrupt
-            set_epoch(number)
-
-        monkeypatch.setattr(run.train, "set_epoch", watched)
-        return real(run, state)
-
-    assert start("run_dir=whole", *keys) == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(stages, "train_stage", stopped)
-        assert start("run_dir=parts", *keys) == 130
-    assert start("run_dir=parts", "resume=auto", *keys) == 0
-    whole, parts = (torch.load(folder / name / "last.pt", weights_only=True) for name in ("whole", "parts"))
-    assert all(torch.equal(value, parts["model"][key]) for key, value in whole["model"].items())
-    drawn = [curves(folder / name) for name in ("whole", "parts")]
-    for name in ("float", "float_finetune", "qat"):
-        assert drawn[0][f"{name}/train_loss"] == drawn[1][f"{name}/train_loss"]
-        assert drawn[0][f"{name}/train_top1"] == drawn[1][f"{name}/train_top1"]

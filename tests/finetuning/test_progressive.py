@@ -9,9 +9,9 @@ import torch
 
 from qat.quantizer import Quantizer
 from qat.training import script as train
-from qat.training.aids.progressive import float_counterpart, on_grids_of, rate_key, training_of
 from qat.training.config.file import load_config
-from qat.training.loop.norm_statistics import APART
+from qat.training.loop.norm_statistics import EPOCH_OFFSET
+from qat.training.loop.progressive import float_counterpart, on_grids_of, rate_key, training_of
 from qat.training.run import stages
 
 PROGRESSIVE = "qat.progressive=[{bits: 8, epochs: 2}, {bits: 6, weight: {rule: minmax}, lr: 0.02}]"
@@ -49,7 +49,7 @@ def test_each_stage_has_its_grids_and_starts_from_the_weights_of_the_last(
         assert not all(torch.equal(value, later[5][name]) for name, value in earlier[5].items())
 
 
-@pytest.mark.parametrize(("stage", "epoch"), [("qat_1", 1), ("qat_2", 0), ("qat", 0), ("qat", 1)])
+@pytest.mark.parametrize(("stage", "epoch"), [("qat_1", 1), ("qat", 0)])
 def test_a_run_stopped_in_any_stage_ends_as_if_it_had_not_been(
     folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str, epoch: int
 ) -> None:
@@ -61,7 +61,7 @@ def test_a_run_stopped_in_any_stage_ends_as_if_it_had_not_been(
         def watched(number: int) -> None:
             if stop and run.name == stage and number == run.epochs_before + epoch:
                 raise KeyboardInterrupt
-            if number < APART:  # no batches of re-estimation
+            if number < EPOCH_OFFSET:  # no batches of re-estimation
                 orders.setdefault(run.name, []).append(number)
             set_epoch(number)
 
@@ -126,21 +126,10 @@ def test_what_is_wrong_with_a_stage_shows_before_anything_is_trained(
     assert not (folder / "runs").exists()
 
 
-def test_a_stage_before_the_last_need_not_be_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ten bits do not fit the runtime's integers; the log says how each stage's ranges begin."""
+def test_a_stage_before_the_last_need_not_be_exported(folder: Path) -> None:
+    """Ten bits do not fit the runtime's integers."""
     wide = "qat.progressive=[{bits: 10, lr: 0.003}]"
-    assert train.main(["--config", "tiny.yaml", "run_dir=run", wide, "export.onnx=true"]) == 0
-    said = capsys.readouterr().out
-    assert "\nqat_1: ranges: weights by minmax (10 bits); activations by mse (10 bits)\n" in said
-    assert "\nqat: ranges: weights by mse (4 bits); activations by mse (4 and 8 bits)\n" in said
-    assert "\nqat_1: sgd at lr 0.003, scales at 0.1 lr (10 bits)" in said
-
-
-def test_a_changed_stage_is_named_when_a_run_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert start("run_dir=run") == 0
-    changed = PROGRESSIVE.replace("minmax", "dsq")
-    assert start("run_dir=run", "resume=auto", changed) == 2
-    assert "qat.progressive[1].weight.rule: 'minmax', now it is 'dsq'" in capsys.readouterr().err
+    assert train.main(["--config", "tiny.yaml", "run_dir=run", wide, "export.onnx=true", "qat.epochs=1"]) == 0
 
 
 def test_advice_names_the_key_of_the_stage() -> None:

@@ -1,60 +1,77 @@
-"""Runs with each aid, stopped between epochs and resumed, end bitwise as those that were not."""
+"""A stage with any of the aids, stopped between epochs and resumed, ends bitwise as one that was not."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_training import TinyBatches, curves, resume, stage_run, train
+from torch import nn
 
-from qat.training import script as train
-from qat.training.run import stages
+import qat
+from qat.finetuning import Distillation
+from qat.training.config.stages import QATStageConfig
+from qat.training.loop.aids import build_mixing
+from qat.training.run.checkpoint import load_checkpoint
 
-AIDS = {
-    "an optimizer of the scales": ((), ("qat.quantizer_optimizer=adamw", "qat.quantizer_lr=1e-4")),
-    "decay by bits": (("quantization.weight.bits=2", "qat.weight_decay=0.05"), ("qat.weight_decay_by_bits=true",)),
-    "activations after weights": ((), ("qat.gradual={activations_from: 0.8}",)),
-    "a share of weights": ((), ("qat.gradual={weight_share: 0.2, weights_from: 0.9}",)),
+AIDS: dict[str, dict[str, Any]] = {
+    "an optimizer of the scales": {"quantizer_optimizer": "adamw", "quantizer_lr": 1e-4},
+    "decay by bits": {"weight_decay_by_bits": True},
+    "activations after weights": {"gradual": {"activations_from": 0.8}},
+    "a share of weights": {"gradual": {"weight_share": 0.2, "weights_from": 0.9}},
+    "freezing, with averages": {
+        "oscillation": {"freeze": 0.1, "freeze_from": 0.2, "dampen": 0.01, "momentum": 0.2, "after": 0.0},
+        "ema_decay": 0.8,
+    },
+    "mixup and cutmix": {"mixup_alpha": 0.4, "cutmix_alpha": 1.0, "label_smoothing": 0.1},
+    "accumulation": {"accumulate": 3},
+    "distillation": {"distillation": {"features": {"0": 0.5}}},
 }
-"""What else the run's config says, and the aid."""
 
 
-def start(name: str, *arguments: str) -> int:
-    return train.main(["--config", "tiny.yaml", "qat.epochs=3", "qat.optimizer=sgd", f"run_dir={name}", *arguments])
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(8, 2),
+    )  # fmt: skip
+    images = TinyBatches().images
+    prepared = qat.prepare(layers, qat.QuantRecipe({"bits": 2}), images[:2])
+    qat.calibrate(prepared, [images])
+    return prepared
+
+
+def teacher() -> nn.Module:
+    torch.manual_seed(9)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
 
 
 @pytest.mark.parametrize("aid", list(AIDS))
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, aid: str
-) -> None:
-    def train_stage(run: stages.StageRun, state: Any = None) -> Any:
-        set_epoch = run.train.set_epoch
+def test_a_resumed_stage_is_bitwise_the_uninterrupted_one(aid: str, tmp_path: Path) -> None:
+    def run(name: str, fields: dict[str, Any], seed: int = 0, **changes: Any) -> Any:
+        stage = QATStageConfig(**{"epochs": 3, "lr": 0.2, "weight_decay": 0.05, **fields})
+        block = stage.distillation
+        distillation = None if block is None else Distillation(teacher(), features=block.features)
+        mixing = build_mixing(stage, 2)
+        return stage_run(tmp_path / name, model(seed), stage, mixing=mixing, distillation=distillation, **changes)
 
-        def watched(number: int) -> None:
-            if stop and run.name == "qat" and number == run.epochs_before + 2:
-                raise KeyboardInterrupt
-            set_epoch(number)
-
-        monkeypatch.setattr(run.train, "set_epoch", watched)
-        try:
-            return real(run, state)
-        finally:
-            monkeypatch.setattr(run.train, "set_epoch", set_epoch)
-
-    common, wanted = AIDS[aid]
-    real, stop = stages.train_stage, False
-    monkeypatch.setattr(stages, "train_stage", train_stage)
-    assert start("whole", *common, *wanted) == 0
-    stop = True
-    assert start("parts", *common, *wanted) == 130
-    stop = False
-    assert start("parts", *common, *wanted, "resume=auto") == 0
-    assert start("without", *common) == 0
+    train(run("without", {}))
+    whole = run("whole", AIDS[aid])
+    expected = train(whole)
+    with pytest.raises(KeyboardInterrupt):
+        train(run("cut", AIDS[aid], train=TinyBatches(fail_at=(2, 2))))
+    resumed = run("cut", AIDS[aid], seed=5)
+    assert resume(resumed) == expected
     for file in ("last.pt", "best.pt"):
-        whole, parts = (torch.load(folder / name / file, weights_only=True)["model"] for name in ("whole", "parts"))
-        assert whole.keys() == parts.keys()
-        assert [key for key, value in whole.items() if not torch.equal(value, parts[key])] == []
-    last, without = (torch.load(folder / name / "last.pt", weights_only=True)["model"] for name in ("whole", "without"))
-    assert any(not torch.equal(value, without[key]) for key, value in last.items())
-    results = [json.loads((folder / name / "summary.json").read_text()) for name in ("whole", "parts")]
-    assert results[0]["qat"] == results[1]["qat"]
+        first, second, other = (load_checkpoint(tmp_path / name / file) for name in ("whole", "cut", "without"))
+        torch.testing.assert_close(second["model"], first["model"], rtol=0, atol=0)
+        assert file == "best.pt" or any(
+            not torch.equal(value, other["model"][key]) for key, value in first["model"].items()
+        )
+    last = [load_checkpoint(tmp_path / name / "last.pt")["state"]["aids"] for name in ("whole", "cut")]
+    torch.testing.assert_close(last[1], last[0], rtol=0, atol=0)
+    if "freezing" in aid:
+        frozen = last[0]["oscillations"]["frozen"]
+        assert frozen.any() and not frozen.all()
+    drawn, again = curves(tmp_path / "whole"), curves(tmp_path / "cut")
+    assert drawn["qat/train_loss"] == again["qat/train_loss"] and drawn["qat/val_loss"] == again["qat/val_loss"]

@@ -6,9 +6,11 @@ import pytest
 from tiny_training import stage_run, tiny_model
 from torch import nn
 
+from qat import QuantLinear
+from qat.spec import QuantSpec
 from qat.training import script as train
 from qat.training.config.stages import GradualConfig, OscillationConfig, QATStageConfig, StageConfig
-from qat.training.loop.without_effect import without_effect
+from qat.training.loop.advice import without_effect
 
 
 @pytest.mark.parametrize(
@@ -84,17 +86,16 @@ def test_what_the_whole_run_has_no_use_for_is_said_by_its_last_stage(tmp_path: P
     assert without_effect(run) == []
 
 
-@pytest.mark.parametrize("change", ["ema_decay=1", "label_smoothing=1", "mixup_alpha=1e300", "cutmix_alpha=1001"])
-def test_what_can_never_work_is_refused(change: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["--config", "tiny.yaml", f"qat.{change}"]) == 2
-    assert capsys.readouterr().err.startswith(f"qat.{change}: expected a number")
-
-
-def test_a_square_as_large_as_the_image_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["--config", "tiny.yaml", "data.augment.cutout=16"]) == 2
-    assert capsys.readouterr().err == (
-        "data.augment.cutout=16: 16 leaves little or nothing of images of data.image_size: 16; use less\n"
-    )
+@pytest.mark.parametrize("quantized", [True, False])
+def test_rates_and_decays_of_what_the_model_lacks_have_no_effect(quantized: bool, tmp_path: Path) -> None:
+    stage = QATStageConfig(quantizer_optimizer="adamw", quantizer_lr=1e-5, weight_decay_by_bits=True)
+    spec = QuantSpec(bits=3 if quantized else 4, rule="lsq" if quantized else "minmax")
+    run = stage_run(tmp_path, nn.Sequential(QuantLinear(2, 2, weight_spec=spec, activation_spec=None)), stage)
+    keys = [f"qat.{key} has no effect: no quantizer learns" for key in ("quantizer_lr", "quantizer_optimizer")]
+    decay = "qat.weight_decay_by_bits has no effect: no weight has fewer than 4 bits"
+    assert without_effect(run) == ([] if quantized else [*keys, decay])
+    run.stage = stage.model_copy(update={"weight_decay": 0.0})
+    assert without_effect(run)[-1].endswith("qat.weight_decay is 0")
 
 
 def test_a_run_says_it_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,19 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from finished_runs import run_own, run_pets
-
-
-@pytest.fixture(scope="package")
-def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with pets.yaml, images/ and the run runs/pets."""
-    return run_pets(tmp_path_factory.mktemp("pets"))
-
-
-@pytest.fixture(scope="package")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with own.yaml, tinymodels.py and the run runs/own: averaged weights, statistics estimated anew."""
-    return run_own(tmp_path_factory.mktemp("own"))
+from finished_runs import own_fixture, pets_fixture  # noqa: F401
 
 
 @pytest.fixture

@@ -128,23 +128,6 @@ def test_no_code_is_imported_because_a_file_names_it(
     assert said.startswith("load: ") and "\n" not in said
 
 
-def test_a_checkpoint_of_an_earlier_version_says_what_is_missing(pets: Path, tmp_path: Path) -> None:
-    def old(payload: dict[str, Any]) -> None:
-        for key in ("about", "evaluation", "statistics"):
-            del payload[key]
-        del payload["config"]["export"]["weights"], payload["config"]["qat"]["bn_reestimate"]
-
-    path = changed(pets / "runs" / "pets" / "last.pt", tmp_path / "old.pt", old)
-    with pytest.warns(UserWarning) as warned:
-        model: Any = qat.load(path)
-    assert [str(each.message) for each in warned] == [
-        f"load: {path} is of an earlier version, which did not keep .classes, .transform, .accuracy; they are None"
-    ]
-    assert warned[0].filename == __file__
-    images = torch.rand(2, 3, 48, 48)
-    assert torch.equal(model(images), qat.load(pets / "runs" / "pets")(images))
-
-
 def test_the_calibrated_model_and_the_float_model(own: Path, tiny: Callable[..., nn.Module], tmp_path: Path) -> None:
     assert in_place(own, "--config", "own.yaml", f"run_dir={tmp_path}/x", "qat.epochs=0") == 0
     found = summary(tmp_path / "x")
@@ -154,34 +137,21 @@ def test_the_calibrated_model_and_the_float_model(own: Path, tiny: Callable[...,
     assert not any(isinstance(module, Quantizer) for module in float_model.modules())
     assert loss_of(float_model) == found["float"]["loss"]
     (tmp_path / "x" / "best.pt").unlink()
-    assert refusal(tmp_path / "x", tiny()) == (
-        f"load: '{tmp_path}/x' has no best.pt, whose weights its model.onnx has; to load others, give"
-        f" {tmp_path}/x/last.pt"
-    )
+    assert refusal(tmp_path / "x", tiny()).startswith(f"load: '{tmp_path}/x' has no best.pt, whose weights its model.o")
 
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "does not exist"),
         (b"PK\x03\x04garbage", "the checkpoint is damaged or of another program; give a run folder, its best.pt or"),
-        ({"format": 2}, "the checkpoint has format 2, this version of qat reads format 1"),
-        ({"weight": torch.ones(1)}, "this is no checkpoint of a run (no format version); weights go in model.checkp"),
+        ({"weight": torch.ones(1)}, "this is not a checkpoint of a run; weights go in model.checkpoint"),
     ],
 )
 def test_other_files_are_refused_with_a_sentence(content: Any, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    elif content is not None:
-        torch.save(content, path)
-    assert refusal(path).startswith(
-        f"load: {path}: {sentence}" if content is not None else f"load: '{path}' {sentence}"
-    )
-    path.unlink(missing_ok=True)
-    assert refusal(tmp_path) == (
-        f"load: '{tmp_path}' has neither best.pt nor last.pt; give the folder of a run of train.py"
-    )
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    assert refusal(path).startswith(f"load: {path}: {sentence}")
+    assert refusal(tmp_path) == f"load: '{tmp_path}' has no config.yaml; give the folder of a run of train.py"
 
 
 def test_a_missing_path_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,53 +159,42 @@ def test_a_missing_path_says_where_it_was_looked_for(tmp_path: Path, monkeypatch
     assert refusal("runs/x") == f"load: 'runs/x' does not exist (looked in '{tmp_path}')"
 
 
-def test_the_model_of_an_unfinished_run_says_so(own: Path, tiny: Callable[..., nn.Module], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "now"),
+    [
+        ({"epochs": 1}, "last.pt has the quantized model after epoch 1 of 2, stage qat"),
+        ({"stage": "float", "epochs": 1}, "last.pt has a float model after epoch 1 of 1, stage float"),
+    ],
+)
+def test_the_model_of_an_unfinished_run_says_so(
+    changes: dict[str, Any], now: str, own: Path, tiny: Callable[..., nn.Module], tmp_path: Path
+) -> None:
     run = tmp_path / "own"
     shutil.copytree(own / "runs" / "own", run)
-
-    def at(stage: str, epochs: int) -> Callable[[dict[str, Any]], None]:
-        return lambda payload: payload.update(stage=stage, epochs=epochs)
-
-    def said() -> str:
-        with pytest.warns(UserWarning) as warned:
-            qat.load(run, tiny())
-        assert warned[0].filename.endswith("test_loading.py")
-        return str(warned[0].message)
-
-    changed(run / "last.pt", run / "last.pt", at("qat", 3))
-    assert said() == (
-        f"load: '{run}': model.onnx and summary.json are of epoch 2, and the run that goes on from there is not"
-        " finished; last.pt has the quantized model after epoch 3"
-    )
-    changed(run / "last.pt", run / "last.pt", at("qat", 1))
     (run / "summary.json").unlink()
-    now = "the run is not finished; last.pt has"
-    assert said() == f"load: '{run}': {now} the quantized model after epoch 1 of 2, stage qat"
 
-    def in_float(payload: dict[str, Any]) -> None:
-        payload.update(stage="float", epochs=1, state=None, statistics=None, model=tiny().state_dict())
+    def stopped(payload: dict[str, Any]) -> None:
+        payload.update(changes)
+        if "stage" in changes:
+            payload.update(state=None, statistics=None, model=tiny().state_dict())
 
-    changed(run / "last.pt", run / "last.pt", in_float)
-    assert said() == f"load: '{run}': {now} a float model after epoch 1 of 1, stage float"
-    assert not any(isinstance(module, Quantizer) for module in qat.load(run / "last.pt", tiny()).modules())
+    changed(run / "last.pt", run / "last.pt", stopped)
+    with pytest.warns(UserWarning) as warned:
+        model = qat.load(run, tiny())
+    assert [str(each.message) for each in warned] == [f"load: '{run}': the run is not finished; {now}"]
+    assert warned[0].filename.endswith("test_loading.py")
+    assert any(isinstance(module, Quantizer) for module in model.modules()) == ("stage" not in changes)
 
 
-def test_wrong_arguments_are_named(pets: Path, tmp_path: Path) -> None:
+def test_wrong_arguments_are_named() -> None:
     with pytest.raises(TypeError, match=r"^load: path must be text or a Path, got Linear$"):
         qat.load(nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^load: float_model must be a torch.nn.Module, got str$"):
         qat.load("x", "resnet18")  # type: ignore[arg-type]
 
-    def newer(payload: dict[str, Any]) -> None:
-        payload["config"]["qat"]["magic"] = 1
-
-    path = changed(pets / "runs" / "pets" / "last.pt", tmp_path / "x.pt", newer)
-    assert refusal(path).startswith(f"load: {path}: its config: qat.magic: unknown key; ")
-
 
 def test_an_attribute_of_the_model_stays(own: Path, tiny: Callable[..., nn.Module]) -> None:
     given = tiny()
-    given.config = "mine"  # type: ignore[assignment]
 
     class Deciding(nn.Module):
         """Prepared in parts, it keeps its class and attributes."""
@@ -244,15 +203,11 @@ def test_an_attribute_of_the_model_stays(own: Path, tiny: Callable[..., nn.Modul
             super().__init__()
             self.inner, self.config = given, "mine"
 
-    path = own / "runs" / "own" / "last.pt"
-
     def inside(payload: dict[str, Any]) -> None:
         payload["stage"], payload["state"], payload["statistics"] = "float", None, None
         payload["model"] = {f"inner.{key}": value for key, value in given.state_dict().items()}
 
-    file = changed(path, own / "inside.pt", inside)
-    with pytest.warns(UserWarning, match=r"^load: Deciding has \.config of its own, which the run's do not replace$"):
-        model: Any = qat.load(file, Deciding())
+    model: Any = qat.load(changed(own / "runs" / "own" / "last.pt", own / "inside.pt", inside), Deciding())
     assert model.config == "mine" and len(model.classes) == 10
 
 
@@ -276,17 +231,17 @@ def test_wrong_pictures_are_refused_with_a_sentence(tmp_path: Path) -> None:
     transform = InputTransform(Preprocessing(32, 32, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
     (tmp_path / "x.png").write_text("no image")
     wrong: list[tuple[Any, str]] = [
-        (tmp_path / "x.png", f"'{tmp_path}/x.png' is not a readable image (no known format); repair or remove it"),
+        (tmp_path / "x.png", f"'{tmp_path}/x.png' is not a readable image (no known format)"),
         (tmp_path / "y.png", f"'{tmp_path}/y.png' does not exist"),
-        (Image.new("I;16", (40, 40)), "the image has pixels of mode 'I;16'; save it with 8 bits a channel"),
-        (np.zeros((3, 40, 40), np.uint8), "expected a uint8 array (H, W) or (H, W, 1 or 3), got uint8 (3, 40, 40)"),
-        (np.zeros((40, 40, 3)), "expected a uint8 array (H, W) or (H, W, 1 or 3), got float64 (40, 40, 3)"),
-        (torch.zeros(3, 40, 40), "expected a uint8 tensor (1 or 3, H, W), got float32 (3, 40, 40)"),
-        (torch.zeros(2, 3, 40, 40, dtype=torch.uint8), "expected a uint8 tensor (1 or 3, H, W), got uint8 (2, 3, 4"),
+        (Image.new("I;16", (40, 40)), "the image has pixels of mode 'I;16'"),
+        (np.zeros((3, 40, 40), np.uint8), "got uint8 (3, 40, 40)"),
+        (np.zeros((40, 40, 3)), "got float64 (40, 40, 3)"),
+        (torch.zeros(3, 40, 40), "got torch.float32 (3, 40, 40)"),
+        (torch.zeros(2, 3, 40, 40, dtype=torch.uint8), "got torch.uint8 (2, 3, 40, 40)"),
     ]
-    for picture, sentence in wrong:
-        with pytest.raises(ValueError) as raised:
+    for picture, fact in wrong:
+        with pytest.raises(ValueError, match=r"^transform: ") as raised:
             transform(picture)
-        assert str(raised.value).startswith(f"transform: {sentence}")
+        assert fact in str(raised.value)
     with pytest.raises(TypeError, match=r"^transform: expected a path, a PIL image, or a uint8 array or tensor, got i"):
         transform(3)  # type: ignore[arg-type]

@@ -72,3 +72,15 @@ def run_own(place: Path) -> Path:
     (place / "tinymodels.py").write_text(TINY_MODEL)
     assert in_place(place, "--config", "own.yaml") == 0
     return place
+
+
+@pytest.fixture(scope="package", name="pets")
+def pets_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with pets.yaml, images/ and the run runs/pets."""
+    return run_pets(tmp_path_factory.mktemp("pets"))
+
+
+@pytest.fixture(scope="package", name="own")
+def own_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with own.yaml, tinymodels.py and the run runs/own: averaged weights, statistics estimated anew."""
+    return run_own(tmp_path_factory.mktemp("own"))

@@ -20,7 +20,8 @@ from qat.spec import QuantSpec
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import StageConfig
 from qat.training.errors import UserError
-from qat.training.loop.engine import StageRun, train_stage
+from qat.training.loop.engine import train_stage
+from qat.training.loop.stage import StageRun
 from qat.training.run.checkpoint import StageState, load_checkpoint, restore_model
 from qat.training.run.logging import RunLog
 

@@ -18,8 +18,8 @@ from qat.training.loop.device import autocast, compile_mode, pick_device, seed_e
         ("cuda:1", 2, "cuda:1"),
         ("cuda", 0, "device: 'cuda' needs a CUDA device and torch sees none; choose auto or cpu"),
         ("cuda:2", 2, "device: 'cuda:2' is not there; torch sees 2: cuda:0 to cuda:1"),
-        ("gpu", 2, "device: 'gpu' is no device; choose auto, cpu, cuda or cuda:<number>"),
-        ("cuda:-1", 0, "device: 'cuda:-1' is no device; choose auto, cpu, cuda or cuda:<number>"),
+        ("gpu", 2, "device: 'gpu' is not a device; choose auto, cpu, cuda or cuda:<number>"),
+        ("cuda:-1", 0, "device: 'cuda:-1' is not a device; choose auto, cpu, cuda or cuda:<number>"),
     ],
 )
 def test_device_names(name: str, count: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:

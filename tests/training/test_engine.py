@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qat.training.config.stages import QATStageConfig, StageConfig
-from qat.training.loop.engine import evaluate
+from qat.training.loop.evaluation import evaluate
 from qat.training.run.checkpoint import load_checkpoint
 
 
@@ -64,10 +64,10 @@ def test_training_learns_and_logs_its_curves(tmp_path: Path, capsys: pytest.Capt
     assert drawn["scale/quantizer"][-1][1] == pytest.approx(model.quantizer.scale.item())
 
     captured = capsys.readouterr()
-    assert captured.err == ""  # no terminal: no bar in the first 30 seconds
+    assert captured.err == ""  # no terminal: no bar
     lines = captured.out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["qat", "qat 1/3", "qat 2/3", "qat 3/3"]
-    assert lines[0].startswith("qat: sgd at lr 0.1, scales at 0.1 lr (8 bits); qat.optimizer, qat.lr and")
+    assert lines[0].startswith("qat: SGD: weights at lr 0.1 with decay 0.0001, norms at lr 0.1, ")
     assert f"; val loss {result.loss:.3f}, top1 100.00 %; " in lines[-1]
 
 

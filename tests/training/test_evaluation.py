@@ -14,9 +14,9 @@ from torch import nn
 from qat.batch_norm import reestimate_batch_norm
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop import norm_statistics
+from qat.training.loop.advice import warnings_about
 from qat.training.loop.evaluation import Evaluation, evaluate
-from qat.training.loop.norm_statistics import APART, settle_statistics
-from qat.training.loop.stage_warnings import warnings_about
+from qat.training.loop.norm_statistics import EPOCH_OFFSET, settle_statistics
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,7 @@ def test_an_empty_split_is_a_sentence() -> None:
         (99.0, 99.0, 1000, True),  # one class nearly always
         (60.0, 60.0, 5, False),  # nothing that five images could show
         (100.0, 60.0, 5, False),
+        (100.0, 100.0, 50, True),  # all images are of one class
     ],
 )
 def test_chance_level_is_the_accuracy_of_a_constant_prediction(
@@ -98,12 +99,6 @@ def test_chance_level_is_the_accuracy_of_a_constant_prediction(
         f" {most_common:.2f} %; try a lower float.lr (now 1e+09) or more epochs"
     )
     assert found == ([sentence] if warned else [])
-
-
-def test_images_of_one_class_only_are_named() -> None:
-    assert warnings_about("qat", "qat.lr", QATStageConfig(epochs=3), Evaluation(100.0, 1.0, 50, 100.0), 100.0) == [
-        "qat: all 50 validation images are of one class, so val top1 says nothing"
-    ]
 
 
 def test_a_stage_that_did_not_train_gets_no_advice_on_training() -> None:
@@ -225,7 +220,7 @@ def test_the_statistics_are_of_training_batches_as_steps_get_them(mixed: bool, t
     settle_statistics(run, 1)
     assert torch.equal(torch.get_rng_state(), before)
     expected = copy.deepcopy(run.model)
-    train_batches.set_epoch(APART + 5)
+    train_batches.set_epoch(EPOCH_OFFSET + 5)
     torch.manual_seed(1)
     batches = [mixing(*batch)[0] if mixing else batch[0] for batch in train_batches]
     assert reestimate_batch_norm(expected, batches) == 1

@@ -59,35 +59,21 @@ def test_a_run_trains_and_exports_on_it(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "facts"),
     [
-        (
-            "my_data:pair",
-            "data.name: 'my_data:pair' returned tuple; it must return a qat.training.data.images.Dataset",
-        ),
-        (
-            "my_data:floats",
-            "data.name: 'my_data:floats' failed (ValueError: Dataset: train: images must be a uint8 tensor"
-            " (N, 1 or 3, H, W), got Tensor torch.float32 (64, 1, 8, 8), {folder}/my_data.py:{line})",
-        ),
-        (
-            "my_data:missing",
-            "data.name: 'my_data:missing' failed (FileNotFoundError: [Errno 2] No such file or directory: 'somewhere',"
-            " {folder}/my_data.py:{line})",
-        ),
-        (
-            "bright_or_dark",
-            f"data.name='bright_or_dark': expected {', '.join(map(repr, DATASETS))} or 'package.module:callable',"
-            " got 'bright_or_dark'",
-        ),
+        ("my_data:pair", ("returned tuple; it must return a qat.training.data.images.Dataset",)),
+        ("my_data:floats", ("failed (ValueError: Dataset: train: images must be a uint8", "{folder}/my_data.py:")),
+        ("my_data:missing", ("failed (FileNotFoundError: ", "'somewhere', {folder}/my_data.py:")),
+        ("bright_or_dark", ("expected digits, imagefolder", "or package.module:callable, got 'bright_or_dark'")),
     ],
 )
-def test_a_mistake_is_one_sentence(folder: Path, capsys: pytest.CaptureFixture[str], name: str, sentence: str) -> None:
-    function = f"def {name.partition(':')[2]}(config):"
-    line = MODULE.count("\n", 0, MODULE.find("    return", max(MODULE.find(function), 0))) + 1
+def test_a_mistake_is_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, facts: tuple[str, ...]
+) -> None:
     assert start(f"data.name='{name}'") == 2
-    assert capsys.readouterr().err.strip() == sentence.format(folder=folder, line=line)
-    assert not (folder / "run").exists()
+    said = capsys.readouterr().err
+    assert said.startswith("data.name") and all(fact.format(folder=folder) in said for fact in facts)
+    assert len(said.splitlines()) == 1 and not (folder / "run").exists()
 
 
 IMAGES, LABELS = torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 1, 0])

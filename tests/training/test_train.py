@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import qat
-from qat.quantizer import registered_quantizers
 from qat.training import script as train
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
@@ -74,22 +73,21 @@ def test_a_run_leaves_everything(folder: Path, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     for row in ("float ", "float, fine-tuned as QAT", "calibrated (PTQ)", "QAT", "ONNX Runtime, integers"):
         assert row in printed
-    # A second run uses the next folder and does not touch the first.
+    # The resolved config repeats the run in the next folder, and the first one is not touched.
     before = times(run)
-    assert start("float.epochs=0", "qat.epochs=0", "export.onnx=false") == 0
+    assert train.main(["runs/tiny/config.yaml"]) == 0
     assert times(run) == before
-    assert (folder / "runs" / "tiny-2" / "summary.json").exists()
+    second = summary(folder / "runs" / "tiny-2")
+    assert all(found[key] == second[key] for key in ("float", "calibrated", "qat"))
+    capsys.readouterr()
+    # A finished run has nothing to do, and other settings are refused.
+    assert train.main(["runs/tiny/config.yaml", "resume=auto", "run_dir=runs/tiny"]) == 0
+    assert capsys.readouterr().out.startswith("runs/tiny: this run is finished; ") and times(run) == before
+    assert train.main(["runs/tiny/config.yaml", "resume=auto", "run_dir=runs/tiny", "seed=3"]) == 2
+    assert "was trained with seed: 0, now it is 3" in capsys.readouterr().err and times(run) == before
 
 
-def test_the_resolved_config_repeats_the_run(folder: Path) -> None:
-    assert start("run_dir=first") == 0
-    assert train.main(["--config", "first/config.yaml", "run_dir=second"]) == 0
-    first, second = summary(folder / "first"), summary(folder / "second")
-    for key in ("float", "calibrated", "qat"):
-        assert first[key] == second[key]
-
-
-@pytest.mark.parametrize(("stage", "epoch"), [("float", 1), ("qat", 0), ("qat", 1)])
+@pytest.mark.parametrize(("stage", "epoch"), [("float", 1), ("qat", 1)])
 def test_a_resumed_run_ends_like_an_uninterrupted_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str, epoch: int
 ) -> None:
@@ -128,54 +126,28 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again_in_its_folder(
         patch.setattr(stages, "train_stage", stop)
         assert start("run_dir=early") == 130
     assert start("run_dir=early", "resume=auto", "qat.epochs=1") == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(qat, "calibrate", stop)
-        assert start("run_dir=again", "float.epochs=0") == 130
-    assert (folder / "again" / "float.safetensors").exists()
-    assert start("run_dir=again", "float.epochs=0", "qat.epochs=1") == 0  # the same command, after a repair of the data
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "facts"),
     [
-        (["qat.lrr=0.1"], "qat.lrr=0.1: unknown key; did you mean 'lr'?"),
-        (
-            ["quantization.weight.rule=lqs"],
-            f"quantization.weight.rule: unknown quantizer 'lqs'; registered: {', '.join(registered_quantizers())};"
-            " did you mean 'lsq'?",
-        ),
-        (
-            ["quantization.overrides.conv9.skip=true"],
-            "quantization: prepare: the recipe's pattern 'conv9' names no layer of the model;"
-            " layers are called 0, 4, 8 ...",
-        ),
-        (
-            ["quantization.weight.bits=12"],
-            "quantization: 0.weight_quantizer: integers -2047 to 2047, negated where gamma < 0, do not fit int8;"
-            " use fewer bits, or export.onnx=false",
-        ),
-        (
-            ["model.name=tinymodels:wrapped"],
-            "model.name: tinymodels:wrapped: prepare: DataParallel wraps the model; prepare its .module and wrap again",
-        ),
-        (
-            ["run_dir=occupied"],
-            "run_dir: 'occupied' is not empty; choose another",
-        ),
-        (
-            ["quantization.activation.granularity=channel"],
-            "quantization: QuantRecipe: activation granularity 'channel' has no integer kernel in onnxruntime;"
-            " use 'tensor'",
-        ),
+        (["qat.lrr=0.1"], ("qat.lrr=0.1: unknown key; did you mean 'lr'?",)),
+        (["quantization.weight.rule=lqs"], ("quantization.weight.rule: unknown quantizer 'lqs'", "'lsq'?")),
+        (["quantization.overrides.conv9.skip=true"], ("the recipe's pattern 'conv9' names no layer", "0, 4, 8")),
+        (["quantization.weight.bits=12"], ("'0.weight_quantizer'", "-2047 to 2047", "export.onnx=false")),
+        (["model.name=tinymodels:wrapped"], ("tinymodels:wrapped: prepare: DataParallel wraps the model",)),
+        (["run_dir=occupied"], ("run_dir: 'occupied' is not empty; choose another",)),
+        (["quantization.activation.granularity=channel"], ("granularity 'channel' has no integer kernel",)),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_one_sentence_and_status_2(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], facts: tuple[str, ...]
 ) -> None:
     (folder / "occupied").mkdir()
     (folder / "occupied" / "thesis.txt").write_text("precious")
     assert start(*arguments) == 2
-    assert capsys.readouterr().err.strip() == sentence
+    said = capsys.readouterr().err
+    assert all(fact in said for fact in facts) and len(said.splitlines()) == 1
     assert not (folder / "runs").exists()
     assert [path.name for path in (folder / "occupied").iterdir()] == ["thesis.txt"]
 
@@ -204,28 +176,16 @@ def test_a_failed_proof_is_status_1(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (
-            {},
-            "float: the training diverged, the float model computes NaN or infinity on training images (calibrate:"
-            " quantizer 'input_quantizer': initial_range: the values hold NaN or infinity); start anew in another"
-            " run_dir with a lower float.lr (now 0.1) or float.clip_grad_norm=1",
-        ),
-        (
-            {"epochs": 0},
-            "float: the float model computes NaN or infinity on training images (calibrate: quantizer"
-            " 'input_quantizer': initial_range: the values hold NaN or infinity); try other weights (model.weights,"
-            " model.checkpoint)",
-        ),
-    ],
+    ("overrides", "advice"),
+    [({}, "lower float.lr (now 0.1) or float.clip_grad_norm=1"), ({"epochs": 0}, "try other weights (model.weights")],
 )
-def test_a_float_model_that_overflows_is_not_a_calibration_error(overrides: dict[str, Any], sentence: str) -> None:
+def test_a_float_model_that_overflows_is_not_a_calibration_error(overrides: dict[str, Any], advice: str) -> None:
     config = RunConfig.model_validate({"float": overrides})
     model = qat.prepare(nn.Sequential(nn.Linear(8, 2)))
-    with pytest.raises(UserError) as caught, calibration_reported(config):
+    said = r"^float: .*the float model computes NaN or infinity"
+    with pytest.raises(UserError, match=said) as caught, calibration_reported(config):
         qat.calibrate(model, [torch.full((4, 8), float("inf"))])
-    assert str(caught.value) == sentence
+    assert advice in str(caught.value)
     with pytest.raises(UserError, match="calibrate: batches is empty"), calibration_reported(config):
         qat.calibrate(model, [])
 
@@ -234,7 +194,7 @@ def test_a_float_model_that_overflows_is_not_a_calibration_error(overrides: dict
     ("error", "sentence"),
     [
         (OSError(28, "No space left on device"), "{folder}/x/model.onnx: cannot write it (No space left on device)\n"),
-        (MemoryError(), "out of memory; try a smaller data.batch_size or data.image_size; "),
+        (MemoryError(), "out of memory (MemoryError); try a smaller data.batch_size or data.image_size"),
         (ValueError("no operator"), "export: tinymodels:tiny could not be exported (ValueError: no operator); resume="),
     ],
 )
@@ -253,22 +213,6 @@ def test_the_exporter_is_blamed_for_its_own_errors_only(
     assert start("run_dir=x", "float.epochs=0", "qat.epochs=0") == 2
     assert capsys.readouterr().err.startswith(sentence.format(folder=folder))
     assert not list((folder / "x").glob("*model.onnx*"))
-
-
-def test_a_folder_that_is_replaced_while_the_export_runs_gets_no_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = qat.export_onnx
-
-    def slow(model: torch.fx.GraphModule, path: Path, images: torch.Tensor, **named: Any) -> None:
-        (folder / "x").rename(folder / "mine")
-        (folder / "x").mkdir()
-        real(model, path, images, **named)
-
-    monkeypatch.setattr(qat, "export_onnx", slow)
-    assert start("run_dir=x", "float.epochs=0", "qat.epochs=0") == 2
-    assert capsys.readouterr().err.startswith(f"{folder}/x: the run folder or its .lock was moved, deleted or replaced")
-    assert list((folder / "x").iterdir()) == []
 
 
 def test_the_command_line_itself(folder: Path) -> None:
@@ -297,29 +241,6 @@ def test_the_default_run_keeps_its_promises(tmp_path: Path) -> None:
     assert not {"Conv", "FusedConv", "Add", "Gemm", "MatMul"} & set(operators)
 
 
-def test_a_finished_run_says_so_and_returns_its_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["float.epochs=0", "qat.epochs=1"]
-    assert start(*command, "export.onnx=false") == 0
-    assert summary(folder / "runs" / "tiny")["exit_status"] == 0
-    before = times(folder / "runs" / "tiny")
-    capsys.readouterr()
-    assert start(*command, "export.onnx=false", "resume=auto") == 0
-    said = (
-        "runs/tiny: this run is finished; a larger qat.epochs trains on, resume=never in another run_dir starts a new"
-        " one\n"
-    )
-    assert capsys.readouterr() == (said, "")
-    assert times(folder / "runs" / "tiny") == before
-    assert start(*command, "export.onnx=false", "resume=auto", "seed=3") == 2
-    said = (
-        "runs/tiny/config.yaml: was trained with seed: 0, now it is 3; set it back, or start anew in another run_dir\n"
-    )
-    assert capsys.readouterr().err == said
-    # With the export, something is left to do, and only that is done.
-    assert start(*command, "resume=auto") == 0
-    assert "onnx" in summary(folder / "runs" / "tiny")
-
-
 def test_a_second_run_in_the_same_folder_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,33 +260,12 @@ def test_a_second_run_in_the_same_folder_is_refused(
     assert sorted(path.name for path in (folder / "one").iterdir() if path.name[:6] != "events") == ["config.yaml"]
 
 
-def test_a_result_at_chance_level_gives_a_warning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert start("float.epochs=0", "qat.epochs=1", "qat.lr=1e-9", "run_dir=x") == 0
-    found = summary(folder / "x")["warnings"]
-    assert len(found) == 2
-    assert found[1].startswith("qat: val top1 ") and found[1].endswith("try a lower qat.lr (now 1e-09) or more epochs")
-    printed = capsys.readouterr().out
-    assert all(printed.count(f"warning: {sentence}\n") == 2 for sentence in found)
-
-
-def test_a_pipe_that_closes_and_a_scheduler_end_the_command_with_a_sentence(folder: Path) -> None:
+def test_a_scheduler_ends_the_command_with_a_sentence(folder: Path) -> None:
     command = [sys.executable, str(ROOT / "train.py"), "--config", "tiny.yaml", "run_dir=x", "float.epochs=100000"]
-    ended = {}
-    for reason in ("pipe", "signal"):
-        with subprocess.Popen(
-            [*command, "resume=auto"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout is not None and process.stderr is not None
-            assert process.stdout.readline().startswith(f"run folder: {folder}/x;")
-            if reason == "pipe":
-                process.stdout.close()
-            else:
-                process.send_signal(signal.SIGTERM)
-            *before, last = process.stderr.read().splitlines()
-        assert all("integer products" in line or "multiplies in float" in line for line in before), before
-        ended[reason] = (process.returncode, last)
-    goes_on = "resume=auto goes on from the last finished epoch"
-    assert ended == {
-        "pipe": (141, f"standard output was closed; {goes_on}"),
-        "signal": (143, f"ended by SIGTERM; {goes_on}"),
-    }
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith(f"run folder: {folder}/x;")
+        process.send_signal(signal.SIGTERM)
+        last = process.stderr.read().splitlines()[-1]
+    ended = "ended by SIGTERM; resume=auto goes on from the last finished epoch"
+    assert (process.returncode, last) == (143, ended)

@@ -136,18 +136,11 @@ def test_quantized_layers_of_ones_own_are_float_before_they_are_quantized(folder
 
 def test_a_model_prepared_in_parts_trains_without_an_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("Parts") == 2
-    assert capsys.readouterr().err.strip() == (
-        "export.onnx: manymodels:Parts cannot be written as one file: prepared in parts, since torch.fx cannot trace"
-        " Parts: the way through the model depends on the values of a tensor; use export.onnx=false"
-    )
+    said = capsys.readouterr().err
+    assert "Parts was prepared in parts, since torch.fx cannot trace Parts" in said and "export.onnx=false" in said
     assert not (folder / "run").exists()
     assert run("Parts", "export.onnx=false") == 0
     found = summary(folder / "run")
     assert "onnx" not in found and found["qat"]["top1"] >= 0
     table = (folder / "run" / "layers.txt").read_text()
     assert "prepared in parts" in table and "body.2 " in table and "not calibrated" not in table
-    assert run("Parts", "export.onnx=false", "quantization.first_bits=4", "run_dir=other") == 2
-    assert capsys.readouterr().err.strip() == (
-        "quantization: prepare: first_bits=4 needs a model with one graph, and torch.fx cannot trace Parts: the way"
-        " through the model depends on the values of a tensor; use overrides"
-    )

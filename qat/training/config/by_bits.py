@@ -15,8 +15,8 @@ ADAMW_RATE = 5e-4
 def with_choices_by_bits(tree: Any) -> Any:
     """A copy of a config's mapping in which `qat` and `qat.progressive` say optimizer and lr: AdamW up to `FEW` bits.
 
-    Each key is chosen on its own: whoever sets lr keeps the optimizer of the bits. What is no mapping is left for the
-    schema to refuse. Measured on 5,000 held-out training images of CIFAR-10 (docs/measurements.md).
+    Each key is chosen on its own: whoever sets lr keeps the optimizer of the bits. The schema refuses what is not a
+    mapping. Measured on 5,000 held-out training images of CIFAR-10 (docs/measurements.md).
 
     >>> with_choices_by_bits({"quantization": {"weight": {"bits": 2}, "activation": {"bits": 4}}})["qat"]
     {'optimizer': 'adamw', 'lr': 0.002}

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ from pydantic import ValidationError
 
 from qat.text import did_you_mean
 from qat.training.config.by_bits import with_choices_by_bits
-from qat.training.config.error_messages import Location, as_yaml, dotted, one_line, schema_at, sentences_of
-from qat.training.config.schema import RunConfig
+from qat.training.config.error_messages import Location, as_text, dotted, sentences_of
+from qat.training.config.schema import OverrideConfig, RunConfig
 from qat.training.config.yaml_subset import LARGEST, dump_yaml, parse_yaml
 from qat.training.errors import UserError
 
@@ -32,9 +31,6 @@ def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | 
         overrides: `key.path=value`, with the value in YAML. Later ones win, and a section given as a whole replaces
             the file's. Layer patterns may contain dots: `quantization.overrides.layer1.0.conv1.weight.bits=8`.
         config_folder: the folder of the shipped configs.
-
-    Raises:
-        UserError: with one sentence for each problem of the file and the overrides.
     """
     file = _find(path, config_folder)
     source = _relative(file)
@@ -44,24 +40,24 @@ def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | 
     if isinstance(parsed.value, dict):
         tree = parsed.value
     elif parsed.value is not None:
-        problems.append(f"{source}: expected keys and values at the top level, got {as_yaml(parsed.value)}")
+        problems.append(f"{source}: expected keys and values at the top level, got {as_text(parsed.value)}")
     elif not parsed.problems:
         problems.append(f"{source}: is empty; name at least a data set, such as data: {{name: digits}}")
-    # Python reads a file name that is not UTF-8 with lone surrogates, which YAML cannot contain.
-    tree.setdefault("name", file.stem.encode(errors="backslashreplace").decode())
+    tree.setdefault("name", file.stem)
 
-    applied: list[_Override] = []
+    applied: dict[str, Location] = {}
     for typed in overrides:
         try:
-            applied.append(_apply(tree, typed))
+            applied[typed] = _apply(tree, typed)
         except UserError as error:
-            problems += [f"{one_line(typed)}: {problem}" for problem in error.problems]
+            problems += [f"{typed}: {problem}" for problem in error.problems]
 
     def where(location: Location) -> str:
-        for override in reversed(applied):
-            if location[: len(override.created)] == override.created:
-                words = one_line(override.typed)
-                return words if location == override.path else f"{words}: {dotted(location)}"
+        for typed, path in reversed(applied.items()):
+            if location and location == path[: len(location)]:
+                return typed if location == path else f"{typed}: {dotted(location)}"
+            if location[: len(path)] == path:
+                return f"{typed}: {dotted(location)}"
         return f"{source}: {dotted(location)}" if location else source
 
     try:
@@ -89,8 +85,6 @@ def _find(path: str, config_folder: Path | None) -> Path:
             file = folder / (given.name + suffix)
             if os.path.exists(file) and not os.path.isdir(file):  # os.path: False, no error, without permission
                 return file
-    if path and os.path.isdir(given):
-        raise UserError(f"config {path!r}: is a folder; name a config file in it")
     places = " and ".join(str(folder.absolute()) for folder in folders)
     existing = {} if config_folder is None else {file.stem: file.name for file in _configs_in(config_folder)}
     existing |= {file.stem: str(file) for file in _configs_in(given.parent)}
@@ -125,49 +119,30 @@ def _read(file: Path, source: str) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class _Override:
-    """An override that has been applied, as the user typed it."""
-
-    typed: str
-    path: Location
-    created: Location
-    """The shortest part of the path that the override created; everything below it comes from the override."""
-
-
-def _apply(tree: dict[str, Any], typed: str) -> _Override:
+def _apply(tree: dict[str, Any], typed: str) -> Location:
+    """Apply an override to the tree; return the path of its key."""
     key, separator, text = typed.partition("=")
-    if not separator:
+    path = _steps(key.strip())
+    if not separator or not all(path):
         raise UserError("expected key.path=value, such as qat.lr=0.01")
     parsed = parse_yaml(text)
     if parsed.problems:
         raise UserError(*parsed.problems)
-    path = _steps(key.strip())
-    node, created = tree, len(path)
+    node = tree
     for depth, step in enumerate(path[:-1], start=1):
-        schema = schema_at(path[:depth])
-        inner = node.get(step)
-        if schema is not None and schema.get("type", "object") != "object":
-            raise UserError(f"{dotted(path[:depth])!r} has no keys of its own; set it as {dotted(path[:depth])}=...")
-        if inner is None:
-            inner, created = {}, min(created, depth)
-            node[step] = inner
-        elif not isinstance(inner, dict):
-            raise UserError(f"{dotted(path[:depth])!r} is {as_yaml(inner)}, which has no keys of its own")
-        node = inner
+        if node.get(step) is None:
+            node[step] = {}
+        node = node[step]
+        if not isinstance(node, dict):
+            raise UserError(f"{dotted(path[:depth])!r} is {as_text(node)}, which has no keys of its own")
     node[path[-1]] = parsed.value
-    return _Override(typed, path, path[:created])
+    return path
 
 
 def _steps(key: str) -> tuple[str, ...]:
     """Split `qat.lr` into its keys. A layer pattern keeps its dots: (quantization, overrides, layer1.0, skip)."""
     parts = key.split(".")
-    if not all(parts):
-        raise UserError(f"the key {key!r} is empty or has an empty part; expected key.path=value")
-    for start in range(1, len(parts)):
-        schema = schema_at(parts[:start]) or {}
-        section = schema_at([*parts[:start], ""]) if "properties" not in schema else None
-        if section and "properties" in section:  # the user chooses the names; each has a section of its own
-            end = next((i for i in range(start + 1, len(parts)) if parts[i] in section["properties"]), len(parts))
-            return (*parts[:start], ".".join(parts[start:end]), *parts[end:])
+    if parts[:2] == ["quantization", "overrides"]:
+        end = next((i for i in range(3, len(parts)) if parts[i] in OverrideConfig.model_fields), len(parts))
+        parts[2:end] = [".".join(parts[2:end])] if len(parts) > 2 else []
     return tuple(parts)

@@ -22,26 +22,19 @@ OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
 def current_folder_importable() -> Iterator[None]:
     """Let modules in the current folder be imported, as `python -m` does."""
     folder = os.getcwd()
-    added = folder not in sys.path
-    if added:
-        sys.path.insert(0, folder)
+    sys.path.insert(0, folder)
     importlib.invalidate_caches()
     try:
         yield
     finally:
-        if added and folder in sys.path:
-            sys.path.remove(folder)
+        sys.path.remove(folder)
 
 
 def import_extensions(modules: Sequence[str]) -> None:
-    """Import the modules that a config lists under `imports`; they register rules and targets of the user's own.
-
-    Raises:
-        UserError: if a module cannot be found, or fails.
-    """
+    """Import the modules that a config lists under `imports`; they register rules and targets of the user's own."""
     with current_folder_importable():
         for number, name in enumerate(modules):
-            _import_module(name, f"imports[{number}]", name)
+            _import_module(name, f"imports[{number}]")
 
 
 @contextmanager
@@ -49,9 +42,6 @@ def users_callable(key: str, name: str) -> Iterator[Callable[..., Any]]:
     """Yield the callable that `package.module:callable` names; errors of the calls in the context become a sentence.
 
     The errors name the key of the config (`model.name`), of which `name` is the value.
-
-    Raises:
-        UserError: if the callable cannot be imported, is not callable, or fails.
     """
     with current_folder_importable():
         function = _import_callable(key, name)
@@ -71,18 +61,18 @@ def reason(error: Exception) -> str:
 
 def place(error: Exception) -> str:
     """Return ", file:line" of the innermost frame outside of this package; "" if there is none."""
-    if isinstance(error, SyntaxError) and error.filename:
+    if isinstance(error, SyntaxError):
         return f", {error.filename}:{error.lineno}"
-    files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    users = [(file, line) for file, line in files if not file.startswith((OWN_FOLDER, "<")) and "importlib" not in file]
-    return f", {users[-1][0]}:{users[-1][1]}" if users else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [each for each in frames if not each.filename.startswith((OWN_FOLDER, "<"))]
+    return f", {users[-1].filename}:{users[-1].lineno}" if users else ""
 
 
 def _import_callable(key: str, name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise UserError(f"{key}: '{name}' is incomplete; write package.module:callable")
-    found: Any = _import_module(module_name, key, name)
+    found: Any = _import_module(module_name, key)
     for part in attribute.split("."):
         if not hasattr(found, part):
             hint = did_you_mean(part, dir(found))
@@ -94,15 +84,13 @@ def _import_callable(key: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def _import_module(name: str, key: str, value: str) -> ModuleType:
-    """Import `package.module`; key and value are those of the config, for the errors."""
+def _import_module(name: str, key: str) -> ModuleType:
+    """Import `package.module`, which a config names under the key."""
     try:
         return importlib.import_module(name)
     except Exception as error:  # user code may raise anything
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent and f"{name}.".startswith(f"{absent}."):
-            asked = "" if value == absent else f" for '{value}'"
-            raise UserError(
-                f"{key}: no module '{absent}'{asked}, neither in the current folder '{os.getcwd()}' nor installed"
-            ) from error
+            where = f"neither in the current folder '{os.getcwd()}' nor installed"
+            raise UserError(f"{key}: no module '{absent}', {where}") from error
         raise UserError(f"{key}: importing '{name}' failed ({reason(error)}{place(error)})") from error

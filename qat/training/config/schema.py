@@ -7,10 +7,10 @@ what a valid config is. Unknown keys are refused everywhere (`extra="forbid"`).
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from qat.targets import profile_of
-from qat.training.config.section import Bits, Count, CountOrZero, Probability, Section
+from qat.text import did_you_mean
+from qat.training.config.section import Bits, Count, CountOrZero, Positive, Probability, Section
 from qat.training.config.stages import ModelConfig, QATStageConfig, SpecConfig, StageConfig
 
 DATASETS = ("digits", "imagefolder", "cifar10", "cifar100", "mnist", "fashion_mnist", "imagenet", "npz", "fake")
@@ -20,13 +20,14 @@ WITHOUT_FILES = {"digits": "bundled", "fake": "made up"}
 
 def _dataset_name(name: str) -> str:
     if name not in DATASETS and ":" not in name:
-        raise PydanticCustomError("literal_error", "unknown data set")  # the enum below completes the sentence
+        hint = did_you_mean(name, DATASETS)
+        raise ValueError(
+            f"expected {', '.join(DATASETS)} or package.module:callable, got {name!r}{hint and f'; {hint}'}"
+        )
     return name
 
 
-DatasetName = Annotated[
-    str, AfterValidator(_dataset_name), Field(json_schema_extra={"enum": [*DATASETS, "package.module:callable"]})
-]
+DatasetName = Annotated[str, AfterValidator(_dataset_name)]
 
 
 class AugmentConfig(Section):
@@ -67,7 +68,7 @@ class DataConfig(Section):
     """Validation: resize the shorter side to this before the centre crop; default: image_size, no crop."""
     mean: tuple[float, float, float] | None = None
     """Per-channel mean of the normalisation, of pixels in [0, 1]; default: the data set's own."""
-    std: tuple[float, float, float] | None = None
+    std: tuple[Positive, Positive, Positive] | None = None
     """Per-channel deviation of the normalisation."""
     augment: AugmentConfig = AugmentConfig()
     batch_size: Count = 64
@@ -200,6 +201,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"data.augment.cutout: {self.data.augment.cutout} leaves little or nothing of images of"
                 f" data.image_size: {self.data.image_size}; use less"
+            )
+        if self.data.resize_size is not None and self.data.resize_size < self.data.image_size:
+            raise ValueError(
+                f"data.resize_size: {self.data.resize_size} is smaller than data.image_size: {self.data.image_size},"
+                " which is cropped from it"
             )
         for name, stage in (("float", self.float), ("qat", self.qat)):
             if 0 < stage.epochs < stage.warmup_epochs:

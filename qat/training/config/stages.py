@@ -2,11 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from qat.training.config.section import Bits, Count, CountOrZero, NonNegative, Positive, Probability, Section, meant
+from qat.training.config.section import Bits, Count, CountOrZero, NonNegative, Positive, Probability, Section
 
-Alpha = Annotated[float, Field(ge=0, le=1000), AfterValidator(meant)]
+Alpha = Annotated[float, Field(ge=0, le=1000)]
 """Both parameters of a Beta distribution; from 1000 on its samples are 0.5 to two digits, far above it numbers fail."""
 
 

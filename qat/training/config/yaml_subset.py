@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from qat.text import first_line
+
 LARGEST = 1_000_000
 """Most characters of a config. Aliases count expanded: a few lines of them can expand to more than all memory."""
 
@@ -51,19 +53,14 @@ def parse_yaml(text: str) -> ParsedYAML:
         value = None if node is None else loader.construct_document(node)
         # The way through JSON makes copies of aliased mappings, so that a change to one leaves the others alone. It
         # also finds mappings that contain themselves.
-        text_of_value = json.dumps(value, ensure_ascii=False).encode()
-        return ParsedYAML(json.loads(text_of_value), tuple(loader.problems))
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        return ParsedYAML(None, (f"line {line}: character {text[error.position]!r} is not allowed in YAML; remove it",))
-    except yaml.MarkedYAMLError as error:
-        return ParsedYAML(None, (_syntax_problem(error),))
-    except UnicodeEncodeError:
-        return ParsedYAML(None, (r"a \u escape stands for half a character only; write the character itself",))
-    except ValueError:
-        return ParsedYAML(None, ("an alias (*) stands inside the value that it names; write the value out",))
-    except RecursionError:
-        return ParsedYAML(None, ("nested too deeply to be a config",))
+        return ParsedYAML(json.loads(json.dumps(value)), tuple(loader.problems))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        reason = getattr(error, "problem", None) or " ".join(str(error).split())
+        return ParsedYAML(None, (f"{where}not valid YAML: {reason}",))
+    except (ValueError, RecursionError) as error:
+        return ParsedYAML(None, (f"not a config: {first_line(error)}",))
 
 
 def dump_yaml(value: Any) -> str:
@@ -82,23 +79,14 @@ def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
     return sizes[id(node)]
 
 
-def _syntax_problem(error: yaml.MarkedYAMLError) -> str:
-    mark = error.problem_mark or error.context_mark
-    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    told = [error.problem.replace(r"character '\t'", "a tab (indent with spaces)")] if error.problem else []
-    if error.context and not error.context.startswith("while"):  # "expected a single document, but found another"
-        told.insert(0, error.context)
-    return f"{where}not valid YAML: {', '.join(told)}"
-
-
 class _Loader(yaml.SafeLoader):
     """SafeLoader with its own resolvers and constructors; the global one is not changed."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's way: a class attribute, filled below)
-    yaml_constructors = {  # noqa: RUF012
+    yaml_constructors = {
         _PREFIX + kind: yaml.SafeLoader.yaml_constructors[_PREFIX + kind]
         for kind in ("null", "bool", "float", "str", "seq", "map")
-    }
+    } | {None: yaml.SafeLoader.yaml_constructors[None]}
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -125,10 +113,6 @@ class _Loader(yaml.SafeLoader):
     def construct_int(self, node: yaml.ScalarNode) -> int:
         return int(self.construct_scalar(node).replace("_", ""))
 
-    def construct_unknown(self, node: yaml.Node) -> None:
-        tag = node.tag.replace(_PREFIX, "!!")
-        raise yaml.constructor.ConstructorError(None, None, f"the tag {tag} is not known here", node.start_mark)
-
 
 class _Dumper(yaml.SafeDumper):
     """SafeDumper that also quotes text which only `_Loader` reads as a number, such as '1e-3'."""
@@ -137,5 +121,4 @@ class _Dumper(yaml.SafeDumper):
 for _tag, _pattern, _first in _KINDS:
     _Loader.add_implicit_resolver(_PREFIX + _tag, _pattern, _first)
 _Loader.add_constructor(_PREFIX + "int", _Loader.construct_int)
-_Loader.add_constructor(None, _Loader.construct_unknown)
 _Dumper.add_implicit_resolver(_PREFIX + "float", _FLOAT, list("-+." + _DIGITS))

@@ -20,11 +20,11 @@ from PIL import Image
 from qat.text import first_line
 from qat.training.config.imports import users_callable
 from qat.training.config.schema import WITHOUT_FILES, DataConfig
-from qat.training.data.image_folder import first_few, read_image_folder
+from qat.training.data.image_folder import read_image_folder
 from qat.training.data.images import Dataset, ImageArray
-from qat.training.data.npz import read_npz
+from qat.training.data.npz import array, read_npz
 from qat.training.data.transforms import Channels
-from qat.training.errors import UserError
+from qat.training.errors import UserError, value_errors_reported
 from qat.training.run.logging import on_terminal
 
 logger = logging.getLogger("qat")
@@ -34,30 +34,17 @@ IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
 
 
 def build_dataset(config: DataConfig, seed: int) -> Dataset:
-    """Open the data set that `config` names; only the random images of `fake` depend on the seed.
-
-    Raises:
-        UserError: if something is missing, damaged or malformed, or a setting has no effect with this set.
-    """
-    own = ":" in config.name
-    problems = []
-    why = WITHOUT_FILES.get(config.name)
+    """Open the data set that `config` names; only the random images of `fake` depend on the seed."""
+    own, why = ":" in config.name, WITHOUT_FILES.get(config.name)
     if why is not None and config.root is not None:
-        problems.append(f"data.root: '{config.root}' has no effect: data.name '{config.name}' is {why}; leave it out")
+        raise UserError(f"data.root: '{config.root}' has no effect: data.name '{config.name}' is {why}; leave it out")
     if not (own or config.root or why):
         where = "the .npz file" if config.name == "npz" else "the folder"
-        problems.append(f"data.root: missing; data.name '{config.name}' needs the path of {where}")
+        raise UserError(f"data.root: missing; data.name '{config.name}' needs the path of {where}")
     if config.download and config.name not in _DOWNLOADS:
-        problems.append(
-            f"data.download: true has no effect with data.name '{config.name}'; only {', '.join(_DOWNLOADS)} can be "
-            "downloaded"
-        )
-    if problems:
-        raise UserError(*problems)
-    return _users_dataset(config) if own else _BUILDERS[config.name](config, seed)
-
-
-def _users_dataset(config: DataConfig) -> Dataset:
+        raise UserError(f"data.download: true has no effect with '{config.name}'; it is for {', '.join(_DOWNLOADS)}")
+    if not own:
+        return _BUILDERS[config.name](config, seed)
     with users_callable("data.name", config.name) as builder:
         dataset = builder(config)
     if not isinstance(dataset, Dataset):
@@ -79,18 +66,18 @@ def _digits(config: DataConfig, seed: int) -> Dataset:
     images, labels = read_digits()
     in_val = np.zeros(len(labels), bool)
     in_val[np.argsort(labels, kind="stable")[::5]] = True
-    train, val = (_array(images[chosen], labels[chosen]) for chosen in (~in_val, in_val))
+    train, val = (array(images[chosen], labels[chosen]) for chosen in (~in_val, in_val))
     return Dataset(train, val, [str(digit) for digit in range(10)])
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Cut the bundled sheet into uint8 images (1797, 1, 8, 8), with 15 grey levels per level of ink, and labels."""
+    """Cut the bundled sheet into uint8 images (1797, 8, 8), with 15 grey levels per level of ink, and labels."""
     with resources.files("qat.training.data").joinpath("digits.png").open("rb") as file, Image.open(file) as sheet:
         pixels = np.array(sheet)
         labels = np.array([int(digit) for digit in sheet.info["Labels"]])
     side = 8
     rows, columns = pixels.shape[0] // side, pixels.shape[1] // side
-    tiles = pixels.reshape(rows, side, columns, side).swapaxes(1, 2).reshape(-1, 1, side, side)
+    tiles = pixels.reshape(rows, side, columns, side).swapaxes(1, 2).reshape(-1, side, side)
     return tiles[: len(labels)], labels
 
 
@@ -171,41 +158,18 @@ def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
             f"data.root: '{root}' has no complete {config.name} (expected in '{(root / known.folder).absolute()}'); "
             "set data.download: true"
         ) from error
-    train, val = (_array(_channels_first(np.asarray(split.data)), np.asarray(split.targets)) for split in splits)
-    classes = list(splits[0].classes)
-    for images in (train, val):
-        if len(images.images) != len(images.labels) or not 0 <= int(images.labels.max()) < len(classes):
-            raise UserError(
-                f"data.root: '{root}': the files of {config.name} are damaged ({len(images.images)} images,"
-                f" {len(images.labels)} labels up to {int(images.labels.max())}); delete them and set data.download:"
-                " true"
-            )
-    return Dataset(train, val, classes, known.mean, known.std)
+    with value_errors_reported(f"data.root: '{root}': the files of {config.name} are damaged: "):
+        train, val = (array(np.asarray(split.data), np.asarray(split.targets)) for split in splits)
+        return Dataset(train, val, list(splits[0].classes), known.mean, known.std)
 
 
 def _npz(config: DataConfig, seed: int) -> Dataset:
-    path = _root(config)
-    arrays = read_npz(path)
-    classes: list[str] = arrays["classes"].tolist()
-    unseen = sorted(set(range(len(classes))) - set(arrays["y_train"].tolist()))
-    if unseen:
-        names = first_few([classes[label] for label in unseen])
-        logger.warning("data.root: '%s': no training image of class %s", path, names)
-    train, val = (_array(_channels_first(arrays[f"x_{split}"]), arrays[f"y_{split}"]) for split in ("train", "val"))
-    return Dataset(train, val, classes)
+    return read_npz(_root(config))
 
 
 def _root(config: DataConfig) -> Path:
-    return Path(os.path.expanduser(config.root or ""))
-
-
-def _channels_first(images: np.ndarray) -> np.ndarray:
-    """Turn (N, H, W) or (N, H, W, C) into (N, C, H, W) without copying."""
-    return images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
-
-
-def _array(images: np.ndarray, labels: np.ndarray) -> ImageArray:
-    return ImageArray(torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64)))
+    assert config.root is not None  # build_dataset checks this
+    return Path(os.path.expanduser(config.root))
 
 
 _BUILDERS: dict[str, Callable[[DataConfig, int], Dataset]] = {

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,18 +23,6 @@ class ImageArray:
 
     images: Tensor
     labels: Tensor
-
-    def problem(self) -> str | None:
-        """Say what is wrong with the type or shape of `images`, as part of a sentence."""
-        images = self.images
-        if (
-            isinstance(images, Tensor)
-            and images.dtype == torch.uint8
-            and images.dim() == 4
-            and images.shape[1] in (1, 3)
-        ):
-            return None
-        return f"images must be a uint8 tensor (N, 1 or 3, H, W), got {_described(images)}"
 
     def picture(self, index: int) -> Tensor:
         """Return one image, uint8 (C, H, W)."""
@@ -64,18 +52,8 @@ class ImageFiles:
     paths: "np.ndarray[tuple[int], np.dtype[np.bytes_]]"
     labels: Tensor
 
-    def problem(self) -> str | None:
-        """Say what is wrong with the type or shape of `paths`, as part of a sentence."""
-        if isinstance(self.paths, np.ndarray) and self.paths.dtype.kind == "S" and self.paths.ndim == 1:
-            return None
-        return f"paths must be an array of bytes (N,), got {_described(self.paths)}"
-
     def picture(self, index: int) -> Image.Image:
-        """Decode one image into 8-bit RGB, as torchvision's ImageFolder does.
-
-        Raises:
-            UserError: if the file is not an image, is damaged, or has more than 8 bits per channel.
-        """
+        """Decode one image into 8-bit RGB, as torchvision's ImageFolder does."""
         try:
             return read_picture(os.fsdecode(self.paths[index]))
         except UserError as error:
@@ -127,10 +105,19 @@ class Dataset:
 def _check_split(where: str, split: Images, classes: int) -> None:
     if not isinstance(split, ImageArray | ImageFiles):
         raise TypeError(f"{where} must be an ImageArray or an ImageFiles, got {type(split).__name__}")
-    problem = split.problem()
-    if problem is not None:
-        raise ValueError(f"{where}: {problem}")
-    count, labels = len(split.images if isinstance(split, ImageArray) else split.paths), split.labels
+    content: Any = split.images if isinstance(split, ImageArray) else split.paths
+    if isinstance(split, ImageArray):
+        shape = tuple(getattr(content, "shape", ()))
+        fits = getattr(content, "dtype", None) is torch.uint8 and len(shape) == 4 and shape[1] in (1, 3)
+        form = "images must be a uint8 tensor (N, 1 or 3, H, W)"
+    else:
+        fits, form = (
+            isinstance(content, np.ndarray) and content.dtype.kind == "S",
+            "paths must be an array of bytes (N,)",
+        )
+    if not fits:
+        raise ValueError(f"{where}: {form}, got {_described(content)}")
+    count, labels = len(content), split.labels
     if count == 0:
         raise ValueError(f"{where} has no images")
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.shape != (count,):
@@ -140,13 +127,12 @@ def _check_split(where: str, split: Images, classes: int) -> None:
         raise ValueError(f"{where}: labels go from {lowest} to {highest}, but classes has length {classes}")
 
 
+def _described(value: Any) -> str:
+    shape = f" {value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor | np.ndarray) else ""
+    return f"{type(value).__name__}{shape}"
+
+
 def _digest(labels: Tensor, content: "bytes | memoryview[int]") -> str:
     digest = hashlib.sha256(labels.contiguous().numpy().data)
     digest.update(content)
     return digest.hexdigest()[:16]
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor | np.ndarray):
-        return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}"
-    return type(value).__name__

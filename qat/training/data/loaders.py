@@ -4,10 +4,7 @@ Each training image gets its own random number, drawn together with the order, t
 is the same after a resume, for any number of loader processes, and whatever else draws random numbers.
 """
 
-import ctypes
 import os
-import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,20 +17,8 @@ from qat.training.data import datasets
 from qat.training.data.datasets import logger, seeded_generator
 from qat.training.data.images import ImageArray, Images
 from qat.training.data.transforms import Preprocessing, resized_up_front
-from qat.training.data.views import (
-    Batch,
-    Failure,
-    Sample,
-    SampleKey,
-    TransformedImages,
-    View,
-    plain_view,
-    training_view,
-)
+from qat.training.data.views import Batch, Sample, SampleKey, TransformedImages, View, plain_view, training_view
 from qat.training.errors import UserError
-
-PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl: the signal that a process gets when its parent ends."""
 
 
 class EpochOrder(Sampler[SampleKey]):
@@ -66,7 +51,7 @@ class Loader:
     An iteration is one epoch; it raises UserError if an image cannot be read. `len` is the number of batches.
     """
 
-    def __init__(self, batches: "DataLoader[Batch | Failure]", order: EpochOrder) -> None:
+    def __init__(self, batches: DataLoader[Batch], order: EpochOrder) -> None:
         self._batches = batches
         self._order = order
 
@@ -78,10 +63,10 @@ class Loader:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self._batches:
-            if isinstance(batch, Failure):
-                raise UserError(*batch.problems)
-            yield batch
+        try:
+            yield from self._batches
+        except UserError as error:  # from a loader process, torch puts the process and its traceback before
+            raise UserError(str(error).rpartition("UserError: ")[2].strip()) from None
 
 
 @dataclass(frozen=True)
@@ -110,18 +95,8 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
 
     The training order, the augmentation and the choice of calibration images depend on the seed. For a CUDA device
     training images that fit are moved there and augmented there; other batches are in pinned memory.
-
-    Raises:
-        UserError: for a wrong setting, or a data set that is missing, damaged or malformed.
     """
-    _check(config)
     dataset = datasets.build_dataset(config, seed)
-    if len(dataset.classes) < 2:
-        where = f"data.root: '{config.root}'" if config.root else f"data.name: '{config.name}'"
-        raise UserError(
-            f"{where} has {len(dataset.classes)} class ({', '.join(dataset.classes)}), which every answer gets right;"
-            " a classifier needs at least 2"
-        )
     preprocessing = Preprocessing(
         image_size=config.image_size,
         resize_size=config.resize_size or config.image_size,
@@ -157,20 +132,6 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
         preprocessing=preprocessing,
         contents=contents,
     )
-
-
-def _check(config: DataConfig) -> None:
-    """Refuse settings that the schema allows but no pipeline can satisfy."""
-    problems = []
-    if config.resize_size is not None and config.resize_size < config.image_size:
-        problems.append(
-            f"data.resize_size: {config.resize_size} is smaller than data.image_size ({config.image_size}), which is "
-            "cropped from it"
-        )
-    if config.std is not None and min(config.std) <= 0:
-        problems.append(f"data.std: {list(config.std)}; each must be above 0")
-    if problems:
-        raise UserError(*problems)
 
 
 def _limited(images: Images, limit: int | None, split: str) -> Images:
@@ -210,13 +171,12 @@ def _loader(
     persistent: bool = True,
 ) -> Loader:
     """Make a loader; `drop_last` drops an incomplete last batch unless it is the only one."""
-    batches: DataLoader[Batch | Failure] = DataLoader(
+    batches: DataLoader[Batch] = DataLoader(
         view,
         batch_size,
         sampler=order,
         num_workers=workers,
         collate_fn=partial(_collate, channels_last=channels_last),
-        worker_init_fn=_end_with_the_run,
         pin_memory=pinned and (isinstance(view, TransformedImages) or view.on_host),
         drop_last=drop_last and len(order) >= batch_size,
         persistent_workers=persistent and workers > 0,
@@ -225,19 +185,6 @@ def _loader(
     return Loader(batches, order)
 
 
-def _end_with_the_run(worker: int) -> None:
-    """A loader process ends with a run that is killed, before it fails to reach it and writes that into the log."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _collate(samples: "list[Sample | Failure] | Batch", channels_last: bool) -> Batch | Failure:
-    if isinstance(samples, list):
-        failed = [sample for sample in samples if isinstance(sample, Failure)]
-        if failed:
-            return failed[0]
-        images = torch.stack([sample[0] for sample in samples if not isinstance(sample, Failure)])
-        labels = torch.stack([sample[1] for sample in samples if not isinstance(sample, Failure)])
-    else:
-        images, labels = samples
+def _collate(samples: list[Sample] | Batch, channels_last: bool) -> Batch:
+    images, labels = samples if isinstance(samples, tuple) else map(torch.stack, zip(*samples, strict=True))
     return images.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format), labels

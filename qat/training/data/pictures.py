@@ -19,11 +19,7 @@ GivenPicture: TypeAlias = "str | os.PathLike[str] | Image.Image | np.ndarray | T
 
 
 def read_picture(path: "str | os.PathLike[str]") -> Image.Image:
-    """Decode one image into 8-bit RGB, as torchvision's ImageFolder does: an orientation in EXIF is ignored.
-
-    Raises:
-        UserError: if the file is not an image, is damaged, or has more than 8 bits per channel.
-    """
+    """Decode one image into 8-bit RGB, as torchvision's ImageFolder does: an orientation in EXIF is ignored."""
     try:
         with warnings.catch_warnings():
             # The pixels are readable despite broken EXIF data or a transparent palette.
@@ -39,11 +35,7 @@ def read_picture(path: "str | os.PathLike[str]") -> Image.Image:
 
 
 def as_rgb(image: Image.Image, where: str) -> Image.Image:
-    """The image in 8-bit RGB.
-
-    Raises:
-        UserError: for more than 8 bits per channel, which Pillow would clip to 255.
-    """
+    """The image in 8-bit RGB."""
     if image.mode.startswith(("I", "F")):
         raise UserError(f"{where} has pixels of mode '{image.mode}'; save it with 8 bits a channel")
     return image.convert("RGB")
@@ -76,38 +68,31 @@ class InputTransform:
 
     def _as_stored(self, picture: GivenPicture) -> Picture:
         """The picture as the data set had it: as a PIL image from a file, or as a tensor from a set in memory."""
-        if isinstance(picture, np.ndarray):
-            picture = _channels_first(picture)
-        elif isinstance(picture, str | os.PathLike):
-            picture = read_picture(Path(picture))
-        elif isinstance(picture, Image.Image):
-            picture = as_rgb(picture, "the image")
-        elif not isinstance(picture, Tensor):
+        from_files = self.preprocessing.resized_by == "pillow"
+        if isinstance(picture, Image.Image | str | os.PathLike):
+            image = as_rgb(picture, "the image") if isinstance(picture, Image.Image) else read_picture(picture)
+            return image if from_files else pixels_of(image)
+        if not isinstance(picture, np.ndarray | Tensor):
             raise TypeError(
                 f"transform: expected a path, a PIL image, or a uint8 array or tensor, got {type(picture).__name__}"
             )
-        if isinstance(picture, Tensor):
-            _check_pixels(picture)
-        from_files = self.preprocessing.resized_by == "pillow"
-        if isinstance(picture, Tensor) and from_files:
-            channels = picture.cpu().expand(3, -1, -1)
-            return Image.fromarray(np.ascontiguousarray(channels.permute(1, 2, 0)))
-        if isinstance(picture, Image.Image) and not from_files:
-            return pixels_of(picture)
-        return picture.cpu() if isinstance(picture, Tensor) else picture
+        pixels = _channels_first(picture)
+        if not from_files:
+            return pixels
+        return Image.fromarray(np.ascontiguousarray(pixels.expand(3, -1, -1).permute(1, 2, 0)))
 
 
-def _channels_first(pixels: np.ndarray) -> Tensor:
-    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (1, 3)):
-        raise UserError(f"expected a uint8 array (H, W) or (H, W, 1 or 3), got {pixels.dtype} {pixels.shape}")
-    pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-    return torch.from_numpy(np.ascontiguousarray(pixels))
-
-
-def _check_pixels(pixels: Tensor) -> None:
+def _channels_first(picture: "np.ndarray | Tensor") -> Tensor:
+    """A uint8 array (H, W) or (H, W, 1 or 3), or a uint8 tensor (1 or 3, H, W), as such a tensor on the CPU."""
+    pixels = torch.tensor(picture) if isinstance(picture, np.ndarray) else picture.cpu()
+    if isinstance(picture, np.ndarray):
+        pixels = pixels[None] if pixels.dim() == 2 else pixels.movedim(-1, 0)
     if pixels.dtype != torch.uint8 or pixels.dim() != 3 or pixels.shape[0] not in (1, 3) or not pixels.numel():
-        kind = str(pixels.dtype).removeprefix("torch.")
-        raise UserError(f"expected a uint8 tensor (1 or 3, H, W), got {kind} {tuple(pixels.shape)}")
+        raise UserError(
+            "expected a uint8 array (H, W) or (H, W, 1 or 3), or a uint8 tensor (1 or 3, H, W), got"
+            f" {picture.dtype} {tuple(picture.shape)}"
+        )
+    return pixels
 
 
 def _reason(error: Exception) -> str:

@@ -1,7 +1,6 @@
 """A split's images as the model's inputs: one at a time, or a whole batch at once, on a CUDA device if they fit."""
 
 import logging
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -12,7 +11,6 @@ from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data.batched import BatchTransform
 from qat.training.data.images import ImageArray, Images
 from qat.training.data.transforms import Preprocessing, Transform, is_random, train_transform
-from qat.training.errors import UserError
 
 logger = logging.getLogger("qat")
 
@@ -21,14 +19,7 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 SampleKey: TypeAlias = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The sentences of a UserError in a loader process, where an exception would become a traceback."""
-
-    problems: tuple[str, ...]
-
-
-class TransformedImages(Dataset["Sample | Failure"]):
+class TransformedImages(Dataset[Sample]):
     """A split's images as the model's inputs; `random` transforms draw from torch's global CPU generator."""
 
     def __init__(self, images: Images, transform: Transform, random: bool) -> None:
@@ -39,7 +30,7 @@ class TransformedImages(Dataset["Sample | Failure"]):
     def __len__(self) -> int:
         return len(self.images.labels)
 
-    def __getitems__(self, keys: list[SampleKey]) -> "list[Sample | Failure]":
+    def __getitems__(self, keys: list[SampleKey]) -> list[Sample]:
         """Return the samples of a whole batch; torch's loader calls this where it is defined."""
         state, threads = torch.default_generator.get_state(), torch.get_num_threads()
         # One image is too small for several threads: waiting for them made `affine` up to 15 times slower.
@@ -50,14 +41,10 @@ class TransformedImages(Dataset["Sample | Failure"]):
             torch.set_num_threads(threads)
             torch.default_generator.set_state(state)
 
-    def _sample(self, index: int, seed: int) -> "Sample | Failure":
-        try:
-            picture = self.images.picture(index)
-        except UserError as error:
-            return Failure(error.problems)
+    def _sample(self, index: int, seed: int) -> Sample:
         if self.random:
             torch.default_generator.manual_seed(seed)
-        return self.transform(picture), self.images.labels[index]
+        return self.transform(self.images.picture(index)), self.images.labels[index]
 
 
 class BatchedImages(Dataset[Batch]):

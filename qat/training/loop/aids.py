@@ -2,17 +2,52 @@
 the config, which are classes of `qat.finetuning`."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from qat.finetuning import Distillation, GradualQuantization, Oscillations
 from qat.finetuning.ewgs import update_ewgs
 from qat.quantizer import Quantizer
-from qat.training.aids.oscillations import report_oscillations
+from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.errors import value_errors_reported
 from qat.training.loop.evaluation import TrainBatches
 from qat.training.run.logging import RunLog
+
+Mixing: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From images (N, C, H, W) and labels (N,) to mixed images and a share of every class for each, (N, classes)."""
+
+
+def build_mixing(stage: StageConfig, classes: int) -> Mixing | None:
+    """What mixes the stage's batches: mixup, cutmix, or for each batch one of the two, evenly; None for nothing.
+
+    Image i is mixed with image i - 1 of its batch, and their labels in the same shares. The random numbers are of
+    torch's generator on the CPU, whose state is in the checkpoints; nothing is read from the device.
+    """
+    if not (stage.mixup_alpha or stage.cutmix_alpha):
+        return None
+    from torchvision.transforms import v2  # late, since it takes seconds
+
+    wanted = ((v2.MixUp, stage.mixup_alpha), (v2.CutMix, stage.cutmix_alpha))
+    mixing: Mixing = v2.RandomChoice([kind(alpha=alpha, num_classes=classes) for kind, alpha in wanted if alpha])
+    return mixing
+
+
+def build_oscillations(model: nn.Module, stage: StageConfig | None) -> Oscillations | None:
+    """What counts, dampens or freezes the oscillating weights of a stage; None if its config does not ask for it."""
+    if not isinstance(stage, QATStageConfig) or stage.oscillation is None:
+        return None
+    with value_errors_reported("qat.oscillation: "):
+        return Oscillations(model, **stage.oscillation.model_dump())
+
+
+def build_gradual(model: nn.Module, stage: StageConfig | None) -> GradualQuantization | None:
+    """What quantizes by degrees; None without the block, and for a float model that trains with QAT's settings."""
+    block = stage.gradual if isinstance(stage, QATStageConfig) else None
+    if block is None or not any(isinstance(each, Quantizer) for each in model.modules()):
+        return None
+    with value_errors_reported("qat.gradual: "):
+        return GradualQuantization(model, **block.model_dump())
 
 
 class Aids:
@@ -20,24 +55,18 @@ class Aids:
 
     Args:
         model: the model of the stage.
+        stage: its settings; None for the rules alone.
         distillation: what it learns from besides labels; None for nothing.
-        oscillations: what watches its weights; None for nothing.
-        gradual: what quantizes it by degrees; None for nothing.
 
     Attributes:
         student: what a training step calls: the model, or one that returns what the distillation needs too.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        distillation: Distillation | None = None,
-        oscillations: Oscillations | None = None,
-        gradual: GradualQuantization | None = None,
+        self, model: nn.Module, stage: StageConfig | None = None, distillation: Distillation | None = None
     ) -> None:
-        self.model = model
-        self.oscillations, self.progress = oscillations, 0.0
-        self.gradual = gradual
+        self.model, self.progress = model, 0.0
+        self.oscillations, self.gradual = build_oscillations(model, stage), build_gradual(model, stage)
         self.distillation = distillation
         self.student = model if distillation is None else distillation.watching(model)
         quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
@@ -46,11 +75,7 @@ class Aids:
         self.curved = any(q.spec.ewgs == "hessian" for q in quantizers)
 
     def before_epoch(self, loss_of: Callable[[Any], Tensor], batches: TrainBatches) -> None:
-        """Update delta from the first batch, if a quantizer has ewgs="hessian".
-
-        Raises:
-            UserError: if an operation of the model has no second derivative.
-        """
+        """Update delta from the first batch, if a quantizer has ewgs="hessian"."""
         if self.curved:
             with value_errors_reported("quantization: "):
                 update_ewgs(self.model, lambda _model, batch: loss_of(batch), [next(iter(batches))])
@@ -86,8 +111,18 @@ class Aids:
             self.oscillations.update(self.progress)
 
     def after_epoch(self, log: RunLog, stage: str, step: int) -> str:
-        """Draw the curves of the aids, and return a note for the epoch's line."""
-        return "" if self.oscillations is None else report_oscillations(self.oscillations, log, stage, step)
+        """Draw the shares of oscillating and frozen weights, in percent, and return them for the epoch's line."""
+        if self.oscillations is None:
+            return ""
+        for name, (weights, oscillating, _) in self.oscillations.by_layer().items():
+            log.scalar(f"oscillating/{name}", 100 * oscillating / weights, step)
+        weights, oscillating, frozen = self.oscillations.count()
+        shares = {"oscillating": 100 * oscillating / weights}
+        if self.oscillations.freeze is not None:
+            shares["frozen_weights"] = 100 * frozen / weights
+        for name, share in shares.items():
+            log.scalar(f"{stage}/{name}", share, step)
+        return ", ".join(f"{name.replace('_', ' ')} {share:.1f} %" for name, share in shares.items())
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the aids that have one, by name: the training's, and so no part of the model's."""
@@ -95,5 +130,5 @@ class Aids:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`."""
-        if self.oscillations is not None and "oscillations" in state:
+        if self.oscillations is not None:
             self.oscillations.load_state_dict(state["oscillations"])

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.training.run.exit_status import memory_shortage
+from qat.text import first_line
+from qat.training.run.exit_status import is_memory_shortage
 
 LOSS_TOLERANCE, GRADIENT_FACTOR = 0.25, 4.0
 """The largest relative difference of the losses, and the largest factor between the norms of the gradients. They are
@@ -27,28 +28,16 @@ class Step(NamedTuple):
 
 
 class CompiledModel:
-    """Calls a model compiled in a mode of torch.compile, and after the compiler or its code fails, the model itself."""
+    """Calls a model compiled in a mode of torch.compile, or the model itself if `prove` finds that they differ."""
 
     def __init__(self, model: nn.Module, mode: str | None) -> None:
         self._model = model
-        self._compiled: Callable[[Tensor], Any] | None = torch.compile(model, mode=mode)
+        self._compiled: Callable[[Tensor], Any] = torch.compile(model, mode=mode)
         self._proven = False
 
     def __call__(self, images: Tensor) -> Any:
-        """Return the model's output. The model's own errors and memory shortage are raised as without the compiler."""
-        if self._compiled is None:
-            return self._model(images)
-        before = self._copied_buffers()  # 1 ms for 200 buffers on the CPU
-        try:
-            return self._compiled(images)
-        except Exception as error:
-            if memory_shortage(error):
-                raise
-            reason = _first_line(error)
-        _restore(before)  # running statistics may hold this batch already
-        output = self._model(images)
-        self._give_up(reason)
-        return output
+        """Return the model's output."""
+        return self._compiled(images)
 
     def prove(self, images: Tensor, loss_of: Callable[[Callable[[Tensor], Any]], Tensor]) -> None:
         """Before the first step, compare a compiled trial step with one of the model: loss and gradients.
@@ -57,33 +46,25 @@ class CompiledModel:
         changes nothing. A prepared model runs its self-check first, unless calibration did, because compiled code
         cannot run it.
         """
-        if self._proven or self._compiled is None:
+        if self._proven:
             return
         self._proven = True
         if isinstance(self._model, PreparedGraph):
             self._model._prove(images)
         expected = self._step(self._model, loss_of)
         try:
-            found = self._step(self._compiled, loss_of)
+            difference = _gross_difference(self._step(self._compiled, loss_of), expected)
         except Exception as error:  # an error of the compiler, since the model has just run
-            if memory_shortage(error):
+            if is_memory_shortage(error):
                 raise
-            self._give_up(_first_line(error))
-            return
-        difference = _gross_difference(found, expected)
+            difference = f"{type(error).__name__}: {first_line(error)}"
         if difference is not None:
-            self._give_up(difference)
-
-    def _copied_buffers(self) -> list[tuple[Tensor, Tensor]]:
-        return [(each, each.detach().clone()) for each in self._model.buffers()]
-
-    def _give_up(self, reason: str) -> None:
-        self._compiled = None
-        logger.warning("compile: %s; training goes on without torch.compile, slower", reason)
+            self._compiled = self._model
+            logger.warning("compile: %s; training goes on without torch.compile, slower", difference)
 
     def _step(self, forward: Callable[[Tensor], Any], loss_of: Callable[[Callable[[Tensor], Any]], Tensor]) -> Step:
         named = dict(self._model.named_parameters())
-        buffers = self._copied_buffers()
+        buffers = [(each, each.detach().clone()) for each in self._model.buffers()]
         gradients = [(each, each.grad) for each in named.values()]
         devices = {each.device.index or 0 for each in named.values() if each.is_cuda}
         with torch.random.fork_rng(devices=sorted(devices)):
@@ -96,7 +77,9 @@ class CompiledModel:
                 norm = math.hypot(*(float(torch.linalg.vector_norm(each.float())) for each in found.values()))
                 return Step(float(loss.detach()), norm, frozenset(found))
             finally:
-                _restore(buffers)
+                with torch.no_grad():
+                    for buffer, kept in buffers:
+                        buffer.copy_(kept)
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
 
@@ -114,13 +97,3 @@ def _gross_difference(found: Step, expected: Step) -> str | None:
     if high > GRADIENT_FACTOR * low + 1e-6:
         return f"the gradients of the compiled model have the norm {found.norm:.4g} instead of {expected.norm:.4g}"
     return None
-
-
-@torch.no_grad()
-def _restore(buffers: list[tuple[Tensor, Tensor]]) -> None:
-    for buffer, kept in buffers:
-        buffer.copy_(kept)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

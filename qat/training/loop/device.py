@@ -12,11 +12,7 @@ from qat.training.errors import UserError, value_errors_reported
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device `auto` (the first CUDA device, else the CPU), `cpu`, `cuda` (the first one) or `cuda:N`.
-
-    Raises:
-        UserError: for any other name, a CUDA device that does not exist, or an unknown value of QAT_PROCESSOR.
-    """
+    """Return the device `auto` (the first CUDA device, else the CPU), `cpu`, `cuda` (the first one) or `cuda:N`."""
     with value_errors_reported():
         processor.asked_for()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -24,7 +20,7 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cpu")
     match = re.fullmatch(r"auto|cuda(?::(\d+))?", name)
     if match is None:
-        raise UserError(f"device: {name!r} is no device; choose auto, cpu, cuda or cuda:<number>")
+        raise UserError(f"device: {name!r} is not a device; choose auto, cpu, cuda or cuda:<number>")
     if count == 0:
         raise UserError(f"device: {name!r} needs a CUDA device and torch sees none; choose auto or cpu")
     index = int(match.group(1) or 0)
@@ -41,22 +37,14 @@ def seed_everything(seed: int) -> None:
 
 
 def compile_mode(device: torch.device, cuda_graphs: bool) -> str | None:
-    """Return the mode of torch.compile: its default, None, or the one in which steps run as CUDA graphs.
-
-    Raises:
-        UserError: for CUDA graphs on another device.
-    """
+    """Return the mode of torch.compile: its default, None, or the one in which steps run as CUDA graphs."""
     if cuda_graphs and device.type != "cuda":
         raise UserError(f"cuda_graphs: true needs a CUDA device; on device {device.type!r} leave it out")
     return "reduce-overhead" if cuda_graphs else None
 
 
 def autocast(device: torch.device, amp: str) -> AbstractContextManager[object]:
-    """Return a context in which operations on a device run in mixed precision: `none`, `bf16` or `fp16`.
-
-    Raises:
-        UserError: for fp16 on the CPU, where torch has the operations but no gradient scaler.
-    """
+    """Return a context in which operations on a device run in mixed precision: `none`, `bf16` or `fp16`."""
     if amp == "none":
         return nullcontext()
     if amp == "fp16" and device.type != "cuda":

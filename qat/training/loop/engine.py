@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -15,79 +15,26 @@ from qat.finetuning.watching import LOGITS
 from qat.kernels import float_products
 from qat.quantizer import Quantizer
 from qat.switches import freeze_scales
-from qat.training.aids.gradual import build_gradual
-from qat.training.aids.oscillations import build_oscillations, left_out_in_words
-from qat.training.aids.progressive import rate_key
 from qat.training.config.stages import QATStageConfig
 from qat.training.errors import UserError
+from qat.training.loop.advice import without_effect
 from qat.training.loop.aids import Aids
 from qat.training.loop.compiled import CompiledModel
 from qat.training.loop.device import autocast, compile_mode
-from qat.training.loop.evaluation import Batches, Evaluation, TrainBatches, evaluate, split_output, to_device
+from qat.training.loop.evaluation import Evaluation, evaluate, split_output, to_device
 from qat.training.loop.metrics import Meter, log_epoch, log_window
 from qat.training.loop.norm_statistics import settle_statistics
-from qat.training.loop.optimizer import build_optimizer, build_schedule, groups_in_words
+from qat.training.loop.optimizer import build_optimizer, build_schedule, describe_groups
+from qat.training.loop.progressive import rate_key
 from qat.training.loop.stage import StageRun
-from qat.training.loop.without_effect import without_effect
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
 from qat.training.run.folder import BEST_CHECKPOINT, LAST_CHECKPOINT
 from qat.training.run.logging import progress_bar
 
-__all__ = ["Batches", "Evaluation", "StageRun", "TrainBatches", "evaluate", "train_stage"]
-
 AUXILIARY_WEIGHT = 0.3
 """Weight of each auxiliary classifier's loss (GoogLeNet, arXiv:1409.4842)."""
 
-
-class _Optimization:
-    """Everything that updates the weights, and whose state is saved with them."""
-
-    def __init__(self, run: StageRun) -> None:
-        self.optimizer = build_optimizer(run.model, run.stage)
-        self.schedule = build_schedule(self.optimizer, run.stage, run.steps_per_epoch)
-        self.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.amp == "fp16")
-        self.ema = None if run.stage.ema_decay is None else EMA(run.model, run.stage.ema_decay)
-        oscillations, gradual = build_oscillations(run.model, run.stage), build_gradual(run.model, run.stage)
-        self.aids = Aids(run.model, run.distillation, oscillations, gradual)
-        self.compiled: CompiledModel | None = None
-        mode = compile_mode(run.device, run.config.cuda_graphs)
-        if run.is_compiled:
-            self.compiled = CompiledModel(run.model, mode)
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.best_top1 = -1.0
-
-    def state(self, epoch: int, device: torch.device) -> StageState:
-        return StageState(
-            epoch=epoch,
-            best_top1=self.best_top1,
-            optimizer=self.optimizer.state_dict(),
-            schedule=self.schedule.state_dict(),
-            scaler=self.scaler.state_dict(),
-            ema=None if self.ema is None else self.ema.state_dict(),
-            rng=capture_rng(device),
-            aids=self.aids.state_dict(),
-        )
-
-    def load(self, state: StageState) -> None:
-        self.optimizer.load_state_dict(state.optimizer)
-        self.schedule.load_state_dict(state.schedule)
-        # The saved rates are of the schedule's old length, if the stage has more epochs now.
-        factors = [factor(self.schedule.last_epoch) for factor in self.schedule.lr_lambdas]
-        for group, base, factor in zip(self.optimizer.param_groups, self.schedule.base_lrs, factors, strict=True):
-            group["lr"] = base * factor
-        self.scaler.load_state_dict(state.scaler)
-        if self.ema is not None and state.ema is not None:
-            self.ema.load_state_dict(state.ema)
-        self.aids.load_state_dict(state.aids)
-        self.best_top1 = state.best_top1
-
-    def averaged(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A context in which the model holds the averaged weights, if there are any."""
-        if self.ema is None:
-            return nullcontext()
-        if self.aids.oscillations is not None:
-            self.ema.hold(model, self.aids.oscillations)
-        return self.ema.swapped(model)
+Batch: TypeAlias = tuple[Tensor, Tensor]
 
 
 def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
@@ -95,10 +42,7 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
 
     With `ema_decay`, the averages are evaluated after each epoch, and the model holds them at the end. The last
     evaluation is returned. With a `state`, training resumes from its checkpoint, whose weights the model already holds.
-
-    Raises:
-        UserError: if a loss is not finite (last.pt is then from the last good epoch), if there is no whole batch, or if
-            the config does not fit the model or the device.
+    If a loss is not finite, the run ends, and last.pt is from the last good epoch.
     """
     run.model.to(run.device)
     if run.config.channels_last:
@@ -110,146 +54,201 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
         return _validate_untrained(run)
     if len(run.train) == 0:
         raise UserError(f"data.batch_size: {run.config.data.batch_size} leaves no whole training batch; reduce it")
-    optimization = _Optimization(run)
-    chosen = groups_in_words(optimization.optimizer, run.model, run.stage)
-    if chosen and (state is None or state.epoch < run.stage.epochs):
-        run.log.say(f"{run.name}: {chosen}")
-    watch = optimization.aids.oscillations
-    if watch is not None and watch.left_out and state is None:
-        run.log.say(f"{run.name}: {left_out_in_words(watch)}")
+    training = _Training(run)
+    training.say_what_is_special()
     if state is not None:
-        optimization.load(state)
-        restore_rng(state.rng, run.device)
+        training.load(state)
         run.log.resume(run.step(state.epoch))
     evaluation = None
     for epoch in range(state.epoch if state else 0, run.stage.epochs):
-        training = _train_epoch(run, optimization, epoch)
-        with optimization.averaged(run.model):
-            notes = [settle_statistics(run, epoch + 1)]
-            evaluation = _validate(run)
-            _check_finite(run, "validation", [evaluation.loss], epoch)
-            if evaluation.top1 > optimization.best_top1:
-                optimization.best_top1 = evaluation.top1
-                if run.keep_best:
-                    _save(run, BEST_CHECKPOINT, epoch + 1, evaluation)
-            statistics = None if optimization.ema is None else copied_statistics(run.model)
-        notes.append(optimization.aids.after_epoch(run.log, run.name, run.step(epoch + 1)))
-        log_epoch(run, epoch, training, evaluation, "; ".join(filter(None, notes)))
-        _save(run, LAST_CHECKPOINT, epoch + 1, evaluation, optimization.state(epoch + 1, run.device), statistics)
-    if optimization.ema is not None:
-        optimization.ema.copy_to(run.model)
+        evaluation = training.epoch(epoch)
+    if training.ema is not None:
+        training.ema.copy_to(run.model)
         settle_statistics(run, run.stage.epochs)
     evaluation = evaluation or _validate(run)
-    if run.keep_best and run.config.export.weights == "last" and evaluation.top1 < optimization.best_top1:
+    if run.keep_best and run.config.export.weights == "last" and evaluation.top1 < training.best_top1:
         run.log.say(
-            f"{run.name}: the best epoch, in {BEST_CHECKPOINT}, had val top1 {optimization.best_top1:.2f} %, the last"
+            f"{run.name}: the best epoch, in {BEST_CHECKPOINT}, had val top1 {training.best_top1:.2f} %, the last"
             f" {evaluation.top1:.2f} %; with resume=auto, export.weights=best takes that one"
         )
     return evaluation
 
 
-def _train_epoch(run: StageRun, optimization: _Optimization, epoch: int) -> Meter:
-    run.train.set_epoch(run.epochs_before + epoch)
-    run.model.train()
-    optimization.aids.student.train()
-    _freeze(run, epoch)
-    optimization.aids.before_epoch(
-        lambda batch: _loss_of(run, to_device(batch, run.device, channels_last=run.config.channels_last))[0], run.train
-    )
-    whole, window, steps = Meter(), Meter(), run.steps_per_epoch
-    with progress_bar(run.train, f"{run.name} {epoch + 1}/{run.stage.epochs}") as bar:
-        for number, batches in enumerate(grouped(bar, run.stage.accumulate), 1):
-            group = [to_device(batch, run.device, channels_last=run.config.channels_last) for batch in batches]
-            if run.mixing is not None:
-                group = [run.mixing(images, labels) for images, labels in group]
-            lr = optimization.optimizer.param_groups[0]["lr"]
-            last = max(run.stage.epochs * steps - 1, 1)
-            optimization.aids.before_step((epoch * steps + number - 1) / last)
-            row, window.added = _train_step(run, optimization, group)
-            window.rows.append(row)
-            window.sizes.append(sum(len(labels) for _, labels in group))
-            if number % run.config.log_every == 0 or number == steps:
-                losses = window.read()
-                _check_finite(run, "training", losses, epoch, first_step=number - len(losses) + 1)
-                log_window(run, run.step(epoch, number), window, lr)
-                words = {"loss": f"{window.mean_loss:.3f}", "top1": f"{window.top1:.1f} %", "lr": f"{lr:.2g}"}
-                bar.set_postfix(words, refresh=False)
-                whole.merge(window)
-                window = Meter()
-    optimization.aids.before_evaluation()
-    return whole
+class _Training:
+    """Everything that updates the weights of a stage, and whose state is saved with them."""
 
+    def __init__(self, run: StageRun) -> None:
+        self.run = run
+        self.optimizer = build_optimizer(run.model, run.stage)
+        self.schedule = build_schedule(self.optimizer, run.stage, run.steps_per_epoch)
+        self.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.amp == "fp16")
+        self.ema = None if run.stage.ema_decay is None else EMA(run.model, run.stage.ema_decay)
+        self.aids = Aids(run.model, run.stage, run.distillation)
+        mode = compile_mode(run.device, run.config.cuda_graphs)
+        self.compiled = CompiledModel(run.model, mode) if run.is_compiled else None
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.best_top1 = -1.0
 
-def _train_step(
-    run: StageRun, optimization: _Optimization, group: list[tuple[Tensor, Tensor]]
-) -> tuple[Tensor, list[str]]:
-    """Run one optimizer step over its batches.
+    def say_what_is_special(self) -> None:
+        """The groups of parameters, and the weights that oscillation leaves out."""
+        self.run.log.say(f"{self.run.name}: {describe_groups(self.optimizer)}")
+        left_out = {} if self.aids.oscillations is None else self.aids.oscillations.left_out
+        for name, why in list(left_out.items())[:1]:
+            self.run.log.say(
+                f"{self.run.name}: qat.oscillation leaves out {len(left_out)} weights; that of {name!r} {why}"
+            )
 
-    Returns on the device (loss, correct predictions, gradient norm, what was added to the loss ...), and the names of
-    the latter.
-    """
-    if optimization.compiled is not None:
-        optimization.compiled.prove(group[0][0], lambda forward: _loss_of(run, group[0], forward)[0])
-    if run.config.cuda_graphs:  # the graphs may reuse the memory of the previous step, but not of this one's gradients
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    images = sum(len(labels) for _, labels in group)
-    rows = [_backward(run, optimization, batch, len(batch[1]) / images) for batch in group]
-    loss, correct, *added = torch.stack([torch.stack(row) for row, _ in rows]).sum(dim=0).unbind()
-    norm = torch.zeros_like(loss)
-    if run.stage.clip_grad_norm is not None:
-        optimization.scaler.unscale_(optimization.optimizer)
-        norm = nn.utils.clip_grad_norm_(optimization.parameters, run.stage.clip_grad_norm)
-    optimization.scaler.step(optimization.optimizer)
-    optimization.scaler.update()
-    optimization.aids.after_step()
-    optimization.schedule.step()
-    optimization.optimizer.zero_grad(set_to_none=True)
-    if optimization.ema is not None:
-        optimization.ema.update(run.model)
-    return torch.stack((loss, correct, norm.to(loss.dtype), *added)), rows[0][1]
+    def state(self, epoch: int) -> StageState:
+        """What a resumed run needs besides the model."""
+        return StageState(
+            epoch=epoch,
+            best_top1=self.best_top1,
+            optimizer=self.optimizer.state_dict(),
+            schedule=self.schedule.state_dict(),
+            scaler=self.scaler.state_dict(),
+            ema=None if self.ema is None else self.ema.state_dict(),
+            rng=capture_rng(self.run.device),
+            aids=self.aids.state_dict(),
+        )
 
+    def load(self, state: StageState) -> None:
+        """Go on from a `state`."""
+        self.optimizer.load_state_dict(state.optimizer)
+        self.schedule.load_state_dict(state.schedule)
+        # The saved rates are of the schedule's old length, if the stage has more epochs now.
+        factors = [factor(self.schedule.last_epoch) for factor in self.schedule.lr_lambdas]
+        for group, base, factor in zip(self.optimizer.param_groups, self.schedule.base_lrs, factors, strict=True):
+            group["lr"] = base * factor
+        self.scaler.load_state_dict(state.scaler)
+        if self.ema is not None and state.ema is not None:
+            self.ema.load_state_dict(state.ema)
+        self.aids.load_state_dict(state.aids)
+        self.best_top1 = state.best_top1
+        restore_rng(state.rng, self.run.device)
 
-def _backward(
-    run: StageRun, optimization: _Optimization, batch: tuple[Tensor, Tensor], share: float
-) -> tuple[list[Tensor], list[str]]:
-    """Add a batch's share to the gradients.
+    def epoch(self, epoch: int) -> Evaluation:
+        """Train, evaluate, save and log one epoch."""
+        run = self.run
+        training = self.steps(epoch)
+        with self.averaged():
+            notes = [settle_statistics(run, epoch + 1)]
+            evaluation = _validate(run)
+            _check_finite(run, "validation", [evaluation.loss], epoch)
+            if evaluation.top1 > self.best_top1:
+                self.best_top1 = evaluation.top1
+                if run.keep_best:
+                    _save(run, BEST_CHECKPOINT, epoch + 1, evaluation)
+            statistics = None if self.ema is None else copied_statistics(run.model)
+        notes.append(self.aids.after_epoch(run.log, run.name, run.step(epoch + 1)))
+        log_epoch(run, epoch, training, evaluation, "; ".join(filter(None, notes)))
+        _save(run, LAST_CHECKPOINT, epoch + 1, evaluation, state=vars(self.state(epoch + 1)), statistics=statistics)
+        return evaluation
 
-    Returns on the device its share of the loss, correct predictions, its share of what was added to the loss, and the
-    names of the latter.
-    """
-    images, labels = batch
-    loss, output = _loss_of(run, batch, optimization.compiled or optimization.aids.student)
-    added = optimization.aids.added(output, images)
-    total = sum(added.values(), start=loss)
-    optimization.scaler.scale(total * share).backward()  # type: ignore[no-untyped-call]
-    truth = labels if labels.dim() == 1 else labels.argmax(dim=1)  # of mixed labels the stronger
-    correct = (output[LOGITS].detach().argmax(dim=1) == truth).sum()
-    # The curve shows the loss of the task, which can be compared between rules; a non-finite penalty still shows.
-    shown = torch.where(total.isfinite(), loss, total).detach()
-    parts = [value.detach().to(loss.dtype) * share for value in added.values()]
-    return [shown * share, correct.to(loss.dtype), *parts], list(added)
+    def averaged(self) -> AbstractContextManager[None]:
+        """A context in which the model holds the averaged weights, if there are any."""
+        if self.ema is None:
+            return nullcontext()
+        if self.aids.oscillations is not None:
+            self.ema.hold(self.run.model, self.aids.oscillations)
+        return self.ema.swapped(self.run.model)
 
+    def steps(self, epoch: int) -> Meter:
+        """The training steps of an epoch."""
+        run = self.run
+        run.train.set_epoch(run.epochs_before + epoch)
+        run.model.train()
+        self.aids.student.train()
+        _freeze(run, epoch)
+        self.aids.before_epoch(lambda batch: self.loss_of(self.on_device(batch))[0], run.train)
+        whole, window, steps = Meter(), Meter(), run.steps_per_epoch
+        with progress_bar(run.train, f"{run.name} {epoch + 1}/{run.stage.epochs}") as bar:
+            for number, batches in enumerate(grouped(bar, run.stage.accumulate), 1):
+                group = [self.on_device(batch) for batch in batches]
+                if run.mixing is not None:
+                    group = [run.mixing(images, labels) for images, labels in group]
+                lr = self.optimizer.param_groups[0]["lr"]
+                self.aids.before_step((epoch * steps + number - 1) / max(run.stage.epochs * steps - 1, 1))
+                row, window.added = self.step(group)
+                window.rows.append(row)
+                window.sizes.append(sum(len(labels) for _, labels in group))
+                if number % run.config.log_every == 0 or number == steps:
+                    losses = window.read()
+                    _check_finite(run, "training", losses, epoch, first_step=number - len(losses) + 1)
+                    log_window(run, run.step(epoch, number), window, lr)
+                    words = {"loss": f"{window.mean_loss:.3f}", "top1": f"{window.top1:.1f} %", "lr": f"{lr:.2g}"}
+                    bar.set_postfix(words, refresh=False)
+                    whole.merge(window)
+                    window = Meter()
+        self.aids.before_evaluation()
+        return whole
 
-def _loss_of(
-    run: StageRun, batch: tuple[Tensor, Tensor], forward: Callable[[Tensor], Any] | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of a batch (with auxiliary classifiers), and the logits with what else a distillation watches.
+    def on_device(self, batch: Any) -> Batch:
+        """The batch on the device, in its memory format."""
+        return to_device(batch, self.run.device, channels_last=self.run.config.channels_last)
 
-    `forward` may be the compiled model, or `Aids.student`.
-    """
-    images, labels = batch
-    products = float_products() if run.config.integer_forward == "off" else nullcontext()
-    with autocast(run.device, run.config.amp), products:
-        output = (forward or run.model)(images)
-    watched = output if isinstance(output, dict) and LOGITS in output else {LOGITS: output}
-    logits, auxiliary = split_output(watched[LOGITS], len(labels))
-    if labels.dim() == 2:  # mixed; a model may have more outputs than the data have classes
-        labels = F.pad(labels, (0, logits.shape[1] - labels.shape[1]))
-    smoothing = run.stage.label_smoothing
-    loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing)
-    for side in auxiliary:
-        loss = loss + AUXILIARY_WEIGHT * F.cross_entropy(side.float(), labels, label_smoothing=smoothing)
-    return loss, {**watched, LOGITS: logits}
+    def step(self, group: list[Batch]) -> tuple[Tensor, list[str]]:
+        """Run one optimizer step over its batches.
+
+        Returns on the device (loss, correct predictions, gradient norm, what was added to the loss ...), and the names
+        of the latter.
+        """
+        if self.compiled is not None:
+            self.compiled.prove(group[0][0], lambda forward: self.loss_of(group[0], forward)[0])
+        if self.run.config.cuda_graphs:
+            # The graphs may reuse the memory of the previous step, but not of this one's gradients.
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        images = sum(len(labels) for _, labels in group)
+        rows = [self.backward(batch, len(batch[1]) / images) for batch in group]
+        loss, correct, *added = torch.stack([torch.stack(row) for row, _ in rows]).sum(dim=0).unbind()
+        norm = torch.zeros_like(loss)
+        if self.run.stage.clip_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            norm = nn.utils.clip_grad_norm_(self.parameters, self.run.stage.clip_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.aids.after_step()
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.ema is not None:
+            self.ema.update(self.run.model)
+        return torch.stack((loss, correct, norm.to(loss.dtype), *added)), rows[0][1]
+
+    def backward(self, batch: Batch, share: float) -> tuple[list[Tensor], list[str]]:
+        """Add a batch's share to the gradients.
+
+        Returns on the device its share of the loss, correct predictions, its share of what was added to the loss, and
+        the names of the latter.
+        """
+        images, labels = batch
+        loss, output = self.loss_of(batch, self.compiled or self.aids.student)
+        added = self.aids.added(output, images)
+        total = sum(added.values(), start=loss)
+        self.scaler.scale(total * share).backward()  # type: ignore[no-untyped-call]
+        truth = labels if labels.dim() == 1 else labels.argmax(dim=1)  # of mixed labels the stronger
+        correct = (output[LOGITS].detach().argmax(dim=1) == truth).sum()
+        # The curve shows the loss of the task, which can be compared between rules; a non-finite penalty still shows.
+        shown = torch.where(total.isfinite(), loss, total).detach()
+        parts = [value.detach().to(loss.dtype) * share for value in added.values()]
+        return [shown * share, correct.to(loss.dtype), *parts], list(added)
+
+    def loss_of(self, batch: Batch, forward: Callable[[Tensor], Any] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a batch, with auxiliary classifiers, and the logits with what a distillation watches.
+
+        `forward` may be the compiled model, or `Aids.student`.
+        """
+        images, labels = batch
+        products = float_products() if self.run.config.integer_forward == "off" else nullcontext()
+        with autocast(self.run.device, self.run.config.amp), products:
+            output = (forward or self.run.model)(images)
+        watched = output if isinstance(output, dict) and LOGITS in output else {LOGITS: output}
+        logits, auxiliary = split_output(watched[LOGITS], len(labels))
+        if labels.dim() == 2:  # mixed; a model may have more outputs than the data have classes
+            labels = F.pad(labels, (0, logits.shape[1] - labels.shape[1]))
+        smoothing = self.run.stage.label_smoothing
+        loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing)
+        for side in auxiliary:
+            loss = loss + AUXILIARY_WEIGHT * F.cross_entropy(side.float(), labels, label_smoothing=smoothing)
+        return loss, {**watched, LOGITS: logits}
 
 
 def _freeze(run: StageRun, epoch: int) -> None:
@@ -294,23 +293,16 @@ def _check_finite(run: StageRun, split: str, losses: list[float], epoch: int, fi
             raise UserError(f"{run.name}: the {split} loss is {loss} in {where}; try {' or '.join(advice)}")
 
 
-def _save(
-    run: StageRun,
-    file: str,
-    epochs: int,
-    evaluation: Evaluation,
-    state: StageState | None = None,
-    statistics: list[Tensor] | None = None,
-) -> None:
+def _save(run: StageRun, file: str, epochs: int, evaluation: Evaluation, **more: Any) -> None:
     payload = {
         "stage": run.name,
         "epochs": epochs,
         "model": run.model.state_dict(),
-        "state": None if state is None else vars(state),
+        "state": more.get("state"),
         "results": run.results,
         "config": run.config.model_dump(mode="json"),
         "evaluation": {"top1": evaluation.top1, "loss": evaluation.loss},
-        "statistics": statistics,
+        "statistics": more.get("statistics"),
         "about": run.about,
     }
     save_checkpoint(run.folder / file, payload)

@@ -19,9 +19,6 @@ def load_evaluated(path: Path, payload: dict[str, Any], model: nn.Module) -> Non
 
     last.pt holds the weights that are trained; evaluated were their averages, if there are any, with BatchNorm's
     statistics for them.
-
-    Raises:
-        UserError: if the checkpoint is from another model.
     """
     restore_model(path, payload, model)
     averages = payload["state"] and payload["state"]["ema"]
@@ -29,7 +26,7 @@ def load_evaluated(path: Path, payload: dict[str, Any], model: nn.Module) -> Non
         ema = EMA(model, 0.0)
         ema.load_state_dict(averages)
         ema.copy_to(model)
-    if payload.get("statistics"):
+    if payload["statistics"]:
         restore_statistics(model, payload["statistics"])
 
 
@@ -38,9 +35,6 @@ def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
 
     Returns:
         The epoch whose weights the model holds, and their evaluation.
-
-    Raises:
-        UserError: if the best epoch is asked for and best.pt is missing or damaged.
     """
     path, epochs = run.folder / BEST_CHECKPOINT, run.stage.epochs
     if run.config.export.weights == "last" or epochs == 0:
@@ -54,30 +48,19 @@ def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
     return payload["epochs"], evaluate(run.model, run.val, run.device, channels_last=run.config.channels_last)
 
 
-def is_same_choice(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two results of QAT, sections `qat` of summary.json, are of the same epoch of as many."""
-    return all(one.get(key) == other.get(key) for key in ("epoch", "epochs"))
+def describe_choice(now: dict[str, Any], before: dict[str, Any]) -> str:
+    """Which weights are exported, and which of an earlier export they replace.
 
-
-def choice_in_words(now: dict[str, Any], before: dict[str, Any]) -> str:
-    """Which weights are exported, and which of an earlier export they replace; `before` may be empty.
+    Both are sections `qat` of summary.json; `before` is empty if nothing was exported.
 
     >>> three = {"weights": "last", "epoch": 3, "epochs": 3}
-    >>> choice_in_words(three, {})
+    >>> describe_choice(three, {})
     'epoch 3 of 3 (last)'
-    >>> choice_in_words(three, {"weights": "best", "epoch": 2, "epochs": 3})
+    >>> describe_choice(three, {"weights": "best", "epoch": 2, "epochs": 3})
     'epoch 3 of 3 (last) replaces epoch 2 of 3 (best) in model.onnx; export.weights=best brings that back'
     """
-    words = _named(now)
-    if "epoch" not in before:  # nothing, or of an earlier version
-        return words
-    if is_same_choice(now, before):
-        return f"{words} again"
+    new, old = ("epoch {epoch} of {epochs} ({weights})".format(**each) if each else "" for each in (now, before))
+    if not before or new == old:
+        return new
     back = f"; export.weights={before['weights']} brings that back" if now["epochs"] == before["epochs"] else ""
-    return f"{words} replaces {_named(before)} in model.onnx{back}"
-
-
-def _named(choice: dict[str, Any]) -> str:
-    if choice["epoch"] == 0:
-        return "the calibrated model, without training"
-    return f"epoch {choice['epoch']} of {choice['epochs']} ({choice['weights']})"
+    return f"{new} replaces {old} in model.onnx{back}"

@@ -60,9 +60,6 @@ def evaluate(
         loader: the batches, at least one.
         device, channels_last: where, and in which memory format the model runs, always in full precision.
         progress: text before the progress bar; None for no bar.
-
-    Raises:
-        UserError: if there is nothing to evaluate, or the model does not return logits.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     truths: list[Tensor] = []
@@ -101,9 +98,6 @@ def split_output(output: Any, batch_size: int) -> tuple[Tensor, list[Tensor]]:
         output: a tensor; a dict with the key logits or out; or a tuple or list, whose `.logits` or first entry is
             used. Other tensors of the same shape are auxiliary logits (GoogLeNet and Inception v3 in training).
         batch_size: number of input images.
-
-    Raises:
-        UserError: if there is no tensor of shape (batch_size, classes).
     """
     logits: Any = output
     others: list[Any] = []

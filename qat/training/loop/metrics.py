@@ -8,8 +8,8 @@ from torch import Tensor
 
 from qat.quantizer import Quantizer
 from qat.quantizer.training import resting_scales
-from qat.training.aids.progressive import rate_key
 from qat.training.loop.evaluation import Evaluation
+from qat.training.loop.progressive import rate_key
 from qat.training.loop.stage import StageRun
 
 
@@ -68,14 +68,17 @@ class Meter:
 
 def log_window(run: StageRun, step: int, window: Meter, lr: float) -> None:
     """Log the metrics of the last few steps."""
-    run.log.scalar(f"{run.name}/train_loss", window.mean_loss, step)
-    run.log.scalar(f"{run.name}/train_top1", window.top1, step)
-    run.log.scalar(f"{run.name}/lr", lr, step)
-    run.log.scalar(f"{run.name}/images_per_second", window.images_per_second, step)
+    curves = {
+        "train_loss": window.mean_loss,
+        "train_top1": window.top1,
+        "lr": lr,
+        "images_per_second": window.images_per_second,
+        **{name: total / window.images for name, total in zip(window.added, window.losses, strict=True)},
+    }
     if run.stage.clip_grad_norm is not None:
-        run.log.scalar(f"{run.name}/grad_norm", window.grad_norm, step)
-    for name, total in zip(window.added, window.losses, strict=True):
-        run.log.scalar(f"{run.name}/{name}", total / window.images, step)
+        curves["grad_norm"] = window.grad_norm
+    for name, value in curves.items():
+        run.log.scalar(f"{run.name}/{name}", value, step)
 
 
 def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation, note: str = "") -> None:
@@ -89,29 +92,22 @@ def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation
         f"val loss {validation.loss:.3f}, top1 {validation.top1:.2f} %",
         f"{training.images_per_second:.0f} images/s",
         note,
-        _floor_note(run, epoch),
+        _floor_note(run),
     ]
     run.log.say("; ".join(part for part in parts if part))
 
 
-def _floor_note(run: StageRun, epoch: int) -> str:
-    """Which learned scales rest on their floor, and what may help; "" if none does."""
+def _floor_note(run: StageRun) -> str:
+    """How many learned scales rest on their floor; "" if none does."""
     counts = resting_scales(run.model)
-    resting = {name: count for name, (count, _) in counts.items() if count}
+    resting, total = (sum(each) for each in zip(*counts.values(), strict=True)) if counts else (0, 0)
     if not resting:
         return ""
-    worst = sorted(resting, key=lambda name: -resting[name])[:3]
-    named = ", ".join(f"{resting[name]} of {name}" for name in worst)
-    more = len(resting) - len(worst)
-    own = "quantizer_lr_factor" if getattr(run.stage, "quantizer_lr", None) is None else "quantizer_lr"
-    advice = f"a lower qat.{own} may help"
-    if epoch == 0:  # to 1/32 so soon: they began far too large, or one step carried them past zero
-        advice = (
-            f"a lower {rate_key(run.config, run.name)}, more quantization.calibration_batches or another init may help"
-        )
-    others = f" and {more} more quantizers" if more else ""
-    total = sum(count for _, count in counts.values())
-    return f"{sum(resting.values()):,} of {total:,} learned scales rest on their floor ({named}{others}): {advice}"
+    worst = max(counts, key=lambda name: counts[name][0])
+    return (
+        f"{resting:,} of {total:,} learned scales rest on their floor ({worst} has most): a lower"
+        f" {rate_key(run.config, run.name)} or qat.quantizer_lr_factor may help"
+    )
 
 
 def _log_quantizers(run: StageRun, step: int) -> None:

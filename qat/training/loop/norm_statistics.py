@@ -11,15 +11,15 @@ from qat.batch_norm import batch_norms, copied_statistics, reestimate_batch_norm
 from qat.training.loop.evaluation import Batches, evaluate, to_device
 from qat.training.loop.stage import StageRun
 
-WORSE = 0.05
-"""By this share, and at least by `LEAST`, the loss has to fall for the new statistics to be kept."""
+MIN_GAIN = 0.05
+"""New statistics are kept if the loss falls by at least this share, and by at least `MIN_ABSOLUTE_GAIN`."""
 
-LEAST = 0.01
+MIN_ABSOLUTE_GAIN = 0.01
 
 IMAGES = 5000
 """Of a new estimate. Of a MobileNetV2 at 4 bits 1,000 cost half a point, 5,000 0.1."""
 
-APART = 2**20
+EPOCH_OFFSET = 2**20
 """Added to an epoch's number, for an order and for crops that no epoch of training has."""
 
 
@@ -46,7 +46,7 @@ def settle_statistics(run: StageRun, epochs: int) -> str:
         before, kept = _loss(run, run.sample), copied_statistics(run.model)
         _reestimate(run, epochs, len(run.sample))
         trial = _loss(run, run.sample)
-        if math.isfinite(before) and not before - trial > max(WORSE * before, LEAST):
+        if math.isfinite(before) and not before - trial > max(MIN_GAIN * before, MIN_ABSOLUTE_GAIN):
             restore_statistics(run.model, kept)
             return ""
     count = _reestimate(run, epochs, math.ceil(IMAGES / run.config.data.batch_size))
@@ -60,7 +60,7 @@ def _loss(run: StageRun, batches: Batches) -> float:
 
 def _reestimate(run: StageRun, epochs: int, batches: int) -> int:
     """From so many training batches, or all of an epoch if that has fewer."""
-    run.train.set_epoch(APART + run.epochs_before + epochs)
+    run.train.set_epoch(EPOCH_OFFSET + run.epochs_before + epochs)
     with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
         torch.manual_seed(epochs)  # of the mixing
         return reestimate_batch_norm(run.model, _images(run, itertools.islice(run.train, batches)))

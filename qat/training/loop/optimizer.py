@@ -1,23 +1,19 @@
 """The optimizer over `qat.parameter_groups`, and the schedule."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from qat.quantizer import Quantizer, parameter_groups
-from qat.training.config.by_bits import ADAMW_RATE
+from qat.quantizer import parameter_groups
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.errors import UserError
-from qat.training.loop.two_optimizers import TwoOptimizers
 
-OWN_OF_QUANTIZERS = ("quantizer_lr_factor", "quantizer_lr", "quantizer_weight_decay")
-"""Keys of `qat` for the groups of quantizers, which are also arguments of `qat.parameter_groups`."""
-
-HIGH_FOR_ADAMW = 0.005
-"""From ten times its rate at 4 bits on, AdamW usually forgets the weights that it starts from."""
+OWN_OF_QAT = ("quantizer_lr_factor", "quantizer_lr", "quantizer_weight_decay", "weight_decay_by_bits")
+"""Keys of `qat` that are also arguments of `qat.parameter_groups`."""
 
 WARMUP_START = 0.01
 """Start of the warm-up, as a share of the peak learning rate."""
@@ -26,19 +22,15 @@ WARMUP_START = 0.01
 def build_optimizer(model: nn.Module, stage: StageConfig) -> torch.optim.Optimizer:
     """Build SGD (with Nesterov momentum, if there is momentum) or AdamW over `qat.parameter_groups`.
 
-    The model is on the device and in the memory format of its training. With another `quantizer_optimizer`, or
-    SGD for activations that are quantized late, there are two, which act as one.
-
-    Raises:
-        UserError: if the model has no trainable parameter.
+    The model is on the device and in the memory format of its training. The result is a `TwoOptimizers` if scales use
+    another optimizer, or if activations are quantized late, which torch's fused SGD cannot take.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: it has no trainable parameter; set epochs to 0 or unfreeze some")
     own: dict[str, Any] = {"quantizer_lr_factor": 1.0}
     kind, late = stage.optimizer, False  # of quantizers
     if isinstance(stage, QATStageConfig):
-        own = {key: getattr(stage, key) for key in OWN_OF_QUANTIZERS}
-        own["weight_decay_by_bits"] = stage.weight_decay_by_bits
+        own = {key: getattr(stage, key) for key in OWN_OF_QAT}
         kind = stage.quantizer_optimizer or kind
         late = stage.gradual is not None and stage.gradual.activations_from > 0 and kind == "sgd"
     groups = parameter_groups(model, stage.lr, stage.weight_decay, norm_weight_decay=stage.norm_weight_decay, **own)
@@ -64,53 +56,15 @@ def _optimizer(kind: str, groups: list[dict[str, Any]], stage: StageConfig, late
     )
 
 
-def groups_in_words(optimizer: torch.optim.Optimizer, model: nn.Module, stage: StageConfig) -> str:
-    """Sentences on optimizers, rates and decays, and on settings without effect; "" without quantizers."""
-    if not isinstance(stage, QATStageConfig) or not any(isinstance(each, Quantizer) for each in model.modules()):
-        return ""
-    said = [f"{stage.optimizer} at lr {stage.lr:g}{_rates_of_scales(optimizer, stage)}"]
-    if stage.optimizer == "adamw" and stage.lr >= HIGH_FOR_ADAMW:
-        said.append(f"that is high for adamw, whose own rate is {ADAMW_RATE:g} at 4 bits; qat.optimizer=sgd takes such")
-    said.append(_decays_of_weights(optimizer, stage))
-    if not any(group["name"].startswith("quantizers") for group in optimizer.param_groups):
-        keys = [key for key in (*OWN_OF_QUANTIZERS, "quantizer_optimizer") if getattr(stage, key)]
-        said += [f"qat.{key} has no effect: no quantizer learns" for key in keys]
-    return "; ".join(filter(None, said))
-
-
-def _rates_of_scales(optimizer: torch.optim.Optimizer, stage: QATStageConfig) -> str:
-    """How scales learn, behind the words on the weights; "" if none learns."""
-    groups = [group for group in optimizer.param_groups if group["name"].startswith("quantizers")]
-    if not groups:
-        return ""
-    by_bits = [
-        f"{group['initial_lr'] / stage.lr:.2g} lr ({group['name'].split('_')[1]} bits)"
-        for group in groups
-        if "_" in group["name"]
-    ]
-    rates = " and ".join(by_bits)
-    if stage.quantizer_lr is not None:
-        rates = f"lr {stage.quantizer_lr:g}"
-    elif stage.quantizer_lr_factor is not None:
-        rates = f"{stage.quantizer_lr_factor:g} lr"
-    own = "" if stage.quantizer_optimizer in (None, stage.optimizer) else f"by {stage.quantizer_optimizer} "
-    decay = f" with decay {stage.quantizer_weight_decay:g}" if stage.quantizer_weight_decay else ""
-    others = "; qat.optimizer, qat.lr and qat.quantizer_lr_factor set others" if by_bits else ""
-    return f", scales {own}at {rates}{decay}{others}"
-
-
-def _decays_of_weights(optimizer: torch.optim.Optimizer, stage: QATStageConfig) -> str:
-    if not stage.weight_decay_by_bits:
-        return ""
-    found = [
-        f"{group['weight_decay']:g} ({group['name'].split('_')[1]} bits)"
+def describe_groups(optimizer: torch.optim.Optimizer) -> str:
+    """The groups of parameters with their peak rates and decays, for the log."""
+    groups = [
+        f"{group['name']} at lr {group['initial_lr']:g}"
+        + (f" with decay {group['weight_decay']:g}" if group["weight_decay"] else "")
         for group in optimizer.param_groups
-        if group["name"].startswith("weights_")
     ]
-    if not found or not stage.weight_decay:
-        why = "qat.weight_decay is 0" if found else "no weight has fewer than 4 bits"
-        return f"qat.weight_decay_by_bits has no effect: {why}"
-    return f"weight decay {stage.weight_decay:g}, of weights on few bits {' and '.join(found)}"
+    parts = optimizer.parts if isinstance(optimizer, TwoOptimizers) else (optimizer,)
+    return f"{' and '.join(type(part).__name__ for part in parts)}: {', '.join(groups)}"
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, stage: StageConfig, steps_per_epoch: int) -> LambdaLR:
@@ -130,3 +84,41 @@ def build_schedule(optimizer: torch.optim.Optimizer, stage: StageConfig, steps_p
         return (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2
 
     return LambdaLR(optimizer, factor)
+
+
+class TwoOptimizers(torch.optim.Optimizer):
+    """Optimizers of different parameters that step together, for a schedule, a gradient scaler and a checkpoint.
+
+    The groups are those of the parts, the same dictionaries: a rate that is set here is set there. Under amp=fp16 each
+    step waits for the device, since the scaler has to know by then whether the gradients are finite.
+
+    >>> weight, scale = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    >>> both = TwoOptimizers([torch.optim.SGD([weight], lr=0.1), torch.optim.Adam([scale], lr=1e-3)])
+    >>> (weight + 5 * scale).backward()
+    >>> both.step()
+    >>> round(weight.item(), 4), round(scale.item(), 4)
+    (0.9, 0.999)
+    """
+
+    def __init__(self, parts: Iterable[torch.optim.Optimizer]) -> None:
+        self.parts = tuple(parts)
+        super().__init__(self._groups(), {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step with each; a closure would be called twice, and is not taken."""
+        assert closure is None
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dicts of the parts, in their order."""
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = self._groups()  # a part that loads has new dictionaries
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]

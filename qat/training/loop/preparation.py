@@ -2,20 +2,15 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import qat
 from qat.evaluating import evaluating
-from qat.export.checks import ROUNDS_OTHERWISE
-from qat.export.integers.consistency import keeps_to_its_grid, rounds_half_to_even
-from qat.export.integers.frozen import CONTAINER_BITS
-from qat.inputs import model_device
-from qat.layers import QuantFunction
-from qat.preparation.report import LEFT_IN_FLOAT, WHOLE_MODEL, noted
+from qat.export.checks import check_exportable
+from qat.export.integers.consistency import sample_for
 from qat.quantizer.registry import quantizer_class
 from qat.ranges import NotFiniteError
 from qat.recipe import QuantRecipe
@@ -29,11 +24,7 @@ from qat.training.loop.evaluation import split_output
 
 
 def build_recipe(config: QuantizationConfig) -> QuantRecipe:
-    """Build the recipe; fields that the config leaves out keep the target's choice.
-
-    Raises:
-        UserError: for an unknown target, or combinations that the library refuses.
-    """
+    """Build the recipe; fields that the config leaves out keep the target's choice."""
     with value_errors_reported("quantization.target: "):
         profile = profile_of(config.target)
     with value_errors_reported("quantization: "):
@@ -52,9 +43,6 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
     """Call `qat.prepare` with the config's recipe. A run calls it before the float training too, to find errors early.
 
     Code in the model that depends on sizes is traced with `image_shape`, (channels, height, width) of the data.
-
-    Raises:
-        UserError: if the model cannot be prepared, or cannot be exported although the config asks for it.
     """
     recipe = build_recipe(config.quantization)
     for tensor, spec in (("weight", recipe.weight), ("activation", recipe.activation)):
@@ -64,18 +52,10 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
         prepared = qat.prepare(model, recipe, _example(image_shape))
         qat.enable_fake_quant(prepared)  # layers of one's own computed in float till now
     except ValueError as error:
-        where = "quantization" if _is_preparable(model, image_shape) else f"model.name: {config.model.name}"
-        raise UserError(f"{where}: {error}") from error
+        raise UserError(f"{config.model.name}: {error}") from error
     except Exception as error:  # in a user's model, fx and the placement may meet code that they do not support
         raise UserError(f"model.name: {config.model.name} cannot be prepared ({reason(error)})") from error
-    if config.export.onnx and not isinstance(prepared, fx.GraphModule):
-        why = noted(prepared, LEFT_IN_FLOAT).get(WHOLE_MODEL, "it has no one graph")
-        raise UserError(f"export.onnx: {config.model.name} cannot be written as one file: {why}; use export.onnx=false")
-    _try_rules(prepared, config.export.onnx)
-    if config.export.onnx:
-        for name, module in prepared.named_modules():
-            if isinstance(module, qat.Quantizer):
-                _check_exportable(name, module)
+    _rehearse(prepared, config.export.onnx)
     return prepared
 
 
@@ -83,101 +63,42 @@ def _example(image_shape: tuple[int, int, int]) -> Tensor:
     return torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0))
 
 
-def _is_preparable(model: nn.Module, image_shape: tuple[int, int, int]) -> bool:
-    """Whether a model can be prepared by the plain recipe, so that an error is the config's and not the model's."""
-    with suppress(Exception):
-        qat.prepare(model, None, _example(image_shape))
-        return True
-    return False
-
-
-def ranges_in_words(model: nn.Module) -> str:
-    """Where the ranges of weights and of activations begin, by their bits.
-
-    >>> ranges_in_words(qat.QuantLinear(4, 2, weight_spec=qat.QuantSpec(bits=2)))
-    'ranges: weights by mse (2 bits); activations by mse (8 bits)'
-    """
-    bits: dict[str, dict[str, set[int]]] = {"weight": {}, "activation": {}}
-    for each in model.modules():
-        if isinstance(each, qat.Quantizer):
-            own = type(each).fit is not qat.Quantizer.fit
-            how = f"as {each.spec.rule} says" if own else f"by {each.spec.init}"
-            bits[each.role].setdefault(how, set()).add(each.spec.bits)
-    parts = []
-    for role, found in bits.items():
-        starts = [f"{how} ({' and '.join(map(str, sorted(widths)))} bits)" for how, widths in sorted(found.items())]
-        parts.append(f"{'weights' if role == 'weight' else 'activations'} {' and '.join(starts)}" if starts else "")
-    return f"ranges: {'; '.join(filter(None, parts))}"
-
-
-def _try_rules(prepared: nn.Module, exports: bool) -> None:
-    """Run a copy of every quantizer once, so that a user's rule fails before the float training and not after it.
-
-    A rule fails too if it computes values off the grid that it exports.
-    """
-    for name, module in prepared.named_modules():
-        if not isinstance(module, qat.Quantizer):
+def _rehearse(prepared: nn.Module, exports: bool) -> None:
+    """Run each quantizer of a copy once, and ask what the export will ask, so that both fail before the training."""
+    copied = copy.deepcopy(prepared).float().cpu()
+    for name, quantizer in copied.named_modules():
+        if not isinstance(quantizer, qat.Quantizer):
             continue
-        quantizer, rule = copy.deepcopy(module).float().cpu().train(), module.spec.rule
-        quantizer.mark_calibrated()  # prevents the warning about uncalibrated use
-        x = torch.linspace(-1.0, 1.0, 128).reshape(2, 4, 4, 4)
-        if quantizer.role == "weight":
-            x = _weight_for(quantizer, prepared.get_submodule(name.rpartition(".")[0]))
+        quantizer.mark_calibrated()  # no range is needed to try it
         try:
             with torch.enable_grad():
-                quantizer(x.clone().requires_grad_()).sum().backward()
-            written = exports and quantizer.has_integers
-            agrees = not written or keeps_to_its_grid(quantizer.eval(), x)
-            rounds = not written or rounds_half_to_even(quantizer)
+                quantizer.train()(sample_for(copied, name, quantizer).requires_grad_()).sum().backward()
         except Exception as error:  # user code may raise anything
             details = f"{reason(error)}{place(error)}"
-            raise UserError(f"quantization: {name}: the rule {rule!r} failed ({details})") from error
-        if not agrees:
-            raise UserError(
-                f"quantization: {name}: the rule {rule!r} computes other values in quantize(x) than its codes(x) and"
-                " grid() say; make them agree, or set exportable = False"
-            )
-        if not rounds:
-            raise UserError(f"quantization: {name}: the rule {rule!r} {ROUNDS_OTHERWISE}")
+            raise UserError(f"quantization: {name}: the rule {quantizer.spec.rule!r} failed ({details})") from error
+    if exports:
+        try:
+            check_exportable(copied)
+            for name, quantizer in copied.named_modules():
+                if isinstance(quantizer, qat.Quantizer) and quantizer.role == "weight":
+                    _check_container(name, quantizer)
+        except ValueError as error:
+            sentence = str(error).removeprefix("export_onnx: ")
+            raise UserError(f"quantization: {sentence}; or set export.onnx=false") from error
 
 
-def _weight_for(quantizer: qat.Quantizer, owner: Any) -> Tensor:
-    """Return the weight of a quantizer; for a weight that a function reads, numbers in a shape that fits its scales."""
-    if not isinstance(owner, QuantFunction):
-        weight: Tensor = owner.channels_first(owner.weight.detach().float().cpu())
-        return weight
-    channels, *rest = quantizer.shape or (4,)
-    inputs = rest[0] * quantizer.spec.group_size if quantizer.spec.group_size else 16
-    trailing = [1] * (len(rest) - 1 - (quantizer.spec.group_size is not None))
-    return torch.linspace(-1.0, 1.0, channels * inputs).reshape(channels, inputs, *trailing)
-
-
-def _check_exportable(name: str, quantizer: qat.Quantizer) -> None:
-    """Refuse before the training what `export_onnx` would refuse after it: no integers, or too wide ones."""
-    refusal = quantizer.refusal()
-    if refusal is not None:
-        raise UserError(f"quantization: {name} {refusal}; choose another, or set export.onnx=false")
+def _check_container(name: str, quantizer: qat.Quantizer) -> None:
+    """Weights are stored in int8, negated where gamma < 0."""
     low, high = quantizer.bounds()
-    if quantizer.role == "weight" and max(high, -low) > 127:
-        spec = quantizer.spec
-        narrow = "signed=true and narrow_range=true, " if spec.bits == 8 and low == spec.qmin and high != -low else ""
-        raise UserError(
-            f"quantization: {name}: integers {low} to {high}, negated where gamma < 0,"
-            f" do not fit int8; use {narrow}fewer bits, or export.onnx=false"
-        )
-    if high - low >= 2**CONTAINER_BITS:
-        raise UserError(
-            f"quantization: {name} has the integers {low} to {high}, and ONNX Runtime's integer kernels take at most"
-            f" {CONTAINER_BITS} bits; use fewer, or set export.onnx=false"
+    if max(high, -low) > 127:
+        narrow = "signed=true and narrow_range=true, " if high - low < 256 and high != -low else ""
+        raise ValueError(
+            f"{name!r}: integers {low} to {high}, negated where gamma < 0, do not fit int8; use {narrow}fewer bits"
         )
 
 
 def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int], classes: int) -> None:
-    """Run two black images through the float model, so that a misfit shows before anything is written.
-
-    Raises:
-        UserError: if the model fails on such images, or has fewer outputs than there are classes.
-    """
+    """Run two black images through the float model, so that a misfit shows before anything is written."""
     device = model_device(model)
     try:
         with evaluating(model), torch.no_grad():

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from qat.finetuning import Distillation
-from qat.training.aids.mixing import Mixing
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import StageConfig
+from qat.training.loop.aids import Mixing
 from qat.training.loop.evaluation import Batches, TrainBatches
 from qat.training.run.logging import RunLog
 

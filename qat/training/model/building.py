@@ -1,6 +1,5 @@
 """The float model that a run starts from: a model of torchvision or timm by name, or a user's callable."""
 
-import hashlib
 import importlib
 import inspect
 import logging
@@ -26,23 +25,24 @@ logger = logging.getLogger("qat")
 TIMM = "timm/"
 """How the names of timm's models begin."""
 
+OWN_FIELDS = {"num_classes": "model.num_classes", "weights": "model.weights", "pretrained": "model.weights"}
+"""Arguments of builders that the config has keys for."""
+
 
 def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = True) -> nn.Module:
     """Build the float model that `config` names, on the CPU, with its weights.
 
     The config's `num_classes` takes precedence over the argument, the number of classes of the data set. Without
     weights, the same layers are built, and no file of weights is read or downloaded.
-
-    Raises:
-        UserError: for an unknown name, arguments or weights that do not fit, or a missing file or network.
     """
     if config.weights is not None and config.checkpoint is not None:
         raise UserError(
             f"model.weights: '{config.weights}' and model.checkpoint: '{config.checkpoint}' exclude each other; "
             "keep one of them"
         )
-    if "num_classes" in config.kwargs:
-        raise UserError("model.kwargs: num_classes has a field of its own; set model.num_classes")
+    for key, own in OWN_FIELDS.items():
+        if key in config.kwargs:
+            raise UserError(f"model.kwargs: {key} has a field of its own; set {own}")
     classes = num_classes if config.num_classes is None else config.num_classes
     if classes < num_classes:
         raise UserError(f"model.num_classes: {classes} is fewer than the data set's {num_classes} classes")
@@ -66,10 +66,7 @@ def _torchvision_model(config: ModelConfig, classes: int, with_weights: bool) ->
     if config.name not in names:
         near = did_you_mean(config.name, names)
         hint = f"; {near}" if near else ", nor timm/name, nor package.module:callable"
-        raise UserError(f"model.name: '{config.name}' is no classification model of torchvision{hint}")
-    for key in ("weights", "pretrained"):
-        if key in config.kwargs:
-            raise UserError(f"model.kwargs: {key} has a field of its own; set model.weights")
+        raise UserError(f"model.name: '{config.name}' is not a classification model of torchvision{hint}")
     weights = None if config.weights is None else _weights(config.name, config.weights)
     if weights is not None and with_weights:
         _fetch(f"{config.weights} of {config.name}", weights)
@@ -101,8 +98,6 @@ def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Mod
     if not timm.is_model(name):
         near = did_you_mean(name, timm.list_models())
         raise UserError(f"model.name: timm has no model '{name}'{near and f'; {near}'}")
-    if "pretrained" in config.kwargs:
-        raise UserError("model.kwargs: pretrained has a field of its own; set model.weights")
     tags = [found.partition(".")[2] for found in timm.list_pretrained(f"{name}.*")]
     if weights not in (None, "DEFAULT", *tags):
         known = f"it has DEFAULT, {', '.join(tags)}" if tags else "it has none"
@@ -112,11 +107,8 @@ def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Mod
     try:
         model: nn.Module = timm.create_model(full, pretrained=pretrained, num_classes=classes, **config.kwargs)
     except Exception as error:  # of the user's kwargs, or of the network
-        if pretrained:
-            raise UserError(
-                f"model.weights: {weights} of {config.name} could not be loaded ({reason(error)}); use model.checkpoint"
-            ) from error
-        raise UserError(f"model.kwargs: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
+        key = f"weights: {weights} or model.kwargs" if pretrained else "kwargs"
+        raise UserError(f"model.{key}: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
     if pretrained:
         images: Any = model.pretrained_cfg
         (_, *size), mean, std = (images[key] for key in ("input_size", "mean", "std"))
@@ -151,34 +143,14 @@ def _weights(name: str, wanted: str) -> Any:
 
 def _fetch(name: str, weights: Any) -> None:
     """Find or download the file of torchvision's weights, and read it; errors call them `name`."""
-    folder = Path(torch.hub.get_dir()) / "checkpoints"
-    file = folder / weights.url.rsplit("/", 1)[1]
-    existed = file.exists()
-    if existed:  # torchvision checks the hash of a file only when it downloads it
-        _check_hash(file)
+    file = Path(torch.hub.get_dir()) / "checkpoints" / weights.url.rsplit("/", 1)[1]
     try:
         weights.get_state_dict(progress=on_terminal(), check_hash=True)
     except Exception as error:  # network, disk, hash and damaged file each raise their own errors
-        if existed:
-            raise UserError(f"model.weights: '{file}' is damaged ({reason(error)}); delete it") from error
         raise UserError(
-            f"model.weights: {name} could not be downloaded ({reason(error)}); put {file.name} into "
-            f"'{folder}', or use model.checkpoint"
+            f"model.weights: {name} could not be loaded ({reason(error)}); put a whole {file.name} into"
+            f" '{file.parent}', or use model.checkpoint"
         ) from error
-
-
-def _check_hash(file: Path) -> None:
-    """Compare a file with the hash in its name."""
-    expected = torch.hub.HASH_REGEX.search(file.name)
-    try:
-        found = hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError as error:
-        raise UserError(f"model.weights: '{file}' cannot be read ({error.strerror})") from error
-    if expected is not None and not found.startswith(expected[1]):
-        raise UserError(
-            f"model.weights: '{file}' is damaged (its sha256 begins with {found[: len(expected[1])]}); delete it, or if"
-            " it is your own use model.checkpoint"
-        )
 
 
 def _replace_classifier(model: nn.Module, classes: int) -> str:

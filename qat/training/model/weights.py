@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from qat.torch_internals import layer_versions, set_layer_versions
+from qat.training.config.imports import reason
 from qat.training.errors import UserError, looked_in
-from qat.training.run.archive import DamagedError, read_archive, read_safetensors
-from qat.training.run.folder import FLOAT_WEIGHTS
+from qat.training.run.archive import load_state, read_archive
 
 State: TypeAlias = "OrderedDict[str, Tensor]"
 
@@ -26,9 +26,6 @@ def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model
     The file is a .safetensors, or a dict of tensors written by torch.save, possibly under the key `state_dict` or
     `model`. Prefixes of DataParallel and torch.compile are dropped. Step counters of batch norms may be missing, as in
     old files. Errors call the model `model_name` and the file `key`.
-
-    Raises:
-        UserError: if the file is missing, is not a file of weights, or has the weights of another model.
     """
     where = f"{key}: '{path}'"
     file = Path(os.path.expanduser(path))
@@ -38,22 +35,7 @@ def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model
     own = model.state_dict()
     _adopt_names(state, own)
     _refuse_other_kinds(state, own, where)
-    differing = {key: value.shape for key, value in state.items() if key in own and value.shape != own[key].shape}
-    for key in differing:
-        del state[key]  # for these, load_state_dict would raise before it returns missing and unexpected keys
-    try:
-        missing, unexpected = model.load_state_dict(state, strict=False)
-    except (RuntimeError, ValueError) as error:  # from a layer's code that converts weights of earlier versions
-        raise UserError(f"{where} is not of {model_name}: {' '.join(str(error).split())}") from error
-    missing = [key for key in missing if key not in differing]
-    if not missing and not unexpected:
-        _refuse_other_classes(model, differing, where)
-    shapes = [f"{key}: {tuple(it)} in the file, {tuple(own[key].shape)} in the model" for key, it in differing.items()]
-    groups = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
-    problems = [f"{len(found)} {what} ({_first(found)})" for what, found in groups if found]
-    if problems:
-        count, rest = ", ".join(problems).split(" ", 1)
-        raise UserError(f"{where} is not of {model_name}: {count} {'key' if count == '1' else 'keys'} {rest}")
+    load_state(model, state, f"{where} is not of {model_name}")
 
 
 def last_layer(model: nn.Module) -> tuple[str, nn.Module]:
@@ -69,17 +51,10 @@ def _read(file: Path, where: str) -> State:
     """Read a file's tensors by key, without running code from the file."""
     content: Any
     try:
-        content = read_safetensors(file) if file.suffix == ".safetensors" else read_archive(file)
-    except DamagedError as error:
-        raise UserError(f"{where} is damaged ({error}); take another copy of it") from error
-    except SafetensorError as error:
-        raise UserError(f"{where} is not a safetensors file ({error})") from error
-    except PermissionError as error:
-        raise UserError(f"{where} cannot be read ({error.strerror})") from error
+        content = load_file(file) if file.suffix == ".safetensors" else read_archive(file)
     except Exception as error:  # torch.load raises errors of many types for files that torch.save did not write
-        raise UserError(f"{where} is not a file of weights; it must be {FORMATS}") from error
+        raise UserError(f"{where} cannot be read ({reason(error)}); it must be {FORMATS}") from error
     if isinstance(content, dict):
-        _refuse_quantized(content, file, where)
         content = next((content[key] for key in ("state_dict", "model") if isinstance(content.get(key), dict)), content)
     if not isinstance(content, dict) or not all(_is_plain(value) for value in content.values()):
         raise UserError(f"{where} holds something else than weights; it must be {FORMATS}")
@@ -89,14 +64,6 @@ def _read(file: Path, where: str) -> State:
     if hasattr(content, "_metadata"):  # versions of the layers, with which they convert older weights
         state._metadata = content._metadata  # type: ignore[attr-defined]
     return state
-
-
-def _refuse_quantized(content: dict[str, Any], file: Path, where: str) -> None:
-    """Refuse a run's checkpoint of QAT, whose weights are a quantized model's."""
-    if isinstance(content.get("format"), int) and content.get("stage") == "qat":
-        beside = file.with_name(FLOAT_WEIGHTS)
-        other = f"'{beside}' has the run's float weights" if beside.is_file() else "a file of float weights is needed"
-        raise UserError(f"{where} is a checkpoint of a quantized model; {other}")
 
 
 def _is_plain(value: Any) -> bool:
@@ -111,24 +78,13 @@ def _refuse_other_kinds(state: State, own: dict[str, Tensor], where: str) -> Non
     8-bit floating point need scales that a file of weights lacks. Values that are not finite are accepted only where
     the model has such values too (masks).
     """
-    problems = []
-    for key in (key for key in state if key in own):
-        value, mine = state[key], own[key]
-        if _kind(value) != _kind(mine) or value.element_size() < min(2, mine.element_size()):
-            problems.append(f"{key} is {_name(value)} in the file, {_name(mine)} in the model")
-        elif value.shape == mine.shape and not (value.to(mine.dtype).isfinite() | ~mine.cpu().isfinite()).all():
-            problems.append(f"{key} has values that are not finite ({_name(mine)})")
-    if problems:
-        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise UserError(f"{where}: {problems[0]}{more}; it must be a file of float weights")
-
-
-def _kind(tensor: Tensor) -> tuple[bool, bool, bool]:
-    return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype is torch.bool
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    for key, value in state.items():
+        mine = own.get(key, value)
+        kinds = {(each.is_floating_point(), each.is_complex(), each.dtype is torch.bool) for each in (value, mine)}
+        if len(kinds) > 1 or value.element_size() < min(2, mine.element_size()):
+            raise UserError(f"{where}: {key} is {value.dtype} in the file, {mine.dtype} in the model; convert it")
+        if value.shape == mine.shape and not (value.to(mine.dtype).isfinite() | ~mine.cpu().isfinite()).all():
+            raise UserError(f"{where}: {key} has values that are not finite ({mine.dtype})")
 
 
 def _adopt_names(state: State, own: dict[str, Tensor]) -> None:
@@ -141,21 +97,3 @@ def _adopt_names(state: State, own: dict[str, Tensor]) -> None:
     for key in own:
         if key.endswith("num_batches_tracked"):
             state.setdefault(key, own[key])
-
-
-def _refuse_other_classes(model: nn.Module, differing: dict[str, torch.Size], where: str) -> None:
-    """Raise a specific error if the shapes differ only in the number of classes."""
-    name, layer = last_layer(model)
-    own = {f"{name}.{key}": value.shape for key, value in layer.named_parameters()}
-    if not name or set(differing) != set(own) or any(differing[key][1:] != own[key][1:] for key in own):
-        return
-    key = f"{name}.weight"
-    theirs, ours = differing[key][0], own[key][0]
-    raise UserError(
-        f"{where} has {theirs} classes ({key}), the model {ours}; set model.num_classes: {theirs} or use another "
-        "checkpoint"
-    )
-
-
-def _first(names: list[str], most: int = 3) -> str:
-    return ", ".join([*names[:most], *(["..."] if len(names) > most else [])])

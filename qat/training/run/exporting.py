@@ -12,7 +12,7 @@ from torch import Tensor, fx
 import qat
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
-from qat.training.run.exit_status import memory_shortage
+from qat.training.run.exit_status import is_memory_shortage
 from qat.training.run.files import replacing
 from qat.training.run.logging import RunLog
 from qat.training.run.proof import Proof, prove
@@ -33,9 +33,6 @@ def export_and_prove(
 
     With `export.exact_sums: auto`, if predictions differ and ONNX Runtime adds integers, a second file adds in float32
     as torch does; it takes the first one's place if more of its predictions are the model's.
-
-    Raises:
-        UserError: if torch.onnx cannot export the model; the training is safe in last.pt.
     """
     wanted = config.export.exact_sums
     with replacing(path) as temporary:
@@ -69,7 +66,7 @@ def _write(
             model, path, example, metadata=metadata, exact_sums=exact_sums, packed=wanted.packed, opset=wanted.opset
         )
     except Exception as error:  # the exporter has its own types
-        if isinstance(error, OSError) or memory_shortage(error):
+        if isinstance(error, OSError) or is_memory_shortage(error):
             raise
         logger.debug("export: the exporter's error", exc_info=True)
         details = " ".join(str(error).split())[:200]

@@ -12,26 +12,18 @@ from qat.training.run.lock import check_folder
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file as UTF-8, atomically: whenever the process ends, `path` has the old text or the new one.
-
-    Raises:
-        UserError: if the file cannot be written.
-    """
+    """Write a text file as UTF-8, atomically: whenever the process ends, `path` has the old text or the new one."""
     with replacing(path) as temporary:
-        # Python reads file names that are not UTF-8 with lone surrogates, which are written as escapes.
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+        temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file of the run atomically; see `atomic_write`.
-
-    Raises:
-        UserError: if the file cannot be written, or its folder is no longer the one that the run has locked.
-    """
+    """Write a file of the run atomically; see `atomic_write`."""
     check_folder(path.parent)
     try:
-        with atomic_write(path, temporary_of(path)) as temporary:
+        # One name for all runs: what a killed run leaves is replaced by the next.
+        with atomic_write(path, path.with_name(f".{path.name}.tmp")) as temporary:
             yield temporary
             check_folder(path.parent)  # again, because writing may take minutes, as for an export
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -39,11 +31,6 @@ def replacing(path: Path) -> Iterator[Path]:
         if reason is None:
             raise
         raise UserError(f"{path}: cannot write it ({reason})") from error
-
-
-def temporary_of(path: Path) -> Path:
-    """The temporary name under which a file is written before it is renamed."""
-    return path.with_name(f".{path.name}.tmp")
 
 
 def _system_error(error: BaseException) -> str | None:

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qat.training.config.file import dump_config, load_config
+from qat.training.config.file import NULLS, load_config
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
-from qat.training.run.checkpoint import check_same_config, load_checkpoint
-from qat.training.run.files import temporary_of
-from qat.training.run.lock import LOCK, FolderInUseError, RunLock
-from qat.training.run.staging import STAGED, is_ready, move_up, result
+from qat.training.run.checkpoint import check_same_config
+from qat.training.run.lock import FolderInUseError, RunLock
 
 RUNS = Path("runs")
 """Parent of the default run folders, relative to the current folder."""
@@ -33,7 +31,7 @@ LAYERS = "layers.txt"
 MODEL = "model.onnx"
 
 SUMMARY = "summary.json"
-"""Written at the very end: a run folder with this file holds the results of a finished run."""
+"""Written at the very end, and removed by a run that goes on: a folder with it holds the results of a finished run."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +64,18 @@ def open_run_folder(config: RunConfig) -> RunFolder:
 
     With `resume: auto`, the run continues in the given folder, or by default in the one with the highest number, if it
     has a last.pt. If there is none, a new run starts; if the run is finished, there is nothing to do.
-
-    Raises:
-        UserError: if the folder is occupied, in use, unwritable or not a folder, its parent is missing, or it contains
-            a finished run with another config.
     """
-    if config.run_dir is not None:
-        path = Path(os.path.expanduser(config.run_dir))
-        try:
-            return _given_folder(path, config)
-        except OSError as error:
-            raise UserError(f"run_dir: '{path}': cannot use it ({error.strerror}); choose another") from error
-    if config.name in ("", "..") or Path(config.name).name != config.name:
+    if config.run_dir is None and (config.name in ("", "..") or Path(config.name).name != config.name):
         raise UserError(f"name: {config.name!r} must be a plain name without slashes; to choose a place set run_dir")
-    numbers = _numbered_folders(config.name)
-    newest = _newest_run(numbers) if config.resume == "auto" else None
-    return _given_folder(newest, config) if newest else _next_folder(config, 1 + max(numbers, default=0))
+    path = RUNS if config.run_dir is None else Path(os.path.expanduser(config.run_dir))
+    try:
+        if config.run_dir is not None:
+            return _given_folder(path, config)
+        numbers = _numbered_folders(config.name)
+        newest = _newest_run(numbers) if config.resume == "auto" else None
+        return _given_folder(newest, config) if newest else _next_folder(config, 1 + max(numbers, default=0))
+    except OSError as error:
+        raise UserError(f"run_dir: '{path}': cannot use it ({error.strerror}); choose another") from error
 
 
 def goes_on(config: RunConfig) -> bool:
@@ -106,16 +100,11 @@ def _given_folder(path: Path, config: RunConfig) -> RunFolder:
         path.mkdir(parents=True, exist_ok=True)
     if not path.is_dir():
         raise UserError(f"run_dir: '{path}' is not a folder; choose another")
-    if config.resume == "auto" and is_ready(path):
-        with RunFolder(path, None, lock=RunLock(path)):
-            move_up(path)
     finished = _finished(path, config) if config.resume == "auto" else None
     return RunFolder(path, None, finished) if finished is not None else _locked(path, config)
 
 
 def _locked(path: Path, config: RunConfig) -> RunFolder:
-    """Lock a folder. It is checked before, so that nothing is written into a refused folder, and after locking."""
-    _checkpoint(path, config)
     lock = RunLock(path)
     try:
         return RunFolder(lock.folder, _checkpoint(path, config), lock=lock)
@@ -126,8 +115,6 @@ def _locked(path: Path, config: RunConfig) -> RunFolder:
 
 def _checkpoint(path: Path, config: RunConfig) -> Path | None:
     """The checkpoint that a run in this folder resumes from; None if it is a new run."""
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise UserError(f"{path}: this folder is not writable; choose another run_dir or change its permissions")
     resume, last = config.resume == "auto", path / LAST_CHECKPOINT
     if last.is_file():
         if resume:
@@ -145,28 +132,16 @@ def _nothing_trained(path: Path, resume: bool) -> bool:
     A run may start there again, with another config too. Files that this program did not write, trained weights and a
     finished run are never touched; only what calibration made, without training, is made again by a run that resumes.
     """
-    results = (RESOLVED_CONFIG, LAYERS, FLOAT_WEIGHTS, BEST_CHECKPOINT, LAST_CHECKPOINT, MODEL, SUMMARY)
-    names = {entry.name for entry in path.iterdir()} - {LOCK, STAGED}
-    names -= {temporary_of(path / name).name for name in results}
-    curves = {name for name in names if name.startswith(CURVES)}
-    if not names:
-        return True
-    try:
-        config = load_config(str(path / RESOLVED_CONFIG))
-    except UserError:  # missing, or of another program
-        return False
-    if not curves and (path / RESOLVED_CONFIG).read_text(encoding="utf-8") != dump_config(config):
-        return False  # a user's own
-    again = {RESOLVED_CONFIG, LAYERS, *curves}
-    if config.float.epochs == 0:
+    names = {entry.name for entry in path.iterdir() if entry.name[0] != "."}
+    file = path / RESOLVED_CONFIG
+    if RESOLVED_CONFIG not in names or not file.read_text(encoding="utf-8").startswith(f"# {NULLS}"):
+        return not names  # a config.yaml may be the user's own
+    saved = load_config(str(file))
+    again = {RESOLVED_CONFIG, LAYERS, *(name for name in names if name.startswith(CURVES))}
+    if saved.float.epochs == 0:
         again.add(FLOAT_WEIGHTS)
-        if (
-            BEST_CHECKPOINT in names
-            and load_checkpoint(path / BEST_CHECKPOINT, "remove it to start anew")["epochs"] <= 1
-        ):
-            again.add(BEST_CHECKPOINT)  # written shortly before last.pt, for which there may have been no space
-        if config.qat.epochs == 0:
-            again |= {MODEL, SUMMARY} if resume else {MODEL}
+        if saved.qat.epochs == 0 and resume:
+            again |= {BEST_CHECKPOINT, MODEL, SUMMARY}
     return names <= again
 
 
@@ -174,9 +149,6 @@ def _finished(path: Path, config: RunConfig) -> int | None:
     """The exit status of the run in this folder, if it has done everything that the config asks for.
 
     More epochs of QAT, or another `export`, are something left to do.
-
-    Raises:
-        UserError: if it was a run with another config.
     """
     summary = read_summary(path)
     if summary is None:  # the run repeats its end
@@ -193,7 +165,7 @@ def _finished(path: Path, config: RunConfig) -> int | None:
 def read_summary(path: Path) -> dict[str, Any] | None:
     """The summary of the finished run in a folder; None if it is missing or truncated."""
     try:
-        summary = json.loads(result(path, SUMMARY).read_bytes())
+        summary = json.loads((path / SUMMARY).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return summary if isinstance(summary, dict) else None
@@ -202,23 +174,13 @@ def read_summary(path: Path) -> dict[str, Any] | None:
 def _numbered_folders(name: str) -> dict[int, Path]:
     """The existing folders among runs/<name> (number 1), runs/<name>-2 ..., by number."""
     pattern = re.compile(re.escape(name) + r"(?:-([1-9]\d*))?")
-    found: dict[int, Path] = {}
-    try:
-        for path in RUNS.iterdir() if RUNS.exists() else ():
-            match = pattern.fullmatch(path.name)
-            if match:
-                found[int(match.group(1) or 1)] = path
-    except OSError as error:
-        raise UserError(f"{RUNS}: cannot read the folder of runs ({error.strerror}); set run_dir") from error
-    return found
+    matches = [(pattern.fullmatch(path.name), path) for path in (RUNS.iterdir() if RUNS.exists() else ())]
+    return {int(match.group(1) or 1): path for match, path in matches if match}
 
 
 def _next_folder(config: RunConfig, number: int) -> RunFolder:
     """Create the first free folder from this number on; another run may take one at the same time."""
-    try:
-        RUNS.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{RUNS}: cannot create the folder of runs ({error.strerror}); set run_dir") from error
+    RUNS.mkdir(exist_ok=True)
     while True:
         path = RUNS / (config.name if number == 1 else f"{config.name}-{number}")
         try:
@@ -226,5 +188,3 @@ def _next_folder(config: RunConfig, number: int) -> RunFolder:
             return _locked(path, config)
         except (FileExistsError, FolderInUseError):
             number += 1
-        except OSError as error:
-            raise UserError(f"{path}: cannot create the run folder ({error.strerror}); set run_dir") from error

@@ -20,12 +20,9 @@ from qat.export import (
 )
 from qat.export.onnxruntime.default_session import default_is_exact, needs_option
 from qat.quantizer.training import resting_scales
-from qat.targets import profile_of
 from qat.text import table
-from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
-from qat.training.loop.preparation import build_recipe
-from qat.training.run.report import difference_results, onnx_results, session_results
+from qat.training.run.report import integers_results, onnx_results, session_results
 
 MIN_AGREEMENT = 0.995
 """Share of predictions below which the proof fails: those that are equal, or differ because of near-ties alone."""
@@ -136,28 +133,11 @@ class Proof:
         return "\n".join([f"{head} {WAYS_OUT}", "", *table(rows, numbers=True)])
 
 
-def saturation_ahead(config: RunConfig) -> str:
-    """What the proof of a run may say at its end of this processor, so that it is known at the start; "" if nothing."""
-    recipe = build_recipe(config.quantization)
-    target = recipe.profile.without_vnni
-    weights = [recipe.weight, *(recipe.for_layer(name).weight for name in recipe.overrides)]
-    fits = not target or any(profile_of(target).refusal("weight", each) is None for each in weights)
-    if fits or not config.export.onnx or default_is_exact():
-        return ""
-    return (
-        "this processor adds pairs of products in 16 bits (no VNNI), where default sessions of these weights may"
-        f" saturate: quantization.target={target} is the target for it, docs/targets.md has more"
-    )
-
-
 def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
     """Run the file of `export_onnx` over the batches, (images, labels), and compare it with the exported model.
 
     Predictions are compared on all batches, every layer's integers on the first; they are iterated several times. If
     too few predictions are equal, `qat.export.explain_differences` looks for the reason.
-
-    Raises:
-        UserError: if ONNX Runtime has no session with exact products on this machine.
     """
     try:
         needs_option()
@@ -171,7 +151,8 @@ def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
     differences = None
     if not found.agreement >= MIN_AGREEMENT:
         differences = explain_differences(path, model, batches, enough=_allowed(found.samples) + 1)
-        results["differences"] = difference_results(differences)
+        counts = {key: getattr(differences, key) for key in ("predictions", "differing", "unexplained")}
+        results["differences"] = {**counts, "integers": integers_results(differences.layers)}
     if not default_is_exact():
         results["default_session"] = session_results(
             qat.verify_onnx(path, model, batches, default_session=True),

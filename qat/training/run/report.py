@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qat.export import Differences, LayerDifference, Saturation, Verification
+from qat.export import LayerDifference, Saturation, Verification
 from qat.export.onnxruntime.default_session import multiplies_exactly
 from qat.kernels.cpu import onednn, processor
 from qat.text import table
@@ -63,35 +63,23 @@ def onnx_results(
 
 def session_results(verification: Verification, layers: list[LayerDifference]) -> dict[str, Any]:
     """The results of one kind of session; the arguments are those of `onnx_results`."""
-    most = sorted(layers, key=lambda layer: -layer.differing)[:MOST_DIFFERING]
     difference = verification.max_difference
     return {
         "top1": verification.onnx_top1,
         "agreement": verification.agreement,
         "max_logit_difference": difference if math.isfinite(difference) else None,
-        "layers": {
-            "compared": len(layers),
-            "elements": sum(layer.elements for layer in layers),
-            "differing": sum(layer.differing for layer in layers),
-            "largest_difference": max((layer.largest for layer in layers), default=0),
-            "most_differing": {layer.name: layer.differing for layer in most if layer.differing},
-        },
+        "layers": integers_results(layers),
     }
 
 
-def difference_results(differences: Differences) -> dict[str, Any]:
-    """What summary.json says of predictions that are not the torch model's."""
-    most = sorted(differences.layers, key=lambda layer: -layer.differing)[:MOST_DIFFERING]
+def integers_results(layers: list[LayerDifference]) -> dict[str, Any]:
+    """How many integers of the layers differ, and in which most."""
+    most = sorted(layers, key=lambda layer: -layer.differing)[:MOST_DIFFERING]
     return {
-        "predictions": differences.predictions,
-        "differing": differences.differing,
-        "unexplained": differences.unexplained,
-        "integers": {
-            "compared": sum(layer.elements for layer in differences.layers),
-            "differing": sum(layer.differing for layer in differences.layers),
-            "beyond_ties": sum(layer.beyond_ties for layer in differences.layers),
-            "most_differing": {layer.name: layer.differing for layer in most if layer.differing},
-        },
+        "compared": len(layers),
+        **{key: sum(getattr(layer, key) for layer in layers) for key in ("elements", "differing", "beyond_ties")},
+        "largest_difference": max((layer.largest for layer in layers), default=0),
+        "most_differing": {layer.name: layer.differing for layer in most if layer.differing},
     }
 
 
@@ -134,23 +122,11 @@ def write_summary(
     return summary
 
 
-def read_problem(path: Path) -> str:
-    """Why the run with this summary.json ended with exit status 1; "" if it did not."""
-    summary = json.loads(path.read_bytes())
-    if not summary.get("exit_status"):
-        return ""
-    # Earlier versions did not write the reason down.
-    return str(summary.get("problem") or "it does not answer as the trained model does (onnx in summary.json)")
-
-
 def report_lines(summary: dict[str, Any]) -> list[str]:
     """What a run says at its end of its summary: the table, and what has to be known to read it."""
     lines = [*table(table_rows(summary), numbers=True), ""]
-    images = summary.get("val_images")  # earlier versions lack it
-    if images:
-        share = summary["qat"]["top1"] / 100
-        noise = 200 * math.sqrt(share * (1 - share) / images)
-        lines.append(f"top1 is of {images:,} images: +-{noise:.1f} points (two standard deviations) on others")
+    if "val_images" in summary:  # benchmarks/results has summaries without
+        lines.append(noise_of(summary["qat"]["top1"], summary["val_images"]))
     if "onnx" in summary:
         lines += _larger_containers(summary.get("about", {}).get("recipe", {}), summary["onnx"].get("packed", False))
     threads = summary["machine"]["threads"]
@@ -161,6 +137,12 @@ def report_lines(summary: dict[str, Any]) -> list[str]:
         time = f"{differing} over {layers['compared']} layers; {time}"
     versions = (f"{package} {number}" for package, number in summary["versions"].items())
     return [*lines, time, ", ".join(versions)]
+
+
+def noise_of(top1: float, images: int) -> str:
+    """How far an accuracy in percent may be from that on other images of the same kind."""
+    noise = 2 * math.sqrt(top1 * (100 - top1) / images)
+    return f"top1 is of {images:,} images: +-{noise:.1f} points (two standard deviations) on others"
 
 
 def _larger_containers(recipe: dict[str, Any], packed: bool) -> list[str]:
@@ -199,6 +181,6 @@ def _row_name(key: str, words: str, results: dict[str, Any]) -> str:
     epochs, qat = results[key.partition(".")[0]].get("epochs"), results.get("qat", {})
     if key == "float_finetune" and epochs != qat.get("epochs"):  # a run that was extended
         return f"float, fine-tuned {epochs} epochs"
-    if key == "qat" and qat.get("epoch"):  # 0 without training; unknown to earlier versions
+    if key == "qat" and qat.get("epoch"):  # 0 without training
         return f"{words}, {qat['weights']} epoch ({qat['epoch']} of {epochs})"
     return words

@@ -10,8 +10,16 @@ from torch import fx, nn
 import qat
 from qat.export.onnx.operators import OPSET
 from qat.layers import QuantLayer
-from qat.training.aids.mixing import build_mixing
-from qat.training.aids.progressive import (
+from qat.training.config.schema import RunConfig
+from qat.training.config.stages import StageConfig
+from qat.training.data.loaders import Data, Loader
+from qat.training.loop.advice import warnings_about
+from qat.training.loop.aids import build_mixing
+from qat.training.loop.engine import train_stage
+from qat.training.loop.evaluated import choose_weights, describe_choice
+from qat.training.loop.evaluation import evaluate
+from qat.training.loop.preparation import calibration_reported, prepare_model
+from qat.training.loop.progressive import (
     float_counterpart,
     on_grids_of,
     progressive_stages,
@@ -19,35 +27,14 @@ from qat.training.aids.progressive import (
     take_weights,
     training_of,
 )
-from qat.training.aids.teacher import build_distillation
-from qat.training.config.schema import RunConfig
-from qat.training.config.stages import StageConfig
-from qat.training.data.loaders import Data, Loader
-from qat.training.loop.engine import StageRun, evaluate, train_stage
-from qat.training.loop.evaluated import choice_in_words, choose_weights, is_same_choice
-from qat.training.loop.preparation import (
-    calibration_reported,
-    prepare_model,
-    ranges_in_words,
-)
-from qat.training.loop.stage import steps_per_epoch
-from qat.training.loop.stage_warnings import warnings_about
+from qat.training.loop.stage import StageRun, steps_per_epoch
+from qat.training.loop.teacher import build_distillation
 from qat.training.model.weights import load_weights
 from qat.training.run.about import export_metadata
-from qat.training.run.checkpoint import (
-    StageState,
-    restore_model,
-    save_float_weights,
-)
+from qat.training.run.checkpoint import StageState, restore_model, save_float_weights
 from qat.training.run.exporting import export_and_prove
 from qat.training.run.files import write_text
-from qat.training.run.folder import (
-    FLOAT_WEIGHTS,
-    LAYERS,
-    MODEL,
-    RunFolder,
-    read_summary,
-)
+from qat.training.run.folder import FLOAT_WEIGHTS, LAYERS, MODEL, RunFolder
 from qat.training.run.logging import RunLog
 
 HOW_IT_TRAINS = (
@@ -66,8 +53,8 @@ class Stages:
     device: torch.device
     log: RunLog
     folder: RunFolder
-    place: Path
-    """Where the results of the run are written, see `results_of`."""
+    before: dict[str, Any]
+    """The summary of the finished run that this one goes on with; empty if there is none."""
     resumed: dict[str, Any] | None
     results: dict[str, Any]
     about: dict[str, Any]
@@ -112,7 +99,7 @@ class Stages:
         prepared = prepare_model(model, self.config, self.data.image_shape).to(self.device)
         layers = qat.summary(prepared)
         if not self._has_begun("qat"):  # otherwise the file already shows what was learned
-            write_text(self.place / LAYERS, layers + "\n")
+            write_text(self.folder.path / LAYERS, layers + "\n")
         lines = layers.splitlines()
         end = lines.index("")
         left = [line for line in lines[:end] if "stays float:" in line]
@@ -125,7 +112,6 @@ class Stages:
             return
         with calibration_reported(self.config):
             qat.calibrate(model, self._sample(), only_missing=self.config.float.epochs == 0)
-        self.log.say(ranges_in_words(model))
         self._write_layers(model)
         found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
         self.results["calibrated"] = {"top1": found.top1}
@@ -143,12 +129,10 @@ class Stages:
                 on_grids.to(self.device)
                 if not self._has_begun(name):
                     self._start_from(trained, on_grids)
-                    self.log.say(f"{name}: {ranges_in_words(on_grids)}")
                 trained = on_grids
             self._train(name, on_grids, training_of(self.config.qat, stage))
         if trained is not None:
             self._start_from(trained, model)
-            self.log.say(f"qat: {ranges_in_words(model)}")
 
     def _start_from(self, trained: nn.Module | None, model: nn.Module) -> None:
         """Give the model the weights of another, if there is one, and ranges that fit them."""
@@ -167,17 +151,18 @@ class Stages:
 
         Returns why the proof failed, "" if it holds, or if nothing is exported.
         """
-        before = read_summary(self.folder.path) or {}
-        exported = before["qat"] if "onnx" in before else {}
         if not self.config.export.onnx:
-            if (self.folder.path / MODEL).exists() and not is_same_choice(exported, self.results["qat"]):
-                self.warn([f"{MODEL} is of an earlier export, not of these weights: export.onnx is false"])
+            if (self.folder.path / MODEL).exists():
+                self.warn([f"{MODEL} is of an earlier export: export.onnx is false"])
             return ""
-        self.log.say(f"export: {choice_in_words(self.results['qat'], exported)}")
+        exported = self.before["qat"] if "onnx" in self.before else {}
+        self.log.say(f"export: {describe_choice(self.results['qat'], exported)}")
         assert isinstance(model, fx.GraphModule)  # prepare_model checks it
         metadata = export_metadata(self.about, self.results, model)
         example = torch.zeros(1, *self.data.image_shape)
-        proof = export_and_prove(model, self.place / MODEL, example, self.data.val, self.config, metadata, self.log)
+        proof = export_and_prove(
+            model, self.folder.path / MODEL, example, self.data.val, self.config, metadata, self.log
+        )
         packed = self.config.export.packed and self.config.export.opset >= OPSET
         self.results["onnx"] = {**proof.results, "packed": packed}
         self.log.say("\n".join(proof.sentences()))
@@ -193,7 +178,7 @@ class Stages:
 
     def _write_layers(self, model: nn.Module, *more: str) -> None:
         parts = [qat.summary(model), HOW_IT_TRAINS, qat.explain(model), *more]
-        write_text(self.place / LAYERS, "\n\n".join(parts) + "\n")
+        write_text(self.folder.path / LAYERS, "\n\n".join(parts) + "\n")
 
     def _train(self, name: str, model: nn.Module, stage: StageConfig) -> None:
         """Train one stage; if the checkpoint is from this stage, resume in it."""

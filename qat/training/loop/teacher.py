@@ -1,7 +1,6 @@
 """The teacher of a stage: the run's float model, or another that the config names."""
 
 import copy
-import re
 from pathlib import Path
 
 import torch
@@ -13,22 +12,15 @@ from qat.finetuning.watching import LOGITS
 from qat.training.config.imports import reason
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import ModelConfig, QATStageConfig, StageConfig
-from qat.training.errors import UserError, value_errors_reported
+from qat.training.errors import UserError, problems_of
 from qat.training.model.building import build_model
 from qat.training.model.weights import load_weights
-
-_KEY = re.compile(rf"(?<![\w.])model(?=\.(?:{'|'.join(ModelConfig.model_fields)})\b)|^model(?=:)")
-"""A key of the `model` section in a sentence."""
 
 
 def build_distillation(
     config: RunConfig, stage: StageConfig, classes: int, float_weights: Path, device: torch.device
 ) -> Distillation | None:
-    """What the stage learns from besides labels, on the device; None if its config names nothing.
-
-    Raises:
-        UserError: if the teacher cannot be built, or its weights do not fit.
-    """
+    """What the stage learns from besides labels, on the device; None if its config names nothing."""
     wanted = stage.distillation if isinstance(stage, QATStageConfig) else None
     if wanted is None:
         return None
@@ -61,42 +53,29 @@ def check_distillation(
         model: the float model, which stays as it is.
         prepared: the model that will learn; only the names of its modules count.
         with_weights: whether another teacher's weights are read; a run that goes on reads them if it still learns.
-
-    Raises:
-        UserError: if the teacher cannot be built, or the two models' features or logits do not compare.
     """
     wanted = config.qat.distillation
     if wanted is None:
         return
-    other = wanted.teacher
-    teacher = copy.deepcopy(model) if other is None else _other(other, classes, with_weights=with_weights)
+    teacher = copy.deepcopy(model) if wanted.teacher is None else _other(wanted.teacher, classes, with_weights)
     student, images = copy.deepcopy(model), torch.zeros(2, *image_shape)
-    with value_errors_reported("qat.distillation: "), torch.no_grad(), evaluating(student):
-        distillation = Distillation(teacher, features=wanted.features)
-        distillation.watching(prepared)
-        output = distillation.watching(student)(images)
-        try:
+    try:
+        with torch.no_grad(), evaluating(student):
+            distillation = Distillation(teacher, features=wanted.features)
+            distillation.watching(prepared)
+            output = distillation.watching(student)(images)
             if isinstance(output[LOGITS] if wanted.features else output, torch.Tensor):
                 distillation(output, images)
-        except TypeError as error:  # a teacher that does not return logits
-            raise UserError(f"qat.distillation: {error}") from error
-        except ValueError:  # features or logits that do not compare
-            raise
-        except Exception as error:  # user code, or a teacher of images of another size
-            raise UserError(
-                f"qat.distillation: the teacher does not run on 2 images of {image_shape} ({reason(error)});"
-                " choose one that takes the images of this run"
-            ) from error
+    except Exception as error:  # user code, a teacher of other images, or features that do not compare
+        raise UserError(f"qat.distillation: the teacher does not fit the model ({reason(error)})") from error
 
 
-def _other(config: ModelConfig, classes: int, *, with_weights: bool = True) -> nn.Module:
+def _other(config: ModelConfig, classes: int, with_weights: bool = True) -> nn.Module:
     """Another teacher. A torchvision model needs weights to teach anything; a callable may have brought its own."""
     if ":" not in config.name and config.weights is None and config.checkpoint is None:
         raise UserError(
             f"qat.distillation.teacher: {config.name} has no weights; set checkpoint or weights of it, or leave teacher"
             " out to learn from the run's float model"
         )
-    try:
+    with problems_of("qat.distillation.teacher"):
         return build_model(config, classes, with_weights=with_weights)
-    except UserError as error:
-        raise UserError(*(_KEY.sub("qat.distillation.teacher", problem) for problem in error.problems)) from error

@@ -1,10 +1,17 @@
-"""Settings of a stage that change nothing in this run, in words: the config alone does not show it."""
+"""What a run says of its settings and results: settings that change nothing, and stages that learned nothing."""
+
+import math
 
 from qat.batch_norm import batch_norms
 from qat.quantizer import Quantizer
-from qat.training.aids.progressive import key_of
+from qat.quantizer.weight_bits import weight_bits
 from qat.training.config.stages import QATStageConfig, StageConfig
+from qat.training.loop.evaluation import Evaluation
+from qat.training.loop.progressive import key_of
 from qat.training.loop.stage import StageRun
+
+SIGMAS = 2.0
+"""Differences count from this many standard deviations on, given the size of the validation split."""
 
 START_LEFT = 0.5
 """From this share of the start on, which is decay ** steps, averaged weights are those of no training."""
@@ -39,7 +46,20 @@ def without_effect(run: StageRun) -> list[str]:
         if stage.epochs * run.steps_per_epoch == 1:
             late = {"gradual": stage.gradual, "oscillation": stage.oscillation}
             found += [f"{key}.{name} has no effect: the stage has one step" for name, block in late.items() if block]
+        found += _of_optimizers(run, stage, key)
     return found + _too_slow(run, key) + _of_the_whole_run(run)
+
+
+def _of_optimizers(run: StageRun, stage: QATStageConfig, key: str) -> list[str]:
+    """Rates and decays of parameters that the model does not have."""
+    found, quantizers = [], [each for each in run.model.modules() if isinstance(each, Quantizer)]
+    if not any(parameter.requires_grad for each in quantizers for parameter in each.parameters()):
+        keys = ("quantizer_lr_factor", "quantizer_lr", "quantizer_weight_decay", "quantizer_optimizer")
+        found = [f"{key}.{name} has no effect: no quantizer learns" for name in keys if getattr(stage, name)]
+    if stage.weight_decay_by_bits and (not stage.weight_decay or min(weight_bits(run.model).values(), default=8) >= 4):
+        why = "no weight has fewer than 4 bits" if stage.weight_decay else f"{key}.weight_decay is 0"
+        found.append(f"{key}.weight_decay_by_bits has no effect: {why}")
+    return found
 
 
 def _of_the_whole_run(run: StageRun) -> list[str]:
@@ -79,3 +99,31 @@ def _too_slow(run: StageRun, key: str) -> list[str]:
         f"ema_decay: {decay:g} is slow for the {steps} steps of this stage: its averages are {100 * decay**steps:.0f} %"
         f" what the stage starts from; try {1 - 10 / max(steps, 20):.2g}"
     ]
+
+
+def warnings_about(name: str, key: str, stage: StageConfig, evaluation: Evaluation, start: float | None) -> list[str]:
+    """Return a warning if the result of a stage is at chance level, or worse than the stage's starting model.
+
+    Chance level is the share of the most common label, which a constant prediction reaches. A result is above chance if
+    it exceeds it by two standard deviations of a share among that many images. `start` is top1 on the same images
+    before the stage, None if there was no trained model, and `key` that of its learning rate.
+    """
+    advice = f"; try a lower {key} (now {stage.lr:g}) or more epochs" if stage.epochs else ""
+    found = f"{name}: val top1 {evaluation.top1:.2f} %"
+    chance = evaluation.most_common + _deviation(evaluation.most_common, evaluation.count)
+    if evaluation.most_common == 100 or evaluation.top1 <= chance < 100:  # else there are too few images to tell
+        return [
+            f"{found} is at chance level: the same answer for all {evaluation.count} images gives"
+            f" {evaluation.most_common:.2f} %{advice}"
+        ]
+    if start is not None:
+        both = (start + evaluation.top1) / 2
+        if evaluation.top1 < start - math.sqrt(2) * _deviation(both, evaluation.count):
+            return [f"{found} is below the {start:.2f} % that it started from{advice}"]
+    return []
+
+
+def _deviation(percent: float, count: int) -> float:
+    """Of a share of so many images, in percent: two standard deviations."""
+    share = percent / 100
+    return 100 * SIGMAS * math.sqrt(share * (1 - share) / count)
