@@ -1,6 +1,5 @@
 """Finds the activation before a quantizer, if kernels compute both in one pass."""
 
-import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +9,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from qat.fused.activation_table import DEFAULTS, FusedActivation, row_of
+from qat.fused.functions.codes import NO_CLIP
 from qat.tracing.nodes import submodule_of
-
-NO_CLIP = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ class Window(NamedTuple):
     dilation: list[int]
     ceil_mode: bool
 
+    def packed(self) -> list[int]:
+        """All numbers in one list, for an operator."""
+        return [*self.kernel, *self.stride, *self.padding, *self.dilation, int(self.ceil_mode)]
+
 
 def reshapes(node: fx.Node) -> str | None:
     """The method of `RESHAPING` that a node calls; None if it calls another."""

@@ -22,7 +22,7 @@ import qat
 from qat.fused import rewriting
 from qat.fused.functions import norm_activation, products
 from qat.fused.graph import FusedGraph
-from qat.fused.self_check import references
+from qat.fused.self_check import judging
 from qat.fused.self_check.training_step import Results, difference
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
@@ -84,11 +84,11 @@ def model(x: Tensor) -> Any:
     return calibrated(Deep(), x)
 
 
-def replace(monkeypatch: pytest.MonkeyPatch, name: str, table: dict[Any, Any], changed: Callable[..., Any]) -> None:
+def replace(monkeypatch: pytest.MonkeyPatch, name: str, changed: Callable[..., Any]) -> None:
     """Let fused graphs call something else instead of one of their functions, in the sight of the check."""
-    original = getattr(rewriting, name)
+    before = judging.QUANTIZING[getattr(rewriting, name)]
     monkeypatch.setattr(rewriting, name, changed)
-    monkeypatch.setitem(table, changed, table[original])
+    monkeypatch.setitem(judging.QUANTIZING, changed, before)
 
 
 def test_a_sound_model_trains_on_codes_and_is_left_as_it_was(x: Tensor) -> None:
@@ -98,34 +98,36 @@ def test_a_sound_model_trains_on_codes_and_is_left_as_it_was(x: Tensor) -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    verdict = model._prove(x)
+    verdict = model._check_before_training((x,), {})
     assert torch.equal(torch.rand(3), expected)
     assert verdict is not None and verdict.distrusted == () and not verdict.reason
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("error", ["forward", "gradient"])
+@pytest.mark.parametrize(("kernel", "what"), [("codes_product", "result"), ("codes_product_backward", "gradient")])
 def test_a_wrong_product_is_found_and_its_layers_are_called(
-    x: Tensor, error: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    x: Tensor, kernel: str, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    original = getattr(products, kernel)
 
-    def changed(layer: Any, x: Any, grid: Any, *operands: Any, copies: int = 1) -> Tensor:
-        y = products.multiply(layer, x, grid, *operands, copies=copies)
-        if layer.weight.shape[2:] != (1, 1):
-            return y
-        return y * 1.01 if error == "forward" else y + 0.1 * (y - y.detach())
+    def changed(*args: Any) -> Any:
+        """Wrong for the weight of conv3 alone."""
+        found = original(*args)
+        weight = args[2 if what == "result" else 3]
+        if weight.shape[2:] != (1, 1):
+            return found
+        return found * 1.01 if what == "result" else (found[0], found[1] * 1.1, *found[2:])
 
-    replace(monkeypatch, "multiply", references.COMPUTING, changed)
+    monkeypatch.setattr(products, kernel, changed)
     with caplog.at_level(logging.WARNING, "qat"):
         model = calibrated(Block(), x)
     assert distrusted(model) == [("conv3",)]
-    what = "the result of conv3 differs" if error == "forward" else "a gradient of conv3 differs"
-    assert what in caplog.text
+    assert f"{what} of conv3 differs" in caplog.text
     assert_trains_plainly(model, x)
     graph = model._derive().graph
     assert graph is not None
-    assert sum(node.target is changed for node in graph.nodes) == 3  # the other layers still run on codes
+    assert sum(node.target is products.multiply for node in graph.nodes) == 3  # the others still run on codes
 
 
 def test_a_wrong_clip_is_found(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +135,7 @@ def test_a_wrong_clip_is_found(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> No
     def changed(y: Any, quantizer: Any, norm: Any = None, floor: float = 0, *rest: Any) -> Any:
         return norm_activation.quantize_chain(y, quantizer, norm, 0.1 if norm is not None else floor, *rest)
 
-    replace(monkeypatch, "quantize_chain", references.QUANTIZING, changed)
+    replace(monkeypatch, "quantize_chain", changed)
     model = calibrated(Block(), x)
     (names,) = distrusted(model)
     assert names is not None and {"conv1_quantizer", "conv2_quantizer"} <= set(names)
@@ -165,7 +167,7 @@ def test_an_exception_of_the_fused_step_is_no_exception_of_training(x: Tensor, m
     def broken(*_: Any) -> Any:
         raise RuntimeError("no such kernel")
 
-    replace(monkeypatch, "quantize_sum", references.QUANTIZING, broken)
+    replace(monkeypatch, "quantize_sum", broken)
     model = calibrated(residual(), x)
     (verdict,) = model._verdicts.values()
     assert verdict.distrusted is None and "raises RuntimeError: no such kernel" in verdict.reason
@@ -225,10 +227,10 @@ def test_one_sample_where_no_statistics_are_taken() -> None:
     assert distrusted(calibrated(head, torch.randn(6, 8))) == [()]
 
 
-def through_clip(grad: Tensor, y: Tensor, *rest: Any) -> Any:
+def through_clip(grad: Tensor, y: Tensor, norm: Any, *rest: Any) -> Any:
     """The kernel's gradients, and one of what ReLU clips to zero."""
-    found = list(norms.norm_quantize_backward(grad, y, *rest))
-    gamma, beta, mean, inverse = rest[:4]
+    found = list(norms.norm_quantize_backward(grad, y, norm, *rest))
+    gamma, beta, mean, inverse = norm
     shape = (1, -1, 1, 1)
     z = ((y - mean.view(shape)) * inverse.view(shape)) * gamma.view(shape) + beta.view(shape)
     found[0] = found[0] + torch.where(z < 0, grad * (gamma * inverse).view(shape), 0.0)
@@ -236,8 +238,8 @@ def through_clip(grad: Tensor, y: Tensor, *rest: Any) -> Any:
 
 
 def three_for_zero(*args: Any) -> Any:
-    codes, numbers = norms.norm_quantize(*args)
-    return torch.where(codes == 0, 3, codes).to(torch.uint8), numbers
+    codes, qparams = norms.norm_quantize(*args)
+    return torch.where(codes == 0, 3, codes).to(torch.uint8), qparams
 
 
 @pytest.mark.parametrize(
@@ -271,13 +273,8 @@ def test_inputs_of_different_lengths_are_checked_with_integers_too(monkeypatch: 
             return super().forward(x) + b
 
     seen = []
-
-    def changed(*args: Any, copies: int = 1) -> Tensor:
-        seen.append(copies)
-        return products.multiply(*args, copies=copies)
-
-    replace(monkeypatch, "multiply", references.COMPUTING, changed)
-    monkeypatch.setattr("qat.fused.self_check.judging.multiply", changed)
+    original = products.codes_product
+    monkeypatch.setattr(products, "codes_product", lambda *args: seen.append(args[-1]) or original(*args))
     x, b = images(), torch.randn(5, 4, 1, 1)[:1]
     model = qat.prepare(Biased(), example_inputs=(x, b))
     qat.calibrate(model, [{"x": x, "b": b}])

@@ -19,7 +19,9 @@ from qat.kernels.operators.quantizers import add_quantize, quantize_codes
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_kernels = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
-GRID = (torch.tensor(0.02), torch.tensor(0.01), None, -128, 127, 128, 1.0, False)
+SCALE, SMALLEST = torch.tensor(0.02), torch.tensor(0.01)
+LEVELS = [-128.0, 127.0, 128.0, 1.0, 0.0]
+GRID = ([SCALE, SMALLEST, None], LEVELS)
 
 
 def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -91,30 +93,30 @@ def test_every_operator_checks_what_it_is_given() -> None:
     y, channels, codes = numbered(2, 8, 3, 3), numbered(8), torch.zeros(2, 8, 3, 3, dtype=torch.uint8)
     four, numbers = numbered(4), torch.tensor([0.1, 3.0])
     norm = [channels, channels, channels, channels]
-    window = ([2, 2], [1, 1], [0, 0], [1, 1])
+    window, clip = [2, 2, 1, 1, 0, 0, 1, 1, 0], [0.0, 6.0]
     calls = [
         lambda: statistics(y, 1e-5, (four, channels), 0.1),
         lambda: statistics(y, 1e-5, (channels, four[:1].expand(8)), 0.1),
         lambda: statistics(y, 1e-5, (channels, channels.double()), 0.1),
         lambda: batch_statistics(y.double(), 1e-5),
         *[
-            lambda place=place: norm_quantize(y, *norm[:place], four, *norm[place + 1 :], 0.0, 6.0, *GRID)
+            lambda place=place: norm_quantize(y, [*norm[:place], four, *norm[place + 1 :]], clip, *GRID)
             for place in range(4)
         ],
-        lambda: norm_quantize_backward(y, y, four, *norm[1:], 0.0, 6.0, *GRID, True, True),
-        lambda: quantize_codes(y, four, *GRID[1:]),
-        lambda: quantize_codes(y, GRID[0], four[:0], *GRID[2:]),
-        lambda: quantize_codes(y, *GRID[:2], torch.tensor(3), *GRID[3:]),
+        lambda: norm_quantize_backward(y, y, [four, *norm[1:]], clip, *GRID, True, True),
+        lambda: quantize_codes(y, [four, SMALLEST, None], LEVELS),
+        lambda: quantize_codes(y, [SCALE, four[:0], None], LEVELS),
+        lambda: quantize_codes(y, [SCALE, SMALLEST, torch.tensor(3)], LEVELS),
         lambda: quantize_codes(y[..., :2], *GRID),
-        lambda: add_quantize(codes, codes[:1], numbers, numbers, 0.0, 6.0, *GRID),
-        lambda: add_quantize(codes, codes, numbers, numbers[:1], 0.0, 6.0, *GRID),
+        lambda: add_quantize(codes, codes[:1], numbers, numbers, clip, *GRID),
+        lambda: add_quantize(codes, codes, numbers, numbers[:1], clip, *GRID),
         lambda: quantize_rows(y, channels[:2], -8, 7, four, values=y.clone()),
         lambda: quantize_rows(y, channels[:2], -8, 7, values=y.half()),
-        lambda: max_pool_codes(codes.float(), *window, False),
-        lambda: max_pool_codes_backward(y, codes, 3, 3, [2], [1], [0], [1, 1]),
-        lambda: max_pool_codes_backward(y, codes, 3, 3, [2, 2], [0, 1], [0, 0], [1, 1]),
+        lambda: max_pool_codes(codes.float(), window),
+        lambda: max_pool_codes_backward(y, codes, 3, 3, window[:6]),
+        lambda: max_pool_codes_backward(y, codes, 3, 3, [2, 2, 0, 1, *window[4:]]),
         lambda: codes_product(
-            codes, numbers, numbered(4, 8, 1, 1), four, four[:2], None, -8, 7, [1, 1], [0, 0], [1, 1], 1, False
+            codes, numbers, numbered(4, 8, 1, 1), [four, four[:2], None], LEVELS, None, [1, 1, 0, 0, 1, 1, 1], 0
         ),
     ]
     for call in calls:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import qat
 from qat.kernels import float_products, plain_formulas
 from qat.kernels.cpu import compiler, onednn
-from qat.kernels.geometry import ROWS_AS_MATRICES, Geometry, arranged
+from qat.kernels.geometry import ROWS_AS_MATRICES, Geometry, to_layout
 
 __all__ = ["two_threads", "untried"]  # fixtures
 
@@ -205,4 +205,4 @@ def test_results_have_the_strides_of_torchs(sizes: tuple[int, ...], weight_forma
         moved = torch.ones([sizes[axis] for axis in order]).permute([order.index(axis) for axis in range(4)])
         for x in (moved, moved.contiguous(), torch.cat([moved, moved], 3)[..., : sizes[3]]):
             y = F.conv2d(x, weight * 1)  # as a quantizer gives it
-            assert arranged(torch.empty(y.shape), geometry.layout(x, weight)).stride() == y.stride(), x.stride()
+            assert to_layout(torch.empty(y.shape), geometry.layout(x, weight)).stride() == y.stride(), x.stride()

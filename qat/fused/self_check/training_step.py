@@ -17,8 +17,6 @@ TOLERANCE, NEGLIGIBLE = 1e-3, 1e-5
 """Largest difference, relative to the tensor's norm, and for a gradient to the norm of the largest gradient: that of a
 bias before a BatchNorm is nothing but rounding."""
 
-"""Attributes of a module that hold its hooks."""
-
 _Module = TypeVar("_Module", bound=nn.Module)
 
 

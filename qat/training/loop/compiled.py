@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.proof import check_parts
 from qat.training.run.exit_status import memory_shortage
 
 LOSS_TOLERANCE, GRADIENT_FACTOR = 0.25, 4.0
@@ -60,8 +60,7 @@ class CompiledModel:
         if self._proven or self._compiled is None:
             return
         self._proven = True
-        if isinstance(self._model, PreparedGraph):
-            self._model._prove(images)
+        check_parts(self._model, {self._model: ((images,), {})})
         expected = self._step(self._model, loss_of)
         try:
             found = self._step(self._compiled, loss_of)
