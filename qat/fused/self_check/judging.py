@@ -98,8 +98,7 @@ def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     except torch.OutOfMemoryError:
         return None
     except Exception as error:  # it cannot be copied, or it has no gradients
-        cause = error.__cause__ if isinstance(error, NoGradientsError) else error
-        return Verdict(None, f"no step of it can be run apart, {_described(cause)}")
+        return Verdict(None, f"no step of it can be run apart, {_described(error)}")
     return Verdict(None, reason)
 
 
@@ -111,8 +110,7 @@ def _check(model: fx.GraphModule, graph: fx.Graph, inputs: list[Any], batch_fact
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever it is, the plain graph runs
-        cause = error.__cause__ if isinstance(error, NoGradientsError) else error
-        return Verdict(None, f"{checking.last or 'its fused step'} raises {_described(cause)}")
+        return Verdict(None, f"{checking.last or 'its fused step'} raises {_described(error)}")
     if checking.wrong:
         names = tuple(dict.fromkeys(name for name, _ in checking.wrong))
         return Verdict(None if "" in names else names, checking.wrong[0][1])
@@ -120,9 +118,9 @@ def _check(model: fx.GraphModule, graph: fx.Graph, inputs: list[Any], batch_fact
     return Verdict() if wrong is None else Verdict(None, f"its fused step differs from the plain one: {wrong}")
 
 
-def _described(error: BaseException | None) -> str:
-    assert error is not None
-    return f"{type(error).__name__}: {first_line(error) if str(error) else ''}"
+def _described(error: BaseException) -> str:
+    cause = (error.__cause__ or error) if isinstance(error, NoGradientsError) else error
+    return f"{type(cause).__name__}: {first_line(cause) if str(cause) else ''}"
 
 
 def _bound(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

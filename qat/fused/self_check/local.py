@@ -53,7 +53,7 @@ class PairedArguments:
 
     @classmethod
     def of(cls, args: tuple[Any, ...]) -> "PairedArguments":
-        """ValueAndCodes kinds of arguments, detached from the graph that made them."""
+        """Both kinds of arguments, detached from the graph that made them."""
         paired = cls([], [], [], [])
         for given in args:
             coded, plain = paired._pair(given)
