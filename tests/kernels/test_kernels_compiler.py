@@ -86,18 +86,6 @@ def test_the_kernels_can_be_switched_off(fresh: Path, monkeypatch: pytest.Monkey
     assert choose(torch.ones(5), torch.tensor(0.5)) is None
 
 
-@needs_kernels
-def test_a_library_that_was_cut_off_is_built_anew(fresh: Path) -> None:
-    compiler.library()
-    (built,) = fresh.iterdir()
-    whole = built.read_bytes()
-    compiler.library.cache_clear()
-    built.unlink()  # what this process has loaded stays as it was
-    built.write_bytes(whole[:5000])
-    used = library_of_another_process()
-    assert [used] == list(fresh.iterdir()) and len(used.read_bytes()) == len(whole)
-
-
 @pytest.mark.parametrize("damage", ["cut", "changed", "emptied", "opened", "linked"])
 def test_only_a_whole_library_is_found(damage: str, tmp_path: Path) -> None:
     whole = bytes(range(256)) * 50
@@ -159,21 +147,6 @@ def test_without_a_home_the_library_is_this_processs(
     with caplog.at_level(logging.INFO, "qat.kernels"):
         assert cache.cache_folder() is None
     assert caplog.messages == [UNUSED % reason]
-
-
-@needs_kernels
-def test_quantizers_run_where_the_user_is_unknown(tmp_path: Path) -> None:
-    program = (
-        "from pathlib import Path\n"
-        "def unknown(_): raise RuntimeError('Could not determine home directory.')\n"
-        "Path.home = classmethod(unknown)\n"
-        "import torch\nfrom qat.functional import lsq_quantize\nfrom qat.kernels import choose\n"
-        "x, scale = torch.tensor([0.3, 9.0]), torch.tensor(0.5)\n"
-        "print(lsq_quantize(x, scale, -8, 7).tolist(), choose(x, scale).__name__)"
-    )
-    variables = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=variables)
-    assert ran.stdout.strip() == "[0.5, 3.5] CPUKernels"
 
 
 @pytest.mark.parametrize("opened", ["qat/kernels", "qat", "."])
