@@ -13,7 +13,7 @@ from qat.fused.functions.codes import NOT_TAKEN, SHIFT, learned_by
 from qat.fused.functions.products import integers_refusal, weight_refusal
 from qat.fused.plan import CodesPlan
 from qat.fused.self_check.judging import is_wanted
-from qat.kernels.dispatch import by_formula
+from qat.kernels.dispatch import uses_formulas
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.torch_internals import pytree
@@ -92,7 +92,7 @@ def _how(plan: CodesPlan, node: fx.Node, module: Any, shape: torch.Size | None) 
     reason = plan.refused.get(node) or _tensors_refusal(plan, node, module)
     if reason is not None:
         return PLAINLY, reason
-    if by_formula(next(plan.model.parameters())):
+    if uses_formulas(next(plan.model.parameters())):
         return f"{ON_CODES}, by formula", ""
     if isinstance(module, QuantLayer):
         return _product(plan, node, module, shape)

@@ -18,7 +18,7 @@ from qat.fused.verdict import Verdict
 from qat.kernels import formulas_wanted, plain_here, plain_wanted
 from qat.kernels.cpu import compiler, onednn
 from qat.kernels.cpu.compiler import is_loaded  # Dynamo keeps modules of an earlier import, not functions
-from qat.kernels.dispatch import is_taken
+from qat.kernels.dispatch import is_supported
 from qat.kernels.formulas.products import try_int_mm
 from qat.preparation.prepared_graph import Forward, PreparedGraph
 from qat.preparation.report import VERDICTS
@@ -223,7 +223,7 @@ class FusedGraph(PreparedGraph):
         x = next(self.parameters()) if x is None else x
         if all_modules_are_hooked():  # type: ignore[no-untyped-call]
             return "a hook on all modules is registered, which waits for each to be called"
-        if floating is not None and not is_taken(floating):
+        if floating is not None and not is_supported(floating):
             return f"its input is {floating.dtype} on {floating.device.type}"
         if x.is_cuda:
             return None if compiling else ON_CUDA

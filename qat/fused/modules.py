@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
-from qat.fused import activation_table
+from qat.fused import activations
 from qat.layers import QuantConv1d, QuantConv2d, QuantConv3d, QuantFunction, QuantLayer, QuantLinear
 from qat.preparation.hooks import METHODS, is_watched, watch
 from qat.preparation.replacements import ModuleSnapshot
@@ -27,7 +27,7 @@ READ: dict[type[nn.Module], tuple[str, ...]] = {
     LSQQuantizer: ("training", "observer", "is_calibrated", "is_disabled", "spec", "role"),
     **dict.fromkeys(LAYERS, ("training", "input_quantizer")),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), ("training", "track_running_stats")),
-    **activation_table.READ,
+    **activations.READ,
     nn.Softmax: ("dim",),
     nn.MaxPool2d: ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"),
     **dict.fromkeys((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout), ("inplace",)),

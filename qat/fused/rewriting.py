@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from qat.fused.functions.codes import NO_CLIP, decode, encode
+from qat.fused.activations import NO_CLIP
+from qat.fused.functions.codes import decode, encode
 from qat.fused.functions.curves import quantize_curve, quantize_softmax
 from qat.fused.functions.movement import drop, reshape, reshape_by, shape_of
 from qat.fused.functions.norm_activation import quantize_chain, quantize_sum

@@ -115,7 +115,7 @@ def test_other_dtypes_and_no_memory() -> None:
     wide = block().double()
     assert "torch.float64" in whole(wide, images().double())
     assert_plain(row(wide, "conv1"), "torch.float64")
-    assert_plain(row(wide, "input_quantizer"), "no contiguous float32")
+    assert_plain(row(wide, "input_quantizer"), "not a contiguous float32")
     assert "meta" in whole(block().to("meta"))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qat.fused import activation_table
+from qat.fused import activations
 from qat.kernels import plain_formulas
 from tests.fuzz.__main__ import main, report
 from tests.fuzz.agreement import beyond_noise, differing
@@ -42,10 +42,8 @@ def test_all_ways_agree(first: int) -> None:
 
 def test_a_wrong_bound_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(CLIPPED).kind == "agrees"
-    wrong = [
-        replace(row, bounds=(0.0, 5.5)) if F.relu6 in row.functions else row for row in activation_table.ACTIVATIONS
-    ]
-    monkeypatch.setattr(activation_table, "ACTIVATIONS", tuple(wrong))
+    wrong = [replace(row, bounds=(0.0, 5.5)) if F.relu6 in row.functions else row for row in activations.ACTIVATIONS]
+    monkeypatch.setattr(activations, "ACTIVATIONS", tuple(wrong))
     verdict = check(CLIPPED)
     assert (verdict.kind, verdict.stage) == ("fails", "training differs")
     small = shrink(CLIPPED, lambda program: check(program).is_like(verdict))

@@ -13,15 +13,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from qat.fused.activations import NO_CLIP
 from qat.kernels.cpu.addresses import is_dense
 from qat.kernels.cpu.quantizers import Levels, dequantize, is_plain
-from qat.kernels.dispatch import by_formula, is_taken
+from qat.kernels.dispatch import is_supported, uses_formulas
 from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.operators.quantizers import quantize_codes, quantize_codes_backward
 from qat.quantizer import Quantizer
 from qat.torch_internals import is_batched
-
-NO_CLIP = (-math.inf, math.inf)
 
 SHIFT = 128
 """Added to the codes and zero points of signed grids, so that all codes are uint8."""
@@ -77,14 +76,14 @@ class Codes(NamedTuple):
         return self.codes.dim()
 
 
-NOT_TAKEN = "its scale or zero point is no contiguous float32 tensor of the device that kernels run on"
+NOT_TAKEN = "its scale or zero point is not a contiguous float32 tensor on a device that kernels run on"
 """Why `learned_by` finds nothing."""
 
 
 def learned_by(quantizer: Quantizer, x: Tensor, scales: int | None = 1) -> Learned | None:
     """What kernels need to put x on a quantizer's grid; None if they do not take its tensors.
 
-    They take contiguous tensors of the types of `is_taken`. Each attribute is read once, since a model of 50 layers
+    They take contiguous tensors of the types of `is_supported`. Each attribute is read once, since a model of 50 layers
     asks 100 times a step.
 
     Args:
@@ -93,7 +92,7 @@ def learned_by(quantizer: Quantizer, x: Tensor, scales: int | None = 1) -> Learn
         scales: how many scales the kernel takes; None: as many as there are.
     """
     scale, smallest, zero_point = quantizer.scale, quantizer.smallest_scale, quantizer.zero_point
-    takes = is_taken if by_formula(scale) else is_plain
+    takes = is_supported if uses_formulas(scale) else is_plain
     count = scale.numel() if scales is None else scales
     for tensor in (scale, smallest) if zero_point is None else (scale, smallest, zero_point):
         if not takes(tensor) or tensor.numel() != count or not tensor.is_contiguous():
@@ -236,7 +235,7 @@ class DecodeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, codes: Tensor, qparams: Tensor) -> Tensor:
         """One pass; torch.compile fuses it with the operations behind it."""
-        if torch.compiler.is_compiling() or by_formula(codes):
+        if torch.compiler.is_compiling() or uses_formulas(codes):
             return formulas.dequantize(codes, qparams)
         return dequantize(codes, qparams)
 
@@ -303,7 +302,7 @@ def encode(x: Codes | Tensor, quantizer: Quantizer, *dropouts: Any) -> Codes | T
         quantizer: the quantizer on whose grid it lies.
         dropouts: layers between the two; an active one moves values off the grid.
     """
-    if not isinstance(x, Tensor) or not (is_taken(x) and x.numel() and is_dense(x)):
+    if not isinstance(x, Tensor) or not (is_supported(x) and x.numel() and is_dense(x)):
         return x
     if any(dropout.training and dropout.p > 0 for dropout in dropouts):
         return x

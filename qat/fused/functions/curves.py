@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.fused.activation_table import PLAIN_CURVES
+from qat.fused.activations import PLAIN_CURVES
 from qat.fused.functions.codes import Codes, PreQuantizer, decode, first_derivative, holds_nan, learned_by, outputs
 from qat.kernels.cpu.addresses import is_dense
 from qat.kernels.cpu.quantizers import Levels
-from qat.kernels.dispatch import is_taken
+from qat.kernels.dispatch import is_supported
 from qat.kernels.operators.curves import (
     curve_quantize,
     curve_quantize_backward,
@@ -86,7 +86,7 @@ def quantize_curve(
         activation: the layer that computes it; None for a function.
     """
     x = decode(x)
-    learned = learned_by(quantizer, x) if is_taken(x) and x.numel() and is_dense(x) else None
+    learned = learned_by(quantizer, x) if is_supported(x) and x.numel() and is_dense(x) else None
     if learned is not None:
         codes = Codes(*QuantizeCurveFunction.apply(x, *learned, curve))
         if not holds_nan(codes):
@@ -116,7 +116,7 @@ def quantize_softmax(
     """
     x = decode(x)
     last = axis in (-1, x.dim() - 1)
-    learned = learned_by(quantizer, x) if last and is_taken(x) and x.numel() and x.is_contiguous() else None
+    learned = learned_by(quantizer, x) if last and is_supported(x) and x.numel() and x.is_contiguous() else None
     if learned is not None:
         codes = Codes(*QuantizeSoftmaxFunction.apply(x, *learned, multiplier))
         if not holds_nan(codes):

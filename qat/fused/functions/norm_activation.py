@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qat.fused.activations import NO_CLIP
 from qat.fused.functions.codes import (
-    NO_CLIP,
     Codes,
     PreQuantizer,
     decode,
@@ -26,7 +26,7 @@ from qat.fused.functions.codes import (
 )
 from qat.kernels.cpu.addresses import is_dense
 from qat.kernels.cpu.quantizers import Levels
-from qat.kernels.dispatch import by_formula, is_taken
+from qat.kernels.dispatch import is_supported, uses_formulas
 from qat.kernels.operators.norms import batch_statistics, norm_quantize, norm_quantize_backward, sizes_of, statistics
 from qat.kernels.operators.quantizers import add_quantize, add_quantize_backward
 from qat.quantizer import Quantizer
@@ -106,7 +106,7 @@ def quantize_chain(
         activation: the layer that clips; None for a function.
     """
     y = decode(y)
-    learned = learned_by(quantizer, y) if is_taken(y) and y.numel() else None
+    learned = learned_by(quantizer, y) if is_supported(y) and y.numel() else None
     if learned is not None:
         if norm is None and (floor, ceiling) == NO_CLIP:
             if is_dense(y) and not holds_nan(codes := quantize(y, learned)):
@@ -175,7 +175,7 @@ def _is_simple(norm: Any, y: Tensor, channels: int) -> bool:
     tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
     uncounted = norm.track_running_stats and (norm.num_batches_tracked is None or norm.running_mean is None)
     return not uncounted and all(
-        tensor is None or (is_taken(tensor) and tensor.is_contiguous() and tensor.numel() == channels)
+        tensor is None or (is_supported(tensor) and tensor.is_contiguous() and tensor.numel() == channels)
         for tensor in tensors
     )
 
@@ -200,7 +200,7 @@ def _statistics(norm: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, b
     else:
         norm.num_batches_tracked.add_(1)
         share = 1.0 / norm.num_batches_tracked.float() if norm.momentum is None else norm.momentum
-        if torch.compiler.is_compiling() or by_formula(y):
+        if torch.compiler.is_compiling() or uses_formulas(y):
             # A compiled operator that writes in place would first copy its argument.
             mean, inverse, variance = batch_statistics(y.detach(), norm.eps)
             norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)

@@ -22,7 +22,7 @@ from qat.fused.functions.codes import (
 from qat.fused.modules import mode_refusal, rule_refusal
 from qat.kernels import integers_allowed
 from qat.kernels.cpu.quantizers import Levels, rows_of
-from qat.kernels.dispatch import is_taken
+from qat.kernels.dispatch import is_supported
 from qat.kernels.geometry import Geometry
 from qat.kernels.operators.products import (
     codes_matmul,
@@ -123,7 +123,7 @@ def multiply(
     learned = _learned(weight, layer.weight_quantizer)
     if (
         not isinstance(x, Codes) or geometry is None or learned is None
-        or not (bias is None or (is_taken(bias) and bias.dim() == 1))
+        or not (bias is None or (is_supported(bias) and bias.dim() == 1))
         or (geometry.stride and x.dim() != len(geometry.stride) + 2)
     ):  # fmt: skip
         return layer.compute(decode(x), weight, bias, input_quantizer, None)
@@ -164,7 +164,7 @@ def _grid_refusal(quantizer: Quantizer) -> str | None:
 
 def weight_refusal(weight: Tensor) -> str | None:
     """Why kernels do not take a weight; None if they do."""
-    if not is_taken(weight):
+    if not is_supported(weight):
         return f"its weight is {weight.dtype} on {weight.device.type}, or of a subclass of torch.Tensor"
     if not weight.numel():
         return "its weight is empty"

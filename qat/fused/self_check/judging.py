@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from qat.fused.functions.codes import NO_CLIP, Codes, PreQuantizer, decode, encode
+from qat.fused.activations import NO_CLIP
+from qat.fused.functions.codes import Codes, PreQuantizer, decode, encode
 from qat.fused.functions.curves import before_curve, before_softmax, quantize_curve, quantize_softmax
 from qat.fused.functions.movement import drop, reshape, reshape_by, shape_of
 from qat.fused.functions.norm_activation import before_chain, before_sum, quantize_chain, quantize_sum

@@ -26,7 +26,7 @@ def is_plain(x: Tensor) -> bool:
     return x.dtype is torch.float32 and x.is_cpu and type(x) in (Tensor, torch.nn.Parameter)
 
 
-def like(x: Tensor, other: Tensor) -> Tensor:
+def in_layout_of(x: Tensor, other: Tensor) -> Tensor:
     """x with its elements in the memory order of other; x itself if it has that order."""
     return x if x.stride() == other.stride() else torch.empty_like(other, dtype=x.dtype).copy_(x)
 
@@ -97,7 +97,7 @@ class CPUKernels:
         needs: tuple[bool, ...] = (True, True, True),
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """All gradients in one pass over x and grad, without any factor."""
-        grad = like(grad, x)
+        grad = in_layout_of(grad, x)
         if scale.numel() > 1:
             grad_x = torch.empty_like(x) if needs[0] else None
             return grad_x, quantize_rows_backward(grad, x, scale, qmin, qmax, grad_x), None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.kernels.formulas.grids import codes_of, grid_of, learned_gradient, like, slopes_on
+from qat.kernels.formulas.grids import codes_of, grid_of, in_layout_of, learned_gradient, slopes_on
 
 
 def gelu(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ def curve_quantize_backward(
     value, rise = CURVES[curve](x.to(torch.float32))
     inside, slope = slopes_on(value, grid_of(grid, levels))
     full = grad.to(torch.float32)
-    grad_x = like(torch.where(inside, full * rise, 0.0), x, x.dtype)
+    grad_x = in_layout_of(torch.where(inside, full * rise, 0.0), x, x.dtype)
     return grad_x, learned_gradient((full * slope).sum(), grid, levels)
 
 
@@ -75,7 +75,7 @@ def softmax_quantize(
     """
     probabilities = torch.softmax(x.to(torch.float32) * multiplier, -1)
     codes, qparams = codes_of(probabilities, grid_of(grid, levels), x)
-    return like(probabilities, x, x.dtype), codes, qparams
+    return in_layout_of(probabilities, x, x.dtype), codes, qparams
 
 
 def softmax_quantize_backward(
@@ -89,4 +89,6 @@ def softmax_quantize_backward(
     inside, slope = slopes_on(p, grid_of(grid, levels))
     passed = torch.where(inside, full, 0.0)
     grad_x = (passed - (passed * p).sum(-1, keepdim=True)) * p * multiplier
-    return like(grad_x, probabilities, probabilities.dtype), learned_gradient((full * slope).sum(), grid, levels)
+    return in_layout_of(grad_x, probabilities, probabilities.dtype), learned_gradient(
+        (full * slope).sum(), grid, levels
+    )

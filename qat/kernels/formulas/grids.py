@@ -51,7 +51,7 @@ def codes_of(values: Tensor, grid: TensorGrid, pattern: Tensor) -> tuple[Tensor,
     total = codes.sum()
     step = torch.where(total.isnan(), total, grid.step)
     zero = grid.zero if isinstance(grid.zero, Tensor) else torch.full_like(step, grid.zero)
-    return like(codes, pattern, torch.uint8), torch.stack([step, zero])
+    return in_layout_of(codes, pattern, torch.uint8), torch.stack([step, zero])
 
 
 def integers_again(codes: Tensor, zero: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def learned_gradient(total: Tensor, grid: list[Any], levels: Sequence[float]) ->
     return torch.where((scale < least) & (gradient > 0), 0.0, gradient).to(scale.dtype)
 
 
-def like(x: Tensor, pattern: Tensor, dtype: torch.dtype) -> Tensor:
+def in_layout_of(x: Tensor, pattern: Tensor, dtype: torch.dtype) -> Tensor:
     """x in another dtype and in the memory order of pattern; x itself if nothing changes."""
     if x.dtype is dtype and x.stride() == pattern.stride():
         return x

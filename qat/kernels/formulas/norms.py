@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.kernels.formulas.grids import clipped_slopes, codes_of, grid_of, learned_gradient, like
+from qat.kernels.formulas.grids import clipped_slopes, codes_of, grid_of, in_layout_of, learned_gradient
 
 
 def batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,7 +59,7 @@ def norm_quantize_backward(
             count = y.numel() // sums.numel()
             masked = masked - _along(sums / count, y)
             masked = torch.addcmul(masked, centred, _along(products * (spread * spread / count), y), value=-1)
-        grad_y = like(masked * alpha, y, y.dtype)
+        grad_y = in_layout_of(masked * alpha, y, y.dtype)
     grad_gamma, grad_beta = (products * spread).to(gamma.dtype), sums.to(beta.dtype)
     return grad_y, grad_gamma, grad_beta, learned_gradient(total, grid, levels)
 

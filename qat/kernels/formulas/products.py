@@ -14,9 +14,9 @@ from torch import Tensor
 
 from qat.kernels.formulas.grids import (
     grid_of,
+    in_layout_of,
     integers_again,
     learned_gradient,
-    like,
     result_dtype,
     slopes,
     slopes_on,
@@ -76,11 +76,11 @@ def codes_product_backward(
         found_x, found_values = _gradients(product, grad, x, values, needs_x, needs_weight)
     grad_x, grad_weight, grad_scales, grad_bias = (grad.new_empty(0) for _ in range(4))
     if found_x is not None:
-        grad_x = like(found_x, codes, grad.dtype)
+        grad_x = in_layout_of(found_x, codes, grad.dtype)
     if found_values is not None:
         through = found_values.to(torch.float32) * left
         inside, slope = slopes(weight.to(torch.float32) / _along_rows(steps, weight), levels[0], levels[1])
-        grad_weight = like(torch.where(inside, through, 0.0), weight, weight.dtype)
+        grad_weight = in_layout_of(torch.where(inside, through, 0.0), weight, weight.dtype)
         total = (through * slope).flatten(1).sum(1)
         total = total if grid[0].numel() > 1 else total.sum()
         grad_scales = learned_gradient(total, grid, levels)
@@ -134,7 +134,7 @@ def codes_matmul_backward(
     )
     with without_autocast(grad):
         grad_a, grad_b = torch.bmm(rows, z.mT), torch.bmm(x.mT, rows)
-    return like(grad_a.view(a.shape), a, grad.dtype), like(grad_b.view(b.shape), b, grad.dtype)
+    return in_layout_of(grad_a.view(a.shape), a, grad.dtype), in_layout_of(grad_b.view(b.shape), b, grad.dtype)
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:

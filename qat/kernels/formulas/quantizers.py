@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.kernels.formulas.grids import clipped_slopes, codes_of, grid_of, learned_gradient, like, slopes_on
+from qat.kernels.formulas.grids import clipped_slopes, codes_of, grid_of, in_layout_of, learned_gradient, slopes_on
 
 
 def quantize_codes(x: Tensor, grid: list[Any], levels: list[float]) -> tuple[Tensor, Tensor]:
@@ -22,7 +22,7 @@ def quantize_codes_backward(
     """dx = grad inside;  dscale = factor * sum(grad * slope)."""
     inside, slope = slopes_on(x.to(torch.float32), grid_of(grid, levels))
     total = (grad.to(torch.float32) * slope).sum()
-    grad_x = like(torch.where(inside, grad, 0), x, x.dtype) if needs_x else x.new_empty(0)
+    grad_x = in_layout_of(torch.where(inside, grad, 0), x, x.dtype) if needs_x else x.new_empty(0)
     return grad_x, learned_gradient(total, grid, levels)
 
 
@@ -46,7 +46,7 @@ def add_quantize_backward(
     z = dequantize(a, a_qparams).add_(dequantize(b, b_qparams))
     passes, slope = clipped_slopes(z, clip, grid_of(grid, levels))
     total = (grad.to(torch.float32) * slope).sum()
-    grad_sum = like(torch.where(passes, grad, 0), a, grad.dtype)
+    grad_sum = in_layout_of(torch.where(passes, grad, 0), a, grad.dtype)
     return grad_sum, learned_gradient(total, grid, levels)
 
 

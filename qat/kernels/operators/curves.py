@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu.addresses import elements_at, numbers_at
-from qat.kernels.cpu.quantizers import compiled, empty_scale, learned_grid, like, threads_for
+from qat.kernels.cpu.quantizers import compiled, empty_scale, in_layout_of, learned_grid, threads_for
 from qat.kernels.formulas import curves as formulas
 from qat.kernels.operators.operator import operator
 
@@ -28,7 +28,7 @@ def curve_quantize_backward(
     grad: Tensor, x: Tensor, curve: str, grid: list[Tensor | None], levels: list[float]
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and scale."""
-    grad, grad_x, grad_scale = like(grad, x), torch.empty_like(x), empty_scale(grid)
+    grad, grad_x, grad_scale = in_layout_of(grad, x), torch.empty_like(x), empty_scale(grid)
     compiled().curve_quantize_backward(
         elements_at("grad", grad, x), elements_at("x", x, x), elements_at("grad_x", grad_x, x), x.numel(),
         learned_grid(grid, levels), CURVE_NUMBERS[curve], numbers_at("grad_scale", grad_scale, 1),
@@ -57,7 +57,7 @@ def softmax_quantize_backward(
     grad: Tensor, probabilities: Tensor, multiplier: float, grid: list[Tensor | None], levels: list[float]
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and scale."""
-    grad, columns, count = like(grad, probabilities), probabilities.shape[-1], probabilities.numel()
+    grad, columns, count = in_layout_of(grad, probabilities), probabilities.shape[-1], probabilities.numel()
     grad_x, grad_scale = torch.empty_like(probabilities), empty_scale(grid)
     compiled().softmax_quantize_backward(
         numbers_at("grad", grad, count), numbers_at("probabilities", probabilities, count),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu.addresses import elements_at, numbers_at
-from qat.kernels.cpu.quantizers import compiled, empty_scale, learned_grid, like, threads_for
+from qat.kernels.cpu.quantizers import compiled, empty_scale, in_layout_of, learned_grid, threads_for
 from qat.kernels.cpu.structures import Extent, Norm
 from qat.kernels.formulas import norms as formulas
 from qat.kernels.operators.operator import operator
@@ -87,7 +87,7 @@ def norm_quantize_backward(
     follows_batch: bool, needs_y: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of y, gamma, beta and scale; follows_batch: mean and inverse are statistics of y."""
-    grad, grad_y = like(grad, y), torch.empty_like(y) if needs_y else y.new_empty(0)
+    grad, grad_y = in_layout_of(grad, y), torch.empty_like(y) if needs_y else y.new_empty(0)
     grad_gamma, grad_beta = torch.empty_like(norm[0]), torch.empty_like(norm[0])
     grad_scale, extent = empty_scale(grid), _extent_of(y)
     compiled().norm_quantize_backward(

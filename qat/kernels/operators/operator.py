@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from qat.kernels.dispatch import DTYPES, by_formula
+from qat.kernels.dispatch import DTYPES, uses_formulas
 
 Result = TypeVar("Result")
 
@@ -32,7 +32,7 @@ def operator(formula: Callable[..., Any]) -> Callable[[Callable[..., Result]], C
     twice as long to reach the function.)
 
     Args:
-        formula: takes and returns the same, in torch's operations: it runs where `by_formula` says so, and tells
+        formula: takes and returns the same, in torch's operations: it runs where `uses_formulas` says so, and tells
             torch.compile shapes, types and strides of the result.
     """
 
@@ -49,7 +49,7 @@ def operator(formula: Callable[..., Any]) -> Callable[[Callable[..., Result]], C
 
         @functools.wraps(function)
         def call(*args: Any) -> Result:
-            if by_formula(args[0]) or args[0].dtype in DTYPES[1:]:  # half precision, in a backward outside the context
+            if uses_formulas(args[0]) or args[0].dtype in DTYPES[1:]:  # 16 bits: a backward outside the context
                 found: Result = formula(*args)
             elif torch.compiler.is_compiling():
                 found = registered(*args)

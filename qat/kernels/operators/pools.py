@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu.addresses import elements_at
-from qat.kernels.cpu.quantizers import compiled, like, threads_for
+from qat.kernels.cpu.quantizers import compiled, in_layout_of, threads_for
 from qat.kernels.cpu.structures import Pool
 from qat.kernels.formulas import pools as formulas
 from qat.kernels.operators.operator import operator
@@ -33,7 +33,7 @@ def max_pool_codes(codes: Tensor, window: list[int]) -> tuple[Tensor, Tensor]:
 def max_pool_codes_backward(grad: Tensor, where: Tensor, height: int, width: int, window: list[int]) -> Tensor:
     """The gradient of the pooled images, whose size is height x width."""
     shape, layout = (*where.shape[:2], height, width), formulas.layout_of(where)
-    grad, grad_in = like(grad, where), torch.empty(shape, dtype=grad.dtype, memory_format=layout)
+    grad, grad_in = in_layout_of(grad, where), torch.empty(shape, dtype=grad.dtype, memory_format=layout)
     compiled().max_pool_backward(
         elements_at("grad", grad, where), elements_at("places", where, where, torch.uint8),
         elements_at("grad_in", grad_in, grad_in), _pool(grad_in.shape, where.shape, window),

@@ -14,8 +14,8 @@ from qat.kernels.cpu.quantizers import (
     compiled,
     dequantize,
     empty_scale,
+    in_layout_of,
     learned_grid,
-    like,
     quantize_rows,
     quantize_rows_backward,
     step_and_zero,
@@ -77,12 +77,12 @@ def codes_product_backward(
     if grad_values is not None:
         low, high, _, factor, relative = levels
         scales, smallest = _scales(grid)
-        grad_weight = like(grad_values, weight)
+        grad_weight = in_layout_of(grad_values, weight)
         grad_scales = quantize_rows_backward(
             grad_weight, weight, scales, low, high, grad_weight, smallest, factor, relative
         )
     return (
-        grad.new_empty(0) if grad_x is None else like(grad_x, codes),
+        grad.new_empty(0) if grad_x is None else in_layout_of(grad_x, codes),
         grad_weight,
         grad_scales,
         grad.new_empty(0) if grad_bias is None else grad_bias,
@@ -100,7 +100,7 @@ def input_scale_gradient(
     addresses = elements_at("x", x, x), elements_at("slopes", slopes, x)
     compiled().step_slopes(*addresses, x.numel(), learned, threads_for(x.numel()))
     derivative = Geometry.unpacked(geometry).multiply(slopes, _on_grid(weight, weight_grid, weight_levels), None)
-    grad, count = like(grad, derivative), derivative.numel()
+    grad, count = in_layout_of(grad, derivative), derivative.numel()
     compiled().gradient_by_slopes(
         elements_at("grad", grad, derivative), elements_at("derivative", derivative, derivative), count, learned,
         numbers_at("grad_scale", grad_scale, 1), threads_for(count),
@@ -130,7 +130,7 @@ def codes_matmul_backward(
     grad_a = torch.bmm(rows, _matrices(b, b_qparams).mT)
     x = _matrices(a, a_qparams)
     grad_b = torch.bmm(x.mT, rows) if b.is_contiguous() else torch.bmm(rows.mT, x).mT
-    return like(grad_a.view(a.shape), a), like(grad_b.reshape(b.shape), b)
+    return in_layout_of(grad_a.view(a.shape), a), in_layout_of(grad_b.reshape(b.shape), b)
 
 
 def dense_matrices(codes: Tensor) -> Tensor:

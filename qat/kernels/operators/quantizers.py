@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu.addresses import elements_at, numbers_at
-from qat.kernels.cpu.quantizers import compiled, empty_scale, learned_grid, like, threads_for
+from qat.kernels.cpu.quantizers import compiled, empty_scale, in_layout_of, learned_grid, threads_for
 from qat.kernels.cpu.structures import Operand
 from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.operators.operator import operator
@@ -32,7 +32,7 @@ def quantize_codes_backward(
     grad: Tensor, x: Tensor, grid: list[Tensor | None], levels: list[float], needs_x: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and scale."""
-    grad, grad_x = like(grad, x), torch.empty_like(x) if needs_x else x.new_empty(0)
+    grad, grad_x = in_layout_of(grad, x), torch.empty_like(x) if needs_x else x.new_empty(0)
     grad_scale = empty_scale(grid)
     compiled().quantize_codes_backward(
         elements_at("grad", grad, x), elements_at("x", x, x), elements_at("grad_x", grad_x, x) if needs_x else None,
@@ -61,7 +61,7 @@ def add_quantize_backward(
     grid: list[Tensor | None], levels: list[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of the sum, which is the gradient of both operands, and that of scale."""
-    grad = like(grad, a)
+    grad = in_layout_of(grad, a)
     grad_sum, grad_scale = torch.empty_like(grad), empty_scale(grid)
     compiled().add_quantize_backward(
         elements_at("grad", grad, a), _operand(a, a_qparams, a), _operand(b, b_qparams, a),

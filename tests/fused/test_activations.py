@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from qat.fused.activation_table import ACTIVATIONS, PLAIN_CURVES, FusedActivation
-from qat.fused.activations import Activation, activation_of
+from qat.fused.activations import ACTIVATIONS, PLAIN_CURVES, Activation, FusedActivation, activation_of
 from qat.kernels.formulas import curves as formulas
 from qat.kernels.operators import curves as operators
 
