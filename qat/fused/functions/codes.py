@@ -153,7 +153,6 @@ class _EndFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Raise an error that names the way out."""
         raise RuntimeError(
             "a prepared model on kernels has first derivatives only; for second ones run its forward in"
             " `with qat.kernels.plain_formulas():`"
@@ -209,7 +208,7 @@ class QuantizeFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The first three of `Codes`. The input is saved; the codes are kept by their readers."""
+        # The input is saved; the codes are kept by their readers.
         codes, qparams = quantize_codes(x, [scale, smallest, zero_point], levels)
         ctx.save_for_backward(x, scale, smallest, zero_point)
         ctx.levels = levels
@@ -218,7 +217,6 @@ class QuantizeFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x and scale, in one pass."""
         needs_x = ctx.needs_input_grad[0]
         x, *grid = ctx.saved_tensors
         grad_x, grad_scale = quantize_codes_backward(grad, x, grid, ctx.levels, needs_x)
@@ -241,7 +239,6 @@ class DecodeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """dy/dcarrier = 1."""
         return grad, None, None
 
 
@@ -256,12 +253,10 @@ class EncodeFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The first three of `Codes`."""
         return outputs(ctx, *quantize_codes(x, [scale, smallest, zero_point], levels), x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
-        """dcarrier/dx = 1."""
         return grad, None, None, None, None
 
 

@@ -32,7 +32,6 @@ class QuantizeCurveFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels, curve: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The first three of `Codes`."""
         codes, qparams = curve_quantize(x, curve, [scale, smallest, zero_point], levels)
         ctx.save_for_backward(x, scale, smallest, zero_point)
         ctx.levels, ctx.curve = levels, curve
@@ -41,7 +40,6 @@ class QuantizeCurveFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x and scale, in one pass."""
         x, *grid = ctx.saved_tensors
         grad_x, grad_scale = curve_quantize_backward(grad, x, ctx.curve, grid, ctx.levels)
         return grad_x, grad_scale, *[None] * 4
@@ -59,7 +57,7 @@ class QuantizeSoftmaxFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels,
         multiplier: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The first three of `Codes`. The probabilities are saved, and the scores are not."""
+        # The probabilities are saved, and the scores are not.
         probabilities, codes, qparams = softmax_quantize(x, multiplier, [scale, smallest, zero_point], levels)
         ctx.save_for_backward(probabilities, scale, smallest, zero_point)
         ctx.levels, ctx.multiplier = levels, multiplier
@@ -68,7 +66,6 @@ class QuantizeSoftmaxFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x and scale, in one pass over the rows."""
         probabilities, *grid = ctx.saved_tensors
         grad_x, grad_scale = softmax_quantize_backward(grad, probabilities, ctx.multiplier, grid, ctx.levels)
         return grad_x, grad_scale, *[None] * 4

@@ -58,7 +58,6 @@ class QuantizeChainFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Two passes: the sums, then dy."""
         y, *saved = ctx.saved_tensors
         needs = ctx.needs_input_grad
         grad_y, grad_gamma, grad_beta, grad_scale = norm_quantize_backward(
@@ -86,7 +85,6 @@ class AddQuantizeFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of both operands, which are equal, and of the scale."""
         saved = ctx.saved_tensors
         grad_sum, grad_scale = add_quantize_backward(grad, *saved[:4], ctx.bounds, list(saved[4:]), ctx.levels)
         return grad_sum, grad_sum, *[None] * 4, grad_scale, *[None] * 4

@@ -34,7 +34,6 @@ class MaxPoolFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Every element gathers the gradients of its windows."""
         (where,) = ctx.saved_tensors
         return max_pool_codes_backward(grad, where, ctx.height, ctx.width, ctx.window.packed()), None, None
 

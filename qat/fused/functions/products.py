@@ -63,7 +63,6 @@ class CodesProductFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of carrier, weight, scale and bias."""
         (codes, qparams, weight, scale, smallest), needs = ctx.saved_tensors, ctx.needs_input_grad
         wanted = (needs[0], needs[3] or needs[4], needs[6])
         grad_x, grad_weight, grad_scale, grad_bias = codes_product_backward(
@@ -96,7 +95,6 @@ class InputScaleFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Multiplies dx/dscale by the weight on its grid."""
         saved = ctx.saved_tensors  # once: checkpointing hands every tensor out a single time
         x, *grid = saved[:4]
         weight, *weight_grid = saved[4:]
@@ -243,7 +241,6 @@ class MatmulFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the carriers."""
         return *codes_matmul_backward(grad, *ctx.saved_tensors), None, None, None, None
 
 

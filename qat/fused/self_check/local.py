@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.fused.functions.codes import Codes, PreQuantizer, decode
-from qat.fused.self_check.training_step import noise
+from qat.fused.self_check.training_step import gap_between, noise
 from qat.kernels import plain_formulas
 from qat.quantizer import Quantizer
 from qat.torch_internals import AnyBatchNorm, buffers_of
@@ -185,13 +185,10 @@ def _compare_gradients(
             continue
         got = torch.zeros_like(expected) if got is None else got
         expected = torch.zeros_like(got) if expected is None else expected
-        gap, length = (got - expected).norm(), expected.norm()
-        if not bool((gap + length).isfinite()):
-            got, expected = got.double().nan_to_num(1e30), expected.double().nan_to_num(1e30)
-            gap, length = (got - expected).norm(), expected.norm()
-        allowed = TOLERANCE * float(length) + NEGLIGIBLE * (slack if expected.numel() < 4096 else size)
-        if not float(gap) <= allowed:
-            return f"a gradient of {path} differs by {float(gap / length):.2g} of its length"
+        least = NEGLIGIBLE * (slack if expected.numel() < 4096 else size)
+        gap = gap_between(expected, got, least, TOLERANCE)
+        if gap is not None:
+            return f"a gradient of {path} {gap}"
     return None
 
 

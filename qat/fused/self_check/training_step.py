@@ -113,13 +113,14 @@ def difference(expected: Results, found: Results) -> str | None:
     norms = [_norm(tensor) for name, tensor in expected.items() if name.startswith(GRADIENT)]
     negligible = NEGLIGIBLE * max(filter(math.isfinite, norms), default=0.0)
     for name, tensor in expected.items():
-        gap = _gap(tensor, found[name], 1e-7 + negligible * name.startswith(GRADIENT))
+        gap = gap_between(tensor, found[name], 1e-7 + negligible * name.startswith(GRADIENT))
         if gap is not None:
             return f"{name} {gap}"
     return None
 
 
-def _gap(expected: Tensor, found: Tensor, least: float) -> str | None:
+def gap_between(expected: Tensor, found: Tensor, least: float, share: float = TOLERANCE) -> str | None:
+    """How far two tensors are apart; None if by no more than a share of the first's norm and `least`."""
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"is {found.dtype} {tuple(found.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
     if torch.equal(expected, found):
@@ -131,7 +132,7 @@ def _gap(expected: Tensor, found: Tensor, least: float) -> str | None:
         if not same or not torch.equal(finite, found.isfinite()):
             return f"has {int((~found.isfinite()).sum())} values that are not finite instead of {int((~finite).sum())}"
         gap, size = _norm(expected[finite] - found[finite]), _norm(expected[finite])
-    return None if gap <= TOLERANCE * size + least else f"differs by {gap / max(size, 1e-30):.2g} of its length"
+    return None if gap <= share * size + least else f"differs by {gap / max(size, 1e-30):.2g} of its length"
 
 
 def _norm(x: Tensor) -> float:

@@ -199,12 +199,6 @@ def empty_scale(grid: list[Any]) -> Tensor:
     return torch.empty_like(grid[0])
 
 
-def step_and_zero(qparams: Tensor) -> tuple[float, float]:
-    """The step and zero that a kernel wrote next to its codes; the step is NaN if one of the values was."""
-    step, zero = qparams.tolist()
-    return step, zero
-
-
 def dequantize(codes: Tensor, qparams: Tensor) -> Tensor:
     """(codes - zero) * step in float32, in the memory format of codes."""
     y = torch.empty_like(codes, dtype=torch.float32)

@@ -18,7 +18,6 @@ from qat.kernels.cpu.quantizers import (
     learned_grid,
     quantize_rows,
     quantize_rows_backward,
-    step_and_zero,
     threads_for,
 )
 from qat.kernels.formulas import products as formulas
@@ -35,7 +34,7 @@ def codes_product(
 
     In integers if they are exact here and pay for a batch of `batch_factor` times these codes; 0 means in float.
     """
-    product, (step, zero) = Geometry.unpacked(geometry), step_and_zero(qparams)
+    product, (step, zero) = Geometry.unpacked(geometry), qparams.tolist()
     if (
         batch_factor
         and product.pays_in_integers(codes.shape, weight.shape, zero, batch_factor)
