@@ -17,7 +17,6 @@ from qat.kernels import choose
 from qat.kernels.cpu import cache, compiler
 
 needs_kernels = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
-UNUSED = "no private folder to keep the C kernels in (%s): they are compiled for this process only"
 
 
 @pytest.fixture
@@ -63,9 +62,7 @@ def test_without_a_compiler_the_formula_runs_and_the_log_says_so(
     with caplog.at_level(logging.WARNING, "qat.kernels"):
         y = lsq_quantize(torch.tensor([0.3, 9.0]), torch.tensor(0.5), -8, 7)
     assert y.tolist() == [0.5, 3.5]
-    assert [record.message for record in caplog.records] == [
-        "no C compiler found (cc, gcc, clang or $CC): quantizers run as plain torch operations, slower"
-    ]
+    assert len(caplog.messages) == 1 and "no C compiler found" in caplog.text
 
 
 def test_a_compiler_that_fails_is_named(
@@ -74,10 +71,7 @@ def test_a_compiler_that_fails_is_named(
     monkeypatch.setenv("CC", "false")
     with caplog.at_level(logging.WARNING, "qat.kernels"):
         assert compiler.library() is None
-    assert [record.message for record in caplog.records] == [
-        "the C kernels could not be built with false (it said nothing): quantizers run as plain torch operations,"
-        " slower"
-    ]
+    assert len(caplog.messages) == 1 and "could not be built with false" in caplog.text
     assert list(fresh.iterdir()) == []
 
 
@@ -146,7 +140,7 @@ def test_without_a_home_the_library_is_this_processs(
     monkeypatch.setenv("XDG_CACHE_HOME", chosen or "")
     with caplog.at_level(logging.INFO, "qat.kernels"):
         assert cache.cache_folder() is None
-    assert caplog.messages == [UNUSED % reason]
+    assert len(caplog.messages) == 1 and reason in caplog.text
 
 
 @pytest.mark.parametrize("opened", ["qat/kernels", "qat", "."])
@@ -158,7 +152,7 @@ def test_every_folder_on_the_way_is_closed_to_others(
     (fresh.parents[1] / opened).chmod(mode)
     with caplog.at_level(logging.INFO, "qat.kernels"):
         assert cache.cache_folder() is None
-    assert caplog.messages == [UNUSED % f"others can write to {fresh.parents[1] / opened}"]
+    assert len(caplog.messages) == 1 and f"others can write to {fresh.parents[1] / opened})" in caplog.text
 
 
 def test_in_a_sticky_folder_ones_own_are_safe_and_its_content_is_not(fresh: Path) -> None:
