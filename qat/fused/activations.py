@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.tracing.nodes import submodule_of
-
-NO_CLIP = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from qat.evaluating import evaluating
 from qat.fused.functions.codes import NOT_TAKEN, SHIFT, learned_by
 from qat.fused.functions.products import integers_refusal, weight_refusal
 from qat.fused.plan import CodesPlan
-from qat.fused.self_check.judging import is_wanted
+from qat.fused.verdict import is_wanted
 from qat.kernels.dispatch import uses_formulas
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer

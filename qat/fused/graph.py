@@ -13,8 +13,8 @@ from qat.analysis.explain import Row
 from qat.evaluating import evaluating
 from qat.fused.explain import explain_part
 from qat.fused.rewriting import FusedForward, fused_forward
-from qat.fused.self_check.judging import is_wanted, judge
-from qat.fused.verdict import Verdict
+from qat.fused.self_check.judging import judge
+from qat.fused.verdict import Verdict, is_wanted
 from qat.kernels import formulas_wanted, plain_here, plain_wanted
 from qat.kernels.cpu import compiler, onednn
 from qat.kernels.cpu.compiler import is_loaded  # Dynamo keeps modules of an earlier import, not functions

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import fx
 
-from qat.fused.activations import NO_CLIP
 from qat.fused.functions.codes import decode, encode
 from qat.fused.functions.curves import quantize_curve, quantize_softmax
 from qat.fused.functions.movement import drop, reshape, reshape_by, shape_of
@@ -23,6 +22,7 @@ from qat.fused.modules import Watched, module_tree
 from qat.fused.movement import DROPOUTS, asks_for_shape, reshapes, window
 from qat.fused.plan import CodesPlan
 from qat.fused.verdict import Verdict
+from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.preparation.replacements import module_names
 from qat.torch_internals import keep_signature
 from qat.tracing.nodes import submodule_of

@@ -20,8 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import qat
 from qat import QuantSpec
 from qat.fused.functions.products import weight_refusal
+from qat.fused.functions.quantizers import codes_refusal
 from qat.fused.graph import FusedGraph
-from qat.fused.modules import codes_refusal, module_refusal
+from qat.fused.modules import module_refusal
 from qat.fused.verdict import Verdict
 from qat.kernels import float_products, kernels_by_formula, plain_formulas
 from qat.kernels.cpu import compiler

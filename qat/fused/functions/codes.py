@@ -13,9 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from qat.fused.activations import NO_CLIP
 from qat.kernels.cpu.addresses import is_dense
-from qat.kernels.cpu.quantizers import Levels, dequantize, is_plain
+from qat.kernels.cpu.quantizers import NO_CLIP, Levels, dequantize, is_plain
 from qat.kernels.dispatch import is_supported, uses_formulas
 from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.operators.quantizers import quantize_codes, quantize_codes_backward

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.fused.activations import NO_CLIP
 from qat.fused.functions.codes import (
     Codes,
     PreQuantizer,
@@ -25,7 +24,7 @@ from qat.fused.functions.codes import (
     with_scale_gradient,
 )
 from qat.kernels.cpu.addresses import is_dense
-from qat.kernels.cpu.quantizers import Levels
+from qat.kernels.cpu.quantizers import NO_CLIP, Levels
 from qat.kernels.dispatch import is_supported, uses_formulas
 from qat.kernels.operators.norms import batch_statistics, norm_quantize, norm_quantize_backward, sizes_of, statistics
 from qat.kernels.operators.quantizers import add_quantize, add_quantize_backward

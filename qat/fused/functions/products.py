@@ -19,7 +19,7 @@ from qat.fused.functions.codes import (
     learned_by,
     with_scale_gradient,
 )
-from qat.fused.modules import mode_refusal, rule_refusal
+from qat.fused.functions.quantizers import mode_refusal, rule_refusal
 from qat.kernels import integers_allowed
 from qat.kernels.cpu.quantizers import Levels, rows_of
 from qat.kernels.dispatch import is_supported

@@ -8,14 +8,12 @@ not hide an error of another, and the wrong part has a name.
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from qat.fused.activations import NO_CLIP
 from qat.fused.functions.codes import Codes, PreQuantizer, decode, encode
 from qat.fused.functions.curves import before_curve, before_softmax, quantize_curve, quantize_softmax
 from qat.fused.functions.movement import drop, reshape, reshape_by, shape_of
@@ -35,6 +33,7 @@ from qat.fused.self_check.training_step import (
     unseen_by_hooks,
 )
 from qat.fused.verdict import Verdict
+from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.quantizer import Quantizer
 from qat.text import first_line
 from qat.torch_internals import AnyBatchNorm, pytree
@@ -59,11 +58,6 @@ MOST_CHECKS = 4
 
 SAMPLES = 2
 """Size of the slice: the fewest samples for which a BatchNorm has statistics; without a BatchNorm one is enough."""
-
-
-def is_wanted() -> bool:
-    """Whether models are checked; QAT_SELF_CHECK=off trusts them."""
-    return os.environ.get("QAT_SELF_CHECK", "").lower() != "off"
 
 
 def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict | None:

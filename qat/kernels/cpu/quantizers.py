@@ -165,6 +165,10 @@ def quantize_rows_backward(
     return grad_scales
 
 
+NO_CLIP = (-math.inf, math.inf)
+"""Floor and ceiling before a quantizer where nothing is clipped."""
+
+
 class Levels(NamedTuple):
     """The numbers of a quantizer that are not tensors; all floats, as operators take them.
 
