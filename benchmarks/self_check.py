@@ -65,7 +65,7 @@ def measured(name: str) -> dict[str, object]:
         step(model, images)
         steps.append(time.perf_counter() - begin)
         model._verdicts.clear()
-        type(model)._fused = None
+        model._engine_state.fused = None
         begin = time.perf_counter()
         verdict = model._self_check(images)
         checks.append(time.perf_counter() - begin)

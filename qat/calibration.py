@@ -14,7 +14,7 @@ from torch import nn
 from qat.evaluating import evaluating
 from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
 from qat.layers import QuantFunction, QuantLayer
-from qat.preparation.proof import check_own_twins, first_calls, prove
+from qat.preparation.proof import check_own_twins, check_parts, first_calls
 from qat.quantizer import Quantizer, RangeObserver
 
 log = logging.getLogger("qat")
@@ -80,7 +80,7 @@ def calibrate(
         observers = _observe(model, quantizers, functions, given, limit)
         _set_ranges(_not_frozen(model, quantizers), observers)
     check_own_twins(model, calls)
-    prove(model, calls)
+    check_parts(model, calls)
 
 
 @contextmanager

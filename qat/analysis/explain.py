@@ -13,14 +13,16 @@ from qat.evaluating import evaluating
 from qat.expected import expect_model
 from qat.inputs import bind_inputs, call_with
 from qat.layers import QuantLayer
-from qat.preparation.explanation import PLAINLY, Trains
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.proof import first_calls
 from qat.text import table as text_table
 
 HEADER = ("name", "kind", "trains", "why")
 
-OUTSIDE = "it stands outside of every traced graph"
+PLAINLY = "operation by operation"
+
+Row = tuple[str, str, str]
+"""Of a layer, a quantizer or a product: its class (or "matmul"), how it trains, and why not faster, or ""."""
 
 
 def explain(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None) -> str:
@@ -48,31 +50,31 @@ def explain(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping
     """
     expect_model(explain, model)
     calls, shapes = _seen(model, example_inputs)
-    said: list[str] = []
-    unsaid: set[str] = set()
-    rows: dict[str, Trains] = {}
+    sentences: list[str] = []
+    rows: dict[str, Row] = {}
     parts = {name: module for name, module in model.named_modules() if isinstance(module, PreparedGraph)}
     for name, part in parts.items():
         start = f"{name}." if name else ""
         inner = {path.removeprefix(start): shape for path, shape in shapes.items() if path.startswith(start)}
-        found = part._explain(calls.get(part), inner)
-        said.append(f"{name or 'the model'} {found.how}")
-        rows |= {f"{start}{path}": row for path, row in (found.rows or {}).items()}
-        unsaid |= {name} if found.rows is None else set()
-    rest = [(name, module) for name, module in layers_in_order(model) if name not in rows]
-    rows |= {name: Trains(type(module).__name__, PLAINLY, _elsewhere(name, parts, unsaid)) for name, module in rest}
+        how, found = f"trains {PLAINLY}: this copy of qat has no qat.fused", {}
+        if (engine := part._fused_engine()) is not None:
+            how, found = engine._explain(calls.get(part), inner)
+        sentences.append(f"{name or 'the model'} {how}")
+        rows |= {f"{start}{path}": row for path, row in found.items()}
+    for name, module in layers_in_order(model):
+        rows.setdefault(name, (type(module).__name__, PLAINLY, _elsewhere(name, parts)))
     if not parts:
-        said.append(f"the model trains {PLAINLY}: it has no traced graph")
+        sentences.append(f"the model trains {PLAINLY}: it has no traced graph")
     table = [HEADER, *((name, *row) for name, row in rows.items())]
-    return "\n".join([*said, "", *text_table(table)])
+    return "\n".join([*sentences, "", *text_table(table)])
 
 
-def _elsewhere(name: str, parts: Mapping[str, PreparedGraph], unsaid: set[str]) -> str:
-    """Why no row of a part is that of a layer; unsaid: parts that have no rows."""
+def _elsewhere(name: str, parts: Mapping[str, PreparedGraph]) -> str:
+    """Why the graphs of the parts explain nothing of a layer."""
     part = max((path for path in parts if not path or name.startswith(f"{path}.")), key=len, default=None)
     if part is None:
-        return OUTSIDE
-    if part in unsaid:
+        return "it stands outside of every traced graph"
+    if parts[part]._fused_engine() is None:
         return ""  # the sentence above the table says why
     called = {str(node.target) for node in parts[part].graph.nodes if node.op == "call_module"}
     start = f"{part}." if part else ""

@@ -13,8 +13,7 @@ from qat.layers.sharing import QuantTwin
 from qat.layers.twins import layers_of
 from qat.preparation.operations import AVERAGING, JOINING, NONLINEAR, operation_of
 from qat.preparation.parts import prepared_parts
-from qat.preparation.prepared_graph import PreparedGraph
-from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE, WHOLE_MODEL, noted
+from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE, VERDICTS, WHOLE_MODEL, noted
 from qat.quantizer import Quantizer
 from qat.targets import TargetProfile
 from qat.text import table
@@ -89,7 +88,7 @@ def _verdicts(model: nn.Module) -> Iterator[str]:
     for prefix, graph_module in _graphs(model):
         name = prefix.rstrip(".") or "the model"
         off = sum(isinstance(module, Quantizer) and module.is_disabled for module in graph_module.modules())
-        verdict = graph_module._verdict() if isinstance(graph_module, PreparedGraph) else None
+        verdict = next(reversed(vars(graph_module).get(VERDICTS, {}).values()), None)
         if off:
             yield f"{name} has {_plural(off, 'quantizer')} switched off; qat.explain says how it trains now"
         elif verdict is not None:

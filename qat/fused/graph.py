@@ -3,25 +3,25 @@
 import functools
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
-from qat.fused.explaining import rows_of
-from qat.fused.plan import CodesPlan
+from qat.analysis.explain import Row
+from qat.evaluating import evaluating
+from qat.fused.explain import explain_part
 from qat.fused.rewriting import FusedForward, fused_forward
-from qat.fused.self_check.judging import is_wanted, judge
+from qat.fused.self_check.judging import judge
+from qat.fused.verdict import Verdict, is_wanted
 from qat.kernels import formulas_wanted, plain_here, plain_wanted
 from qat.kernels.cpu import compiler, onednn
 from qat.kernels.cpu.compiler import is_loaded  # Dynamo keeps modules of an earlier import, not functions
-from qat.kernels.dispatch import is_taken
+from qat.kernels.dispatch import is_supported
 from qat.kernels.formulas.products import try_int_mm
-from qat.preparation.explanation import PLAINLY, Explanation
 from qat.preparation.prepared_graph import Forward, PreparedGraph
 from qat.preparation.report import VERDICTS
-from qat.preparation.verdict import Verdict
-from qat.quantizer import Quantizer
 from qat.torch_internals import all_modules_are_hooked, pytree
 from qat.tracing.patches import tracing_alone
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("qat")
 
-EVALUATED = "is in evaluation, where its graph runs operation by operation"
-NO_MEMORY = "it has no memory to compute in (device meta)"
 ON_CUDA = "on CUDA the kernels are those that torch.compile makes of the whole model"
 NO_LIBRARY = "there is no C library (the log says why)"
 
@@ -39,16 +37,34 @@ MOST_FAILURES = 3
 """After so many self-checks in a row for which no step could run, the model is not checked again."""
 
 
+@dataclass
+class EngineState:
+    """What is known of one model; its copies and pickles begin without.
+
+    Attributes:
+        fused: the latest fused forward.
+        probed: the devices on which kernels were tried.
+        logged: reasons for training plainly that the log has.
+        failures: self-checks in a row for which no step could run.
+    """
+
+    fused: FusedForward | None = None
+    probed: frozenset[torch.device] = frozenset()
+    logged: frozenset[str] = frozenset()
+    failures: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EngineState, ()
+
+
 class FusedGraph(PreparedGraph):
     """A prepared model that trains with a graph derived from its own; see `qat.fused.rewriting`."""
 
-    _fused: ClassVar[FusedForward | None] = None
-    _looked_at: ClassVar[frozenset[torch.device]] = frozenset()
-    _said: ClassVar[frozenset[str]] = frozenset()
-    _failures: ClassVar[int] = 0
+    _engine_state: EngineState
 
     def recompile(self) -> Any:
         """Generate forward from the graph again; in training the fused graph may run in its place."""
+        vars(self).setdefault("_engine_state", EngineState())
         code = super().recompile()
         cls: Any = type(self)
         plain: Forward = cls.forward
@@ -69,24 +85,29 @@ class FusedGraph(PreparedGraph):
         cls.forward = forward
         return code
 
+    def _fused_engine(self) -> "FusedGraph":
+        return self
+
     def _forget(self) -> None:
         """Forget the derived graph too."""
         super()._forget()
-        kind: Any = type(self)
-        kind._fused = None
+        self._engine_state.fused = None
 
     def _derive(self) -> FusedForward:
         """The fused forward, derived again if the graph or a module changed."""
-        kind: Any = type(self)
-        found: FusedForward | None = kind._fused
-        if found is None or not found.state.holds():
+        found = self._engine_state.fused
+        if found is None or not found.watched.holds():
             self._follow_changes()
-            kind._fused = found = fused_forward(self, self._verdicts)
+            known = self._verdicts
+            self._engine_state.fused = found = fused_forward(self, known)
+            if found.verdict is not None and next(reversed(known)) != found.key:  # `qat.summary` shows the last
+                others = {key: verdict for key, verdict in known.items() if key != found.key}
+                vars(self)[VERDICTS] = {**others, found.key: found.verdict}
         return found
 
     @property
     def _verdicts(self) -> dict[str, Verdict]:
-        """Results of self-checks, by the key of the graph; a copy of the model keeps them."""
+        """Results of self-checks, by the key of the graph; a copy of the model keeps them. The present one is last."""
         found: dict[str, Verdict] = vars(self).setdefault(VERDICTS, {})
         return found
 
@@ -99,91 +120,43 @@ class FusedGraph(PreparedGraph):
         Returns:
             The result; None if nothing runs on codes, or if no step can run.
         """
-        kind: Any = type(self)
         with tracing_alone():  # a thread that waited finds the verdict
             fused = self._derive()
             if fused.graph is None or fused.verdict is not None:
                 return fused.verdict
-            verdict = judge(self, args, kwargs)
+            verdict, state = judge(self, args, kwargs), self._engine_state
             if verdict is None and not torch.is_inference_mode_enabled():
-                kind._failures += 1
-                if kind._failures == MOST_FAILURES:
+                state.failures += 1
+                if state.failures == MOST_FAILURES:
                     verdict = Verdict(None, f"{MOST_FAILURES} times no step of it could be run apart")
             if verdict is not None:
                 self._verdicts[fused.key] = verdict
-                kind._fused, kind._failures = None, 0
+                state.fused, state.failures = None, 0
                 if verdict.reason:
                     log.warning("%s", verdict)
             return self._derive().verdict
 
-    def _prove(self, *args: Any, **kwargs: Any) -> Verdict | None:
-        """`_self_check` before training, whether the model is in training or evaluation; None if no kernels apply."""
-        flags = [(module, module.training) for module in self.modules()]
-        try:
+    def _check_before_training(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict | None:
+        """`_self_check` of a model in training or in evaluation; None if no kernels apply."""
+        with evaluating(self):  # at its end every flag is what it was
             self.train()
             if not is_wanted() or plain_here() or self._is_meta_only():
                 return None
-            self._look_around()
+            self._probe_devices()
             given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             if self._refusal(given, compiling=True) is not None:
                 return None
             return self._self_check(*args, **kwargs)
-        finally:
-            for module, flag in flags:
-                module.training = flag
-
-    def _verdict(self) -> Verdict | None:
-        """The verdict on the model as it is now, else the last one."""
-        fused, earlier = type(self)._fused, list(self._verdicts.values())[-1:]
-        now = [] if fused is None or fused.verdict is None else [fused.verdict]
-        return next(iter(now + earlier), None)
 
     def _explain(
         self, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None, shapes: Mapping[str, torch.Size]
-    ) -> Explanation:
-        """See `PreparedGraph._explain`. A model in evaluation is put into training to look, and back."""
-        flags = [(module, module.training) for module in self.modules()]
-        evaluated = None if self.training else EVALUATED
-        try:
-            if not self.training:
-                self.train()
-            given = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
-            compiling = next(self.parameters()).is_cuda
-            whole = NO_MEMORY if self._is_meta_only() else self._watched() or self._refusal(given, compiling)
-            fused = self._derive()
-            verdict, distrusted = fused.verdict, () if fused.verdict is None else fused.verdict.distrusted
-            if whole is None and distrusted is None:
-                whole = str(verdict and verdict.reason)
-            plan = CodesPlan(self, distrusted or ())
-            if whole is None and not plan.readers:
-                quantizers = [
-                    each for each in self.modules() if isinstance(each, Quantizer) and each.role == "activation"
-                ]
-                known = not quantizers or any(each.is_calibrated for each in quantizers)
-                whole = "no layer of it takes codes" if known else "it is not calibrated"
-            rows = rows_of(plan, whole, shapes)
-        finally:
-            for module, flag in flags:
-                module.training = flag
-        if whole is not None:
-            how = f"trains {PLAINLY}: {whole}"
-        elif verdict is None and is_wanted():
-            how = (
-                "trains on codes as soon as a self-check (calibrate, self_check, a step) has shown that to be the same"
-            )
-        elif verdict is None:
-            how = "trains on codes, without a self-check (QAT_SELF_CHECK=off)"
-        else:
-            how = str(verdict)
-        if compiling and whole is None:
-            how += f"; uncompiled it trains {PLAINLY}: {ON_CUDA}"
-        return Explanation(how if evaluated is None else f"{evaluated}; in training it {how}", rows)
+    ) -> tuple[str, dict[str, Row]]:
+        """See `explain_part`."""
+        return explain_part(self, inputs, shapes)
 
-    def _look_around(self) -> None:
+    def _probe_devices(self) -> None:
         """Find out which kernels work on the model's devices; under torch.compile nothing can be tried."""
-        kind: Any = type(self)
-        devices = frozenset(parameter.device for parameter in self.parameters())
-        kind._looked_at = devices
+        self._engine_state.probed = devices = frozenset(parameter.device for parameter in self.parameters())
         if any(device.type == "cpu" for device in devices) and compiler.library() is not None:
             for each in onednn.KINDS:
                 onednn.are_exact(each)
@@ -192,10 +165,11 @@ class FusedGraph(PreparedGraph):
                 try_int_mm(device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Self":
-        """Move as any module does, and look around if the device changed."""
+        """Move as any module does, and probe the device if it is another one."""
         moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._looked_at and self._looked_at != {parameter.device for parameter in self.parameters()}:
-            self._look_around()
+        probed = self._engine_state.probed
+        if probed and probed != {parameter.device for parameter in self.parameters()}:
+            self._probe_devices()
         return moved
 
     def train(self, mode: bool = True) -> "Self":
@@ -208,7 +182,7 @@ class FusedGraph(PreparedGraph):
     def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FusedForward | None:
         """The fused forward, if kernels take these inputs; None for the prepared graph."""
         compiling = torch.compiler.is_compiling()
-        if not self.training or self._watched() is not None:
+        if not self.training or self._watched_by() is not None:
             return None
         leaves = (*args, *kwargs.values())
         if any(isinstance(x, (list, tuple, dict)) for x in leaves):
@@ -219,12 +193,12 @@ class FusedGraph(PreparedGraph):
         refused = self._refusal(given, compiling)
         if refused is not None:
             if refused != NO_LIBRARY and not compiling:
-                self._say(refused)
+                self._log_once(refused)
             return None
-        if not compiling and not self._looked_at:
-            self._look_around()
-        fused = type(self)._fused if compiling else self._derive()
-        if fused is None or fused.graph is None or (compiling and not fused.fits(self)):
+        if not compiling and not self._engine_state.probed:
+            self._probe_devices()
+        fused = self._engine_state.fused if compiling else self._derive()
+        if fused is None or fused.graph is None or (compiling and not fused.watched.holds_compiled(self)):
             return None
         if fused.verdict is None and is_wanted():
             if compiling or self._self_check(*args, **kwargs) is None:
@@ -232,7 +206,7 @@ class FusedGraph(PreparedGraph):
             fused = self._derive()
         return fused
 
-    def _watched(self) -> str | None:
+    def _watched_by(self) -> str | None:
         """Why only plain operations will do, whatever the inputs are; None if kernels may run."""
         if plain_wanted():
             return "plain_formulas is on"
@@ -249,7 +223,7 @@ class FusedGraph(PreparedGraph):
         x = next(self.parameters()) if x is None else x
         if all_modules_are_hooked():  # type: ignore[no-untyped-call]
             return "a hook on all modules is registered, which waits for each to be called"
-        if floating is not None and not is_taken(floating):
+        if floating is not None and not is_supported(floating):
             return f"its input is {floating.dtype} on {floating.device.type}"
         if x.is_cuda:
             return None if compiling else ON_CUDA
@@ -259,9 +233,8 @@ class FusedGraph(PreparedGraph):
             return "autocast is on, and the kernels on the CPU compute in float32"
         return None if (is_loaded() if compiling else compiler.library() is not None) else NO_LIBRARY
 
-    def _say(self, reason: str) -> None:
+    def _log_once(self, reason: str) -> None:
         """Log why this model trains operation by operation, once for each reason."""
-        kind: Any = type(self)
-        if reason not in kind._said:
-            kind._said |= {reason}
+        if reason not in self._engine_state.logged:
+            self._engine_state.logged |= {reason}
             log.info("training runs the prepared graph operation by operation: %s", reason)

@@ -28,6 +28,10 @@ class Window(NamedTuple):
     dilation: list[int]
     ceil_mode: bool
 
+    def packed(self) -> list[int]:
+        """All numbers in one list, for an operator."""
+        return [*self.kernel, *self.stride, *self.padding, *self.dilation, int(self.ceil_mode)]
+
 
 def reshapes(node: fx.Node) -> str | None:
     """The method of `RESHAPING` that a node calls; None if it calls another."""
@@ -38,14 +42,14 @@ def reshapes(node: fx.Node) -> str | None:
 
 
 def asks_for_shape(node: fx.Node) -> bool:
-    """Whether a node reads no value of its first operand, its only tensor."""
+    """Whether a node only asks for metadata (shape, dtype, device)."""
     if node.target is getattr:
         return node.args[1] in ASKING
     return node.op == "call_method" and node.target in ASKING
 
 
 def window(node: fx.Node, module: Any) -> Window | None:
-    """The sizes of a max pool of images; None if the node is none."""
+    """The sizes of a max pool of images; None for any other node."""
     if type(module) is nn.MaxPool2d:
         return window_of(module)
     if node.target in (F.max_pool2d, torch.max_pool2d):

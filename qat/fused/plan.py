@@ -12,7 +12,7 @@ from torch import fx
 from qat.fused.activations import Activation, activation_of
 from qat.fused.functions.products import layer_refusal
 from qat.fused.functions.quantizers import codes_refusal, mode_refusal
-from qat.fused.known_modules import may_stand_in, module_refusal
+from qat.fused.modules import module_refusal
 from qat.fused.movement import DROPOUTS, RESHAPING_MODULES, reshapes, window
 from qat.layers import QuantLayer
 from qat.preparation.hooks import may_write
@@ -28,7 +28,7 @@ MATMULS = (operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm")
 
 
 @dataclass(frozen=True)
-class Taken:
+class FusedGroup:
     """What a kernel computes together with a quantizer, of the nodes before it.
 
     Attributes:
@@ -54,12 +54,12 @@ class CodesPlan:
     Attributes:
         refused: why a quantizer, a layer or a product of activations does not run on codes.
         quantizers: nodes whose output can be held as codes.
-        readers: layers that take codes.
+        layers: nodes of layers that take codes.
         matmuls: products of two quantized tensors.
         chains: quantizers that are computed with the nodes before them, and these nodes.
-        carried: operations that move codes, such as reshapings.
+        moved: operations that move codes, such as reshapings.
         absorbed: nodes that are computed as part of a chain.
-        followed: layers whose BatchNorm is computed as part of a chain.
+        fused_norms: layers whose BatchNorm is computed as part of a chain.
     """
 
     def __init__(self, model: fx.GraphModule, distrusted: Collection[str] = ()) -> None:
@@ -71,8 +71,9 @@ class CodesPlan:
         called = {node: submodule_of(model, node) for node in self.nodes}
         quantizers = [node for node in self.nodes if isinstance(called[node], Quantizer)]
         self.quantizers = self._accepted(quantizers, self._quantizer_refusal)
-        layers = [node for node in self.nodes if isinstance(called[node], QuantLayer)]
-        self.readers = self._accepted(layers, self._layer_refusal)
+        self.layers = self._accepted(
+            (node for node in self.nodes if isinstance(called[node], QuantLayer)), self._layer_refusal
+        )
         self.matmuls = self._accepted(
             (node for node in self.nodes if node.op != "call_module" and node.target in MATMULS), self._matmul_refusal
         )
@@ -80,11 +81,11 @@ class CodesPlan:
         worthless = [node for node, chain in chains.items() if not self._is_worth_it(node, chain, chains)]
         self.refused |= dict.fromkeys(worthless, "nothing that computes on codes reads it")
         self.chains = {node: chain for node, chain in chains.items() if node not in self.refused}
-        self.carried = self._carried_as_codes()
+        self.moved = self._moved_as_codes()
         taken = self.chains.values()
         self.absorbed = {node for chain in taken if chain.activation is not None for node in chain.activation.nodes}
         self.absorbed |= {chain.source for chain in taken if chain.operands is not None}
-        self.followed = {chain.layer for chain in self.chains.values() if self._norm_may_follow(chain)}
+        self.fused_norms = {chain.layer for chain in self.chains.values() if self._norm_may_follow(chain)}
 
     def grid(self, node: Any) -> fx.Node | None:
         """The quantizer in `quantizers` on whose grid a tensor lies; None if there is none."""
@@ -97,30 +98,27 @@ class CodesPlan:
             return "its operand comes from no quantizer"
         if source not in self.quantizers:
             return f"its operand comes from {source.target}: {self.refused[source]}"
-        for step in self.way(node):
+        for step in self.path_to_quantizer(node):
             if step.target in FUNCTIONAL_DROPOUTS:
                 return f"F.dropout stands between it and {source.target}"
-            if step.op == "call_module" and not self.stands_in(step):
-                return f"{step.target} stands between it and {source.target}: {self._call_refusal(step)}"
+            reason = self._call_refusal(step.target) if step.op == "call_module" else None
+            if reason is not None:
+                return f"{step.target} stands between it and {source.target}: {reason}"
         return None
 
-    def way(self, node: fx.Node) -> list[fx.Node]:
+    def path_to_quantizer(self, node: fx.Node) -> list[fx.Node]:
         """The operations that keep the grid, from a tensor back to its quantizer."""
-        way = []
+        path = []
         while passes_grid(node, self.model):
-            way.append(node)
+            path.append(node)
             (node, *_) = node.all_input_nodes
-        return way
+        return path
 
-    def stands_in(self, node: fx.Node) -> bool:
-        """Whether kernels may replace the call of this node's module."""
-        return submodule_of(self.model, node) is not None and self._call_refusal(node) is None
-
-    def _call_refusal(self, node: fx.Node) -> str | None:
-        """Why kernels may not replace the call of this node's module; None if they may."""
-        module = submodule_of(self.model, node)
-        assert module is not None
-        return "its self-check found a difference" if str(node.target) in self.distrusted else module_refusal(module)
+    def _call_refusal(self, name: Any) -> str | None:
+        """Why kernels may not replace calls of the module of this name; None if they may."""
+        if str(name) in self.distrusted:
+            return "its self-check found a difference"
+        return module_refusal(self.model.get_submodule(str(name)))
 
     def _accepted(self, nodes: Iterable[fx.Node], refusal: Callable[[fx.Node], str | None]) -> set[fx.Node]:
         """Nodes without a reason against them; the reasons of the others are noted."""
@@ -129,11 +127,11 @@ class CodesPlan:
         return {node for node, reason in reasons.items() if reason is None}
 
     def _quantizer_refusal(self, node: fx.Node) -> str | None:
-        """Why a quantizer's output may not be codes; None if it may. Codes would not change with an in-place write."""
+        """Why this quantizer must stay in float, or None. (An in-place write would not reach the codes.)"""
         quantizer: Any = submodule_of(self.model, node)
         if node in self.fixed:
             return "it quantizes what is the same in every step"
-        reason = codes_refusal(quantizer) or mode_refusal(quantizer) or self._call_refusal(node)
+        reason = codes_refusal(quantizer) or mode_refusal(quantizer) or self._call_refusal(node.target)
         if reason is not None:
             return reason
         if self.memory.writers(node):
@@ -145,7 +143,7 @@ class CodesPlan:
     def _layer_refusal(self, node: fx.Node) -> str | None:
         """Why a layer does not read codes; None if it does."""
         layer: Any = submodule_of(self.model, node)
-        reason = layer_refusal(layer) or self._call_refusal(node)
+        reason = layer_refusal(layer) or self._call_refusal(node.target)
         if reason is not None:
             return reason
         if not node.args or not {"input_quantizer"} <= set(node.kwargs) <= {"input_quantizer", "norm"}:
@@ -170,7 +168,7 @@ class CodesPlan:
                 return reason
         return None
 
-    def _chain(self, quantizer: fx.Node) -> Taken:
+    def _chain(self, quantizer: fx.Node) -> FusedGroup:
         """Walk back from a quantizer over nodes that no other node reads."""
         source = quantizer.args[0]
         assert isinstance(source, fx.Node)
@@ -178,62 +176,59 @@ class CodesPlan:
         if activation is not None:
             source = activation.source
             if activation.curve is not None or activation.axis is not None:
-                return Taken(source, activation)
+                return FusedGroup(source, activation)
         if len(source.users) == 1:
-            if source in self.readers:
-                return Taken(source, activation, layer=source)
+            if source in self.layers:
+                return FusedGroup(source, activation, layer=source)
             if operation_of(source, self.model, JOINING) == "add" and not source.kwargs and len(source.args) == 2:
                 a, b = source.args
                 if self.grid(a) is not None and self.grid(b) is not None:
                     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
-                    return Taken(source, activation, operands=(a, b))
-        return Taken(source, activation)
+                    return FusedGroup(source, activation, operands=(a, b))
+        return FusedGroup(source, activation)
 
     def _activation(self, node: fx.Node) -> Activation | None:
         """The activation that may be computed with the quantizer behind it, that is, later than the graph does it."""
         found = activation_of(node, self.model)
-        if found is None or found.module in self.distrusted or not self.memory.can_wait(found.source, found.nodes):
+        if found is None or not self.memory.can_wait(found.source, found.nodes):
             return None
-        if found.module is not None and not may_stand_in(self.model.get_submodule(found.module)):
+        if found.module is not None and self._call_refusal(found.module) is not None:
             return None
         # The source is kept for the backward; a caller who gets it as an output may write to it before that.
         returned = any(reader.op == "output" for reader in self.memory.readers(found.source))
         return None if returned else found
 
-    def _carried_as_codes(self) -> set[fx.Node]:
+    def _moved_as_codes(self) -> set[fx.Node]:
         """Max pools, reshapings and dropouts whose result is read as codes."""
         return {
             step
             for node in self._read(self.chains)
-            for step in self.way(node)
+            for step in self.path_to_quantizer(node)
             if step.args and self.grid(step) in self.chains and self._takes_codes(step)
         }
 
-    def _norm_may_follow(self, chain: Taken) -> bool:
+    def _norm_may_follow(self, chain: FusedGroup) -> bool:
         """Whether a chain may compute the BatchNorm of the layer that it starts from."""
         norm = chain.layer.kwargs.get("norm") if chain.layer is not None else None
-        if not isinstance(norm, fx.Node):
-            return False
-        return may_stand_in(self.model.get_submodule(str(norm.target))) and str(norm.target) not in self.distrusted
+        return isinstance(norm, fx.Node) and self._call_refusal(norm.target) is None
 
     def _takes_codes(self, node: fx.Node) -> bool:
         """Whether an operation that keeps the grid can be applied to codes."""
         module = submodule_of(self.model, node)
-        if module is not None and not self.stands_in(node):
-            return False
-        if module is not None:
-            return isinstance(module, (*DROPOUTS, *RESHAPING_MODULES)) or window(node, module) is not None
-        return reshapes(node) is not None or window(node, None) is not None
+        if module is None:
+            return reshapes(node) is not None or window(node, None) is not None
+        moves = isinstance(module, (*DROPOUTS, *RESHAPING_MODULES)) or window(node, module) is not None
+        return moves and self._call_refusal(node.target) is None
 
-    def _is_worth_it(self, quantizer: fx.Node, chain: Taken, chains: dict[fx.Node, Taken]) -> bool:
+    def _is_worth_it(self, quantizer: fx.Node, chain: FusedGroup, chains: dict[fx.Node, FusedGroup]) -> bool:
         """Whether a quantizer is fused with a norm or a sum, or is read as codes; else it is one pass anyway."""
         if chain.operands is not None or self._norm_may_follow(chain):
             return True
         return any(self.grid(node) is quantizer for node in self._read(chains))
 
-    def _read(self, chains: dict[fx.Node, Taken]) -> list[fx.Node]:
+    def _read(self, chains: dict[fx.Node, FusedGroup]) -> list[fx.Node]:
         """Nodes that are read as codes."""
-        read = [reader.args[0] for reader in self.readers]
+        read = [reader.args[0] for reader in self.layers]
         read += [operand for product in self.matmuls for operand in product.args]
         read += [operand for chain in chains.values() for operand in chain.operands or ()]
         return [node for node in read if isinstance(node, fx.Node)]

@@ -9,23 +9,21 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
-from qat.fused.activations import NO_CLIP
 from qat.fused.functions.codes import decode, encode
 from qat.fused.functions.curves import quantize_curve, quantize_softmax
-from qat.fused.functions.matmuls import matmul
 from qat.fused.functions.movement import drop, reshape, reshape_by, shape_of
 from qat.fused.functions.norm_activation import quantize_chain, quantize_sum
 from qat.fused.functions.pools import max_pool
-from qat.fused.functions.products import multiply
+from qat.fused.functions.products import matmul, multiply
 from qat.fused.functions.scale_repair import repair
-from qat.fused.known_modules import ModuleState, numbers_of
-from qat.fused.module_tree import module_tree
+from qat.fused.modules import Watched, module_tree
 from qat.fused.movement import DROPOUTS, asks_for_shape, reshapes, window
 from qat.fused.plan import CodesPlan
+from qat.fused.verdict import Verdict
+from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.preparation.replacements import module_names
-from qat.preparation.verdict import Verdict
 from qat.torch_internals import keep_signature
 from qat.tracing.nodes import submodule_of
 
@@ -38,8 +36,7 @@ class FusedForward:
         graph: the fused graph; None if nothing can be fused, or if a self-check found another function.
         run: the graph as a function of the model, or of its `modules`, and its inputs.
         modules: the model's `module_tree`, the faster of the two; torch.compile has to see the model.
-        state: the state of the modules that it was derived from.
-        numbers: the part of this state that torch.compile can watch.
+        watched: the modules that it was derived from, as they were.
         key: a hash of what it was derived from.
         verdict: the result of its self-check; None if there was none.
     """
@@ -47,41 +44,28 @@ class FusedForward:
     graph: fx.Graph | None
     run: Callable[..., Any] | None
     modules: Any
-    state: ModuleState
-    numbers: tuple[Any, ...]
+    watched: Watched
     key: str
     verdict: Verdict | None
 
-    def fits(self, model: nn.Module) -> bool:
-        """Whether the model is still what it was derived from; torch.compile traces this, and guards on all of it."""
-        for name, kind, numbers in self.numbers:
-            module = model.get_submodule(name)
-            if type(module) is not kind:
-                return False
-            for key, value in numbers:
-                if getattr(module, key) != value:
-                    return False
-        return True
 
-
-def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict] | None = None) -> FusedForward:
+def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict]) -> FusedForward:
     """The model's forward on codes.
 
     Args:
         model: a prepared model; its parts are in training or evaluation as they will run.
         verdicts: results of self-checks, by key.
     """
-    names = module_names(model)
-    state = ModuleState(model, names)
+    watched = Watched(model, module_names(model))
     kinds = sorted({parameter.device.type for parameter in model.parameters()})
     graph = fused_graph(model)
     code = "" if graph is None else graph.python_code("self").src
-    key = hashlib.sha256(repr((state.text, model.code, code, kinds)).encode()).hexdigest()[:16]
-    verdict = (verdicts or {}).get(key)
+    key = hashlib.sha256(repr((watched.text, model.code, code, kinds)).encode()).hexdigest()[:16]
+    verdict = verdicts.get(key)
     if verdict is not None and verdict.distrusted != ():
         graph = None if verdict.distrusted is None else fused_graph(model, verdict.distrusted)
     run, modules = (None, None) if graph is None else (compiled(graph), module_tree(model, graph))
-    return FusedForward(graph, run, modules, state, numbers_of(model, names), key, verdict)
+    return FusedForward(graph, run, modules, watched, key, verdict)
 
 
 def fused_graph(model: fx.GraphModule, distrusted: Collection[str] = ()) -> fx.Graph | None:
@@ -92,7 +76,7 @@ def fused_graph(model: fx.GraphModule, distrusted: Collection[str] = ()) -> fx.G
         distrusted: names of modules that kernels may not replace.
     """
     plan = CodesPlan(model, distrusted)
-    return _Rewriting(plan).rewritten() if plan.readers else None
+    return _Rewriting(plan).rewritten() if plan.layers else None
 
 
 def compiled(graph: fx.Graph) -> Callable[..., Any]:
@@ -123,15 +107,15 @@ class _Rewriting:
                 begun = True
             if node in self.plan.absorbed:
                 continue
-            if node in self.plan.readers:
+            if node in self.plan.layers:
                 self.floats[node] = self._product(node)
             elif node in self.plan.matmuls:
                 operands = [self._coded(operand) for operand in node.all_input_nodes]
                 self.floats[node] = self.graph.call_function(matmul, (operands[0], operands[-1]))
             elif node in self.plan.chains:
                 self.codes[node] = self._quantized(node)
-            elif node in self.plan.carried:
-                self.codes[node] = self._encoded(node, self._carry(node))
+            elif node in self.plan.moved:
+                self.codes[node] = self._encoded(node, self._move(node))
             else:
                 self.floats[node] = self.graph.node_copy(node, self._shape if asks_for_shape(node) else self._float)
         keep_signature(self.model.graph, self.graph)
@@ -141,7 +125,7 @@ class _Rewriting:
     def _repair(self) -> None:
         """Repair the scales before anything else reads them."""
         names = [str(node.target) for node in self.plan.chains]
-        names += [f"{node.target}.weight_quantizer" for node in self.plan.readers]
+        names += [f"{node.target}.weight_quantizer" for node in self.plan.layers]
         by_identity = {id(self.model.get_submodule(name)): name for name in sorted(names)}
         self.graph.call_function(repair, tuple(map(self._module, by_identity.values())))
 
@@ -168,11 +152,12 @@ class _Rewriting:
         quantizer = self.plan.grid(node)
         assert quantizer is not None
         grid = self._module(str(quantizer.target))
-        dropouts = [step for step in self.plan.way(node) if isinstance(submodule_of(self.model, step), DROPOUTS)]
+        path = self.plan.path_to_quantizer(node)
+        dropouts = [step for step in path if isinstance(submodule_of(self.model, step), DROPOUTS)]
         checked = [self._module(str(step.target)) for step in dropouts]
         return self.graph.call_function(encode, (value, grid, *checked))
 
-    def _carry(self, node: fx.Node) -> fx.Node:
+    def _move(self, node: fx.Node) -> fx.Node:
         """A max pool, a reshaping or a dropout of codes."""
         x, *args = node.args
         assert isinstance(x, fx.Node)
@@ -202,7 +187,7 @@ class _Rewriting:
         others = [self._float(operand) if isinstance(operand, fx.Node) else operand for operand in operands]
         y = self.graph.call_function(multiply, (layer, self._coded(x), input_quantizer, *others))
         norm = node.kwargs.get("norm")
-        if isinstance(norm, fx.Node) and node not in self.plan.followed:
+        if isinstance(norm, fx.Node) and node not in self.plan.fused_norms:
             y = self.graph.call_module(str(norm.target), (y,))
         return y
 
@@ -223,6 +208,6 @@ class _Rewriting:
             arguments = (source, quantizer, activation.axis, activation.multiplier, module)
             return self.graph.call_function(quantize_softmax, arguments)
         norm = None
-        if chain.layer is not None and chain.layer in self.plan.followed:
+        if chain.layer is not None and chain.layer in self.plan.fused_norms:
             norm = self.floats[chain.layer.kwargs["norm"]]  # type: ignore[index]
         return self.graph.call_function(quantize_chain, (source, quantizer, norm, *bounds, module))

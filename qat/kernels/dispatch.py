@@ -88,14 +88,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that formulas take."""
 
 
-def by_formula(x: Tensor) -> bool:
+def uses_formulas(x: Tensor) -> bool:
     """Whether formulas replace kernels for this tensor: on CUDA, where torch.compile makes kernels of them."""
     return x.is_cuda or formulas_wanted()
 
 
-def is_taken(x: Tensor) -> bool:
+def is_supported(x: Tensor) -> bool:
     """Whether operators take a tensor: float32 on the CPU, `DTYPES` by formula; never a subclass of Tensor."""
-    if by_formula(x):
+    if uses_formulas(x):
         return x.dtype in DTYPES and type(x) in (Tensor, torch.nn.Parameter)
     return quantizers.is_plain(x)
 

@@ -38,6 +38,16 @@ class Geometry(NamedTuple):
     dilation: list[int]
     groups: int
 
+    def packed(self) -> list[int]:
+        """All numbers in one list, for an operator."""
+        return [*self.stride, *self.padding, *self.dilation, self.groups]
+
+    @classmethod
+    def unpacked(cls, numbers: list[int]) -> "Geometry":
+        """The geometry of such a list."""
+        axes = len(numbers) // 3
+        return cls(numbers[:axes], numbers[axes : 2 * axes], numbers[2 * axes : 3 * axes], numbers[-1])
+
     def rows(self, x: torch.Size, weight: torch.Size) -> int:
         """How many rows the product has as a product of matrices."""
         if not self.stride:
@@ -109,9 +119,7 @@ class Geometry(NamedTuple):
         """The product of codes and an int8 weight, with int32 sums."""
         if not self.stride:
             return onednn.linear(codes, step, zero, weight, steps, bias)
-        return onednn.convolution(
-            codes, step, zero, weight, steps, bias, self.stride, self.padding, self.dilation, self.groups
-        )
+        return onednn.convolution(codes, step, zero, weight, steps, bias, *self)
 
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
@@ -165,7 +173,7 @@ def _has_channels_innermost(x: Tensor) -> bool:
     return least != x.stride(1) and x.stride(0) >= least
 
 
-def arranged(y: Tensor, layout: torch.memory_format) -> Tensor:
+def to_layout(y: Tensor, layout: torch.memory_format) -> Tensor:
     """y in a memory format, with the strides that torch would choose for axes of length 1.
 
     oneDNN returns other strides there, and by those torch's kernels mistake the channels of a single image for

@@ -3,7 +3,7 @@
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,10 +16,8 @@ from qat.preparation.attributes import (
     plain_attributes,
     restore_containers,
 )
-from qat.preparation.explanation import PLAINLY, Explanation
 from qat.preparation.replacements import ModuleSnapshot, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
-from qat.preparation.verdict import Verdict
 from qat.torch_internals import unsaved_buffers_of
 from qat.tracing.guards import expect_default
 from qat.tracing.nodes import Notes, notes_of, restore_notes
@@ -87,24 +85,9 @@ class PreparedGraph(Indexed, fx.GraphModule):
                     " prepare the model with example_inputs that leave it out too"
                 ) from error
 
-    def _prove(self, *args: Any, **kwargs: Any) -> Verdict | None:
-        """Compare the faster function with the graph on these inputs; None if there is none."""
+    def _fused_engine(self) -> Any:
+        """The model as the engine that trains it faster, and can check and explain that (`qat.fused`); None if none."""
         return None
-
-    def _verdict(self) -> Verdict | None:
-        """The verdict of `_prove` for the model as it is now, or the latest."""
-        return None
-
-    def _explain(
-        self, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None, shapes: Mapping[str, torch.Size]
-    ) -> Explanation:
-        """How it trains; see `qat.explain`.
-
-        Args:
-            inputs: of forward, args and kwargs; None: any.
-            shapes: what layers of it are given for these inputs, by name.
-        """
-        return Explanation(f"trains {PLAINLY}: this copy of qat has no qat.fused")
 
     def _forget(self) -> None:
         """Forget everything that was derived from the model's earlier state."""

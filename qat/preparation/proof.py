@@ -1,7 +1,7 @@
 """What a calibrated model is held to, part by part: training on codes is the plain step (`self_check`), and a user's
 twin evaluates on integers as it trains (`check_own_twins`)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -13,13 +13,12 @@ from qat.evaluating import evaluating
 from qat.expected import expect_model
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.preparation.verdict import Verdict
 
 MOST_APART = 0.02
 """Share of the largest value by which a twin may evaluate otherwise than it trains; rounding makes far less."""
 
 
-def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Verdict]:
+def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Compare a fused training step of every traced part with the plain step; only what agrees trains on codes.
 
     `calibrate` does this, and so does the first training step after a change. A model that is loaded from a checkpoint
@@ -30,7 +29,8 @@ def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Verdict
         args, kwargs: arguments of its forward; a slice of the batch is used.
 
     Returns:
-        The verdict for each part, by its name ("" for the whole model). Parts to which no kernel applies are missing.
+        A `qat.fused.verdict.Verdict` for each part, by its name ("" for the whole model). Parts to which no kernel
+        applies are missing.
 
     >>> import qat
     >>> x = torch.randn(4, 3, 8, 8)
@@ -42,7 +42,7 @@ def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Verdict
     expect_model(self_check, model)
     with evaluating(model), torch.no_grad(), first_calls(model) as calls:
         model(*args, **kwargs)
-    return prove(model, calls)
+    return check_parts(model, calls)
 
 
 @contextmanager
@@ -60,15 +60,14 @@ def first_calls(model: nn.Module) -> Iterator[dict[PreparedGraph, Any]]:
         yield calls
 
 
-def prove(model: nn.Module, calls: dict[PreparedGraph, Any]) -> dict[str, Verdict]:
+def check_parts(model: nn.Module, calls: Mapping[Any, Any]) -> dict[str, Any]:
     """`self_check` of the parts with the arguments that `first_calls` recorded."""
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, PreparedGraph) and module in calls:
-            args, kwargs = calls[module]
-            verdict = module._prove(*args, **kwargs)
-            if verdict is not None:
-                found[name] = verdict
+        engine = module._fused_engine() if isinstance(module, PreparedGraph) and module in calls else None
+        verdict = None if engine is None else engine._check_before_training(*calls[engine])
+        if verdict is not None:
+            found[name] = verdict
     return found
 
 

@@ -53,7 +53,7 @@ def counts(kind: type[LSQQuantizer]) -> tuple[int, int, bool]:
     model = of_kind(kind)
     plan = CodesPlan(model)
     nodes = [node for node in plan.nodes if isinstance(submodule_of(model, node), kind)]
-    return len(plan.quantizers), len(plan.readers), bool(nodes) and all(has_own_memory(node, model) for node in nodes)
+    return len(plan.quantizers), len(plan.layers), bool(nodes) and all(has_own_memory(node, model) for node in nodes)
 
 
 def test_a_subclass_that_adds_a_method_keeps_the_fast_path() -> None:

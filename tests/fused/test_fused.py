@@ -213,7 +213,7 @@ def test_second_derivatives_point_the_way(x: Tensor, model: nn.Module) -> None:
 def test_where_nothing_can_be_fused_the_graph_itself_runs(x: Tensor) -> None:
     recipe = qat.QuantRecipe({"rule": "dorefa"}, {"rule": "minmax"})
     model = prepared(Block(), x, recipe)
-    assert isinstance(model, torch.fx.GraphModule) and fused_forward(model).run is None
+    assert isinstance(model, torch.fx.GraphModule) and fused_forward(model, {}).run is None
     model(x).sum().backward()
 
 

@@ -1,4 +1,4 @@
-"""Trainings of some length on codes, next to the same in plain operations; and through torch.compile."""
+"""Trainings of some length on codes, next to the same in plain operations."""
 
 import copy
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 import qat
 from qat.kernels import plain_formulas
@@ -82,25 +81,3 @@ def test_the_loss_curve_of_200_steps_is_that_of_the_formulas_within_the_noise_of
     # Trainings part from each other after some steps whatever is different; the mean curves do not.
     noise = formulas.max(0).values - formulas.min(0).values
     assert ((fast.mean(0) - formulas.mean(0)).abs() <= noise + 0.02).all(), (fast.mean(0) - formulas.mean(0), noise)
-
-
-def test_a_prepared_model_compiles_whole_and_once_for_each_mode() -> None:
-    images = batches(0)[0][0]
-    model = qat.prepare(Net(), example_inputs=images)
-    qat.calibrate(model, [images])
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = torch.compile(model.train(), fullgraph=True)
-    expected = curve(model, [(images, torch.zeros(48, dtype=torch.int64))] * 3, plain=True)
-    optimizer = optimizer_of(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(compiled(images), torch.zeros(48, dtype=torch.int64))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        assert loss.item() == pytest.approx(expected[step].item(), rel=1e-3)
-    assert counters["stats"]["unique_graphs"] == 1
-    for training in (False, True, False):
-        model.train(training)
-        compiled(images)
-    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]

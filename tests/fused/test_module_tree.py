@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, fx, nn
 
-from qat.fused.module_tree import module_tree
+from qat.fused.modules import module_tree
 
 
 class Inner(nn.Module):

@@ -6,7 +6,6 @@ import pickle
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import replace as replaced
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,8 @@ import qat
 from qat.fused import rewriting
 from qat.fused.functions import norm_activation, products
 from qat.fused.graph import FusedGraph
-from qat.fused.self_check import references
-from qat.fused.self_check.training_step import Results, difference
+from qat.fused.self_check import judging
+from qat.fused.self_check.training_step import difference
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
 from qat.kernels.operators import norms
@@ -84,11 +83,11 @@ def model(x: Tensor) -> Any:
     return calibrated(Deep(), x)
 
 
-def replace(monkeypatch: pytest.MonkeyPatch, name: str, table: dict[Any, Any], changed: Callable[..., Any]) -> None:
+def replace(monkeypatch: pytest.MonkeyPatch, name: str, changed: Callable[..., Any]) -> None:
     """Let fused graphs call something else instead of one of their functions, in the sight of the check."""
-    original = getattr(rewriting, name)
+    before = judging.QUANTIZING[getattr(rewriting, name)]
     monkeypatch.setattr(rewriting, name, changed)
-    monkeypatch.setitem(table, changed, table[original])
+    monkeypatch.setitem(judging.QUANTIZING, changed, before)
 
 
 def test_a_sound_model_trains_on_codes_and_is_left_as_it_was(x: Tensor) -> None:
@@ -98,34 +97,36 @@ def test_a_sound_model_trains_on_codes_and_is_left_as_it_was(x: Tensor) -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    verdict = model._prove(x)
+    verdict = model._check_before_training((x,), {})
     assert torch.equal(torch.rand(3), expected)
     assert verdict is not None and verdict.distrusted == () and not verdict.reason
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("error", ["forward", "gradient"])
+@pytest.mark.parametrize(("kernel", "what"), [("codes_product", "result"), ("codes_product_backward", "gradient")])
 def test_a_wrong_product_is_found_and_its_layers_are_called(
-    x: Tensor, error: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    x: Tensor, kernel: str, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    original = getattr(products, kernel)
 
-    def changed(layer: Any, x: Any, grid: Any, *operands: Any, copies: int = 1) -> Tensor:
-        y = products.multiply(layer, x, grid, *operands, copies=copies)
-        if layer.weight.shape[2:] != (1, 1):
-            return y
-        return y * 1.01 if error == "forward" else y + 0.1 * (y - y.detach())
+    def changed(*args: Any) -> Any:
+        """Wrong for the weight of conv3 alone."""
+        found = original(*args)
+        weight = args[2 if what == "result" else 3]
+        if weight.shape[2:] != (1, 1):
+            return found
+        return found * 1.01 if what == "result" else (found[0], found[1] * 1.1, *found[2:])
 
-    replace(monkeypatch, "multiply", references.COMPUTING, changed)
+    monkeypatch.setattr(products, kernel, changed)
     with caplog.at_level(logging.WARNING, "qat"):
         model = calibrated(Block(), x)
     assert distrusted(model) == [("conv3",)]
-    what = "the result of conv3 differs" if error == "forward" else "a gradient of conv3 differs"
-    assert what in caplog.text
+    assert f"{what} of conv3 differs" in caplog.text
     assert_trains_plainly(model, x)
     graph = model._derive().graph
     assert graph is not None
-    assert sum(node.target is changed for node in graph.nodes) == 3  # the other layers still run on codes
+    assert sum(node.target is products.multiply for node in graph.nodes) == 3  # the others still run on codes
 
 
 def test_a_wrong_clip_is_found(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +134,7 @@ def test_a_wrong_clip_is_found(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> No
     def changed(y: Any, quantizer: Any, norm: Any = None, floor: float = 0, *rest: Any) -> Any:
         return norm_activation.quantize_chain(y, quantizer, norm, 0.1 if norm is not None else floor, *rest)
 
-    replace(monkeypatch, "quantize_chain", references.QUANTIZING, changed)
+    replace(monkeypatch, "quantize_chain", changed)
     model = calibrated(Block(), x)
     (names,) = distrusted(model)
     assert names is not None and {"conv1_quantizer", "conv2_quantizer"} <= set(names)
@@ -157,7 +158,7 @@ def test_a_wrongly_wired_graph_never_runs(
     with caplog.at_level(logging.WARNING, "qat"):
         model = calibrated(residual(), x)
     assert distrusted(model) == [None] and model._derive().run is None
-    assert "trains operation by operation: its fused step differs from the plain one: an answer" in caplog.text
+    assert "trains operation by operation: its fused step differs from the plain one: answer 0" in caplog.text
 
 
 def test_an_exception_of_the_fused_step_is_no_exception_of_training(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +166,7 @@ def test_an_exception_of_the_fused_step_is_no_exception_of_training(x: Tensor, m
     def broken(*_: Any) -> Any:
         raise RuntimeError("no such kernel")
 
-    replace(monkeypatch, "quantize_sum", references.QUANTIZING, broken)
+    replace(monkeypatch, "quantize_sum", broken)
     model = calibrated(residual(), x)
     (verdict,) = model._verdicts.values()
     assert verdict.distrusted is None and "raises RuntimeError: no such kernel" in verdict.reason
@@ -225,10 +226,10 @@ def test_one_sample_where_no_statistics_are_taken() -> None:
     assert distrusted(calibrated(head, torch.randn(6, 8))) == [()]
 
 
-def through_clip(grad: Tensor, y: Tensor, *rest: Any) -> Any:
+def through_clip(grad: Tensor, y: Tensor, norm: Any, *rest: Any) -> Any:
     """The kernel's gradients, and one of what ReLU clips to zero."""
-    found = list(norms.norm_quantize_backward(grad, y, *rest))
-    gamma, beta, mean, inverse = rest[:4]
+    found = list(norms.norm_quantize_backward(grad, y, norm, *rest))
+    gamma, beta, mean, inverse = norm
     shape = (1, -1, 1, 1)
     z = ((y - mean.view(shape)) * inverse.view(shape)) * gamma.view(shape) + beta.view(shape)
     found[0] = found[0] + torch.where(z < 0, grad * (gamma * inverse).view(shape), 0.0)
@@ -236,8 +237,8 @@ def through_clip(grad: Tensor, y: Tensor, *rest: Any) -> Any:
 
 
 def three_for_zero(*args: Any) -> Any:
-    codes, numbers = norms.norm_quantize(*args)
-    return torch.where(codes == 0, 3, codes).to(torch.uint8), numbers
+    codes, qparams = norms.norm_quantize(*args)
+    return torch.where(codes == 0, 3, codes).to(torch.uint8), qparams
 
 
 @pytest.mark.parametrize(
@@ -271,13 +272,8 @@ def test_inputs_of_different_lengths_are_checked_with_integers_too(monkeypatch: 
             return super().forward(x) + b
 
     seen = []
-
-    def changed(*args: Any, copies: int = 1) -> Tensor:
-        seen.append(copies)
-        return products.multiply(*args, copies=copies)
-
-    replace(monkeypatch, "multiply", references.COMPUTING, changed)
-    monkeypatch.setattr("qat.fused.self_check.judging.multiply", changed)
+    original = products.codes_product
+    monkeypatch.setattr(products, "codes_product", lambda *args: seen.append(args[-1]) or original(*args))
     x, b = images(), torch.randn(5, 4, 1, 1)[:1]
     model = qat.prepare(Biased(), example_inputs=(x, b))
     qat.calibrate(model, [{"x": x, "b": b}])
@@ -393,24 +389,26 @@ def test_where_hooks_for_saved_tensors_are_forbidden_it_is_checked_all_the_same(
     assert len(model._verdicts) == 2
 
 
-STEP = Results([torch.ones(10)], {"v": torch.ones(5), "w": torch.tensor([1.0, torch.inf])}, {"n": torch.ones(2)})
+STEP = {
+    "answer 0": torch.ones(10), "the gradient of v": torch.ones(5), "the gradient of w": torch.tensor([1.0, torch.inf]),
+    "the buffer n": torch.ones(2),
+}  # fmt: skip
+OTHERS: list[tuple[str, Tensor | None, str]] = [  # what changed, its value (None: it is missing), the fact
+    ("answer 0", torch.zeros(10), "differs by 1 of"),
+    ("answer 0", None, "is missing"),
+    ("the gradient of v", -torch.ones(5), "differs by 2 of"),
+    ("the gradient of w", None, "is missing"),
+    ("the gradient of u", torch.ones(1), "should not exist"),
+    ("the gradient of w", torch.ones(2), "has 0 values that are not finite"),
+    ("the gradient of w", torch.tensor([1.0, -torch.inf]), "has 1 values"),
+    ("the buffer n", torch.ones(2) * 1.01, "differs by 0.01 of"),
+    ("the buffer n", torch.ones(3), "is torch.float32 (3,) instead of torch.float32 (2,)"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changed", "expected"),
-    [
-        ({"answers": [torch.zeros(10)]}, "an answer differs by 1 of its length"),
-        ({"answers": []}, "0 answers instead of 1"),
-        ({"gradients": {**STEP.gradients, "v": -torch.ones(5)}}, "the gradient of v differs by 2 of its length"),
-        ({"gradients": {"v": torch.ones(5)}}, "the gradient of w is missing"),
-        ({"gradients": {**STEP.gradients, "u": torch.ones(1)}}, "the gradient of u should not exist"),
-        ({"gradients": {**STEP.gradients, "w": torch.ones(2)}}, "the gradient of w has 0 values that are not finite"),
-        ({"gradients": {**STEP.gradients, "w": torch.tensor([1.0, -torch.inf])}}, "the gradient of w has 1 values"),
-        ({"buffers": {"n": torch.ones(2) * 1.01}}, "the buffer n differs by 0.01 of its length"),
-        ({"buffers": {"n": torch.ones(3)}}, "the buffer n is torch.float32 (3,) instead of torch.float32 (2,)"),
-    ],
-)  # fmt: skip
-def test_how_two_steps_differ(changed: dict[str, Any], expected: str) -> None:
+@pytest.mark.parametrize(("name", "value", "fact"), OTHERS)
+def test_how_two_steps_differ(name: str, value: Tensor | None, fact: str) -> None:
     assert difference(STEP, STEP) is None
-    found = difference(STEP, replaced(STEP, **changed))
-    assert found is not None and found.startswith(expected)
+    changed = {key: each for key, each in {**STEP, name: value}.items() if each is not None}
+    found = difference(STEP, changed)
+    assert found is not None and found.startswith(f"{name} {fact}")

@@ -28,13 +28,13 @@ def test_train_tries_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_that_is_moved_after_train_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = prepared().train(), []
     qat.calibrate(model, [torch.randn(4, 3, 8, 8)])
-    original = FusedGraph._look_around
+    original = FusedGraph._probe_devices
 
     def look(self: FusedGraph) -> None:
         original(self)
         seen.append({parameter.device.type for parameter in self.parameters()})
 
-    monkeypatch.setattr(FusedGraph, "_look_around", look)
+    monkeypatch.setattr(FusedGraph, "_probe_devices", look)
     model.double().float()
     assert seen == []
     nn.ModuleList([model]).to("meta")

@@ -4,15 +4,14 @@ import numpy as np
 import pytest
 import rule_specs
 import torch
-from cases_formulas import draw
 from cases_fused import two_threads
+from cases_kernels import draw
 from torch import Tensor
 
 from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize
 from qat.kernels import choose, plain_formulas
 from qat.kernels.cpu import compiler
 from qat.kernels.operators.norms import statistics
-from qat.kernels.operators.quantizers import quantize_codes
 from qat.ranges import initial_range
 
 __all__ = ["two_threads"]  # a fixture
@@ -163,17 +162,6 @@ def test_moments_keep_their_digits_behind_an_outlier(layout: torch.memory_format
     assert torch.allclose(inverse.double(), y.double().var((0, 2, 3), correction=0).rsqrt(), rtol=1e-4)
     others = [channel for channel in range(20) if channel not in (3, 7)]
     assert torch.equal(mean[others], statistics(without, 0.0, running, 1.0)[0][others])
-
-
-@needs_kernels
-def test_codes_say_whether_there_was_a_nan() -> None:
-    x = draw(1000)
-    grid = (torch.tensor(0.02), torch.tensor(0.01), None, -128, 127, 128, 1.0, False)
-    codes, numbers = quantize_codes(x, *grid)
-    assert torch.equal(codes.float(), torch.clamp(torch.round(x / 0.02), -128, 127) + 128)
-    assert torch.equal(numbers, torch.tensor([0.02, 128]))
-    x[700] = float("nan")
-    assert quantize_codes(x, *grid)[1][0].isnan()
 
 
 @needs_kernels

@@ -31,8 +31,8 @@ def gradient(z: Tensor, step: float, zero: float, low: int, high: int, clip: tup
     """Of z behind a norm that does nothing, for a gradient of ones."""
     ones, zeros = torch.ones(z.shape[1]), torch.zeros(z.shape[1])
     found = norm_quantize_backward(
-        torch.ones_like(z), z, ones, zeros, zeros.clone(), ones.clone(), *clip, torch.tensor(step), torch.tensor(0.0),
-        torch.tensor(zero), low, high, 0, 1.0, False, False, True,
+        torch.ones_like(z), z, [ones, zeros, zeros, ones], list(clip),
+        [torch.tensor(step), torch.tensor(0.0), torch.tensor(zero)], [low, high, 0, 1.0, 0], False, True,
     )  # fmt: skip
     return found[0]
 

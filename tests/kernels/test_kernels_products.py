@@ -1,6 +1,7 @@
 """Products of integer codes: exact in every kind of convolution, used where they pay, and their gradients."""
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import qat
 from qat.kernels import float_products, plain_formulas
 from qat.kernels.cpu import compiler, onednn
-from qat.kernels.geometry import ROWS_AS_MATRICES, Geometry, arranged
+from qat.kernels.geometry import ROWS_AS_MATRICES, Geometry, to_layout
 
 __all__ = ["two_threads", "untried"]  # fixtures
 
@@ -80,8 +81,7 @@ def test_what_pays_runs_on_integers(groups: int, monkeypatch: pytest.MonkeyPatch
     assert torch.allclose(in_float, in_integers, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("granularity", ["channel", "tensor"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(("granularity", "value"), [("channel", math.nan), ("tensor", math.nan), ("channel", math.inf)])
 @pytest.mark.parametrize("groups", [1, 4, 64])
 def test_a_weight_that_is_no_number_acts_as_in_float(groups: int, value: float, granularity: str) -> None:
     needs_exact({1: "dense", 4: "grouped", 64: "depthwise"}[groups])
@@ -205,4 +205,4 @@ def test_results_have_the_strides_of_torchs(sizes: tuple[int, ...], weight_forma
         moved = torch.ones([sizes[axis] for axis in order]).permute([order.index(axis) for axis in range(4)])
         for x in (moved, moved.contiguous(), torch.cat([moved, moved], 3)[..., : sizes[3]]):
             y = F.conv2d(x, weight * 1)  # as a quantizer gives it
-            assert arranged(torch.empty(y.shape), geometry.layout(x, weight)).stride() == y.stride(), x.stride()
+            assert to_layout(torch.empty(y.shape), geometry.layout(x, weight)).stride() == y.stride(), x.stride()

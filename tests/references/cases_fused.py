@@ -11,9 +11,8 @@ from torch import Tensor, nn
 import qat
 from qat.fused.functions.codes import EncodeFunction
 from qat.fused.functions.curves import QuantizeCurveFunction, QuantizeSoftmaxFunction
-from qat.fused.functions.matmuls import MatmulFunction
 from qat.fused.functions.pools import MaxPoolFunction
-from qat.fused.functions.products import CodesProductFunction
+from qat.fused.functions.products import CodesProductFunction, MatmulFunction
 from qat.kernels import plain_formulas
 
 

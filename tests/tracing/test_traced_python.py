@@ -205,7 +205,7 @@ def test_buffers_are_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("graph", "b"), ("_graph", "b"), ("self", "b"), ("else", "if"), ("_fused", "b"), ("code", "b")]
+    "names", [("graph", "b"), ("_graph", "b"), ("self", "b"), ("else", "if"), ("_engine_state", "b"), ("code", "b")]
 )
 def test_parts_may_have_names_that_a_graph_has_other_uses_for(names: tuple[str, str]) -> None:
     net, x = nn.Sequential(), draw(5, 8)

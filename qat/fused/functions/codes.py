@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu.addresses import is_dense
-from qat.kernels.cpu.quantizers import Levels, dequantize, is_plain
-from qat.kernels.dispatch import by_formula, is_taken
+from qat.kernels.cpu.quantizers import NO_CLIP, Levels, dequantize, is_plain
+from qat.kernels.dispatch import is_supported, uses_formulas
 from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.operators.quantizers import quantize_codes, quantize_codes_backward
 from qat.quantizer import Quantizer
@@ -39,7 +39,7 @@ class Learned(NamedTuple):
     levels: Levels
 
 
-class Source(NamedTuple):
+class UnquantizedInput(NamedTuple):
     """The float tensor behind codes, if it needs no gradient but the scale of its quantizer does.
 
     Its readers compute the scale's gradient without that of the tensor, which for an image is the most expensive one:
@@ -56,14 +56,14 @@ class Codes(NamedTuple):
     Attributes:
         carrier: stands for the tensor in autograd; has its shape and holds no values.
         codes: uint8.
-        numbers: step and zero, which is shifted as the codes are; step is NaN if a value was NaN (`holds_nan`).
+        qparams: step and zero, which is shifted as the codes are; step is NaN if a value was NaN (`holds_nan`).
         source: what the codes of an input of the model were made of; the carrier is then not connected to the scale.
     """
 
     carrier: Tensor
     codes: Tensor
-    numbers: Tensor
-    source: Source | None = None
+    qparams: Tensor
+    source: UnquantizedInput | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -75,14 +75,14 @@ class Codes(NamedTuple):
         return self.codes.dim()
 
 
-NOT_TAKEN = "its scale or zero point is no contiguous float32 tensor of the device that kernels run on"
+NOT_TAKEN = "its scale or zero point is not a contiguous float32 tensor on a device that kernels run on"
 """Why `learned_by` finds nothing."""
 
 
 def learned_by(quantizer: Quantizer, x: Tensor, scales: int | None = 1) -> Learned | None:
     """What kernels need to put x on a quantizer's grid; None if they do not take its tensors.
 
-    They take contiguous tensors of the types of `is_taken`. Each attribute is read once, since a model of 50 layers
+    They take contiguous tensors of the types of `is_supported`. Each attribute is read once, since a model of 50 layers
     asks 100 times a step.
 
     Args:
@@ -91,7 +91,7 @@ def learned_by(quantizer: Quantizer, x: Tensor, scales: int | None = 1) -> Learn
         scales: how many scales the kernel takes; None: as many as there are.
     """
     scale, smallest, zero_point = quantizer.scale, quantizer.smallest_scale, quantizer.zero_point
-    takes = is_taken if by_formula(scale) else is_plain
+    takes = is_supported if uses_formulas(scale) else is_plain
     count = scale.numel() if scales is None else scales
     for tensor in (scale, smallest) if zero_point is None else (scale, smallest, zero_point):
         if not takes(tensor) or tensor.numel() != count or not tensor.is_contiguous():
@@ -109,8 +109,9 @@ def levels_of(quantizer: Quantizer, x: Tensor) -> Levels:
     latest = None if torch.compiler.is_compiling() else _LATEST.get(quantizer)
     if latest is not None and latest[0] == basis:
         return latest[1]
-    shift = SHIFT if quantizer.spec.signed else 0
-    levels = Levels(*quantizer.bounds(), shift, quantizer.gradient_factor(x), quantizer.relative_steps)
+    (low, high), shift = quantizer.bounds(), SHIFT if quantizer.spec.signed else 0
+    factor, relative = quantizer.gradient_factor(x), quantizer.relative_steps
+    levels = Levels(float(low), float(high), float(shift), float(factor), float(relative))
     if not torch.compiler.is_compiling():
         _LATEST[quantizer] = basis, levels
     return levels
@@ -121,14 +122,14 @@ def carrier_for(codes: Tensor, x: Tensor) -> Tensor:
     return torch.empty((), dtype=x.dtype, device=codes.device).expand(codes.shape)
 
 
-def outputs(ctx: Any, codes: Tensor, numbers: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def outputs(ctx: Any, codes: Tensor, qparams: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The first three of `Codes` as the outputs of a Function, which quantizes something of the dtype of x."""
-    ctx.mark_non_differentiable(codes, numbers)
+    ctx.mark_non_differentiable(codes, qparams)
     ctx.set_materialize_grads(False)  # zeros for the codes would be as large as they
-    return carrier_for(codes, x), codes, numbers
+    return carrier_for(codes, x), codes, qparams
 
 
-def owned(y: Tensor) -> Tensor:
+def detached_view(y: Tensor) -> Tensor:
     """The output of a Function's forward, not as a view of a tensor that forward made: views cannot be changed in
     place by later operations."""
     return y if torch.compiler.is_compiling() else y.detach()
@@ -151,7 +152,6 @@ class _EndFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Raise an error that names the way out."""
         raise RuntimeError(
             "a prepared model on kernels has first derivatives only; for second ones run its forward in"
             " `with qat.kernels.plain_formulas():`"
@@ -186,6 +186,20 @@ def first_derivative(backward: Backward) -> Backward:
     return wrapped
 
 
+class PreQuantizer(NamedTuple):
+    """What torch's operations compute before a quantizer, of floats: the plain form of a function that quantizes.
+
+    Attributes:
+        y: the input of the clip.
+        z: the input of the quantizer.
+        bounds: floor and ceiling of the clip.
+    """
+
+    y: Tensor
+    z: Tensor
+    bounds: tuple[float, float] = NO_CLIP
+
+
 class QuantizeFunction(torch.autograd.Function):
     """A quantizer alone, as codes; the formulas are those of `LSQPlusFunction`."""
 
@@ -193,18 +207,18 @@ class QuantizeFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The first three of `Codes`. The input is saved; the codes are kept by their readers."""
-        codes, numbers = quantize_codes(x, scale, smallest, zero_point, *levels)
+        # The input is saved; the codes are kept by their readers.
+        codes, qparams = quantize_codes(x, [scale, smallest, zero_point], levels)
         ctx.save_for_backward(x, scale, smallest, zero_point)
         ctx.levels = levels
-        return outputs(ctx, codes, numbers, x)
+        return outputs(ctx, codes, qparams, x)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x and scale, in one pass."""
         needs_x = ctx.needs_input_grad[0]
-        grad_x, grad_scale = quantize_codes_backward(grad, *ctx.saved_tensors, *ctx.levels, needs_x)
+        x, *grid = ctx.saved_tensors
+        grad_x, grad_scale = quantize_codes_backward(grad, x, grid, ctx.levels, needs_x)
         return grad_x if needs_x else None, grad_scale, None, None, None
 
 
@@ -216,15 +230,14 @@ class DecodeFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, codes: Tensor, numbers: Tensor) -> Tensor:
+    def forward(ctx: Any, carrier: Tensor, codes: Tensor, qparams: Tensor) -> Tensor:
         """One pass; torch.compile fuses it with the operations behind it."""
-        if torch.compiler.is_compiling() or by_formula(codes):
-            return formulas.dequantize(codes, numbers)
-        return dequantize(codes, numbers)
+        if torch.compiler.is_compiling() or uses_formulas(codes):
+            return formulas.dequantize(codes, qparams)
+        return dequantize(codes, qparams)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """dy/dcarrier = 1."""
         return grad, None, None
 
 
@@ -239,12 +252,10 @@ class EncodeFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The first three of `Codes`."""
-        return outputs(ctx, *quantize_codes(x, scale, smallest, zero_point, *levels), x)
+        return outputs(ctx, *quantize_codes(x, [scale, smallest, zero_point], levels), x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
-        """dcarrier/dx = 1."""
         return grad, None, None, None, None
 
 
@@ -252,8 +263,8 @@ def quantize(x: Tensor, learned: Learned) -> Codes:
     """The codes of a dense tensor that kernels take; see `holds_nan`."""
     if x.requires_grad or not learned.scale.requires_grad:
         return Codes(*QuantizeFunction.apply(x, *learned))
-    codes, numbers = quantize_codes(x, learned.scale.detach(), *learned[1:3], *learned.levels)
-    return Codes(carrier_for(codes, x), codes, numbers, Source(x, learned))
+    codes, qparams = quantize_codes(x, [learned.scale.detach(), *learned[1:3]], learned.levels)
+    return Codes(carrier_for(codes, x), codes, qparams, UnquantizedInput(x, learned))
 
 
 def holds_nan(x: Codes) -> bool:
@@ -261,10 +272,10 @@ def holds_nan(x: Codes) -> bool:
 
     Compiled code and CUDA do not wait for the answer; the whole tensor is NaN there.
     """
-    return not torch.compiler.is_compiling() and not x.numbers.is_cuda and math.isnan(x.numbers[0].item())
+    return not torch.compiler.is_compiling() and not x.qparams.is_cuda and math.isnan(x.qparams[0].item())
 
 
-def connected(x: Codes) -> Codes:
+def with_scale_gradient(x: Codes) -> Codes:
     """The same codes, with a carrier through which the scale gets its gradient: for readers that ignore the source."""
     return x if x.source is None else Codes(*QuantizeFunction.apply(x.source.x, *x.source.learned))
 
@@ -273,7 +284,7 @@ def decode(x: Codes | Tensor) -> Tensor:
     """The float tensor; a tensor is returned as it is."""
     if isinstance(x, Tensor):
         return x
-    y: Tensor = DecodeFunction.apply(*connected(x)[:3])
+    y: Tensor = DecodeFunction.apply(*with_scale_gradient(x)[:3])
     return y
 
 
@@ -285,7 +296,7 @@ def encode(x: Codes | Tensor, quantizer: Quantizer, *dropouts: Any) -> Codes | T
         quantizer: the quantizer on whose grid it lies.
         dropouts: layers between the two; an active one moves values off the grid.
     """
-    if not isinstance(x, Tensor) or not (is_taken(x) and x.numel() and is_dense(x)):
+    if not isinstance(x, Tensor) or not (is_supported(x) and x.numel() and is_dense(x)):
         return x
     if any(dropout.training and dropout.p > 0 for dropout in dropouts):
         return x

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.fused.activation_table import PLAIN_CURVES
-from qat.fused.functions.codes import Codes, decode, first_derivative, holds_nan, learned_by, outputs
+from qat.fused.activations import PLAIN_CURVES
+from qat.fused.functions.codes import Codes, PreQuantizer, decode, first_derivative, holds_nan, learned_by, outputs
 from qat.kernels.cpu.addresses import is_dense
 from qat.kernels.cpu.quantizers import Levels
-from qat.kernels.dispatch import is_taken
+from qat.kernels.dispatch import is_supported
 from qat.kernels.operators.curves import (
     curve_quantize,
     curve_quantize_backward,
@@ -32,18 +32,16 @@ class QuantizeCurveFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels, curve: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The first three of `Codes`."""
-        codes, numbers = curve_quantize(x, curve, scale, smallest, zero_point, *levels)
+        codes, qparams = curve_quantize(x, curve, [scale, smallest, zero_point], levels)
         ctx.save_for_backward(x, scale, smallest, zero_point)
         ctx.levels, ctx.curve = levels, curve
-        return outputs(ctx, codes, numbers, x)
+        return outputs(ctx, codes, qparams, x)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x and scale, in one pass."""
-        x, *learned = ctx.saved_tensors
-        grad_x, grad_scale = curve_quantize_backward(grad, x, ctx.curve, *learned, *ctx.levels)
+        x, *grid = ctx.saved_tensors
+        grad_x, grad_scale = curve_quantize_backward(grad, x, ctx.curve, grid, ctx.levels)
         return grad_x, grad_scale, *[None] * 4
 
 
@@ -59,18 +57,17 @@ class QuantizeSoftmaxFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels,
         multiplier: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The first three of `Codes`. The probabilities are saved, and the scores are not."""
-        probabilities, codes, numbers = softmax_quantize(x, multiplier, scale, smallest, zero_point, *levels)
+        # The probabilities are saved, and the scores are not.
+        probabilities, codes, qparams = softmax_quantize(x, multiplier, [scale, smallest, zero_point], levels)
         ctx.save_for_backward(probabilities, scale, smallest, zero_point)
         ctx.levels, ctx.multiplier = levels, multiplier
-        return outputs(ctx, codes, numbers, x)
+        return outputs(ctx, codes, qparams, x)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x and scale, in one pass over the rows."""
-        probabilities, *learned = ctx.saved_tensors
-        grad_x, grad_scale = softmax_quantize_backward(grad, probabilities, ctx.multiplier, *learned, *ctx.levels)
+        probabilities, *grid = ctx.saved_tensors
+        grad_x, grad_scale = softmax_quantize_backward(grad, probabilities, ctx.multiplier, grid, ctx.levels)
         return grad_x, grad_scale, *[None] * 4
 
 
@@ -86,13 +83,19 @@ def quantize_curve(
         activation: the layer that computes it; None for a function.
     """
     x = decode(x)
-    learned = learned_by(quantizer, x) if is_taken(x) and x.numel() and is_dense(x) else None
+    learned = learned_by(quantizer, x) if is_supported(x) and x.numel() and is_dense(x) else None
     if learned is not None:
         codes = Codes(*QuantizeCurveFunction.apply(x, *learned, curve))
         if not holds_nan(codes):
             return codes
-    y: Tensor = quantizer(PLAIN_CURVES[curve](x) if activation is None else activation(x))
+    y: Tensor = quantizer(before_curve(x, quantizer, curve, activation).z)
     return y
+
+
+def before_curve(x: Tensor, quantizer: Quantizer, curve: str, activation: Any = None) -> PreQuantizer:
+    """curve(x)."""
+    y = PLAIN_CURVES[curve](x) if activation is None else activation(x)
+    return PreQuantizer(y, y)
 
 
 def quantize_softmax(
@@ -110,11 +113,19 @@ def quantize_softmax(
     """
     x = decode(x)
     last = axis in (-1, x.dim() - 1)
-    learned = learned_by(quantizer, x) if last and is_taken(x) and x.numel() and x.is_contiguous() else None
+    learned = learned_by(quantizer, x) if last and is_supported(x) and x.numel() and x.is_contiguous() else None
     if learned is not None:
         codes = Codes(*QuantizeSoftmaxFunction.apply(x, *learned, multiplier))
         if not holds_nan(codes):
             return codes
-    scores = x if multiplier == 1 else x * multiplier
-    y: Tensor = quantizer(torch.softmax(scores, axis) if softmax is None else softmax(scores))
+    y: Tensor = quantizer(before_softmax(x, quantizer, axis, multiplier, softmax).z)
     return y
+
+
+def before_softmax(
+    x: Tensor, quantizer: Quantizer, axis: int, multiplier: float = 1.0, softmax: Any = None
+) -> PreQuantizer:
+    """softmax(x * multiplier)."""
+    scores = x if multiplier == 1 else x * multiplier
+    y = torch.softmax(scores, axis) if softmax is None else softmax(scores)
+    return PreQuantizer(y, y)

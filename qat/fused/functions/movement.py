@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from qat.fused.functions.codes import Codes, connected, decode
+from qat.fused.functions.codes import Codes, decode, with_scale_gradient
 
 
 def reshape(x: Codes | Tensor, method: str, *args: Any, **kwargs: Any) -> Codes | Tensor:
@@ -34,5 +34,5 @@ def shape_of(x: Codes | Tensor) -> Tensor:
 def _moved(x: Codes | Tensor, operation: Callable[[Tensor], Tensor]) -> Codes | Tensor:
     if isinstance(x, Tensor):
         return operation(x)
-    x = connected(x)
-    return Codes(operation(x.carrier), operation(x.codes), x.numbers)
+    x = with_scale_gradient(x)
+    return Codes(operation(x.carrier), operation(x.codes), x.qparams)

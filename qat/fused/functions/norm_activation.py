@@ -6,7 +6,6 @@ quantized floats are never written, nor kept for backward.
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,49 +14,22 @@ from torch import Tensor, nn
 
 from qat.fused.functions.codes import (
     Codes,
-    connected,
+    PreQuantizer,
     decode,
     first_derivative,
     holds_nan,
     learned_by,
     outputs,
     quantize,
+    with_scale_gradient,
 )
 from qat.kernels.cpu.addresses import is_dense
-from qat.kernels.cpu.quantizers import Levels
-from qat.kernels.dispatch import by_formula, is_taken
+from qat.kernels.cpu.quantizers import NO_CLIP, Levels
+from qat.kernels.dispatch import is_supported, uses_formulas
 from qat.kernels.operators.norms import batch_statistics, norm_quantize, norm_quantize_backward, sizes_of, statistics
 from qat.kernels.operators.quantizers import add_quantize, add_quantize_backward
 from qat.quantizer import Quantizer
 from qat.torch_internals import AnyBatchNorm
-
-
-@dataclass(frozen=True)
-class Clip:
-    """The clip before a quantizer: ReLU, ReLU6, Hardtanh, or none.
-
-    Attributes:
-        floor, ceiling: the bounds; -inf and inf for none.
-        module: the layer that clips; None for a function.
-    """
-
-    floor: float = -math.inf
-    ceiling: float = math.inf
-    module: nn.Module | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Apply it with torch's own operations."""
-        if self.module is not None:
-            y: Tensor = self.module(x)
-            return y
-        if not self.clips:
-            return x
-        return F.relu(x) if (self.floor, self.ceiling) == (0, math.inf) else F.hardtanh(x, self.floor, self.ceiling)
-
-    @property
-    def clips(self) -> bool:
-        """Whether it does anything."""
-        return (self.floor, self.ceiling) != (-math.inf, math.inf)
 
 
 class QuantizeChainFunction(torch.autograd.Function):
@@ -76,21 +48,19 @@ class QuantizeChainFunction(torch.autograd.Function):
         smallest: Tensor, zero_point: Tensor | None, levels: Levels, bounds: tuple[float, float], follows_batch: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The first three of `Codes`; inverse is 1 / sqrt(var + eps), bounds floor and ceiling of the clip."""
-        codes, numbers = norm_quantize(
-            y, gamma, beta, mean, inverse, *bounds, scale, smallest, zero_point, *levels
-        )  # fmt: skip
+        norm, grid = [gamma, beta, mean, inverse], [scale, smallest, zero_point]
+        codes, qparams = norm_quantize(y, norm, bounds, grid, levels)
         ctx.save_for_backward(y, gamma, beta, mean, inverse, scale, smallest, zero_point)  # of which y alone is large
         ctx.levels, ctx.bounds, ctx.follows_batch = levels, bounds, follows_batch
-        return outputs(ctx, codes, numbers, y)
+        return outputs(ctx, codes, qparams, y)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Two passes: the sums, then dy."""
-        y, gamma, beta, mean, inverse, *learned = ctx.saved_tensors
+        y, *saved = ctx.saved_tensors
         needs = ctx.needs_input_grad
         grad_y, grad_gamma, grad_beta, grad_scale = norm_quantize_backward(
-            grad, y, gamma, beta, mean, inverse, *ctx.bounds, *learned, *ctx.levels, ctx.follows_batch, needs[0]
+            grad, y, saved[:4], ctx.bounds, saved[4:], ctx.levels, ctx.follows_batch, needs[0]
         )
         norm = (grad_gamma if needs[1] else None, grad_beta if needs[2] else None)
         return grad_y if needs[0] else None, *norm, None, None, grad_scale, *[None] * 5
@@ -101,24 +71,21 @@ class AddQuantizeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, a_carrier: Tensor, b_carrier: Tensor, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor,
+        ctx: Any, a_carrier: Tensor, b_carrier: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor,
         scale: Tensor, smallest: Tensor, zero_point: Tensor | None, levels: Levels, bounds: tuple[float, float],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The first three of `Codes`; a and b are codes, bounds floor and ceiling of the clip."""
-        codes, numbers = add_quantize(a, b, a_numbers, b_numbers, *bounds, scale, smallest, zero_point, *levels)
+        codes, qparams = add_quantize(a, b, a_qparams, b_qparams, bounds, [scale, smallest, zero_point], levels)
         # Codes are a quarter of the floats, and other readers keep those of both operands anyway.
-        ctx.save_for_backward(a, b, a_numbers, b_numbers, scale, smallest, zero_point)
+        ctx.save_for_backward(a, b, a_qparams, b_qparams, scale, smallest, zero_point)
         ctx.levels, ctx.bounds = levels, bounds
-        return outputs(ctx, codes, numbers, a_carrier)
+        return outputs(ctx, codes, qparams, a_carrier)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of both operands, which are equal, and of the scale."""
-        a, b, a_numbers, b_numbers, *learned = ctx.saved_tensors
-        grad_sum, grad_scale = add_quantize_backward(
-            grad, a, b, a_numbers, b_numbers, *ctx.bounds, *learned, *ctx.levels
-        )
+        saved = ctx.saved_tensors
+        grad_sum, grad_scale = add_quantize_backward(grad, *saved[:4], ctx.bounds, list(saved[4:]), ctx.levels)
         return grad_sum, grad_sum, *[None] * 4, grad_scale, *[None] * 4
 
 
@@ -135,22 +102,37 @@ def quantize_chain(
         floor, ceiling: the bounds of the clip; -inf and inf for none.
         activation: the layer that clips; None for a function.
     """
-    y, clip = decode(y), Clip(floor, ceiling, activation)
-    learned = learned_by(quantizer, y) if is_taken(y) and y.numel() else None
+    y = decode(y)
+    learned = learned_by(quantizer, y) if is_supported(y) and y.numel() else None
     if learned is not None:
-        if norm is None and not clip.clips:
+        if norm is None and (floor, ceiling) == NO_CLIP:
             if is_dense(y) and not holds_nan(codes := quantize(y, learned)):
                 return codes
         elif (sizes := sizes_of(y)) is not None and (norm is None or _is_simple(norm, y, sizes[1])):
-            *numbers, follows = _constants(sizes[1], y) if norm is None else _statistics(norm, y)
-            codes = Codes(*QuantizeChainFunction.apply(y, *numbers, *learned, (floor, ceiling), follows))
+            *constants, follows = _constants(sizes[1], y) if norm is None else _statistics(norm, y)
+            codes = Codes(*QuantizeChainFunction.apply(y, *constants, *learned, (floor, ceiling), follows))
             if not holds_nan(codes):
                 return codes
             if follows:  # the running statistics have moved
                 assert isinstance(norm, AnyBatchNorm)
                 y, norm = F.batch_norm(y, None, None, norm.weight, norm.bias, True, 0.0, norm.eps), None
-    z: Tensor = quantizer(clip(y if norm is None else norm(y)))
+    z: Tensor = quantizer(before_chain(y, quantizer, norm, floor, ceiling, activation).z)
     return z
+
+
+def before_chain(
+    y: Tensor, quantizer: Quantizer, norm: Any = None, floor: float = -math.inf, ceiling: float = math.inf,
+    activation: Any = None,
+) -> PreQuantizer:  # fmt: skip
+    """clip(norm(y))."""
+    x, bounds = y if norm is None else norm(y), (floor, ceiling)
+    if activation is not None:
+        z = activation(x)
+    elif bounds == NO_CLIP:
+        z = x
+    else:
+        z = F.relu(x) if bounds == (0, math.inf) else F.hardtanh(x, floor, ceiling)
+    return PreQuantizer(x, z, bounds)
 
 
 def quantize_sum(
@@ -158,22 +140,29 @@ def quantize_sum(
     activation: nn.Module | None = None,
 ) -> Codes | Tensor:  # fmt: skip
     """quantizer(clip(a + b)), as codes where kernels apply; the other arguments are those of `quantize_chain`."""
-    clip = Clip(floor, ceiling, activation)
     if (
         isinstance(a, Codes) and isinstance(b, Codes) and a.shape == b.shape and a.codes.stride() == b.codes.stride()
         and not (torch.compiler.is_compiling() and a.codes is b.codes)  # torch.compile takes no tensor twice
         and (learned := learned_by(quantizer, a.codes)) is not None
     ):  # fmt: skip
-        a, b = connected(a), connected(b)
+        a, b = with_scale_gradient(a), with_scale_gradient(b)
         codes = Codes(
             *AddQuantizeFunction.apply(
-                a.carrier, b.carrier, a.codes, b.codes, a.numbers, b.numbers, *learned, (floor, ceiling)
+                a.carrier, b.carrier, a.codes, b.codes, a.qparams, b.qparams, *learned, (floor, ceiling)
             )
         )
         if not holds_nan(codes):
             return codes
-    z: Tensor = quantizer(clip(decode(a) + decode(b)))
+    z: Tensor = quantizer(before_sum(decode(a), decode(b), quantizer, floor, ceiling, activation).z)
     return z
+
+
+def before_sum(
+    a: Tensor, b: Tensor, quantizer: Quantizer, floor: float = -math.inf, ceiling: float = math.inf,
+    activation: Any = None,
+) -> PreQuantizer:  # fmt: skip
+    """clip(a + b)."""
+    return before_chain(a + b, quantizer, None, floor, ceiling, activation)
 
 
 def _is_simple(norm: Any, y: Tensor, channels: int) -> bool:
@@ -183,7 +172,7 @@ def _is_simple(norm: Any, y: Tensor, channels: int) -> bool:
     tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
     uncounted = norm.track_running_stats and (norm.num_batches_tracked is None or norm.running_mean is None)
     return not uncounted and all(
-        tensor is None or (is_taken(tensor) and tensor.is_contiguous() and tensor.numel() == channels)
+        tensor is None or (is_supported(tensor) and tensor.is_contiguous() and tensor.numel() == channels)
         for tensor in tensors
     )
 
@@ -208,7 +197,7 @@ def _statistics(norm: Any, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, b
     else:
         norm.num_batches_tracked.add_(1)
         share = 1.0 / norm.num_batches_tracked.float() if norm.momentum is None else norm.momentum
-        if torch.compiler.is_compiling() or by_formula(y):
+        if torch.compiler.is_compiling() or uses_formulas(y):
             # A compiled operator that writes in place would first copy its argument.
             mean, inverse, variance = batch_statistics(y.detach(), norm.eps)
             norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.fused.functions.codes import Codes, carrier_for, connected, decode, first_derivative
+from qat.fused.functions.codes import Codes, carrier_for, decode, first_derivative, with_scale_gradient
 from qat.fused.movement import Window
 from qat.kernels.formulas.pools import pooled_size
 from qat.kernels.operators.pools import LARGEST_WINDOW, max_pool_codes, max_pool_codes_backward
@@ -23,7 +23,7 @@ class MaxPoolFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, codes: Tensor, window: Window) -> tuple[Tensor, Tensor]:
         """Carrier and codes; the place of the largest element in every window, a byte each, is saved."""
-        out, where = max_pool_codes(codes, *window)
+        out, where = max_pool_codes(codes, window.packed())
         ctx.height, ctx.width = codes.shape[2:]
         ctx.window = window
         ctx.save_for_backward(where)
@@ -34,9 +34,8 @@ class MaxPoolFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Every element gathers the gradients of its windows."""
         (where,) = ctx.saved_tensors
-        return max_pool_codes_backward(grad, where, ctx.height, ctx.width, *ctx.window[:4]), None, None
+        return max_pool_codes_backward(grad, where, ctx.height, ctx.width, ctx.window.packed()), None, None
 
 
 def max_pool(x: Codes | Tensor, window: tuple[Any, ...], module: nn.Module | None = None) -> Codes | Tensor:
@@ -51,14 +50,14 @@ def max_pool(x: Codes | Tensor, window: tuple[Any, ...], module: nn.Module | Non
         x.codes.is_contiguous() or (x.dim() == 4 and x.codes.is_contiguous(memory_format=torch.channels_last))
     )
     kernel, stride, padding, dilation, ceil_mode = window
-    numbers = Window(list(kernel), list(stride), list(padding), list(dilation), ceil_mode)
-    fits = dense and x.dim() == 4 and math.prod(kernel) <= LARGEST_WINDOW and not has_empty_windows(x.shape, numbers)
+    sizes = Window(list(kernel), list(stride), list(padding), list(dilation), ceil_mode)
+    fits = dense and x.dim() == 4 and math.prod(kernel) <= LARGEST_WINDOW and not has_empty_windows(x.shape, sizes)
     if not isinstance(x, Codes) or not fits:
         y: Tensor = F.max_pool2d(decode(x), *window) if module is None else module(decode(x))
         return y
-    x = connected(x)
-    carrier, codes = MaxPoolFunction.apply(x.carrier, x.codes, numbers)
-    return Codes(carrier, codes, x.numbers)
+    x = with_scale_gradient(x)
+    carrier, codes = MaxPoolFunction.apply(x.carrier, x.codes, sizes)
+    return Codes(carrier, codes, x.qparams)
 
 
 def has_empty_windows(shape: torch.Size, window: Window) -> bool:

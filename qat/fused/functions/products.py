@@ -1,4 +1,4 @@
-"""Quantized convolutions and linear layers on codes: one Function that keeps only codes and weight.
+"""Products on codes: convolutions and linear layers, whose Function keeps only codes and weight, and matmuls.
 
 The weight is quantized inside, and again in the backward; the input's codes are a quarter of its floats. The forward
 multiplies integers where the processor does so exactly and it pays, else floats on the same grids.
@@ -14,16 +14,24 @@ from qat.fused.functions.codes import (
     Codes,
     Learned,
     decode,
+    detached_view,
     first_derivative,
     learned_by,
-    owned,
+    with_scale_gradient,
 )
 from qat.fused.functions.quantizers import mode_refusal, rule_refusal
 from qat.kernels import integers_allowed
 from qat.kernels.cpu.quantizers import Levels, rows_of
-from qat.kernels.dispatch import is_taken
+from qat.kernels.dispatch import is_supported
 from qat.kernels.geometry import Geometry
-from qat.kernels.operators.products import codes_product, codes_product_backward, input_scale_gradient
+from qat.kernels.operators.products import (
+    codes_matmul,
+    codes_matmul_backward,
+    codes_product,
+    codes_product_backward,
+    dense_matrices,
+    input_scale_gradient,
+)
 from qat.layers.base import QuantLayer
 from qat.layers.conv import QuantConvolution
 from qat.layers.function import CONVOLUTIONS, QuantFunction
@@ -42,25 +50,23 @@ class CodesProductFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, carrier: Tensor, codes: Tensor, numbers: Tensor, weight: Tensor, scale: Tensor, smallest: Tensor,
-        bias: Tensor | None, levels: Levels, geometry: Geometry, copies: int,
+        ctx: Any, carrier: Tensor, codes: Tensor, qparams: Tensor, weight: Tensor, scale: Tensor, smallest: Tensor,
+        bias: Tensor | None, levels: Levels, geometry: Geometry, batch_factor: int,
     ) -> Tensor:  # fmt: skip
-        """scale and smallest are the weight's; copies is that of `multiply`, or 0 for no integers."""
-        ctx.save_for_backward(codes, numbers, weight, scale, smallest)
+        """scale and smallest are the weight's; batch_factor is that of `multiply`, or 0 for no integers."""
+        ctx.save_for_backward(codes, qparams, weight, scale, smallest)
         ctx.levels, ctx.geometry = levels, geometry
-        return owned(
-            codes_product(codes, numbers, weight, scale, smallest, bias, levels.low, levels.high, *geometry, copies)
-        )  # fmt: skip
+        grid = [scale, smallest, None]
+        y = codes_product(codes, qparams, weight, grid, levels, bias, geometry.packed(), batch_factor)
+        return detached_view(y)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of carrier, weight, scale and bias."""
-        levels, needs = ctx.levels, ctx.needs_input_grad
+        (codes, qparams, weight, scale, smallest), needs = ctx.saved_tensors, ctx.needs_input_grad
         wanted = (needs[0], needs[3] or needs[4], needs[6])
-        numbers = (levels.low, levels.high, levels.factor, levels.relative)
         grad_x, grad_weight, grad_scale, grad_bias = codes_product_backward(
-            grad, *ctx.saved_tensors, *numbers, *ctx.geometry, *wanted
+            grad, codes, qparams, weight, [scale, smallest, None], ctx.levels, ctx.geometry.packed(), *wanted
         )
         learned = (grad_weight if needs[3] else None, grad_scale if needs[4] else None, None)
         return grad_x if wanted[0] else None, None, None, *learned, grad_bias if wanted[2] else None, *[None] * 3
@@ -84,21 +90,22 @@ class InputScaleFunction(torch.autograd.Function):
         """Computes nothing; compiled code may not return a view here, so it multiplies by 1."""
         ctx.save_for_backward(x, scale, smallest, zero_point, weight, weight_scale, weight_smallest)
         ctx.levels, ctx.weight_levels, ctx.geometry = levels, weight_levels, geometry
-        return y * 1 if torch.compiler.is_compiling() else owned(y)
+        return y * 1 if torch.compiler.is_compiling() else detached_view(y)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Multiplies dx/dscale by the weight on its grid."""
         saved = ctx.saved_tensors  # once: checkpointing hands every tensor out a single time
-        source, weight = saved[:4], saved[4:]
-        bounds = ctx.weight_levels[:2]
-        grad_scale = input_scale_gradient(grad, *source, *ctx.levels, *weight, *bounds, *ctx.geometry)
+        x, *grid = saved[:4]
+        weight, *weight_grid = saved[4:]
+        grad_scale = input_scale_gradient(
+            grad, x, grid, ctx.levels, weight, [*weight_grid, None], ctx.weight_levels, ctx.geometry.packed()
+        )
         return grad, None, grad_scale, *[None] * 8
 
 
 def multiply(
-    layer: QuantLayer, x: Codes | Tensor, input_quantizer: Quantizer, *operands: Tensor | None, copies: int = 1
+    layer: QuantLayer, x: Codes | Tensor, input_quantizer: Quantizer, *operands: Tensor | None, batch_factor: int = 1
 ) -> Tensor:  # fmt: skip
     """layer(x, *operands, input_quantizer=input_quantizer) without a norm, on codes where kernels apply.
 
@@ -107,21 +114,20 @@ def multiply(
         x: its input.
         input_quantizer: the quantizer of x.
         operands: weight and bias of a `QuantFunction`.
-        copies: x is a slice of a batch that is so many times as large; the size of the batch decides whether integers
-            pay.
+        batch_factor: x is a slice of a batch that is so many times as large; its size decides whether integers pay.
     """
     weight, bias = _parameters(layer, operands)
     geometry = _geometry(layer)
     learned = _learned(weight, layer.weight_quantizer)
     if (
         not isinstance(x, Codes) or geometry is None or learned is None
-        or not (bias is None or (is_taken(bias) and bias.dim() == 1))
+        or not (bias is None or (is_supported(bias) and bias.dim() == 1))
         or (geometry.stride and x.dim() != len(geometry.stride) + 2)
     ):  # fmt: skip
         return layer.compute(decode(x), weight, bias, input_quantizer, None)
     scale, smallest, _, levels = learned
     y: Tensor = CodesProductFunction.apply(
-        *x[:3], weight, scale, smallest, bias, levels, geometry, copies * integers_allowed()
+        *x[:3], weight, scale, smallest, bias, levels, geometry, batch_factor * integers_allowed()
     )
     if x.source is not None and torch.is_grad_enabled():
         source, of_input = x.source
@@ -142,7 +148,7 @@ def layer_refusal(layer: QuantLayer) -> str | None:
     reason = _grid_refusal(layer.weight_quantizer)
     if reason is not None:
         return f"its weight_quantizer: {reason}"
-    return "its padding is no number of zeros" if _geometry(layer) is None else None
+    return "its padding is not zero padding of a fixed size" if _geometry(layer) is None else None
 
 
 def _grid_refusal(quantizer: Quantizer) -> str | None:
@@ -156,7 +162,7 @@ def _grid_refusal(quantizer: Quantizer) -> str | None:
 
 def weight_refusal(weight: Tensor) -> str | None:
     """Why kernels do not take a weight; None if they do."""
-    if not is_taken(weight):
+    if not is_supported(weight):
         return f"its weight is {weight.dtype} on {weight.device.type}, or of a subclass of torch.Tensor"
     if not weight.numel():
         return "its weight is empty"
@@ -192,7 +198,7 @@ def _parameters(layer: Any, operands: tuple[Tensor | None, ...]) -> tuple[Tensor
 
 
 def _geometry(layer: Any) -> Geometry | None:
-    """The geometry of a layer; None if its padding is no number of zeros."""
+    """The geometry of a layer; None if its padding is not zero padding of a fixed size."""
     if isinstance(layer, QuantFunction):
         if layer.function is F.linear:
             return LINEAR
@@ -216,3 +222,43 @@ def _learned(weight: Tensor, quantizer: Quantizer) -> Learned | None:
         return None
     learned = learned_by(quantizer, weight, None)
     return learned if learned is not None and rows_of(weight, learned.scale) else None
+
+
+class MatmulFunction(torch.autograd.Function):
+    """y = ((a - a_zero) * a_step) @ ((b - b_zero) * b_step), both codes.
+
+    Backward:   da = grad @ b^T;    db = a^T @ grad, both operands decoded again
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, a_carrier: Tensor, b_carrier: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor
+    ) -> Tensor:
+        """a and b: codes, made `dense_matrices`."""
+        ctx.save_for_backward(a, b, a_qparams, b_qparams)
+        return detached_view(codes_matmul(a, b, a_qparams, b_qparams))
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *codes_matmul_backward(grad, *ctx.saved_tensors), None, None, None, None
+
+
+def matmul(a: Codes | Tensor, b: Codes | Tensor) -> Tensor:
+    """a @ b, on codes if both operands are codes and have the same axes before the last two.
+
+    Args:
+        a: (..., L, E).
+        b: (..., E, S).
+    """
+    if not (
+        isinstance(a, Codes) and isinstance(b, Codes) and a.dim() == b.dim() >= 3
+        and a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-2] and a.codes.numel() and b.codes.numel()
+        and not (torch.compiler.is_compiling() and a.qparams is b.qparams)  # torch.compile takes no tensor twice
+    ):  # fmt: skip
+        return torch.matmul(decode(a), decode(b))
+    a, b = with_scale_gradient(a), with_scale_gradient(b)
+    y: Tensor = MatmulFunction.apply(
+        a.carrier, b.carrier, dense_matrices(a.codes), dense_matrices(b.codes), a.qparams, b.qparams
+    )  # fmt: skip
+    return y

@@ -8,7 +8,7 @@ from torch import Tensor
 from qat.kernels.cpu.addresses import numbers_at
 from qat.kernels.cpu.compiler import library
 from qat.kernels.cpu.quantizers import compiled, is_plain
-from qat.kernels.dispatch import by_formula
+from qat.kernels.dispatch import uses_formulas
 from qat.quantizer import Quantizer
 from qat.quantizer.calibrated import FLOOR_SHARE
 
@@ -29,7 +29,7 @@ def _put_back(scales: list[Tensor], smallest: list[Tensor]) -> None:
     """`Quantizer.repair` as one operator: compiled code cannot branch on values, and would keep copies of scales."""
     for device in {each.device for each in scales}:
         here = [(scale, least) for scale, least in zip(scales, smallest, strict=True) if scale.device == device]
-        if by_formula(here[0][0]):  # a check would wait for the device
+        if uses_formulas(here[0][0]):  # a check would wait for the device
             _put_back_unseen(*zip(*here, strict=True))
         elif not all_finite([scale for scale, _ in here]):
             for scale, least in here:

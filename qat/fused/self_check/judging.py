@@ -8,21 +8,21 @@ not hide an error of another, and the wrong part has a name.
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from qat.fused.activations import NO_CLIP
-from qat.fused.functions.codes import Codes, decode, encode
-from qat.fused.functions.movement import drop
+from qat.fused.functions.codes import Codes, PreQuantizer, decode, encode
+from qat.fused.functions.curves import before_curve, before_softmax, quantize_curve, quantize_softmax
+from qat.fused.functions.movement import drop, reshape, reshape_by, shape_of
+from qat.fused.functions.norm_activation import before_chain, before_sum, quantize_chain, quantize_sum
 from qat.fused.functions.pools import max_pool
-from qat.fused.functions.products import multiply
+from qat.fused.functions.products import matmul, multiply
+from qat.fused.functions.scale_repair import repair
 from qat.fused.rewriting import fused_graph
-from qat.fused.self_check.local import Both, compare_computing, compare_quantizing
-from qat.fused.self_check.references import COMPUTING, MOVING, QUANTIZING
+from qat.fused.self_check.local import ValueAndCodes, compare_computing, compare_quantizing
 from qat.fused.self_check.training_step import (
     NoGradientsError,
     Results,
@@ -32,21 +32,32 @@ from qat.fused.self_check.training_step import (
     training_step,
     unseen_by_hooks,
 )
-from qat.preparation.verdict import Verdict
+from qat.fused.verdict import Verdict
+from qat.kernels.cpu.quantizers import NO_CLIP
 from qat.quantizer import Quantizer
+from qat.text import first_line
 from qat.torch_internals import AnyBatchNorm, pytree
 from qat.tracing.randomness import rewinding
+
+QUANTIZING: dict[Any, Callable[..., PreQuantizer]] = {
+    quantize_chain: before_chain,
+    quantize_sum: before_sum,
+    quantize_curve: before_curve,
+    quantize_softmax: before_softmax,
+}
+"""Functions that end in a quantizer, which is their first module, and the computation before it."""
+
+COMPUTING = {multiply, matmul, max_pool}
+"""Functions that compute with codes, and given floats with torch's operations."""
+
+MOVING = {encode, decode, drop, reshape, reshape_by, shape_of, repair}
+"""Functions that change no value."""
 
 MOST_CHECKS = 4
 """After so many rounds of leaving parts out, the whole model trains plainly."""
 
 SAMPLES = 2
 """Size of the slice: the fewest samples for which a BatchNorm has statistics; without a BatchNorm one is enough."""
-
-
-def is_wanted() -> bool:
-    """Whether models are checked; QAT_SELF_CHECK=off trusts them."""
-    return os.environ.get("QAT_SELF_CHECK", "").lower() != "off"
 
 
 def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict | None:
@@ -82,21 +93,19 @@ def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     except torch.OutOfMemoryError:
         return None
     except Exception as error:  # it cannot be copied, or it has no gradients
-        cause = error.__cause__ if isinstance(error, NoGradientsError) else error
-        return Verdict(None, f"no step of it can be run apart, {_told(cause)}")
+        return Verdict(None, f"no step of it can be run apart, {_described(error)}")
     return Verdict(None, reason)
 
 
-def _check(model: fx.GraphModule, graph: fx.Graph, inputs: list[Any], copies: int, expected: Results) -> Verdict:
+def _check(model: fx.GraphModule, graph: fx.Graph, inputs: list[Any], batch_factor: int, expected: Results) -> Verdict:
     """Compare a fused graph with the results of the plain one."""
-    checking = _Checking(model, graph, copies)
+    checking = _Checking(model, graph, batch_factor)
     try:
         found = training_step(checking, inputs)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever it is, the plain graph runs
-        cause = error.__cause__ if isinstance(error, NoGradientsError) else error
-        return Verdict(None, f"{checking.last or 'its fused step'} raises {_told(cause)}")
+        return Verdict(None, f"{checking.last or 'its fused step'} raises {_described(error)}")
     if checking.wrong:
         names = tuple(dict.fromkeys(name for name, _ in checking.wrong))
         return Verdict(None if "" in names else names, checking.wrong[0][1])
@@ -104,8 +113,9 @@ def _check(model: fx.GraphModule, graph: fx.Graph, inputs: list[Any], copies: in
     return Verdict() if wrong is None else Verdict(None, f"its fused step differs from the plain one: {wrong}")
 
 
-def _told(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+def _described(error: BaseException) -> str:
+    cause = (error.__cause__ or error) if isinstance(error, NoGradientsError) else error
+    return f"{type(cause).__name__}: {first_line(cause) if str(cause) else ''}"
 
 
 def _bound(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -149,72 +159,67 @@ class _Checking(fx.Interpreter):
         last: the name of what ran last.
     """
 
-    def __init__(self, model: nn.Module, graph: fx.Graph, copies: int) -> None:
+    def __init__(self, model: nn.Module, graph: fx.Graph, batch_factor: int) -> None:
         super().__init__(model, graph=graph)
-        self.copies = copies
+        self.batch_factor = batch_factor
         self.wrong: list[tuple[str, str]] = []
         self.last = ""
 
     def run_node(self, n: fx.Node) -> Any:
         """The node's value; notes what is wrong with a function on codes."""
-        if n.op != "call_function" or n.target not in {**QUANTIZING, **COMPUTING, **MOVING}:
+        function: Any = n.target
+        if n.op != "call_function" or function not in {*QUANTIZING, *COMPUTING, *MOVING}:
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        plain: Any = pytree.tree_map(_value, (args, kwargs), is_leaf=_is_both)
+        floats: Any = pytree.tree_map(_value, (args, kwargs), is_leaf=_is_pair)
         names = [str(source.target) for source in n.all_input_nodes if source.op == "get_attr"]
         self.last = names[0] if names else n.name
-        if n.target in QUANTIZING:
-            return self._quantized(n.target, args, plain[0], names)
-        if n.target in COMPUTING:
-            return self._computed(n.target, args, plain[0], names)
-        return self._moved(n.target, args, kwargs, plain)
+        if function in QUANTIZING:
+            return self._quantized(function, args, floats[0], names)
+        if function in COMPUTING:
+            return self._computed(function, args, floats[0], names)
+        value = floats[0][0] if function is encode else function(*floats[0], **floats[1])
+        if function is encode and not _is_pair(args[0]):
+            return _with_codes(value, encode(value.detach(), *args[1:]), args[1])
+        drops = function is drop and args[1].training and args[1].p > 0  # run it once: a second run draws other numbers
+        if function is decode or drops or not args or not _is_pair(args[0]):
+            return value
+        return _with_codes(value, function(args[0].codes, *args[1:], **kwargs), args[0].quantizer)
 
-    def _quantized(self, function: Any, args: Any, plain: Any, names: list[str]) -> Any:
+    def _quantized(self, function: Any, args: Any, floats: Any, names: list[str]) -> Any:
         quantizer = next(each for each in args if isinstance(each, Quantizer))
         path = next(name for name in names if self.fetch_attr(name) is quantizer)
         self._note(path, compare_quantizing(function, QUANTIZING[function], args, path))
-        value = quantizer(QUANTIZING[function](*plain).z)
+        value = quantizer(QUANTIZING[function](*floats).z)
         x, _, norm, *clip = (*args, None)[:5]
         if isinstance(x, Tensor) and not x.requires_grad and norm is None and tuple(clip) == NO_CLIP:
-            codes = function(*args)  # an input of the model: its codes carry their source
-            return Both(value, codes, quantizer) if isinstance(codes, Codes) else value
-        return _with_codes(value, quantizer)
+            return _with_codes(value, function(*args), quantizer)  # an input of the model: its codes carry their source
+        return _with_codes(value, encode(value.detach(), quantizer), quantizer)
 
-    def _computed(self, function: Any, args: Any, plain: Any, names: list[str]) -> Any:
-        coded = [each for each in args if isinstance(each, Both)]
+    def _computed(self, function: Any, args: Any, floats: Any, names: list[str]) -> Any:
+        coded = [each for each in args if _is_pair(each)]
         path = names[0] if names else ""
         if coded:
-            run = functools.partial(function, copies=self.copies) if function is multiply else function
-            self._note(path, compare_computing(run, COMPUTING[function], args, path or function.__name__))
-        value = COMPUTING[function](*plain)
-        return _with_codes(value, coded[0].quantizer) if coded and function is max_pool else value
-
-    def _moved(self, function: Any, args: Any, kwargs: Any, plain: Any) -> Any:
-        value = MOVING[function](*plain[0], **plain[1])
-        if function is encode and not isinstance(args[0], Both):
-            codes = encode(value.detach(), *args[1:])
-            return Both(value, codes, args[1]) if isinstance(codes, Codes) else value
-        drops = function is drop and args[1].training and args[1].p > 0  # run it once: a second run draws other numbers
-        if function is decode or drops or not args or not isinstance(args[0], Both):
+            run = functools.partial(function, batch_factor=self.batch_factor) if function is multiply else function
+            self._note(path, compare_computing(run, args, path or function.__name__))
+        value = function(*floats)
+        if not coded or function is not max_pool:
             return value
-        given, *rest = args
-        codes = function(given.codes, *rest, **kwargs)
-        return Both(value, codes, given.quantizer) if isinstance(codes, Codes) else value
+        return _with_codes(value, encode(value.detach(), coded[0].quantizer), coded[0].quantizer)
 
     def _note(self, path: str, wrong: str | None) -> None:
         if wrong is not None:
             self.wrong.append((path, wrong))
 
 
-def _with_codes(value: Tensor, quantizer: Quantizer) -> Any:
+def _with_codes(value: Tensor, codes: Codes | Tensor, quantizer: Quantizer) -> ValueAndCodes | Tensor:
     """A tensor on a grid together with its codes; the tensor alone if kernels do not apply."""
-    codes = encode(value.detach(), quantizer)
-    return Both(value, codes, quantizer) if isinstance(codes, Codes) else value
+    return ValueAndCodes(value, codes, quantizer) if isinstance(codes, Codes) else value
 
 
-def _is_both(x: Any) -> bool:
-    return isinstance(x, Both)
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, ValueAndCodes)
 
 
 def _value(x: Any) -> Any:
-    return x.value if isinstance(x, Both) else x
+    return x.value if isinstance(x, ValueAndCodes) else x

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qat.fused.functions.codes import Codes, decode
-from qat.fused.self_check.references import Before, normalised
-from qat.fused.self_check.training_step import noise
+from qat.fused.functions.codes import Codes, PreQuantizer, decode
+from qat.fused.self_check.training_step import gap_between, noise
 from qat.kernels import plain_formulas
 from qat.quantizer import Quantizer
 from qat.torch_internals import AnyBatchNorm, buffers_of
@@ -20,10 +19,10 @@ NEAR = 0.02
 """Distance in steps: a value nearer to a tie, or to the end of a grid or clip, may fall to either side of it."""
 
 TOLERANCE, NEGLIGIBLE = 2e-3, 1e-5
-"""Largest difference, relative to the expected value and to the sum of the terms that cancel in it."""
+"""Relative tolerance, and absolute tolerance as a share of sum(abs(terms))."""
 
 
-class Both(NamedTuple):
+class ValueAndCodes(NamedTuple):
     """A quantized tensor in a self-check.
 
     Attributes:
@@ -38,7 +37,7 @@ class Both(NamedTuple):
 
 
 @dataclass
-class Ends:
+class PairedArguments:
     """The same arguments for a function on codes and for its reference.
 
     Attributes:
@@ -53,26 +52,26 @@ class Ends:
     learned: list[Tensor]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...]) -> "Ends":
+    def of(cls, args: tuple[Any, ...]) -> "PairedArguments":
         """Both kinds of arguments, detached from the graph that made them."""
-        ends = cls([], [], [], [])
+        paired = cls([], [], [], [])
         for given in args:
-            coded, plain = ends._end(given)
-            ends.coded.append(coded)
-            ends.plain.append(plain)
-        return ends
+            coded, plain = paired._pair(given)
+            paired.coded.append(coded)
+            paired.plain.append(plain)
+        return paired
 
-    def _end(self, given: Any) -> tuple[Any, Any]:
-        if isinstance(given, Both) and given.codes.source is not None:
+    def _pair(self, given: Any) -> tuple[Any, Any]:
+        if isinstance(given, ValueAndCodes) and given.codes.source is not None:
             source, learned = given.codes.source
             self.learned.append(learned.scale)
             with plain_formulas():
                 return given.codes, given.quantizer(source.detach())
-        if isinstance(given, Both):
+        if isinstance(given, ValueAndCodes):
             carrier = given.codes.carrier.detach().requires_grad_()
             plain = given.value.detach().requires_grad_()
             self.pairs.append((carrier, plain))
-            return Codes(carrier, given.codes.codes, given.codes.numbers), plain
+            return Codes(carrier, given.codes.codes, given.codes.qparams), plain
         if isinstance(given, Tensor) and given.is_floating_point():
             coded, plain = (given.detach().requires_grad_(given.requires_grad) for _ in range(2))
             if given.requires_grad:
@@ -82,19 +81,18 @@ class Ends:
 
 
 def compare_quantizing(
-    function: Callable[..., Any], before: Callable[..., Before], args: tuple[Any, ...], path: str
+    function: Callable[..., Any], before: Callable[..., PreQuantizer], args: tuple[Any, ...], path: str
 ) -> str | None:
     """What is wrong with a function that quantizes; None if nothing is, or if it did not run on codes."""
-    ends = Ends.of(args)
+    paired = PairedArguments.of(args)
     quantizer = next(each for each in args if isinstance(each, Quantizer))
     modules = [each for each in args if isinstance(each, nn.Module)]
     with _kept_buffers(modules):
-        found = function(*ends.coded)
+        found = function(*paired.coded)
     if not isinstance(found, Codes):
         return None
     with _kept_buffers(modules), plain_formulas():
-        exact = [partial(normalised, norm=each) if isinstance(each, AnyBatchNorm) else each for each in ends.plain]
-        unclipped, z, bounds = before(*exact)
+        unclipped, z, bounds = before(*map(_exact, paired.plain))
         y = quantizer(z)
     with torch.no_grad():
         scale, zero_point = quantizer.grid()
@@ -103,7 +101,7 @@ def compare_quantizing(
         shift = 128 if quantizer.spec.signed else 0
         expected = quantizer.codes(z)
         wrong = (found.codes.to(expected.dtype) - shift != expected) & ~ties & z.isfinite()
-    if bool(wrong.any()) or not torch.isclose(found.numbers[0], scale.to(found.numbers.dtype)):
+    if bool(wrong.any()) or not torch.isclose(found.qparams[0], scale.to(found.qparams.dtype)):
         return f"{int(wrong.sum())} of {wrong.numel()} codes of {path} differ"
     if found.source is not None:
         return None  # its readers compute the gradient of its scale
@@ -113,19 +111,17 @@ def compare_quantizing(
     slack = cotangent.abs().sum() * quantizer.gradient_factor(z) * (high - low)
     if quantizer.relative_steps:
         slack = slack * scale.detach() ** 2
-    return _compare_gradients((found.carrier, y), cotangent, ends, modules, path, float(slack))
+    return _compare_gradients((found.carrier, y), cotangent, paired, modules, path, float(slack))
 
 
-def compare_computing(
-    function: Callable[..., Any], reference: Callable[..., Tensor], args: tuple[Any, ...], path: str
-) -> str | None:
-    """What is wrong with a function that computes with codes; None if nothing is."""
-    ends = Ends.of(args)
+def compare_computing(function: Callable[..., Any], args: tuple[Any, ...], path: str) -> str | None:
+    """What is wrong with a function that computes with codes, and given floats plainly; None if nothing is."""
+    paired = PairedArguments.of(args)
     modules = [each for each in args if isinstance(each, nn.Module) and not isinstance(each, Quantizer)]
     with _kept_buffers(modules):
-        found = function(*ends.coded)
+        found = function(*paired.coded)
     with _kept_buffers(modules), plain_formulas():
-        y = reference(*ends.plain)
+        y = function(*paired.plain)
     got = decode(found)
     if got.shape != y.shape or got.dtype != y.dtype:
         return f"the result of {path} is {got.dtype} {tuple(got.shape)} instead of {y.dtype} {tuple(y.shape)}"
@@ -134,37 +130,65 @@ def compare_computing(
     if not y.requires_grad:
         return None
     cotangent = noise(y)
-    return _compare_gradients((got, y), cotangent, ends, modules, path, float(cotangent.abs().sum()))
+    return _compare_gradients((got, y), cotangent, paired, modules, path, float(cotangent.abs().sum()))
+
+
+def _exact(given: Any) -> Any:
+    """A module for the plain form: a norm computes in float64, and an activation writes into a copy."""
+    if isinstance(given, AnyBatchNorm):
+        return partial(_normalised, norm=given)
+    if isinstance(given, nn.Module) and not isinstance(given, Quantizer):
+        return lambda x: given(x.clone())
+    return given
+
+
+def _normalised(y: Tensor, norm: AnyBatchNorm) -> Tensor:
+    """norm(y), computed in float64: torch's own loses digits where variances are small.
+
+    weight * (y - mean) / sqrt(var + eps) + bias, with statistics of the batch or the running ones
+    """
+    axes, shape = [0, *range(2, y.dim())], [1, -1, *[1] * (y.dim() - 2)]
+    wide = y.double()
+    if norm.training or norm.running_mean is None:
+        with torch.no_grad():
+            norm(y)  # moves the running statistics
+        var, mean = torch.var_mean(wide, axes, correction=0)
+    else:
+        assert norm.running_var is not None
+        mean, var = norm.running_mean.double(), norm.running_var.double()
+    z = (wide - mean.view(shape)) * torch.rsqrt(var + norm.eps).view(shape)
+    if norm.affine:
+        z = z * norm.weight.double().view(shape) + norm.bias.double().view(shape)
+    return z.to(y.dtype)
 
 
 def _compare_gradients(
-    ends_of: tuple[Tensor, Tensor], cotangent: Tensor, ends: Ends, modules: list[nn.Module], path: str, slack: float
+    results: tuple[Tensor, Tensor],
+    cotangent: Tensor,
+    paired: PairedArguments,
+    modules: list[nn.Module],
+    path: str,
+    slack: float,
 ) -> str | None:
-    coded, plain = ends_of
+    coded, plain = results
     shared: dict[int, Tensor] = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
-    shared |= {id(scale): scale for scale in ends.learned}
-    if not (ends.pairs or shared):  # a frozen scale of an input
+    shared |= {id(scale): scale for scale in paired.learned}
+    if not (paired.pairs or shared):  # a frozen scale of an input
         return None
-    ours = torch.autograd.grad(
-        coded, [pair[0] for pair in ends.pairs] + list(shared.values()), cotangent, allow_unused=True
-    )
+    wanted = ([pair[side] for pair in paired.pairs] + list(shared.values()) for side in (0, 1))
+    ours = torch.autograd.grad(coded, next(wanted), cotangent, allow_unused=True)
     with plain_formulas():
-        theirs = torch.autograd.grad(
-            plain, [pair[1] for pair in ends.pairs] + list(shared.values()), cotangent, allow_unused=True
-        )
+        theirs = torch.autograd.grad(plain, next(wanted), cotangent, allow_unused=True)
     size = float(cotangent.norm())
     for got, expected in zip(ours, theirs, strict=True):
         if got is None and expected is None:
             continue
         got = torch.zeros_like(expected) if got is None else got
         expected = torch.zeros_like(got) if expected is None else expected
-        gap, length = (got - expected).norm(), expected.norm()
-        if not bool((gap + length).isfinite()):
-            got, expected = got.double().nan_to_num(1e30), expected.double().nan_to_num(1e30)
-            gap, length = (got - expected).norm(), expected.norm()
-        allowed = TOLERANCE * float(length) + NEGLIGIBLE * (slack if expected.numel() < 4096 else size)
-        if not float(gap) <= allowed:
-            return f"a gradient of {path} differs by {float(gap / length):.2g} of its length"
+        least = NEGLIGIBLE * (slack if expected.numel() < 4096 else size)
+        gap = gap_between(expected, got, least, TOLERANCE)
+        if gap is not None:
+            return f"a gradient of {path} {gap}"
     return None
 
 

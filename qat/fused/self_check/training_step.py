@@ -4,7 +4,6 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -17,24 +16,13 @@ TOLERANCE, NEGLIGIBLE = 1e-3, 1e-5
 """Largest difference, relative to the tensor's norm, and for a gradient to the norm of the largest gradient: that of a
 bias before a BatchNorm is nothing but rounding."""
 
-"""Attributes of a module that hold its hooks."""
+GRADIENT = "the gradient of"
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-@dataclass
-class Results:
-    """The results of a step.
-
-    Attributes:
-        answers: the model's outputs.
-        gradients: those of parameters and inputs that have one, by name.
-        buffers: the buffers after the step.
-    """
-
-    answers: list[Tensor]
-    gradients: dict[str, Tensor]
-    buffers: dict[str, Tensor]
+Results = dict[str, Tensor]
+"""The answers of a step, the gradients of parameters and inputs that have one, and the buffers after it."""
 
 
 class NoGradientsError(Exception):
@@ -63,7 +51,9 @@ def training_step(interpreter: fx.Interpreter, inputs: list[Any]) -> Results:
         gradients = _gradients(answers, wanted)
     except Exception as error:
         raise NoGradientsError from error
-    return Results([y.detach() for y in answers], gradients, dict(model.named_buffers()))
+    found = {f"answer {number}": y.detach() for number, y in enumerate(answers)}
+    found |= {f"{GRADIENT} {name}": gradient for name, gradient in gradients.items()}
+    return found | {f"the buffer {name}": buffer for name, buffer in model.named_buffers()}
 
 
 def _gradients(answers: list[Tensor], wanted: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -118,24 +108,19 @@ def unseen_by_hooks() -> Iterator[None]:
 
 def difference(expected: Results, found: Results) -> str | None:
     """How the second step differs from the first; None if only by the order of sums."""
-    if len(expected.answers) != len(found.answers):
-        return f"{len(found.answers)} answers instead of {len(expected.answers)}"
-    norms = [_norm(tensor) for tensor in expected.gradients.values()]
-    negligible = 1e-7 + NEGLIGIBLE * max(filter(math.isfinite, norms), default=0.0)
-    pairs: list[tuple[str, Tensor, Tensor, float]]
-    pairs = [("an answer", y, x, 1e-7) for y, x in zip(expected.answers, found.answers, strict=True)]
-    for kind, ours, theirs, least in (
-        ("the gradient of", expected.gradients, found.gradients, negligible),
-        ("the buffer", expected.buffers, found.buffers, 1e-7),
-    ):
-        for name in sorted(ours.keys() ^ theirs.keys()):
-            return f"{kind} {name} is missing" if name in ours else f"{kind} {name} should not exist"
-        pairs += [(f"{kind} {name}", tensor, theirs[name], least) for name, tensor in ours.items()]
-    gaps = ((name, _gap(tensor, other, least)) for name, tensor, other, least in pairs)
-    return next((f"{name} {gap}" for name, gap in gaps if gap is not None), None)
+    for name in sorted(expected.keys() ^ found.keys()):
+        return f"{name} is missing" if name in expected else f"{name} should not exist"
+    norms = [_norm(tensor) for name, tensor in expected.items() if name.startswith(GRADIENT)]
+    negligible = NEGLIGIBLE * max(filter(math.isfinite, norms), default=0.0)
+    for name, tensor in expected.items():
+        gap = gap_between(tensor, found[name], 1e-7 + negligible * name.startswith(GRADIENT))
+        if gap is not None:
+            return f"{name} {gap}"
+    return None
 
 
-def _gap(expected: Tensor, found: Tensor, least: float) -> str | None:
+def gap_between(expected: Tensor, found: Tensor, least: float, share: float = TOLERANCE) -> str | None:
+    """How far two tensors are apart; None if by no more than a share of the first's norm and `least`."""
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"is {found.dtype} {tuple(found.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
     if torch.equal(expected, found):
@@ -147,7 +132,7 @@ def _gap(expected: Tensor, found: Tensor, least: float) -> str | None:
         if not same or not torch.equal(finite, found.isfinite()):
             return f"has {int((~found.isfinite()).sum())} values that are not finite instead of {int((~finite).sum())}"
         gap, size = _norm(expected[finite] - found[finite]), _norm(expected[finite])
-    return None if gap <= TOLERANCE * size + least else f"differs by {gap / max(size, 1e-30):.2g} of its length"
+    return None if gap <= share * size + least else f"differs by {gap / max(size, 1e-30):.2g} of its length"
 
 
 def _norm(x: Tensor) -> float:

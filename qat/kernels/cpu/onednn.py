@@ -20,45 +20,37 @@ log = logging.getLogger("qat.kernels")
 
 
 def convolution(
-    codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int,
-) -> Tensor:  # fmt: skip
+    codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None, *geometry: Any
+) -> Tensor:
     """conv((codes - zero) * step, weight * steps) + bias in float32, the sums in int32.
 
-    Shapes: codes uint8, (N, C, H, W); weight int8, (O, C / groups, kh, kw); steps and bias (O,).
+    Shapes: codes uint8, (N, C, H, W); weight int8, (O, C / groups, kh, kw); steps and bias (O,). The geometry is that
+    of torch: stride, padding, dilation and groups.
     """
     multiply = _emulated_convolution if is_emulated() else _convolution
-    return multiply(codes, step, zero, weight, steps, bias, stride, padding, dilation, groups)
+    return multiply(codes, step, zero, weight, steps, bias, *geometry)
 
 
 def _convolution(
-    codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int,
-) -> Tensor:  # fmt: skip
+    codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None, *geometry: Any
+) -> Tensor:
     """The convolution by oneDNN."""
-    ops = torch.ops.onednn
-    point = int(zero)
+    ops, point = torch.ops.onednn, int(zero)
     zeros = torch.zeros(steps.numel(), dtype=torch.int32)
     # Packing does not use the scales, but would read them one by one: it gets a single one.
-    packed = ops.qconv_prepack(
-        weight, torch.ones(1, dtype=torch.float32), step, point, stride, padding, dilation, groups, None
-    )
+    packed = ops.qconv_prepack(weight, torch.ones(1, dtype=torch.float32), step, point, *geometry, None)
     y: Tensor = ops.qconv_pointwise(
-        codes, step, point, packed, steps, zeros, bias, stride, padding, dilation, groups, 1.0, 0, torch.float32,
-        "none", [], "",
-    )  # fmt: skip
+        codes, step, point, packed, steps, zeros, bias, *geometry, 1.0, 0, torch.float32, "none", [], ""
+    )
     return y
 
 
 def _emulated_convolution(
-    codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int,
-) -> Tensor:  # fmt: skip
+    codes: Tensor, step: float, zero: float, weight: Tensor, steps: Tensor, bias: Tensor | None, *geometry: Any
+) -> Tensor:
     """What oneDNN returns with VNNI and without AMX, to the bit and in the same strides: the sums are exact in float64,
     then rounded to float32 and scaled by one step after the other."""
-    sums = torch.nn.functional.conv2d(
-        codes.double() - int(zero), weight.double(), None, stride, padding, dilation, groups
-    )
+    sums = torch.nn.functional.conv2d(codes.double() - int(zero), weight.double(), None, *geometry)
     y = torch.empty(sums.shape, dtype=torch.float32, memory_format=torch.channels_last).copy_(sums)
     y.mul_(torch.tensor(step, dtype=torch.float32)).mul_(steps.view(-1, 1, 1))
     return y if bias is None else y.add_(bias.view(-1, 1, 1))

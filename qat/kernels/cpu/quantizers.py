@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ def is_plain(x: Tensor) -> bool:
     return x.dtype is torch.float32 and x.is_cpu and type(x) in (Tensor, torch.nn.Parameter)
 
 
-def like(x: Tensor, other: Tensor) -> Tensor:
+def in_layout_of(x: Tensor, other: Tensor) -> Tensor:
     """x with its elements in the memory order of other; x itself if it has that order."""
     return x if x.stride() == other.stride() else torch.empty_like(other, dtype=x.dtype).copy_(x)
 
@@ -96,7 +97,7 @@ class CPUKernels:
         needs: tuple[bool, ...] = (True, True, True),
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """All gradients in one pass over x and grad, without any factor."""
-        grad = like(grad, x)
+        grad = in_layout_of(grad, x)
         if scale.numel() > 1:
             grad_x = torch.empty_like(x) if needs[0] else None
             return grad_x, quantize_rows_backward(grad, x, scale, qmin, qmax, grad_x), None
@@ -121,15 +122,15 @@ def _written(what: str, x: Tensor | None, pattern: Tensor, dtype: torch.dtype = 
 
 
 def _rows(
-    scales: Tensor, smallest: Tensor | None, qmin: int, qmax: int, factor: float = 1.0, relative: bool = False
+    scales: Tensor, smallest: Tensor | None, qmin: float, qmax: float, factor: float = 1.0, relative: float = 0
 ) -> Rows:
     count = scales.numel()
     least = None if smallest is None else numbers_at("smallest", smallest, count)
-    return Rows(numbers_at("scales", scales, count), least, qmin, qmax, factor, relative)
+    return Rows(numbers_at("scales", scales, count), least, qmin, qmax, factor, int(relative))
 
 
 def quantize_rows(
-    w: Tensor, scales: Tensor, qmin: int, qmax: int, smallest: Tensor | None = None, codes: Tensor | None = None,
+    w: Tensor, scales: Tensor, qmin: float, qmax: float, smallest: Tensor | None = None, codes: Tensor | None = None,
     values: Tensor | None = None, steps: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Round a weight to symmetric grids, one per row of axis 0: to int8 codes, to values, or both.
@@ -151,8 +152,8 @@ def quantize_rows(
 
 
 def quantize_rows_backward(
-    grad: Tensor, w: Tensor, scales: Tensor, qmin: int, qmax: int, grad_w: Tensor | None,
-    smallest: Tensor | None = None, factor: float = 1.0, relative: bool = False,
+    grad: Tensor, w: Tensor, scales: Tensor, qmin: float, qmax: float, grad_w: Tensor | None,
+    smallest: Tensor | None = None, factor: float = 1.0, relative: float = 0,
 ) -> Tensor:  # fmt: skip
     """The gradient of the scales, in their shape. The gradient of w is written to grad_w, which may be grad itself."""
     grad_scales, rows = torch.empty_like(scales), scales.numel()
@@ -164,38 +165,42 @@ def quantize_rows_backward(
     return grad_scales
 
 
+NO_CLIP = (-math.inf, math.inf)
+"""Floor and ceiling before a quantizer where nothing is clipped."""
+
+
 class Levels(NamedTuple):
-    """The numbers of a quantizer that are not tensors.
+    """The numbers of a quantizer that are not tensors; all floats, as operators take them.
 
     Attributes:
         low, high: lowest and highest code.
         shift: added to codes and zero point, so that they fit uint8.
         factor: multiplies the scale's gradient.
-        relative: whether the square of the step multiplies it too.
+        relative: 1 if the square of the step multiplies it too, else 0.
     """
 
-    low: int
-    high: int
-    shift: int
+    low: float
+    high: float
+    shift: float
     factor: float
-    relative: bool
+    relative: float
 
 
-def learned_grid(
-    scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,
-    relative: bool,
-) -> LearnedGrid:  # fmt: skip
-    """The C kernels' view of a quantizer: its tensors, one float32 number each, and the fields of its `Levels`."""
+def learned_grid(grid: list[Tensor | None], levels: Sequence[float]) -> LearnedGrid:
+    """The C kernels' view of a quantizer: its scale, smallest scale and zero point, one number each, and `Levels`."""
+    scale, smallest, zero_point = grid
     zero = None if zero_point is None else numbers_at("zero_point", zero_point, 1)
+    low, high, shift, factor, relative = levels
+    assert scale is not None and smallest is not None
     return LearnedGrid(
-        numbers_at("scale", scale, 1), numbers_at("smallest", smallest, 1), zero, low, high, shift, factor, relative
-    )
+        numbers_at("scale", scale, 1), numbers_at("smallest", smallest, 1), zero, low, high, shift, factor,
+        int(relative),
+    )  # fmt: skip
 
 
-def step_and_zero(qparams: Tensor) -> tuple[float, float]:
-    """The step and zero that a kernel wrote next to its codes; the step is NaN if one of the values was."""
-    step, zero = qparams.tolist()
-    return step, zero
+def empty_scale(grid: list[Any]) -> Tensor:
+    """Memory for the gradient of a quantizer's scale."""
+    return torch.empty_like(grid[0])
 
 
 def dequantize(codes: Tensor, qparams: Tensor) -> Tensor:

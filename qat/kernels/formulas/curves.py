@@ -6,11 +6,12 @@ value next to a tie may round to the other level.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qat.kernels.formulas.grids import codes_of, grid_of, learned_gradient, like, slopes_on
+from qat.kernels.formulas.grids import codes_of, grid_of, in_layout_of, learned_gradient, slopes_on
 
 
 def gelu(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,51 +49,46 @@ CURVES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 """By name: a function of a float32 tensor that returns the activation's value and its slope."""
 
 
-def curve_quantize(
-    x: Tensor, curve: str, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int,
-    factor: float, relative: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def curve_quantize(x: Tensor, curve: str, grid: list[Any], levels: list[float]) -> tuple[Tensor, Tensor]:
     """Codes of curve(x); curve is one of `CURVES`."""
     value, _ = CURVES[curve](x.to(torch.float32))
-    return codes_of(value, grid_of(scale, smallest, zero_point, low, high, shift), x)
+    return codes_of(value, grid_of(grid, levels), x)
 
 
 def curve_quantize_backward(
-    grad: Tensor, x: Tensor, curve: str, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int,
-    high: int, shift: int, factor: float, relative: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, x: Tensor, curve: str, grid: list[Any], levels: list[float]
+) -> tuple[Tensor, Tensor]:
     """dx = grad * curve'(x) inside the grid;  dscale = factor * sum(grad * slope)."""
     value, rise = CURVES[curve](x.to(torch.float32))
-    inside, slope = slopes_on(value, grid_of(scale, smallest, zero_point, low, high, shift))
+    inside, slope = slopes_on(value, grid_of(grid, levels))
     full = grad.to(torch.float32)
-    grad_x = like(torch.where(inside, full * rise, 0.0), x, x.dtype)
-    return grad_x, learned_gradient((full * slope).sum(), scale, smallest, factor, relative)
+    grad_x = in_layout_of(torch.where(inside, full * rise, 0.0), x, x.dtype)
+    return grad_x, learned_gradient((full * slope).sum(), grid, levels)
 
 
 def softmax_quantize(
-    x: Tensor, multiplier: float, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int,
-    shift: int, factor: float, relative: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor, multiplier: float, grid: list[Any], levels: list[float]
+) -> tuple[Tensor, Tensor, Tensor]:
     """softmax(x * multiplier, -1), its codes, and their qparams; x is contiguous.
 
     The codes are made from probabilities in float32; those returned, for the backward, are in x's dtype.
     """
     probabilities = torch.softmax(x.to(torch.float32) * multiplier, -1)
-    codes, qparams = codes_of(probabilities, grid_of(scale, smallest, zero_point, low, high, shift), x)
-    return like(probabilities, x, x.dtype), codes, qparams
+    codes, qparams = codes_of(probabilities, grid_of(grid, levels), x)
+    return in_layout_of(probabilities, x, x.dtype), codes, qparams
 
 
 def softmax_quantize_backward(
-    grad: Tensor, probabilities: Tensor, multiplier: float, scale: Tensor, smallest: Tensor,
-    zero_point: Tensor | None, low: int, high: int, shift: int, factor: float, relative: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, probabilities: Tensor, multiplier: float, grid: list[Any], levels: list[float]
+) -> tuple[Tensor, Tensor]:
     """The gradients of x and scale, where passed is grad inside the grid and 0 elsewhere, and p the probabilities:
 
         dx = multiplier * p * (passed - sum(passed * p));  dscale = factor * sum(grad * slope)
     """  # fmt: skip
     p, full = probabilities.to(torch.float32), grad.to(torch.float32)
-    inside, slope = slopes_on(p, grid_of(scale, smallest, zero_point, low, high, shift))
+    inside, slope = slopes_on(p, grid_of(grid, levels))
     passed = torch.where(inside, full, 0.0)
     grad_x = (passed - (passed * p).sum(-1, keepdim=True)) * p * multiplier
-    grad_scale = learned_gradient((full * slope).sum(), scale, smallest, factor, relative)
-    return like(grad_x, probabilities, probabilities.dtype), grad_scale
+    return in_layout_of(grad_x, probabilities, probabilities.dtype), learned_gradient(
+        (full * slope).sum(), grid, levels
+    )

@@ -5,6 +5,8 @@
 Step and zero stay tensors, so that nothing waits for their values.
 """
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +21,8 @@ class TensorGrid(NamedTuple):
 
     step: Tensor
     zero: Tensor | float
-    low: int
-    high: int
+    low: float
+    high: float
 
 
 def step_in_force(scale: Tensor, smallest: Tensor) -> Tensor:
@@ -29,10 +31,9 @@ def step_in_force(scale: Tensor, smallest: Tensor) -> Tensor:
     return torch.where(wide >= least, wide, least).clamp(max=LARGEST)
 
 
-def grid_of(
-    scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int
-) -> TensorGrid:  # fmt: skip
-    """The grid of a quantizer, from its tensors (one number each) and fields of its `Levels`."""
+def grid_of(grid: list[Any], levels: Sequence[float]) -> TensorGrid:
+    """The grid of a quantizer, from its tensors (one number each) and `Levels`."""
+    (scale, smallest, zero_point), (low, high, shift, *_) = grid, levels
     step = step_in_force(scale.reshape(()), smallest.reshape(()))
     if zero_point is None:
         return TensorGrid(step, float(shift), low + shift, high + shift)
@@ -50,7 +51,7 @@ def codes_of(values: Tensor, grid: TensorGrid, pattern: Tensor) -> tuple[Tensor,
     total = codes.sum()
     step = torch.where(total.isnan(), total, grid.step)
     zero = grid.zero if isinstance(grid.zero, Tensor) else torch.full_like(step, grid.zero)
-    return like(codes, pattern, torch.uint8), torch.stack([step, zero])
+    return in_layout_of(codes, pattern, torch.uint8), torch.stack([step, zero])
 
 
 def integers_again(codes: Tensor, zero: Tensor) -> Tensor:
@@ -78,18 +79,20 @@ def slopes_on(values: Tensor, grid: TensorGrid) -> tuple[Tensor, Tensor]:
     return slopes(values / grid.step, grid.low - grid.zero, grid.high - grid.zero)
 
 
-def clipped_slopes(values: Tensor, floor: float, ceiling: float, grid: TensorGrid) -> tuple[Tensor, Tensor]:
-    """`slopes_on` behind a clamp, which passes a gradient only strictly between floor and ceiling."""
+def clipped_slopes(values: Tensor, clip: list[float], grid: TensorGrid) -> tuple[Tensor, Tensor]:
+    """`slopes_on` behind a clip, which passes a gradient only strictly between floor and ceiling."""
+    floor, ceiling = clip
     inside, slope = slopes_on(values.clamp(floor, ceiling), grid)
     return inside & (values > floor) & (values < ceiling), slope
 
 
-def learned_gradient(total: Tensor, scale: Tensor, smallest: Tensor, factor: float, relative: bool) -> Tensor:
+def learned_gradient(total: Tensor, grid: list[Any], levels: Sequence[float]) -> Tensor:
     """The gradient of scales, in their shape and dtype: total * factor, times step^2 if `relative`.
 
     `total` are the gradients of the steps in float32. A scale below its lower bound gets no gradient that would lower
     it further.
     """
+    (scale, smallest, *_), (*_, factor, relative) = grid, levels
     gradient = total.reshape(scale.shape) * factor
     least = smallest.reshape(scale.shape)
     if relative:
@@ -98,8 +101,20 @@ def learned_gradient(total: Tensor, scale: Tensor, smallest: Tensor, factor: flo
     return torch.where((scale < least) & (gradient > 0), 0.0, gradient).to(scale.dtype)
 
 
-def like(x: Tensor, pattern: Tensor, dtype: torch.dtype) -> Tensor:
+def in_layout_of(x: Tensor, pattern: Tensor, dtype: torch.dtype) -> Tensor:
     """x in another dtype and in the memory order of pattern; x itself if nothing changes."""
     if x.dtype is dtype and x.stride() == pattern.stride():
         return x
     return torch.empty_like(pattern, dtype=dtype).copy_(x)
+
+
+def result_dtype(x: Tensor, default: torch.dtype) -> torch.dtype:
+    """The dtype of a product: autocast's if it is enabled for x's kind of device, else the default."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else default
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which operands are multiplied in their own dtype: autocast sets that of the result alone."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

@@ -5,10 +5,12 @@
 Channels are axis 1, or the last axis of tensors with fewer than four. Statistics are float32 for every dtype of y.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from qat.kernels.formulas.grids import clipped_slopes, codes_of, grid_of, learned_gradient, like
+from qat.kernels.formulas.grids import clipped_slopes, codes_of, grid_of, in_layout_of, learned_gradient
 
 
 def batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,35 +22,32 @@ def batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def norm_quantize(
-    y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, floor: float, ceiling: float,
-    scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,
-    relative: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes of clamp((y - mean) * inverse * gamma + beta, floor, ceiling).
+    y: Tensor, norm: list[Tensor], clip: list[float], grid: list[Any], levels: list[float]
+) -> tuple[Tensor, Tensor]:
+    """Codes of clamp((y - mean) * inverse * gamma + beta, *clip); norm holds gamma, beta, mean and inverse.
 
     C rounds y * alpha + offset once, torch on the CPU twice: a value next to a tie may round to the other level.
     """
-    alpha, offset = _linear_form(y, gamma, beta, mean, inverse)
-    z = torch.addcmul(offset, y.to(torch.float32), alpha).clamp_(floor, ceiling)
-    return codes_of(z, grid_of(scale, smallest, zero_point, low, high, shift), y)
+    alpha, offset = _linear_form(y, *norm)
+    z = torch.addcmul(offset, y.to(torch.float32), alpha).clamp_(*clip)
+    return codes_of(z, grid_of(grid, levels), y)
 
 
 def norm_quantize_backward(
-    grad: Tensor, y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, floor: float, ceiling: float,
-    scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,
-    relative: bool, follows_batch: bool, needs_y: bool,
+    grad: Tensor, y: Tensor, norm: list[Tensor], clip: list[float], grid: list[Any], levels: list[float],
+    follows_batch: bool, needs_y: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of y, gamma, beta and scale.
 
-    masked is grad inside grid and clamp, and 0 elsewhere:
+    masked is grad inside grid and clip, and 0 elsewhere:
         dbeta = sum(masked);  dgamma = inverse * sum(masked * (y - mean));  dscale = factor * sum(grad * slope)
         dy = alpha * masked;  if the statistics are the batch's:
         dy = alpha * (masked - mean(masked) - (y - mean) * mean(masked * (y - mean)) * inverse^2)
     """
     axes, wide, full = _others(y), y.to(torch.float32), grad.to(torch.float32)
-    alpha, offset = _linear_form(y, gamma, beta, mean, inverse)
-    grid = grid_of(scale, smallest, zero_point, low, high, shift)
-    passes, slope = clipped_slopes(torch.addcmul(offset, wide, alpha), floor, ceiling, grid)
+    gamma, beta, mean, inverse = norm
+    alpha, offset = _linear_form(y, *norm)
+    passes, slope = clipped_slopes(torch.addcmul(offset, wide, alpha), clip, grid_of(grid, levels))
     total = (full * slope).sum()
     masked = torch.where(passes, full, 0.0)
     centred = wide - _along(mean, y)
@@ -60,11 +59,9 @@ def norm_quantize_backward(
             count = y.numel() // sums.numel()
             masked = masked - _along(sums / count, y)
             masked = torch.addcmul(masked, centred, _along(products * (spread * spread / count), y), value=-1)
-        grad_y = like(masked * alpha, y, y.dtype)
-    return (
-        grad_y, (products * spread).to(gamma.dtype), sums.to(beta.dtype),
-        learned_gradient(total, scale, smallest, factor, relative),
-    )  # fmt: skip
+        grad_y = in_layout_of(masked * alpha, y, y.dtype)
+    grad_gamma, grad_beta = (products * spread).to(gamma.dtype), sums.to(beta.dtype)
+    return grad_y, grad_gamma, grad_beta, learned_gradient(total, grid, levels)
 
 
 def _others(y: Tensor) -> list[int]:

@@ -12,20 +12,17 @@ OUTSIDE = -1
 """The padding of an image of codes: less than every code."""
 
 
-def max_pool_codes(
-    codes: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
-) -> tuple[Tensor, Tensor]:
+def max_pool_codes(codes: Tensor, window: list[int]) -> tuple[Tensor, Tensor]:
     """The largest code of every window and its place in the window, the first of several equal ones.
 
     A window that lies in the padding entirely, as a dilated one can, gets some code and no gradient.
     """
-    sizes = pooled_sizes(codes, kernel, stride, padding, dilation, ceil_mode)
-    around = _pads(list(codes.shape[2:]), sizes, kernel, stride, padding, dilation)
-    padded = F.pad(codes.to(torch.int16), around, "constant", OUTSIDE)
-    largest = _slice(padded, 0, sizes, kernel, stride, dilation)
+    sizes = pooled_sizes(codes, window)
+    padded = F.pad(codes.to(torch.int16), _pads(list(codes.shape[2:]), sizes, window), "constant", OUTSIDE)
+    largest = _slice(padded, 0, sizes, window)
     where = torch.zeros_like(largest, dtype=torch.uint8)
-    for k in range(1, kernel[0] * kernel[1]):
-        each = _slice(padded, k, sizes, kernel, stride, dilation)
+    for k in range(1, window[0] * window[1]):
+        each = _slice(padded, k, sizes, window)
         where.masked_fill_(each > largest, k)
         largest = torch.maximum(largest, each)
     layout = layout_of(codes)
@@ -33,28 +30,24 @@ def max_pool_codes(
     return out.copy_(largest), torch.empty_like(out).copy_(where)
 
 
-def max_pool_codes_backward(
-    grad: Tensor, where: Tensor, height: int, width: int, kernel: list[int], stride: list[int], padding: list[int],
-    dilation: list[int],
-) -> Tensor:  # fmt: skip
+def max_pool_codes_backward(grad: Tensor, where: Tensor, height: int, width: int, window: list[int]) -> Tensor:
     """The gradient of the pooled images (height x width): every window gives its own to its largest element."""
     sizes = list(where.shape[2:])
-    left, right, above, below = _pads([height, width], sizes, kernel, stride, padding, dilation)
+    left, right, above, below = _pads([height, width], sizes, window)
     layout, full = layout_of(where), grad.to(torch.float32)
     shape = (*where.shape[:2], above + height + below, left + width + right)
     padded = torch.empty(shape, dtype=torch.float32, device=grad.device, memory_format=layout).zero_()
-    for k in range(kernel[0] * kernel[1]):
-        _slice(padded, k, sizes, kernel, stride, dilation).add_(torch.where(where == k, full, 0.0))
+    for k in range(window[0] * window[1]):
+        _slice(padded, k, sizes, window).add_(torch.where(where == k, full, 0.0))
     image = padded[:, :, above : above + height, left : left + width]
     return torch.empty(image.shape, dtype=grad.dtype, device=grad.device, memory_format=layout).copy_(image)
 
 
-def pooled_sizes(
-    images: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
-) -> list[int]:
+def pooled_sizes(images: Tensor, window: list[int]) -> list[int]:
     """Height and width after pooling."""
-    numbers = zip(images.shape[2:], kernel, stride, padding, dilation, strict=True)
-    return [pooled_size(*each, ceil_mode) for each in numbers]
+    kernel, stride, padding, dilation = _pairs(window)
+    axes = zip(images.shape[2:], kernel, stride, padding, dilation, strict=True)
+    return [pooled_size(*each, bool(window[8])) for each in axes]
 
 
 def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
@@ -64,24 +57,23 @@ def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int
     return windows - 1 if ceil_mode and (windows - 1) * stride >= size + padding else windows
 
 
-def _pads(
-    images: list[int], sizes: list[int], kernel: list[int], stride: list[int], padding: list[int],
-    dilation: list[int],
-) -> list[int]:  # fmt: skip
+def _pairs(window: list[int]) -> list[list[int]]:
+    """Kernel, stride, padding and dilation."""
+    return [window[k : k + 2] for k in (0, 2, 4, 6)]
+
+
+def _pads(images: list[int], sizes: list[int], window: list[int]) -> list[int]:
     """The padding left, right, above and below that makes every window lie inside."""
     behind = [
         max((windows - 1) * step + (length - 1) * spread + 1 - size - pad, 0)
-        for size, windows, length, step, pad, spread in zip(
-            images, sizes, kernel, stride, padding, dilation, strict=True
-        )
+        for size, windows, length, step, pad, spread in zip(images, sizes, *_pairs(window), strict=True)
     ]
-    return [padding[1], behind[1], padding[0], behind[0]]
+    return [window[5], behind[1], window[4], behind[0]]
 
 
-def _slice(
-    padded: Tensor, k: int, sizes: list[int], kernel: list[int], stride: list[int], dilation: list[int]
-) -> Tensor:
+def _slice(padded: Tensor, k: int, sizes: list[int], window: list[int]) -> Tensor:
     """A view of element k of all windows."""
+    kernel, stride, _, dilation = _pairs(window)
     y, x = k // kernel[1] * dilation[0], k % kernel[1] * dilation[1]
     rows = slice(y, y + (sizes[0] - 1) * stride[0] + 1, stride[0])
     return padded[:, :, rows, x : x + (sizes[1] - 1) * stride[1] + 1 : stride[1]]

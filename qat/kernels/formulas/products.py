@@ -1,4 +1,4 @@
-"""Formulas for the product of codes and a weight, which they quantize first; see `qat.kernels.operators.products`.
+"""Formulas for products of codes: with a weight, which they quantize first, and with codes; see `operators.products`.
 
     y = product(codes - zero, integers) * (step * steps) + bias, integers = clamp(round(weight / steps), low, high)
 
@@ -7,20 +7,23 @@ which would round the values of a grid. float16 is the exception, see `_operands
 """
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qat.kernels.formulas.autocasting import result_dtype, without_autocast
 from qat.kernels.formulas.grids import (
     grid_of,
+    in_layout_of,
     integers_again,
     learned_gradient,
-    like,
+    result_dtype,
     slopes,
     slopes_on,
     step_in_force,
+    without_autocast,
 )
+from qat.kernels.formulas.quantizers import dequantize
 from qat.kernels.geometry import MOST_INPUTS, Geometry
 from qat.torch_internals import int8_matmul
 
@@ -28,36 +31,35 @@ log = logging.getLogger("qat.kernels")
 
 
 def codes_product(
-    codes: Tensor, qparams: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, bias: Tensor | None, low: int,
-    high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int, copies: int,
+    codes: Tensor, qparams: Tensor, weight: Tensor, grid: list[Any], levels: list[float], bias: Tensor | None,
+    geometry: list[int], batch_factor: int,
 ) -> Tensor:  # fmt: skip
     """product((codes - zero) * step, weight on its grid) + bias, in autocast's dtype or else in weight's.
 
     The sums are exact in int32 if integers are allowed and this is a product of matrices that `fits_int_mm`, else in
     floating point. The result has the memory format of `Geometry.layout`.
     """
-    geometry, dtype = Geometry(stride, padding, dilation, groups), result_dtype(codes, weight.dtype)
-    rounded, steps = _on_grid(weight, scales, smallest, low, high)
-    rows = geometry.rows(codes.shape, weight.shape)
-    fits = _is_of_matrices(geometry, weight) and fits_int_mm(rows, weight.shape[1], weight.shape[0])
-    if copies and fits and has_int_mm(codes.device):
+    product, dtype = Geometry.unpacked(geometry), result_dtype(codes, weight.dtype)
+    rounded, steps = _on_grid(weight, grid, levels)
+    rows = product.rows(codes.shape, weight.shape)
+    fits = _is_of_matrices(product, weight) and fits_int_mm(rows, weight.shape[1], weight.shape[0])
+    if batch_factor and fits and has_int_mm(codes.device):
         y = _multiply_integers(codes, qparams[1], rounded, rows)
         # int8 has no NaN: the factor of a row brings back a NaN in its weights.
         factor = steps * qparams[0] + (rounded - rounded).flatten(1).sum(1)
     else:
         x, values, factor = _operands(codes, qparams, rounded, steps, dtype)
         with without_autocast(codes):
-            y = geometry.multiply(x, values, None)
-    y = y * _along_channels(factor, geometry)
+            y = product.multiply(x, values, None)
+    y = y * _along_channels(factor, product)
     if bias is not None:
-        y = y + _along_channels(bias.to(torch.float32), geometry)
-    return _arranged(y, codes, weight, geometry, dtype)
+        y = y + _along_channels(bias.to(torch.float32), product)
+    return _in_layout(y, product.layout(codes, weight), dtype)
 
 
 def codes_product_backward(
-    grad: Tensor, codes: Tensor, qparams: Tensor, weight: Tensor, scales: Tensor, smallest: Tensor, low: int,
-    high: int, factor: float, relative: bool, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    needs_x: bool, needs_weight: bool, needs_bias: bool,
+    grad: Tensor, codes: Tensor, qparams: Tensor, weight: Tensor, grid: list[Any], levels: list[float],
+    geometry: list[int], needs_x: bool, needs_weight: bool, needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of the tensor behind the codes, of weight, scales and bias.
 
@@ -66,45 +68,78 @@ def codes_product_backward(
         dweight = dvalues inside the grid;  dscales = factor * sum(dvalues * slope), in their own dtypes
     dbias = sum(grad) in float32, in weight's dtype
     """
-    geometry = Geometry(stride, padding, dilation, groups)
-    rounded, steps = _on_grid(weight, scales, smallest, low, high)
+    product = Geometry.unpacked(geometry)
+    rounded, steps = _on_grid(weight, grid, levels)
     values = (rounded * _along_rows(steps, weight)).to(grad.dtype)
     x, left = _integers(codes, qparams, grad.dtype)
     with without_autocast(grad):
-        found_x, found_values = _gradients(geometry, grad, x, values, needs_x, needs_weight)
-    grad_x = grad_weight = grad_scales = grad_bias = grad.new_empty(0)
+        found_x, found_values = _gradients(product, grad, x, values, needs_x, needs_weight)
+    grad_x, grad_weight, grad_scales, grad_bias = (grad.new_empty(0) for _ in range(4))
     if found_x is not None:
-        grad_x = like(found_x, codes, grad.dtype)
+        grad_x = in_layout_of(found_x, codes, grad.dtype)
     if found_values is not None:
         through = found_values.to(torch.float32) * left
-        inside, slope = slopes(weight.to(torch.float32) / _along_rows(steps, weight), low, high)
-        grad_weight = like(torch.where(inside, through, 0.0), weight, weight.dtype)
+        inside, slope = slopes(weight.to(torch.float32) / _along_rows(steps, weight), levels[0], levels[1])
+        grad_weight = in_layout_of(torch.where(inside, through, 0.0), weight, weight.dtype)
         total = (through * slope).flatten(1).sum(1)
-        total = total if scales.numel() > 1 else total.sum()
-        grad_scales = learned_gradient(total, scales, smallest, factor, relative)
+        total = total if grid[0].numel() > 1 else total.sum()
+        grad_scales = learned_gradient(total, grid, levels)
     if needs_bias:
-        axes = [0, *range(2, grad.dim())] if stride else list(range(grad.dim() - 1))
+        axes = [0, *range(2, grad.dim())] if product.stride else list(range(grad.dim() - 1))
         grad_bias = grad.sum(axes, dtype=torch.float32).to(weight.dtype)
     return grad_x, grad_weight, grad_scales, grad_bias
 
 
 def input_scale_gradient(
-    grad: Tensor, x: Tensor, scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int,
-    shift: int, factor: float, relative: bool, weight: Tensor, weight_scales: Tensor, weight_smallest: Tensor,
-    weight_low: int, weight_high: int, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    grad: Tensor, x: Tensor, grid: list[Any], levels: list[float], weight: Tensor, weight_grid: list[Any],
+    weight_levels: list[float], geometry: list[int],
 ) -> Tensor:  # fmt: skip
     """sum(grad * product(dx/dscale, weight)): the gradient of the scale of x, an input of the model.
 
     The product is computed in grad's dtype, its sum with grad in float32.
     """
-    geometry = Geometry(stride, padding, dilation, groups)
-    _, slope = slopes_on(x.to(torch.float32), grid_of(scale, smallest, zero_point, low, high, shift))
-    rounded, steps = _on_grid(weight, weight_scales, weight_smallest, weight_low, weight_high)
+    _, slope = slopes_on(x.to(torch.float32), grid_of(grid, levels))
+    rounded, steps = _on_grid(weight, weight_grid, weight_levels)
     values = (rounded * _along_rows(steps, weight)).to(grad.dtype)
     with without_autocast(grad):
-        derivative = geometry.multiply(slope.to(grad.dtype), values, None)
+        derivative = Geometry.unpacked(geometry).multiply(slope.to(grad.dtype), values, None)
     total = (grad.to(torch.float32) * derivative.to(torch.float32)).sum()
-    return learned_gradient(total, scale, smallest, factor, relative)
+    return learned_gradient(total, grid, levels)
+
+
+def codes_matmul(a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor) -> Tensor:
+    """((a - a_zero) @ (b - b_zero)) * (a_step * b_step), in float32 or in autocast's dtype.
+
+    The integers are multiplied, which bfloat16 and TF32 hold exactly. In float16 the values are multiplied instead:
+    sums of integers overflow beyond 65504, and the values' sums are no larger than in any model in float16.
+    """
+    dtype = result_dtype(a, torch.float32)
+    with without_autocast(a):
+        if dtype is torch.float16:
+            y = torch.bmm(_rows(dequantize(a, a_qparams), dtype), _rows(dequantize(b, b_qparams), dtype))
+        else:
+            x, z = (codes - qparams[1].to(dtype) for codes, qparams in ((a, a_qparams), (b, b_qparams)))
+            y = (torch.bmm(_rows(x, dtype), _rows(z, dtype)) * (a_qparams[:1] * b_qparams[:1])).to(dtype)
+    return y.view(*a.shape[:-1], b.shape[-1])
+
+
+def codes_matmul_backward(
+    grad: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor
+) -> tuple[Tensor, Tensor]:
+    """da = grad @ b^T;  db = a^T @ grad, with values in grad's dtype; each in the strides of its operand."""
+    rows = grad.reshape(-1, *grad.shape[-2:])
+    x, z = (
+        _rows(integers_again(codes, qparams[1]) * qparams[0], grad.dtype)
+        for codes, qparams in ((a, a_qparams), (b, b_qparams))
+    )
+    with without_autocast(grad):
+        grad_a, grad_b = torch.bmm(rows, z.mT), torch.bmm(x.mT, rows)
+    return in_layout_of(grad_a.view(a.shape), a, grad.dtype), in_layout_of(grad_b.view(b.shape), b, grad.dtype)
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in another dtype, as a batch of matrices: three axes."""
+    return x.to(dtype).flatten(0, -3)
 
 
 def fits_int_mm(rows: int, inputs: int, outputs: int) -> bool:
@@ -208,10 +243,10 @@ def _gradients(
     return (rows @ weight).view(x.shape) if needs_x else None, rows.T @ inputs if needs_weight else None
 
 
-def _on_grid(weight: Tensor, scales: Tensor, smallest: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+def _on_grid(weight: Tensor, grid: list[Any], levels: list[float]) -> tuple[Tensor, Tensor]:
     """The weight's integers in float32, and the bounded scales: one, or one per row."""
-    steps = step_in_force(scales, smallest.reshape(scales.shape)).reshape(-1)
-    return (weight.to(torch.float32) / _along_rows(steps, weight)).round_().clamp_(low, high), steps
+    steps = step_in_force(grid[0], grid[1].reshape(grid[0].shape)).reshape(-1)
+    return (weight.to(torch.float32) / _along_rows(steps, weight)).round_().clamp_(levels[0], levels[1]), steps
 
 
 def _along_rows(steps: Tensor, weight: Tensor) -> Tensor:
@@ -222,13 +257,12 @@ def _along_channels(values: Tensor, geometry: Geometry) -> Tensor:
     return values.view(-1, *[1] * len(geometry.stride))
 
 
-def _arranged(y: Tensor, codes: Tensor, weight: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor:
-    """y in the dtype and memory format that `codes_product` promises.
+def _in_layout(y: Tensor, layout: torch.memory_format, dtype: torch.dtype) -> Tensor:
+    """y in a memory format and a dtype.
 
     A Function's forward must not end with an in-place operation or one that returns its input: torch 2.11 compiles such
     a Function without its gradient.
     """
-    layout = geometry.layout(codes, weight)
     if y.dtype is not dtype:
         return y.to(dtype, memory_format=layout)
     return y if y.is_contiguous(memory_format=layout) else y.contiguous(memory_format=layout)

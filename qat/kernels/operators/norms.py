@@ -1,4 +1,4 @@
-"""Operators that apply a BatchNorm, a clamp and a quantizer in one pass; arguments as in `quantizers`."""
+"""Operators that apply a BatchNorm, a clamp and a quantizer in one pass; see `operator` for their arguments."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu.addresses import elements_at, numbers_at
-from qat.kernels.cpu.quantizers import compiled, learned_grid, like, threads_for
+from qat.kernels.cpu.quantizers import compiled, empty_scale, in_layout_of, learned_grid, threads_for
 from qat.kernels.cpu.structures import Extent, Norm
 from qat.kernels.formulas import norms as formulas
 from qat.kernels.operators.operator import operator
@@ -33,12 +33,9 @@ def _extent_of(y: Tensor) -> Extent:
     return Extent(*sizes)
 
 
-def _addresses(gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, extent: Extent) -> Norm:
-    channels = extent.channels
-    return Norm(
-        numbers_at("gamma", gamma, channels), numbers_at("beta", beta, channels), numbers_at("mean", mean, channels),
-        numbers_at("inverse", inverse, channels),
-    )  # fmt: skip
+def _addresses(norm: list[Tensor], extent: Extent) -> Norm:
+    names = ("gamma", "beta", "mean", "inverse")
+    return Norm(*[numbers_at(name, each, extent.channels) for name, each in zip(names, norm, strict=True)])
 
 
 def statistics(y: Tensor, eps: float, running: tuple[Tensor, Tensor], share: float) -> tuple[Tensor, Tensor]:
@@ -62,51 +59,40 @@ def _statistics(y: Tensor, eps: float, running: Sequence[Tensor], share: float) 
     return mean, inverse, variance
 
 
-@operator(
-    lambda y, eps: tuple(y.new_empty(y.shape[1 if y.dim() > 3 else -1]) for _ in range(3)), formulas.batch_statistics
-)
+@operator(formulas.batch_statistics)
 def batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The mean of every channel, 1 / sqrt(variance + eps), and the unbiased variance."""
     return _statistics(y, eps, (), 0.0)
 
 
-@operator(lambda y, *rest: (torch.empty_like(y, dtype=torch.uint8), y.new_empty(2)), formulas.norm_quantize)
+@operator(formulas.norm_quantize)
 def norm_quantize(
-    y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, floor: float, ceiling: float,
-    scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,
-    relative: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes of clamp((y - mean) * inverse * gamma + beta, floor, ceiling)."""
+    y: Tensor, norm: list[Tensor], clip: list[float], grid: list[Tensor | None], levels: list[float]
+) -> tuple[Tensor, Tensor]:
+    """Codes of clamp((y - mean) * inverse * gamma + beta, *clip), and their qparams.
+
+    norm holds gamma, beta, mean and inverse: 1 / sqrt(variance + eps).
+    """
     codes, qparams, extent = torch.empty_like(y, dtype=torch.uint8), y.new_empty(2), _extent_of(y)
-    grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
     compiled().norm_quantize(
-        elements_at("y", y, y), elements_at("codes", codes, y, torch.uint8), extent,
-        _addresses(gamma, beta, mean, inverse, extent), grid, floor, ceiling,
-        numbers_at("step and zero", qparams, 2), threads_for(y.numel()),
+        elements_at("y", y, y), elements_at("codes", codes, y, torch.uint8), extent, _addresses(norm, extent),
+        learned_grid(grid, levels), *clip, numbers_at("step and zero", qparams, 2), threads_for(y.numel()),
     )  # fmt: skip
     return codes, qparams
 
 
-@operator(
-    lambda grad, y, gamma, beta, mean, inverse, floor, ceiling, scale, *rest: (
-        torch.empty_like(y) if rest[-1] else y.new_empty(0), torch.empty_like(mean), torch.empty_like(mean),
-        torch.empty_like(scale),
-    ),
-    formulas.norm_quantize_backward,
-)  # fmt: skip
+@operator(formulas.norm_quantize_backward)
 def norm_quantize_backward(
-    grad: Tensor, y: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, inverse: Tensor, floor: float, ceiling: float,
-    scale: Tensor, smallest: Tensor, zero_point: Tensor | None, low: int, high: int, shift: int, factor: float,
-    relative: bool, follows_batch: bool, needs_y: bool,
+    grad: Tensor, y: Tensor, norm: list[Tensor], clip: list[float], grid: list[Tensor | None], levels: list[float],
+    follows_batch: bool, needs_y: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of y, gamma, beta and scale."""
-    grad, grad_y = like(grad, y), torch.empty_like(y) if needs_y else y.new_empty(0)
-    grad_gamma, grad_beta, grad_scale = torch.empty_like(mean), torch.empty_like(mean), torch.empty_like(scale)
-    grid = learned_grid(scale, smallest, zero_point, low, high, shift, factor, relative)
-    extent = _extent_of(y)
+    """The gradients of y, gamma, beta and scale; follows_batch: mean and inverse are statistics of y."""
+    grad, grad_y = in_layout_of(grad, y), torch.empty_like(y) if needs_y else y.new_empty(0)
+    grad_gamma, grad_beta = torch.empty_like(norm[0]), torch.empty_like(norm[0])
+    grad_scale, extent = empty_scale(grid), _extent_of(y)
     compiled().norm_quantize_backward(
         elements_at("grad", grad, y), elements_at("y", y, y), elements_at("grad_y", grad_y, y) if needs_y else None,
-        extent, _addresses(gamma, beta, mean, inverse, extent), grid, floor, ceiling, follows_batch,
+        extent, _addresses(norm, extent), learned_grid(grid, levels), *clip, follows_batch,
         numbers_at("grad_gamma", grad_gamma, extent.channels), numbers_at("grad_beta", grad_beta, extent.channels),
         numbers_at("grad_scale", grad_scale, 1), threads_for(y.numel()),
     )  # fmt: skip

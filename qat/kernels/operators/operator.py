@@ -1,4 +1,16 @@
-"""Kernels as torch operators, each one node for torch.compile; on CUDA, formulas that it fuses."""
+"""Kernels as torch operators, each one node for torch.compile; on CUDA, formulas that it fuses.
+
+All arguments besides tensors and numbers are packed, since an operator's schema knows lists only:
+
+    grid        a quantizer's scale, smallest scale and zero point (None on a symmetric grid)
+    levels      the fields of `Levels`
+    qparams     a tensor of step and zero of codes; the step is NaN if one of the values is
+    clip        floor and ceiling before the quantizer
+    geometry    `Geometry.packed` of a product
+    window      kernel, stride, padding, dilation (two numbers each) and ceil_mode of a max pool
+
+A gradient that is not needed comes back empty.
+"""
 
 import functools
 import itertools
@@ -7,14 +19,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from qat.kernels.dispatch import DTYPES, by_formula
+from qat.kernels.dispatch import DTYPES, uses_formulas
 
 Result = TypeVar("Result")
 
 
-def operator(
-    shapes: Callable[..., Any], formula: Callable[..., Any]
-) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+def operator(formula: Callable[..., Any]) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Decorator that makes a function of tensors and numbers the operator torch.ops.qat.<name>.
 
     An eager call runs the function directly; torch.compile makes the call one opaque node. The operator has no
@@ -22,23 +32,24 @@ def operator(
     twice as long to reach the function.)
 
     Args:
-        shapes: takes the same arguments and returns empty tensors of the shapes, types and strides of the result.
-        formula: takes and returns the same, in torch's operations; it runs where `by_formula` says so.
+        formula: takes and returns the same, in torch's operations: it runs where `uses_formulas` says so, and tells
+            torch.compile shapes, types and strides of the result.
     """
 
     def decorated(function: Callable[..., Result]) -> Callable[..., Result]:
-        name = _free_name(function.__name__)
+        taken = (f"{function.__name__}_{number}" for number in itertools.count(2))  # by a module before its reload
+        name = next(n for n in (function.__name__, *itertools.islice(taken, 99)) if not hasattr(torch.ops.qat, n))
         library: Any = torch.library.Library("qat", "FRAGMENT")  # type: ignore[no-untyped-call]
         library.define(
             name + torch.library.infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,)
         )
         library.impl(name, function, "CPU")
-        torch.library.register_fake(f"qat::{name}", shapes, lib=library)
+        torch.library.register_fake(f"qat::{name}", formula, lib=library)
         registered: Any = getattr(torch.ops.qat, name)
 
         @functools.wraps(function)
         def call(*args: Any) -> Result:
-            if by_formula(args[0]) or args[0].dtype in DTYPES[1:]:  # half precision, in a backward outside the context
+            if uses_formulas(args[0]) or args[0].dtype in DTYPES[1:]:  # 16 bits: a backward outside the context
                 found: Result = formula(*args)
             elif torch.compiler.is_compiling():
                 found = registered(*args)
@@ -50,12 +61,3 @@ def operator(
         return call
 
     return decorated
-
-
-def _free_name(name: str) -> str:
-    """The name, with a number if it is taken: a reloaded module (in a notebook, say) defines its operators again.
-
-    Functions of the old module keep their operator.
-    """
-    numbered = (f"{name}_{number}" for number in itertools.count(2))
-    return next(each for each in itertools.chain([name], numbered) if not hasattr(torch.ops.qat, each))

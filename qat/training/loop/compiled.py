@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.proof import check_parts
 from qat.text import first_line
 from qat.training.run.exit_status import is_memory_shortage
 
@@ -49,8 +49,7 @@ class CompiledModel:
         if self._proven:
             return
         self._proven = True
-        if isinstance(self._model, PreparedGraph):
-            self._model._prove(images)
+        check_parts(self._model, {self._model: ((images,), {})})
         expected = self._step(self._model, loss_of)
         try:
             difference = _gross_difference(self._step(self._compiled, loss_of), expected)

@@ -1,4 +1,4 @@
-"""Decides which modules kernels may replace, and remembers the state that a graph on codes was derived from.
+"""The modules that kernels stand in for: which these may be, and whether a model's are still what they were.
 
 A kernel computes what a module would, without calling it. That is correct only for classes whose forward is known, if
 no hook waits for the call, if nothing changed what the call computes (a patched `forward`, a subclass), and as long as
@@ -11,10 +11,10 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.utils import parametrize
 
-from qat.fused import activation_table
+from qat.fused import activations
 from qat.layers import QuantConv1d, QuantConv2d, QuantConv3d, QuantFunction, QuantLayer, QuantLinear
 from qat.preparation.hooks import METHODS, is_watched, watch
 from qat.preparation.replacements import ModuleSnapshot
@@ -26,7 +26,7 @@ READ: dict[type[nn.Module], tuple[str, ...]] = {
     LSQQuantizer: ("training", "observer", "is_calibrated", "is_disabled", "spec", "role"),
     **dict.fromkeys(LAYERS, ("training", "input_quantizer")),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), ("training", "track_running_stats")),
-    **activation_table.READ,
+    **activations.READ,
     nn.Softmax: ("dim",),
     nn.MaxPool2d: ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"),
     **dict.fromkeys((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout), ("inplace",)),
@@ -36,6 +36,9 @@ READ: dict[type[nn.Module], tuple[str, ...]] = {
 }
 """The classes that kernels may replace, and the attributes that a graph is derived from; their other attributes are
 read in every step."""
+
+NOT_GUARDED = {"observer", "is_calibrated", "spec", "role", "input_quantizer"}
+"""Attributes that torch.compile cannot watch."""
 
 
 def _methods(kind: type[nn.Module]) -> tuple[Any, ...]:
@@ -80,75 +83,87 @@ def module_refusal(module: nn.Module) -> str | None:
     return reason if reason is None else f"its weight_quantizer: {reason}"
 
 
-def may_stand_in(module: nn.Module | None) -> bool:
-    """Whether a kernel may replace a call of this module."""
-    return module is not None and module_refusal(module) is None
+def _nothing(module: nn.Module) -> None:
+    """The reader for modules that the graph calls: it depends on none of their attributes."""
 
 
 _READERS: dict[type[nn.Module] | None, Callable[[Any], Any]] = {
-    kind: attrgetter(*names) if names else (lambda module: None) for kind, names in READ.items()
+    kind: attrgetter(*names) if names else _nothing for kind, names in READ.items()
 }
 
 
-NUMBERS = frozenset(name for names in READ.values() for name in names) - {
-    "observer", "is_calibrated", "spec", "role", "input_quantizer"
-}  # fmt: skip
-"""Attributes that torch.compile can watch."""
-
-
-def numbers_of(
-    model: nn.Module, names: set[str]
-) -> tuple[tuple[str, type[nn.Module], tuple[tuple[str, Any], ...]], ...]:
-    """Names, classes and `NUMBERS` of the modules that kernels may replace: what compiled code has to compare."""
-    found = []
-    for name in sorted(names):
-        module = model.get_submodule(name)
-        known = known_kind(type(module))
-        if known is not None:
-            wanted = NUMBERS.intersection(READ[known])
-            found.append((name, type(module), tuple((key, getattr(module, key)) for key in sorted(wanted))))
-    return tuple(found)
-
-
-class ModuleState:
-    """The state of modules that a fused graph was derived from: a `ModuleSnapshot`, and what kernels take for granted.
+class Watched:
+    """The modules that a fused graph was derived from, and what they were then: classes, attributes and hooks.
 
     Args:
         model: a prepared model.
         names: of the modules that the graph calls or replaces.
 
     Attributes:
-        text: the state as text; a copy of the model has the same.
+        text: their state as text; a copy of the model has the same.
     """
 
     def __init__(self, model: nn.Module, names: set[str]) -> None:
         modules = {name: model.get_submodule(name) for name in sorted(names)}
-        facts = {
-            name: partial(_READERS.get(known_kind(kind_of(each)), _nothing), each) for name, each in modules.items()
-        }
-        kinds = {kind_of(each) for each in modules.values()}
-        known = sorted((kind for kind in kinds if known_kind(kind) is not None), key=lambda kind: kind.__qualname__)
-        words = [
-            (name, (type(each).__qualname__, _in_words(facts[name]()), is_watched(each)))
-            for name, each in modules.items()
+        facts = {name: partial(_READERS.get(known_kind(kind_of(m)), _nothing), m) for name, m in modules.items()}
+        known = {kind for kind in map(kind_of, modules.values()) if known_kind(kind) is not None}
+        states = [
+            (name, (type(m).__qualname__, _described(facts[name]()), is_watched(m))) for name, m in modules.items()
         ]
-        self.text = repr((words, [kind.__qualname__ for kind in known if is_changed(kind)]))
+        self.text = repr((states, sorted(kind.__qualname__ for kind in known if is_changed(kind))))
         self._reads: list[Callable[[], Any]] = [*ModuleSnapshot(model, names).reads, *facts.values()]
-        self._reads += [partial(type, each) for each in modules.values()]
-        self._reads += [read for each in modules.values() for read in watch(each)]
+        self._reads += [partial(type, m) for m in modules.values()]
+        self._reads += [read for m in modules.values() for read in watch(m)]
         self._reads += [partial(is_changed, kind) for kind in known]
         self._values = [read() for read in self._reads]
+        self._guards = [
+            (name, key, getattr(m, key))
+            for name, m in modules.items()
+            if known_kind(type(m)) is not None
+            for key in ("__class__", *sorted({*READ[known_kind(type(m)) or type(m)]} - NOT_GUARDED))
+        ]
 
     def holds(self) -> bool:
-        """Whether nothing changed: modules, classes, attributes, hooks."""
+        """Whether nothing changed."""
         return [read() for read in self._reads] == self._values
 
+    def holds_compiled(self, model: nn.Module) -> bool:
+        """The part of it that torch.compile can watch: it traces this, and guards on all that is read."""
+        return all(getattr(model.get_submodule(name), key) == value for name, key, value in self._guards)
 
-def _nothing(module: nn.Module) -> None:
-    """The reader for modules that the graph calls: it depends on none of their attributes."""
 
-
-def _in_words(found: Any) -> str:
+def _described(found: Any) -> str:
     """Attributes as text, without the addresses of modules and tensors."""
     values = found if isinstance(found, tuple) else (found,)
     return repr([type(value).__name__ if isinstance(value, (nn.Module, torch.Tensor)) else value for value in values])
+
+
+class _Block:
+    """A block of the model, whose attributes are the modules that a graph names; anything else is read from it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.__block = block
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__block, name)
+
+
+def module_tree(model: nn.Module, graph: fx.Graph) -> Any:
+    """An object that answers as the model does when a graph's code looks up its modules and tensors.
+
+    A module looks up each of its children in a Python function, at every level of a path like `features.3.conv.0`: 1.5
+    ms a step for MobileNetV2. `Watched` knows the same modules, so that the tree is made anew if one is replaced.
+    """
+    tree = _Block(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    paths = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+    for path in sorted(paths & modules.keys(), key=lambda path: path.count(".")):
+        place: Any = tree
+        steps = path.split(".")
+        for depth, step in enumerate(steps[:-1], start=1):
+            if isinstance(place, nn.Module):  # the graph names it too, and it finds its children itself
+                break
+            place = vars(place).setdefault(step, _Block(modules[".".join(steps[:depth])]))
+        if not isinstance(place, nn.Module):
+            vars(place)[steps[-1]] = modules[path]
+    return tree

@@ -3,12 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_fused import assert_same, prepared
 from torch import Tensor, fx, nn
 
-from qat.fused.activation_table import ACTIVATIONS, PLAIN_CURVES, FusedActivation
-from qat.fused.activations import Activation, activation_of
-from qat.kernels.cpu import compiler
+from qat.fused.activations import ACTIVATIONS, PLAIN_CURVES, Activation, FusedActivation, activation_of
 from qat.kernels.formulas import curves as formulas
 from qat.kernels.operators import curves as operators
 
@@ -83,11 +80,3 @@ def test_a_function_with_other_arguments_is_none_of_them() -> None:
 
 def test_the_kernels_have_every_curve() -> None:
     assert set(PLAIN_CURVES) == set(operators.CURVE_NUMBERS) == set(formulas.CURVES)
-
-
-@pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
-@pytest.mark.parametrize("module", [module for _, module in MODULES], ids=lambda module: repr(module))
-def test_it_trains_as_the_plain_operations_do(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QAT_SELF_CHECK", "off")  # which would let a wrong kernel train plainly
-    x = torch.randn(8, 16)
-    assert_same(prepared(nn.Sequential(nn.Linear(16, 16), module, nn.Linear(16, 4)), x), x)

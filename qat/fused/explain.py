@@ -1,54 +1,99 @@
-"""What runs how in a fused graph, and why: the answers of the predicates that decided it, by name."""
+"""What runs how in a fused graph, and why: the answers of the predicates that decided it, for `qat.explain`."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from qat.analysis.explain import PLAINLY, Row
+from qat.evaluating import evaluating
 from qat.fused.functions.codes import NOT_TAKEN, SHIFT, learned_by
 from qat.fused.functions.products import integers_refusal, weight_refusal
 from qat.fused.plan import CodesPlan
-from qat.kernels.dispatch import by_formula
+from qat.fused.verdict import is_wanted
+from qat.kernels.dispatch import uses_formulas
 from qat.layers import QuantLayer
-from qat.preparation.explanation import PLAINLY, Trains
 from qat.quantizer import Quantizer
+from qat.torch_internals import pytree
 from qat.tracing.nodes import submodule_of
 
 ON_CODES = "on codes"
-BY_FORMULA = "on codes, by formula"
 
 
-def rows_of(plan: CodesPlan, whole: str | None, shapes: Mapping[str, torch.Size]) -> dict[str, Trains]:
-    """How layers, quantizers of activations and their products train, by name.
+def explain_part(
+    model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None, shapes: Mapping[str, torch.Size]
+) -> tuple[str, dict[str, Row]]:
+    """How a traced model or part trains: a sentence without its subject, and what runs in it, by name.
 
     Args:
-        plan: of the graph.
-        whole: why none of it runs on codes; None if it may.
-        shapes: what layers are given, by name; those that are missing may be given anything.
+        model: a FusedGraph; one in evaluation is put into training to look, and back.
+        inputs: of its forward, args and kwargs; None: any.
+        shapes: what its layers are given for these inputs, by name.
     """
-    found: dict[str, Trains] = {}
+    evaluated = not model.training
+    with evaluating(model) if evaluated else nullcontext():
+        if evaluated:
+            model.train()
+        given = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
+        on_cuda = next(model.parameters()).is_cuda
+        no_memory = "it has no memory to compute in (device meta)" if model._is_meta_only() else None
+        whole = no_memory or model._watched_by() or model._refusal(given, compiling=on_cuda)
+        verdict = model._derive().verdict
+        distrusted = () if verdict is None else verdict.distrusted
+        if distrusted is None:
+            whole = whole or verdict.reason
+        plan = CodesPlan(model, distrusted or ())
+        if not plan.layers:
+            whole = whole or _nothing_on_codes(model)
+        rows = _rows(plan, whole, shapes)
+    if whole is not None:
+        how = f"trains {PLAINLY}: {whole}"
+    elif verdict is not None:
+        how = str(verdict)
+    elif is_wanted():
+        how = "trains on codes as soon as a self-check (calibrate, self_check, a step) has shown that to be the same"
+    else:
+        how = "trains on codes, without a self-check (QAT_SELF_CHECK=off)"
+    if on_cuda and whole is None:
+        how += f"; uncompiled it trains {PLAINLY}: {model._refusal(given, compiling=False)}"
+    if evaluated:
+        how = f"is in evaluation, where its graph runs operation by operation; in training it {how}"
+    return how, rows
+
+
+def _nothing_on_codes(model: Any) -> str:
+    quantizers = [each for each in model.modules() if isinstance(each, Quantizer) and each.role == "activation"]
+    if quantizers and not any(each.is_calibrated for each in quantizers):
+        return "it is not calibrated"
+    return "no layer of it takes codes"
+
+
+def _rows(plan: CodesPlan, whole: str | None, shapes: Mapping[str, torch.Size]) -> dict[str, Row]:
+    """How layers, quantizers of activations and their products train, by name; whole: why none runs on codes."""
+    found: dict[str, Row] = {}
     for node in plan.nodes:
         module = submodule_of(plan.model, node)
         if not (isinstance(module, (Quantizer, QuantLayer)) or node in plan.matmuls or node in plan.refused):
             continue
         kind = "matmul" if module is None else type(module).__name__
         name = node.name if module is None else str(node.target)
-        row = Trains(kind, *_way(plan, node, module, shapes.get(name)))
+        how, why = _how(plan, node, module, shapes.get(name))
         if whole is not None:
-            row = Trains(kind, PLAINLY, row.why if row.how == PLAINLY else whole)
-        if name not in found or row.how == PLAINLY:  # a layer that is called twice is as slow as its slowest call
-            found[name] = row
+            how, why = PLAINLY, why if how == PLAINLY else whole
+        if name not in found or how == PLAINLY:  # a layer that is called twice is as slow as its slowest call
+            found[name] = (kind, how, why)
     return found
 
 
-def _way(plan: CodesPlan, node: fx.Node, module: Any, shape: torch.Size | None) -> tuple[str, str]:
+def _how(plan: CodesPlan, node: fx.Node, module: Any, shape: torch.Size | None) -> tuple[str, str]:
     """How a node trains, and why."""
     reason = plan.refused.get(node) or _tensors_refusal(plan, node, module)
     if reason is not None:
         return PLAINLY, reason
-    if by_formula(next(plan.model.parameters())):
-        return BY_FORMULA, ""
+    if uses_formulas(next(plan.model.parameters())):
+        return f"{ON_CODES}, by formula", ""
     if isinstance(module, QuantLayer):
         return _product(plan, node, module, shape)
     return ON_CODES, _one_pass(plan, node)
@@ -60,7 +105,7 @@ def _one_pass(plan: CodesPlan, quantizer: fx.Node) -> str:
     if chain is None:
         return ""
     first: Any = chain.source if chain.operands is not None else None
-    if chain.layer is not None and chain.layer in plan.followed:
+    if chain.layer is not None and chain.layer in plan.fused_norms:
         first = chain.layer.kwargs["norm"]
     nodes = (first, *(chain.activation.nodes[::-1] if chain.activation is not None else ()))
     names = [str(node.target) if node.op in ("call_module", "get_attr") else node.name for node in nodes if node]
