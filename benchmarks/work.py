@@ -13,7 +13,7 @@ from benchmarks.work_operators import FACTORS, macs_of, moves_values
 from qat.evaluating import evaluating
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
-from qat.quantizer.calibrated import taken_for_calibrated
+from qat.quantizer.base import taken_for_calibrated
 from qat.torch_internals import TorchDispatchMode, pytree, storage_id, writes_to_arguments
 from qat.tracing.inputs import Inputs, call_model
 from qat.tracing.nodes import scope_of

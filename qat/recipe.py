@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
-from qat.expected import NamedArguments, unknown_name
+from qat.expected import unknown_name
 from qat.spec import LEFT_OPEN, QuantSpec, Role
 from qat.targets import TargetProfile, profile_of
 
@@ -32,7 +32,7 @@ class LayerRecipe:
 
 
 @dataclass(frozen=True)
-class QuantRecipe(NamedArguments):
+class QuantRecipe:
     """The grid of every tensor of a model.
 
     Args:
@@ -56,8 +56,7 @@ class QuantRecipe(NamedArguments):
             behind that one.
 
     Raises:
-        TypeError: for a weight or activation that is none of these; for a key that is neither text nor a class; for an
-            argument that it does not have.
+        TypeError: for a weight or activation that is none of these; for a key that is neither text nor a class.
         ValueError: for an unknown target, field or override key, or a grid that the target does not run.
 
     >>> first_and_last = {"activation": {"bits": 8}, "weight": {"bits": 8}}

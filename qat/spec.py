@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from qat.expected import NamedArguments
-
 Role = Literal["weight", "activation"]
 Granularity = Literal["tensor", "channel", "group"]
 RangeInit = Literal["minmax", "percentile", "mse", "lsq"]
@@ -17,7 +15,7 @@ LEFT_OPEN: Any = None
 
 
 @dataclass(frozen=True, repr=False)
-class QuantSpec(NamedArguments):
+class QuantSpec:
     """An integer grid and the rule by which a tensor is put on it.
 
     A value x becomes the integer q = clamp(round(x / scale) + zero_point, qmin, qmax), which stands for
@@ -55,7 +53,6 @@ class QuantSpec(NamedArguments):
         qmin, qmax: lowest and highest integer of the grid; left open, it counts as 8 bits, signed, and not narrow.
 
     Raises:
-        TypeError: for a field that it does not have.
         ValueError: for values outside these.
 
     >>> four_bits = QuantSpec(bits=4)

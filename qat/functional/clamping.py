@@ -60,7 +60,6 @@ def clamp_ste(x: Tensor, low: Tensor | float, high: Tensor | float, gradient: Cl
     a bound is 1 or 0 depending on the torch version, and it does not pass gradients straight through.
 
     Args:
-        x: any shape, floating point.
         low, high: the bounds, in the unit of x; numbers, or tensors that broadcast with x. Where a tensor low exceeds
             high, y is high, as in `torch.clamp`.
         gradient: "clipped": dy/dx = 1 where low <= x <= high, else 0; "straight_through": 1 everywhere.
@@ -69,7 +68,6 @@ def clamp_ste(x: Tensor, low: Tensor | float, high: Tensor | float, gradient: Cl
         Tensor of the dtype of x and the shape that x and the bounds broadcast to; NaN stays NaN.
 
     Raises:
-        TypeError: if x is not floating point.
         ValueError: if both bounds are numbers and low exceeds high; for an unknown gradient.
 
     Source: Bengio et al., arXiv:1308.3432 (straight through); Choi et al., PACT, arXiv:1805.06085 (learned bound).

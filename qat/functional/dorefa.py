@@ -86,17 +86,10 @@ def dorefa_quantize_weight(weight: Tensor, bits: int, channel_axis: ChannelAxis 
     For bits = 1, y = sign(weight) * mean|weight| with sign(0) = +1, and dy/dweight = 1.
 
     Args:
-        weight: any shape, floating point.
         bits: 1 .. 16.
-        channel_axis: None takes the maximum (the mean) over the tensor; an int or a tuple of ints takes one for
-            every index of these axes.
-
-    Returns:
-        Tensor of the shape and dtype of weight.
 
     Raises:
-        TypeError: if weight is not floating point.
-        ValueError: if bits is no whole number from 1 to 16, or channel_axis is none of the axes of weight.
+        ValueError: if bits is not a whole number from 1 to 16.
 
     Source: Zhou et al., "DoReFa-Net: Training Low Bitwidth Convolutional Neural Networks with Low Bitwidth
     Gradients", arXiv:1606.06160. Deviation: the maximum gets its gradient (many re-implementations detach it).
@@ -125,15 +118,10 @@ def dorefa_quantize_activation(x: Tensor, bits: int) -> Tensor:
     y = round(clip(x, 0, 1) * n) / n with n = 2^bits - 1; dy/dx = 1 where 0 <= x <= 1, else 0.
 
     Args:
-        x: any shape, floating point.
         bits: 1 .. 16.
 
-    Returns:
-        Tensor of the shape and dtype of x.
-
     Raises:
-        TypeError: if x is not floating point.
-        ValueError: if bits is no whole number from 1 to 16.
+        ValueError: if bits is not a whole number from 1 to 16.
 
     Source: Zhou et al., "DoReFa-Net", arXiv:1606.06160.
 

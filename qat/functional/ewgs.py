@@ -74,15 +74,11 @@ def ewgs_round(x: Tensor, delta: Tensor | float) -> Tensor:
     could be used: there the tangent passes unchanged.
 
     Args:
-        x: any shape, floating point; in units of the grid's step.
+        x: in units of the grid's step.
         delta: strength, >= 0, the paper's 1e-3 .. 0.2; 0 is `round_ste`. A number, or a tensor of shape () or
             broadcastable to x. No gradient.
 
-    Returns:
-        Tensor of the shape and dtype of x; NaN and infinities stay what they are.
-
     Raises:
-        TypeError: if x is not floating point.
         ValueError: if delta is a number below 0, or does not broadcast to x.
 
     Source: Lee et al., "Network Quantization with Element-wise Gradient Scaling", arXiv:2104.00903.
@@ -104,7 +100,6 @@ def ewgs_gradient(x: Tensor, scale: Tensor | float, delta: Tensor | float) -> Te
     integer, v - round(v) is the rounding error of affine grids too; where the quantizer clips, g is 0 and stays 0.
 
     Args:
-        x: any shape, floating point.
         scale: step of the grid, > 0, in the unit of x; a number, or a tensor of shape () or broadcastable to
             x. No gradient from here.
         delta: strength, as in `ewgs_round`. No gradient.
@@ -113,7 +108,6 @@ def ewgs_gradient(x: Tensor, scale: Tensor | float, delta: Tensor | float) -> Te
         A new tensor, equal to x.
 
     Raises:
-        TypeError: if x is not floating point.
         ValueError: if delta is a number below 0; if scale or delta does not broadcast to x.
 
     Source: Lee et al., arXiv:2104.00903.

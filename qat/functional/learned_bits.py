@@ -84,18 +84,11 @@ def learned_bits_quantize(
     qmin = -qmax if signed, else qmax = 2^n - 1, qmin = 0; the gradients are those of `LearnedBitsFunction`.
 
     Args:
-        x: any shape, floating point.
         reach: the largest value of the grid, > 0, in the unit of x; shape () or broadcastable to x (per channel).
         bits: the bit-width as a floating-point tensor, 2 .. 16 if signed, else 1 .. 16; shape as reach. A value
             outside acts as the nearest bound.
         signed: whether the grid is symmetric around 0 or starts there.
         grad_factor: factor on the gradients of reach and bits.
-
-    Returns:
-        Tensor of the shape and dtype of x.
-
-    Raises:
-        TypeError: if x is not floating point.
 
     Source: Uhlich et al., "Mixed Precision DNNs: All you need is a good parametrization", arXiv:1905.11452, its
     parametrization by range and bits. Deviation: the step follows from reach and a whole number of bits, so that the
@@ -122,12 +115,6 @@ def bit_cost(bits: Tensor, count: int) -> Tensor:
     Args:
         bits: the learned bit-width, any shape, floating point.
         count: how many values have this width: the elements of a weight, or of an activation.
-
-    Returns:
-        Tensor of the shape and dtype of bits.
-
-    Raises:
-        TypeError: if bits is not floating point.
 
     Source: Uhlich et al., arXiv:1905.11452.
 

@@ -55,16 +55,11 @@ def pact_quantize(x: Tensor, alpha: Tensor, bits: int) -> Tensor:
     `PACTFunction`. The levels are alpha / n * {0 .. n}: an integer grid of scale alpha / n with zero point 0.
 
     Args:
-        x: any shape, floating point.
         alpha: upper end of the range, > 0, in the unit of x; shape () or broadcastable to x (per channel).
         bits: 1 .. 16.
 
-    Returns:
-        Tensor of the shape and dtype of x.
-
     Raises:
-        TypeError: if x is not floating point.
-        ValueError: if bits is no whole number from 1 to 16.
+        ValueError: if bits is not a whole number from 1 to 16.
 
     Source: Choi et al., "PACT: Parameterized Clipping Activation for Quantized Neural Networks", arXiv:1805.06085.
     Deviation: x = alpha counts as inside for x too (the paper leaves it to alpha alone).

@@ -57,15 +57,14 @@ def power_of_two_scale(scale: Tensor, rounding: Rounding = "nearest") -> Tensor:
     `lsq_quantize(x, power_of_two_scale(scale), qmin, qmax)` learns a scale that deploys as a shift.
 
     Args:
-        scale: any shape, floating point, > 0.
+        scale: > 0.
         rounding: "nearest" in the log domain (half to even), or "up" to the smallest power of two that is not below
             scale, so that a range never shrinks (TQT).
 
     Returns:
-        Tensor of the shape and dtype of scale: exact powers of two, at most the largest one of the dtype.
+        Exact powers of two, at most the largest one of the dtype.
 
     Raises:
-        TypeError: if scale is not floating point.
         ValueError: if rounding is neither "nearest" nor "up".
 
     Source: Jain et al., "Trained Quantization Thresholds for Accurate and Efficient Fixed-Point Inference of Deep

@@ -121,7 +121,7 @@ def check_bits(bits: int, caller: str, fewest: int = 1, most: int = MOST_BITS) -
     """Refuse a bit-width that the rule has no levels for.
 
     Raises:
-        ValueError: if bits is no whole number from fewest to most.
+        ValueError: if bits is not a whole number from fewest to most.
     """
     if isinstance(bits, bool) or not isinstance(bits, int) or not fewest <= bits <= most:
         raise ValueError(f"{caller}: bits must be a whole number from {fewest} to {most}, got {bits!r}")
@@ -265,7 +265,7 @@ def scale_gradient(x: Tensor, factor: Tensor | float) -> Tensor:
     """x itself, its gradient multiplied by factor: how LSQ slows down the learning of a scale.
 
     Args:
-        x: any shape, floating point; meant for parameters of few elements, it is copied.
+        x: meant for parameters of few elements, it is copied.
         factor: of the gradient; a number, or a tensor that broadcasts to x and gets no gradient itself.
 
     Source: Esser et al., arXiv:1902.08153, section 2.2.

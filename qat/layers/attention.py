@@ -11,11 +11,9 @@ from torch.nn.utils import parametrize
 
 from qat.layers.attention_core import OPERANDS, PROBABILITIES, PROJECTIONS, additive_mask, multihead_attention
 from qat.layers.base import quantizer_or_none, resolved_input_spec
-from qat.layers.composite import CompositeTwin
 from qat.layers.function import QuantFunction
 from qat.layers.linear import QuantLinear
-from qat.layers.sharing import ActivationSpec, share_parameters
-from qat.layers.twins import register_twin
+from qat.layers.twins import ActivationSpec, CompositeTwin, register_twin, share_parameters
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
 

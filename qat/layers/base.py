@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qat.functional import round_ste
 from qat.layers.folding import IntegerWeight, fold_weight
-from qat.layers.sharing import ActivationSpec, QuantTwin
+from qat.layers.twins import ActivationSpec, QuantTwin
 from qat.quantizer import Quantizer, as_rows, create_quantizer, scale_shape
 from qat.spec import QuantSpec, default_spec
 

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from qat.functional import round_ste
 from qat.layers.base import QuantLayer, quantizer_or_none
 from qat.layers.folding import IntegerWeight
-from qat.layers.sharing import ActivationSpec
-from qat.layers.twins import register_twin
+from qat.layers.twins import ActivationSpec, register_twin
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec
 

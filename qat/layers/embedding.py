@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from qat.functional import lsq_plus_quantize, lsq_quantize
 from qat.layers.base import QuantLayer
-from qat.layers.sharing import ActivationSpec
-from qat.layers.twins import register_twin
-from qat.quantizer.estimator import estimator_of
+from qat.layers.twins import ActivationSpec, register_twin
+from qat.quantizer.base import estimator_of
 from qat.quantizer.granularity import to_groups
 from qat.spec import QuantSpec
 from qat.torch_internals import has_forward_hooks

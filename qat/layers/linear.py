@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.layers.base import QuantLayer
-from qat.layers.sharing import ActivationSpec
-from qat.layers.twins import register_twin
+from qat.layers.twins import ActivationSpec, register_twin
 from qat.spec import QuantSpec
 
 

@@ -5,18 +5,16 @@ import math
 import pytest
 import torch
 
-from qat.functional.affine import fake_quantize, lsq_plus_quantize
 from qat.functional.clamping import clamp_ste
 from qat.functional.codebooks.apot import apot_levels, apot_quantize, normalize_weight
 from qat.functional.codebooks.binary import binary_quantize, binary_scale
-from qat.functional.codebooks.floats import float_quantize
-from qat.functional.codebooks.microscaling import mx_quantize
+from qat.functional.codebooks.floats import float_quantize, mx_quantize
 from qat.functional.codebooks.n2uq import n2uq_quantize
 from qat.functional.codebooks.ternary import ternary_quantize, ternary_scale, ttq_quantize
 from qat.functional.dorefa import dorefa_quantize_activation, dorefa_quantize_weight
 from qat.functional.ewgs import ewgs_gradient, ewgs_round
 from qat.functional.learned_bits import learned_bits_quantize
-from qat.functional.lsq import lsq_quantize
+from qat.functional.lsq import fake_quantize, lsq_plus_quantize, lsq_quantize
 from qat.functional.pact import pact_quantize
 from qat.functional.power_of_two import power_of_two_scale
 from qat.functional.rounding import ceil_ste, floor_ste, round_ste, stochastic_round_ste, trunc_ste

@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
-from qat.functional.affine import lsq_plus_quantize
-from qat.functional.lsq import lsq_quantize
+from qat.functional.lsq import lsq_plus_quantize, lsq_quantize
 from qat.testing import CHECKS
-from qat.testing.comparison import uneven
 from qat.testing.estimator import as_leaves
+from qat.testing.report import uneven
 
 CASES = [*cases_uniform.CASES, *cases_codebooks.CASES]
 EVERY = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

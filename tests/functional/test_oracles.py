@@ -15,8 +15,7 @@ from torch import Tensor
 from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize
 from qat.functional.codebooks.apot import apot_levels, apot_quantize
 from qat.functional.codebooks.binary import binary_quantize, binary_scale
-from qat.functional.codebooks.floats import FLOAT_FORMATS, float_quantize
-from qat.functional.codebooks.microscaling import mx_quantize
+from qat.functional.codebooks.floats import FLOAT_FORMATS, float_quantize, mx_quantize
 from qat.functional.codebooks.n2uq import n2uq_quantize
 from qat.functional.codebooks.ternary import ternary_quantize, ternary_scale, ttq_quantize
 from qat.functional.dorefa import dorefa_quantize_activation

@@ -12,9 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from twin_case import RECURRENT, Array, activations, grid_product
 
 import qat
-from qat.layers.recurrent.base import QuantRecurrent
-from qat.layers.recurrent.cells import StepProduct
-from qat.layers.recurrent.twins import QuantGRU, QuantLSTM, QuantRNN
+from qat.layers.recurrent import QuantGRU, QuantLSTM, QuantRecurrent, QuantRNN, StepProduct
 from qat.spec import QuantSpec
 
 FINE_WEIGHT = QuantSpec(bits=16)

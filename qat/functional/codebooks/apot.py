@@ -96,7 +96,7 @@ def apot_levels(magnitude_bits: int) -> tuple[float, ...]:
         magnitude_bits: 1 .. 8; without the sign.
 
     Raises:
-        ValueError: if magnitude_bits is no whole number from 1 to 8.
+        ValueError: if magnitude_bits is not a whole number from 1 to 8.
 
     Source: Li et al., arXiv:1909.13144. Deviation: 1 bit and 5 to 8 bits are not published; they follow the pattern.
 
@@ -124,17 +124,13 @@ def apot_quantize(x: Tensor, alpha: Tensor, bits: int, signed: bool = True) -> T
     They are no integer grid: the rule does not export to int8.
 
     Args:
-        x: any shape, floating point; weights go through `normalize_weight` first.
+        x: weights go through `normalize_weight` first.
         alpha: the largest level, > 0, in the unit of x; shape () or broadcastable to x (per channel).
         bits: 2 .. 9 if signed, else 1 .. 8.
         signed: whether levels of both signs are used.
 
-    Returns:
-        Tensor of the shape and dtype of x.
-
     Raises:
-        TypeError: if x is not floating point.
-        ValueError: if bits is no whole number in its range.
+        ValueError: if bits is not a whole number in its range.
 
     Source: Li et al., "Additive Powers-of-Two Quantization: An Efficient Non-uniform Discretization for Neural
     Networks", arXiv:1909.13144.
@@ -157,18 +153,6 @@ def normalize_weight(weight: Tensor, channel_axis: ChannelAxis = None) -> Tensor
     """Shift and scale a weight to mean 0 and standard deviation 1; the statistics count as constants.
 
     y = (weight - mean) / max(std, 1e-5), with dy/dweight = 1 / max(std, 1e-5).
-
-    Args:
-        weight: any shape, floating point.
-        channel_axis: None takes the statistics over the tensor; an int or a tuple of ints takes them for every index
-            of these axes.
-
-    Returns:
-        Tensor of the shape and dtype of weight.
-
-    Raises:
-        TypeError: if weight is not floating point.
-        ValueError: if channel_axis is none of the axes of weight.
 
     Source: Li et al., arXiv:1909.13144. Deviations: std divides by the number of elements (one element
     has a standard deviation then), and is bounded by 1e-5 from below where the paper adds 1e-5.

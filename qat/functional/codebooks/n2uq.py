@@ -109,17 +109,12 @@ def n2uq_quantize(x: Tensor, start: Tensor, widths: Tensor, step: Tensor, qmin: 
     a uniform quantizer that rounds ties down.
 
     Args:
-        x: any shape, floating point.
         start: where the first segment begins, in the unit of x; one element.
         widths: lengths of the n segments, > 0, in the unit of x; shape (n,). A grid of b bits has n = 2^b - 1.
         step: distance of the output levels; shape () or broadcastable to x.
         qmin: integer of the lowest level; 0 for activations after a ReLU.
 
-    Returns:
-        Tensor of the shape and dtype of x.
-
     Raises:
-        TypeError: if x is not floating point.
         ValueError: if start has not one element, or widths is no vector.
 
     Source: Liu et al., "Nonuniform-to-Uniform Quantization", arXiv:2111.14826. Deviation: the input scale is not a

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from qat.quantizer import Quantizer
-from qat.quantizer.switching import SWITCHES
+from qat.quantizer.base import SWITCHES
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
 from qat.training.run.archive import DamagedError, read_archive, write_safetensors
