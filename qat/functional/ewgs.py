@@ -25,8 +25,6 @@ class EWGSRoundFunction(STEFunction):
 
     Forward:    y = round(x), ties to even
     Backward, with g = dL/dy:    dL/dx = g * (1 + delta * sign(g) * (x - round(x)));  delta gets none
-
-    Shapes: x any; delta () or broadcastable to x. Source: Lee et al., arXiv:2104.00903.
     """
 
     @staticmethod
@@ -48,9 +46,6 @@ class EWGSGradientFunction(STEFunction):
     Forward:    y = x
     Backward, with v = x / scale and g = dL/dy:
                 dL/dx = g * (1 + delta * sign(g) * (v - round(v)));  scale and delta get none
-
-    Shapes: x any; scale and delta () or broadcastable to x. Unit of scale: that of x.
-    Source: Lee et al., arXiv:2104.00903.
     """
 
     @staticmethod

@@ -18,9 +18,6 @@ class LSQFunction(STEFunction):
 
     The mask is taken on the unrounded v and a value exactly on a bound counts as inside: the paper's strict
     inequality would mask the largest weight of every min-max-initialised channel.
-
-    Shapes: x any; scale () per tensor, or 1 outside the channel axis. Unit of scale: that of x.
-    Source: Esser et al., "Learned Step Size Quantization", ICLR 2020, arXiv:1902.08153.
     """
 
     @staticmethod
@@ -34,28 +31,24 @@ class LSQFunction(STEFunction):
         return as_dtype(torch.clamp(torch.round(x.to(wide) / step), qmin, qmax).mul(step), x.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int, int, float], output: Tensor) -> None:
-        x, scale, ctx.qmin, ctx.qmax, ctx.grad_factor = inputs
-        ctx.save_for_backward(x, scale)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, scale = ctx.saved_tensors
+        qmin, qmax, grad_factor = ctx.options
         kernels = None if torch.is_grad_enabled() else choose(x, scale)  # kernels have no derivative themselves
         if kernels is not None:
             needs = ctx.needs_input_grad[:2]
-            grad_x, grad_scale, _ = kernels.gradients(grad, x, scale, None, ctx.qmin, ctx.qmax, (*needs, False))
-            return grad_x, scaled(grad_scale, ctx.grad_factor, scale), None, None, None
+            grad_x, grad_scale, _ = kernels.gradients(grad, x, scale, None, qmin, qmax, (*needs, False))
+            return grad_x, scaled(grad_scale, grad_factor, scale), None, None, None
         wide = torch.promote_types(x.dtype, torch.float32)
         v = (x.to(wide) / scale.to(wide)).detach()  # residuals and bounds count as constants
-        bounded = torch.clamp(v, ctx.qmin, ctx.qmax)
+        bounded = torch.clamp(v, qmin, qmax)
         inside = bounded == v
         grad_x = grad_scale = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.where(inside, grad, 0)
         if ctx.needs_input_grad[1]:
             slope = torch.where(inside, torch.round(v) - v, bounded)
-            grad_scale = sum_to_shape(grad.to(wide) * slope, scale.shape).mul(ctx.grad_factor).to(scale.dtype)
+            grad_scale = sum_to_shape(grad.to(wide) * slope, scale.shape).mul(grad_factor).to(scale.dtype)
         return grad_x, grad_scale, None, None, None
 
 
@@ -99,9 +92,6 @@ class LSQPlusFunction(STEFunction):
 
     The zero point acts as an integer of the grid, so that 0.0 is exact (zero padding) and the exported zero point
     is the trained one; the rounding passes its gradient straight through.
-
-    Shapes: x any; scale and zero_point () or 1 outside the channel axis. Unit of zero_point: integers.
-    Source: Bhalgat et al., "LSQ+", arXiv:2004.09576, whose float offset is -scale * zero_point here.
     """
 
     @staticmethod
@@ -116,22 +106,19 @@ class LSQPlusFunction(STEFunction):
         return as_dtype((codes - zero).mul(step), x.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, int, float], output: Tensor) -> None:
-        x, scale, zero_point, ctx.qmin, ctx.qmax, ctx.grad_factor = inputs
-        ctx.save_for_backward(x, scale, zero_point)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, scale, zero_point = ctx.saved_tensors
+        qmin, qmax, grad_factor = ctx.options
         kernels = None if torch.is_grad_enabled() else choose(x, scale, zero_point)  # they have no derivative
         if kernels is not None:
-            needs, factor = ctx.needs_input_grad[:3], ctx.grad_factor
-            grad_x, grad_scale, grad_zero = kernels.gradients(grad, x, scale, zero_point, ctx.qmin, ctx.qmax, needs)
-            return grad_x, scaled(grad_scale, factor, scale), scaled(grad_zero, factor, zero_point), None, None, None
+            needs = ctx.needs_input_grad[:3]
+            grad_x, grad_scale, grad_zero = kernels.gradients(grad, x, scale, zero_point, qmin, qmax, needs)
+            grad_scale, grad_zero = scaled(grad_scale, grad_factor, scale), scaled(grad_zero, grad_factor, zero_point)
+            return grad_x, grad_scale, grad_zero, None, None, None
         wide = torch.promote_types(x.dtype, torch.float32)
-        step, zero = scale.to(wide), torch.clamp(torch.round(zero_point.to(wide)), ctx.qmin, ctx.qmax)
+        step, zero = scale.to(wide), torch.clamp(torch.round(zero_point.to(wide)), qmin, qmax)
         v = (x.to(wide) / step).detach()  # residuals and bounds count as constants
-        bounded = torch.minimum(torch.maximum(v, ctx.qmin - zero), ctx.qmax - zero)
+        bounded = torch.minimum(torch.maximum(v, qmin - zero), qmax - zero)
         inside = bounded == v
         # 0, with zero_point's derivative straight through round and clamp.
         straight = torch.where(zero_point.isfinite(), zero_point - zero_point.detach(), 0).to(wide)
@@ -140,10 +127,10 @@ class LSQPlusFunction(STEFunction):
             grad_x = torch.where(inside, grad, 0)
         if ctx.needs_input_grad[1]:
             slope = torch.where(inside, torch.round(v) - v, bounded - straight)
-            grad_scale = sum_to_shape(grad.to(wide) * slope, scale.shape).mul(ctx.grad_factor).to(scale.dtype)
+            grad_scale = sum_to_shape(grad.to(wide) * slope, scale.shape).mul(grad_factor).to(scale.dtype)
         if ctx.needs_input_grad[2]:
             slope = torch.where(inside, 0, -step)
-            grad_zero = sum_to_shape(grad.to(wide) * slope, zero_point.shape).mul(ctx.grad_factor).to(zero_point.dtype)
+            grad_zero = sum_to_shape(grad.to(wide) * slope, zero_point.shape).mul(grad_factor).to(zero_point.dtype)
         return grad_x, grad_scale, grad_zero, None, None, None
 
 
@@ -164,7 +151,7 @@ def lsq_plus_quantize(
     Raises:
         ValueError: if qmin >= qmax.
 
-    Source: Bhalgat et al., arXiv:2004.09576; zero point on the integer grid.
+    Source: Bhalgat et al., "LSQ+", arXiv:2004.09576, whose float offset is -scale * zero_point here.
 
     >>> x = torch.tensor([-1.0, 0.0, 9.0])
     >>> lsq_plus_quantize(x, torch.tensor(0.5), torch.tensor(3.0), 0, 15).tolist()

@@ -16,9 +16,6 @@ class PACTFunction(STEFunction):
                  dy/dalpha = 1  where x >= alpha, else 0
 
     The masks are taken on x itself, so that a value exactly on alpha counts as inside whatever x / step rounds to.
-
-    Shapes: x any; alpha () per tensor, or 1 outside the channel axis. Unit of alpha: that of x.
-    Source: Choi et al., "PACT", arXiv:1805.06085.
     """
 
     @staticmethod
@@ -28,11 +25,6 @@ class PACTFunction(STEFunction):
         steps = 2**bits - 1
         step = alpha.to(wide) / steps
         return as_dtype(torch.clamp(torch.round(x.to(wide) / step), 0, steps).mul(step), x.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-        x, alpha, _ = inputs
-        ctx.save_for_backward(x, alpha)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

@@ -18,9 +18,6 @@ class PowerOfTwoFunction(STEFunction):
     Backward:   dy/dscale = y / scale, the rounding in the log domain passed straight through
 
     The ratio y / scale counts as a constant, so second derivatives are zero.
-
-    Shapes: scale any. Unit of y: that of scale.
-    Source: Jain et al., "Trained Quantization Thresholds", arXiv:1903.08066.
     """
 
     @staticmethod
@@ -29,14 +26,9 @@ class PowerOfTwoFunction(STEFunction):
         return as_dtype(_power_of_two(scale, rounding), scale.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Rounding], output: Tensor) -> None:
-        scale, ctx.rounding = inputs
-        ctx.save_for_backward(scale)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         scale = ctx.saved_tensors[0].detach()
-        power = _power_of_two(scale, ctx.rounding)
+        power = _power_of_two(scale, *ctx.options)
         return (grad * (power / scale.to(power.dtype))).to(scale.dtype), None
 
 

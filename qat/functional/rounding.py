@@ -14,8 +14,6 @@ class RoundSTEFunction(STEFunction):
 
     Forward:    y = round(x)
     Backward:   dy/dx = 1
-
-    Shapes: x any. Source: Bengio et al., arXiv:1308.3432.
     """
 
     @staticmethod
@@ -63,9 +61,6 @@ class StochasticRoundSTEFunction(STEFunction):
     Backward:   dy/dx = 1
 
     The noise is an input: so the same draw serves the forward, a recomputation of it and every derivative.
-
-    Shapes: x any; noise as x, uniform in [0, 1), float32 at least.
-    Source: Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:1502.02551.
     """
 
     @staticmethod

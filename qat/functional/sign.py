@@ -52,8 +52,6 @@ class SignSTEFunction(STEFunction):
     Backward:   dy/dx = 1 where |x| <= 1, else 0           "clipped"
                 dy/dx = 1                                  "straight_through"
                 dy/dx = 2 - 2|x| where |x| <= 1, else 0    "approximate"
-
-    Shapes: x any. Source: see `sign_ste`.
     """
 
     @staticmethod
@@ -81,8 +79,6 @@ class ErrorDecaySignFunction(STEFunction):
     Forward:    y = 1 where x >= 0, else -1
     Backward, with t = 0.1 * 10^(2 progress) and k = max(1/t, 1):
                 dy/dx = k t (1 - tanh(t x)^2);  progress gets none
-
-    Shapes: x any; progress () or broadcastable to x. Source: Qin et al., IR-Net, arXiv:1909.10788.
     """
 
     @staticmethod
@@ -101,8 +97,6 @@ class TernarySignSTEFunction(STEFunction):
     Forward:    y = 0 where |x| <= threshold, else sign(x)
     Backward:   dy/dx = 1 where |x| <= 1, else 0    "clipped"
                 dy/dx = 1                           "straight_through"
-
-    Shapes: x any; threshold () or broadcastable to x, in the unit of x, without a gradient.
     """
 
     @staticmethod

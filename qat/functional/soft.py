@@ -68,8 +68,6 @@ class SoftRoundFunction(STEFunction):
     Forward, with r = x - floor(x), T the temperature and sig the sigmoid:
                 y = floor(x) + (sig(T (r - 1/2)) - sig(-T/2)) / (sig(T/2) - sig(-T/2))
     Backward:   dy/dx and dy/dT are the derivatives of exactly that.
-
-    Shapes: x and temperature broadcast; temperature > 0. Source: Yang et al., arXiv:1911.09464.
     """
 
     @staticmethod
@@ -105,8 +103,6 @@ class DSQRoundFunction(STEFunction):
 
     As s = 1/tanh(k/2), phi is the step of `SoftRoundFunction` at the temperature 2k, and its slopes serve here:
     dphi/dalpha = dphi/dT dT/dalpha with dT/dalpha = -4 / (alpha (2 - alpha)).
-
-    Shapes: x any; alpha () or broadcastable to x, 0 < alpha < 1. Source: Gong et al., DSQ, arXiv:1908.05033.
     """
 
     @staticmethod

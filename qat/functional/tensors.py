@@ -24,7 +24,8 @@ LARGEST_SCALE = 1e12
 class STEFunction(torch.autograd.Function):
     """What the Functions here share: `torch.func` may map them, and they keep all inputs for the backward.
 
-    A Function with inputs that are no tensors, or that it does not need again, has a `setup_context` of its own.
+    Tensors are in `ctx.saved_tensors`, all else in `ctx.options`, each in the order of the inputs. A Function that does
+    not need all of them has a `setup_context` of its own.
     """
 
     generate_vmap_rule = True
@@ -32,7 +33,8 @@ class STEFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep the inputs only: what follows from them is cheaper to compute again than to store."""
-        ctx.save_for_backward(*inputs)
+        ctx.save_for_backward(*(each for each in inputs if isinstance(each, Tensor)))
+        ctx.options = tuple(each for each in inputs if not isinstance(each, Tensor))
 
 
 def apply(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
@@ -205,8 +207,6 @@ class PositiveScaleFunction(STEFunction):
     Backward:   dy/dscale = 1, but 0 where scale < smallest and a step against the gradient would lower it further
 
     So a scale that was driven below comes back as soon as the loss asks for more, and does not run away meanwhile.
-
-    Shapes: scale any; smallest broadcastable to it.
     """
 
     @staticmethod

@@ -47,13 +47,12 @@ class QuantTwin(nn.Module):
 
     def __new__(cls, *args: Any, **given: Any) -> "Self":
         """Refuse a grid in an argument of torch's layer, which would take it for a stride, or for bias=True."""
-        own = [*args, *(value for name, value in given.items() if not name.endswith("_spec"))]
-        takes_torchs = isinstance(getattr(cls, "float_type", None), type)
-        grid = next((value for value in own if isinstance(value, QuantSpec)), None)
-        if grid is not None and takes_torchs:
-            raise TypeError(
-                f"{cls.__name__}: a grid goes by name, weight_spec= or activation_spec=, got {grid!r} without"
-            )
+        others = [*args, *(value for name, value in given.items() if not name.endswith("_spec"))]
+        grid = next((value for value in others if isinstance(value, QuantSpec)), None)
+        # Constructors of a user's own, and `QuantFunction`'s, may take a grid where they like.
+        as_torchs = cls.__init__.__module__.startswith("qat.") and isinstance(cls.float_type, type)
+        if grid is not None and as_torchs:
+            raise TypeError(f"{cls.__name__}: got {grid!r} without its name; write weight_spec= or activation_spec=")
         return super().__new__(cls)
 
     @classmethod

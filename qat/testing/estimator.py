@@ -1,4 +1,4 @@
-"""`Estimator`: a function with the gradient that it declares, the subject of every check; and inputs of other shapes."""
+"""`Estimator`: a function with the gradient that it declares, the subject of every check; inputs of other shapes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -313,3 +313,27 @@ def test_importing_it_loads_no_compiler() -> None:
     program = "import sys, qat.testing; print([m for m in ('torch._dynamo', 'torch._inductor') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("scale", "zero", "qmin", "qmax"), [(0.5, 0, -8, 7), (0.1, 3, 0, 15), (3e-7, -5, -128, 127)])
+def test_grid_points_lie_where_rules_differ(scale: float, zero: int, qmin: int, qmax: int) -> None:
+    x = grid_points(scale, zero, qmin, qmax)
+    assert x.dtype == torch.float64 and (x.diff() > 0).all()
+    codes = x / scale + zero
+    near = codes.tolist()
+    for wanted in (qmin - 0.5, qmin - 0.25, qmin, qmin + 0.25, qmax - 0.25, qmax, qmax + 0.25, qmax + 0.5, zero):
+        assert any(abs(code - wanted) < 1e-9 for code in near), wanted
+    assert codes.min() < 2 * qmin - qmax and codes.max() > 2 * qmax - qmin
+    inside = (codes > qmin) & (codes < qmax)
+    ties = (x / scale).abs()[inside & ((x / scale).abs() % 1 == 0.5)]
+    assert {value % 2 for value in ties.tolist()} == {0.5, 1.5}
+    assert (inside & (codes % 1 != 0) & (codes % 1 != 0.5)).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fact"),
+    [((0.0, 0, -8, 7), "got 0.0"), ((float("nan"), 0, -8, 7), "got nan"), ((0.5, 0, 7, 7), "qmin=7 and qmax=7")],
+)
+def test_grid_points_refuses_an_empty_grid(arguments: tuple[Any, ...], fact: str) -> None:
+    with pytest.raises(ValueError, match=f"^grid_points: .*{fact}"):
+        grid_points(*arguments)

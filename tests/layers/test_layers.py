@@ -1,6 +1,5 @@
 """The integers of a layer: BatchNorm and bias folded into them, and padding."""
 
-import pytest
 import torch
 from twin_case import grid_for, trained_norm
 
@@ -48,11 +47,6 @@ def test_an_all_zero_channel_keeps_its_bias() -> None:
     grid = grid_for(x)
     y = layer(grid(x), grid)
     torch.testing.assert_close(y[:, 0], torch.full((3,), 0.123), rtol=1e-6, atol=0)
-
-
-def test_activation_spec_must_be_a_spec() -> None:
-    with pytest.raises(TypeError, match=r"^activation_spec must be a QuantSpec, None or 'default', got 8$"):
-        QuantLinear(2, 2, activation_spec=8)  # type: ignore[arg-type]
 
 
 def test_padding_is_exact_zero_on_an_affine_grid() -> None:

@@ -97,12 +97,3 @@ def test_from_float_with_an_activation_spec_gives_both_inputs_a_quantizer() -> N
     assert keys == {f"{name}_quantizer.scale" for name in ("weight", "input", "other")}
     qat.calibrate(layer, [{"x1": torch.randn(8, 5), "x2": 30 * torch.rand(8, 7)}])
     assert layer.other_quantizer.scale.item() > 3 * layer.input_quantizer.scale.item()
-
-
-def test_its_integers_need_both_grids() -> None:
-    layer, inputs = example()
-    with pytest.raises(
-        ValueError,
-        match=r"^QuantBilinear\.integers: other_quantizer must be the quantizer of the second input, got None$",
-    ):
-        layer.integers(inputs["input_quantizer"])

@@ -9,7 +9,6 @@ import torch
 from twin_case import GEOMETRIES, SHAPES, convolution, grid_for, trained_norm
 
 import qat
-from qat.layers import QuantConvTranspose1d, QuantConvTranspose2d
 from qat.spec import QuantSpec
 
 CASES = [(axes, *geometry) for axes in (1, 2, 3) for geometry in GEOMETRIES]
@@ -174,15 +173,6 @@ def test_output_size_is_a_keyword(axes: int) -> None:
     torch.testing.assert_close(layer.train()(x, output_size=size), plain(x, output_size=size), rtol=1e-5, atol=1e-5)
 
 
-def test_an_output_size_in_the_grids_place_is_refused() -> None:
-    layer = QuantConvTranspose1d(2, 2, 3, activation_spec=None)
-    sentence = (
-        r"^QuantConvTranspose1d: input_quantizer must be a Quantizer, got \[8\]; pass an output size as output_size=$"
-    )
-    with pytest.raises(TypeError, match=sentence):
-        layer(torch.zeros(1, 2, 6), [8])
-
-
 @pytest.mark.parametrize(("axes", "transposed"), [(1, False), (2, True), (3, True)])
 def test_a_scale_per_group_of_inputs(axes: int, transposed: bool) -> None:
     """Groups are along the input axis of channels_first, so they never mix output channels."""
@@ -194,8 +184,3 @@ def test_a_scale_per_group_of_inputs(axes: int, transposed: bool) -> None:
     assert not torch.equal(quantized, layer.weight)
     torch.testing.assert_close(quantized, layer.weight, rtol=0, atol=layer.weight_quantizer.scale.max().item() * 0.501)
     assert layer.eval()(x).shape == layer.to_float()(x).shape
-
-
-def test_a_transposed_convolution_pads_with_zeros_only() -> None:
-    with pytest.raises(ValueError, match=r'^Only "zeros" padding mode is supported for QuantConvTranspose2d$'):
-        QuantConvTranspose2d(1, 1, 1, padding_mode="reflect")

@@ -212,10 +212,8 @@ def test_an_empty_batch_passes(role, spec):
 def test_integers_are_refused(role, spec):
     quantizer = specs.fitted(role, spec)
     for dtype in (torch.int64, torch.uint8, torch.bool):
-        with pytest.raises(TypeError) as refusal:
+        with pytest.raises(TypeError, match=f"{type(quantizer).__name__}: .* got {dtype}"):
             quantizer(torch.ones(6, 8, 3, 3, dtype=dtype))
-        name = type(quantizer).__name__
-        assert str(refusal.value) == f"{name}: x must be a floating-point tensor, got {dtype}"
     if role == "activation":
         with pytest.raises(ValueError, match=r"^calibrate: \w+ does not run with a batch: its inputs are torch.int64"):
             qat.calibrate(quantizer, [torch.ones(6, 8, 3, 3, dtype=torch.int64)])

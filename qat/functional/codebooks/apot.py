@@ -21,9 +21,6 @@ class APoTFunction(STEFunction):
                  y = alpha * the level nearest to v, of two the one of smaller magnitude
     Backward:    dy/dx     = 1  where |x| <= alpha (0 <= x <= alpha if unsigned), else 0
                  dy/dalpha = level - x / alpha  there, else v, which is sign(x) (0 or 1 if unsigned)
-
-    Shapes: x any; alpha () per tensor, or 1 outside the channel axis. Unit of alpha: that of x.
-    Source: Li et al., "Additive Powers-of-Two Quantization", ICLR 2020, arXiv:1909.13144.
     """
 
     @staticmethod
@@ -35,23 +32,19 @@ class APoTFunction(STEFunction):
         return as_dtype(_nearest_level(v, bits - signed).mul(bound), x.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int, bool], output: Tensor) -> None:
-        x, alpha, ctx.bits, ctx.signed = inputs
-        ctx.save_for_backward(x, alpha)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """The two lines of the class docstring; level - x / alpha counts as a constant, as any rounding residual."""
         x, alpha = (tensor.detach() for tensor in ctx.saved_tensors)
+        bits, signed = ctx.options
         wide = torch.promote_types(x.dtype, torch.float32)
         value, bound = x.to(wide), alpha.to(wide)
-        inside = (value >= (-bound if ctx.signed else 0)) & (value <= bound)
+        inside = (value >= (-bound if signed else 0)) & (value <= bound)
         grad_x = grad_alpha = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.where(inside, grad, 0)
         if ctx.needs_input_grad[1]:
-            v = torch.clamp(value / bound, -1 if ctx.signed else 0, 1)
-            slope = torch.where(inside, _nearest_level(v, ctx.bits - ctx.signed) - v, v)
+            v = torch.clamp(value / bound, -1 if signed else 0, 1)
+            slope = torch.where(inside, _nearest_level(v, bits - signed) - v, v)
             grad_alpha = sum_to_shape(grad.to(wide) * slope, alpha.shape).to(alpha.dtype)
         return grad_x, grad_alpha, None, None
 

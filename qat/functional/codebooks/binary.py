@@ -17,9 +17,6 @@ class BinaryFunction(STEFunction):
 
     Forward:    y = scale where weight >= 0, else -scale
     Backward:   dy/dweight as `binary_quantize` lists it by gradient
-
-    Shapes: weight any; scale broadcastable to it; progress (), or None where the gradient is not "error_decay".
-    Source: see `binary_quantize`.
     """
 
     @staticmethod

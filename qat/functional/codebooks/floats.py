@@ -60,9 +60,6 @@ class FloatFunction(STEFunction):
     Forward, with v = x / scale:    y = scale * cast(v), cast rounds half to even and saturates at +-largest
     Backward:    dy/dx     = 1            where |v| <= largest, else 0
                  dy/dscale = cast(v) - v  there, else clamp(v, -largest, largest)
-
-    Shapes: x any; scale () or broadcastable to x. Unit of scale: that of x. Both slopes are constants.
-    Source: Micikevicius et al., arXiv:2209.05433 (the formats); Esser et al., arXiv:1902.08153 (the scale's gradient).
     """
 
     @staticmethod
@@ -73,23 +70,19 @@ class FloatFunction(STEFunction):
         return as_dtype(cast(x.to(wide) / step, format).mul(step), x.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
-        x, scale, ctx.format = inputs
-        ctx.save_for_backward(x, scale)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, scale = (saved.detach() for saved in ctx.saved_tensors)
+        (format,) = ctx.options
         wide = torch.promote_types(x.dtype, torch.float32)
         v = x.to(wide) / scale.to(wide)
-        largest = ELEMENT_FORMATS[ctx.format].largest
+        largest = ELEMENT_FORMATS[format].largest
         bounded = torch.clamp(v, -largest, largest)
         inside = bounded == v
         grad_x = grad_scale = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.where(inside, grad, 0)
         if ctx.needs_input_grad[1]:
-            slope = torch.where(inside, cast(v, ctx.format) - v, bounded)
+            slope = torch.where(inside, cast(v, format) - v, bounded)
             grad_scale = sum_to_shape(grad.to(wide) * slope, scale.shape).to(scale.dtype)
         return grad_x, grad_scale, None
 

@@ -14,8 +14,6 @@ class TernaryFunction(STEFunction):
 
     Forward:    y = scale * sign(weight) where |weight| > threshold, else 0
     Backward:   dy/dweight = 1
-
-    Shapes: weight any; scale and threshold broadcastable to it. Source: Li et al., arXiv:1605.04711.
     """
 
     @staticmethod
@@ -40,8 +38,6 @@ class TTQFunction(STEFunction):
     Backward:   dy/dweight   = positive, negative, 1 in these three places
                 dy/dpositive = 1  where weight > threshold, else 0
                 dy/dnegative = -1 where weight < -threshold, else 0
-
-    Shapes: weight any; positive, negative and threshold broadcastable to it. Source: Zhu et al., arXiv:1612.01064.
     """
 
     @staticmethod
