@@ -170,15 +170,6 @@ def test_integers_stand_for_the_table(spec: str, cls: Any) -> None:
     np.testing.assert_allclose(rows.detach().numpy(), values, rtol=1e-6, atol=1e-7)
 
 
-def test_codes_of_the_default_are_rounded_quotients_of_each_row() -> None:
-    layer = QuantEmbedding(5, 8)
-    weight = layer.weight.detach().numpy().astype(np.float64)
-    integers = layer.integers()
-    assert integers.scale.shape == (5, 1) and bool((integers.zero_point == 0).all())
-    np.testing.assert_allclose(integers.scale[:, 0].numpy(), np.abs(weight).max(1) / 127, rtol=1e-6)
-    assert np.abs(integers.codes.numpy() - weight / integers.scale.double().numpy()).max() <= 0.5 + 1e-4
-
-
 def test_integers_hold_rows_within_max_norm_that_no_lookup_has_shortened_yet() -> None:
     torch.manual_seed(0)
     layer = QuantEmbedding(11, 6, max_norm=0.5).eval()

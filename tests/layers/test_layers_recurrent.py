@@ -192,14 +192,6 @@ def test_calibration_sees_inputs_and_hidden_states() -> None:
         assert 0.1 / 65535 < step < 2 / 65535, "hidden states stay within -1 and 1"
 
 
-def test_calibration_takes_packed_sequences_as_keywords() -> None:
-    twin = QuantGRU(4, 6, bidirectional=True)
-    packed = pack_sequence([torch.randn(n, 4) for n in (2, 5, 1)], enforce_sorted=False)
-    qat.calibrate(twin, [{"input": packed}])
-    assert all(quantizer.is_calibrated for quantizer in activations(twin))
-    assert twin(packed)[0].data.shape == (8, 12)
-
-
 def test_calibration_sees_weights_that_changed() -> None:
     twin = QuantGRU(4, 6)
     before = {name: twin.get_submodule(name).weight_quantizer.scale.clone() for name in twin.inner_weights()}
