@@ -20,6 +20,13 @@ class QuantLayer(QuantTwin):
     input's quantizer is known: integer codes of input and weight, int32 bias, BatchNorm folded into the scale. So
     evaluation measures the accuracy of the exported model. Rules without an integer grid, scales per group of inputs,
     and layers with a quantizer that is switched off are evaluated as they are trained.
+
+    Args:
+        weight_spec: grid of the weight; what it leaves open: 8 bits, symmetric, narrow, per output channel.
+        activation_spec: grid of the input; what it leaves open, and "default": 8 bits unsigned with a zero point;
+            None: the input is quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
+
+    The other arguments are those of torch's layer, in its order; these two go by name.
     """
 
     quantizer_arguments: ClassVar[tuple[str, ...]] = ("input_quantizer",)

@@ -21,12 +21,8 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
     scale_x1 * scale_x2 * scale_weight. One product of three 8-bit integers takes up to 23 bits, so an integer kernel
     needs more than 32 bits to add 256 or more of them. Here the sum is exact up to 2^53.
 
-    Args:
-        in1_features ... dtype: as in `torch.nn.Bilinear`, in the same order.
-        weight_spec: grid of the weight; what it leaves open: 8 bits, symmetric, narrow, per output.
-        activation_spec: grid of both inputs, each with its own range; what it leaves open, and "default": 8 bits
-            unsigned with a zero point; None: the inputs are quantized elsewhere. Before the first use call
-            `qat.calibrate(layer, [{"x1": ..., "x2": ...}])`.
+    Arguments as of `torch.nn.Bilinear`, and those of `QuantLayer`; activation_spec is the grid of both inputs, each
+    with a range of its own: `qat.calibrate(layer, [{"x1": ..., "x2": ...}])`.
 
     Shapes: inputs (..., in1_features) and (..., in2_features), output (..., out_features).
 

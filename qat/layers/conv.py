@@ -20,15 +20,8 @@ TRANSPOSED: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv
 class QuantConvolution(QuantLayer):
     """Base of the three convolutions; the other base is torch's layer, whose constructor this one calls.
 
-    y = conv(quantize(x), quantize(weight)) + bias, both quantizers with a learned scale. Evaluation
-    computes the same as the deployed integers do, with the bias rounded to int32 at scale_x * scale_weight. Padding
+    y = conv(quantize(x), quantize(weight)) + bias; arguments as of torch's layer, and those of `QuantLayer`. Padding
     adds the value 0.0 or copies of x, which lie on the grid of x.
-
-    Args:
-        in_channels ... dtype: as in torch's layer, in the same order.
-        weight_spec: grid of the weight; what it leaves open: 8 bits, symmetric, narrow, per output channel.
-        activation_spec: grid of the input; what it leaves open, and "default": 8 bits unsigned with a zero point;
-            None: the input is quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
     """
 
     argument_names = (
@@ -119,15 +112,8 @@ def swapped_in_groups(weight: Tensor, groups: int) -> Tensor:
 class QuantTransposedConvolution(QuantLayer):
     """Base of the three transposed convolutions; the other base is torch's layer, whose constructor this one calls.
 
-    y = conv_transpose(quantize(x), quantize(weight)) + bias, both quantizers with a learned scale. Evaluation
-    computes the same as the deployed integers do, with the bias rounded to int32 at scale_x * scale_weight. "channel"
-    means output channel here too, although torch keeps the input channels on the weight's axis 0.
-
-    Args:
-        in_channels ... dtype: as in torch's layer, in the same order.
-        weight_spec: grid of the weight; what it leaves open: 8 bits, symmetric, narrow, per output channel.
-        activation_spec: grid of the input; what it leaves open, and "default": 8 bits unsigned with a zero point;
-            None: the input is quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
+    y = conv_transpose(quantize(x), quantize(weight)) + bias; arguments as of torch's layer, and those of `QuantLayer`.
+    "channel" means output channel here too, although torch keeps the input channels on the weight's axis 0.
     """
 
     groups: int

@@ -203,10 +203,7 @@ class QuantEmbedding(QuantTable, nn.Embedding):
 class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
     """`torch.nn.EmbeddingBag` with a quantized table; see `QuantTable`. Sums, means and maxima are taken in float.
 
-    Args:
-        num_embeddings ... dtype: as in `torch.nn.EmbeddingBag`, in the same order.
-        weight_spec: grid of the table; what it leaves open: 8 bits, symmetric, narrow, per row.
-        activation_spec: None; indices have no grid.
+    Arguments as of `torch.nn.EmbeddingBag`, weight_spec and activation_spec as of `QuantEmbedding`.
 
     Shapes: input (B, N), or (N,) with offsets; output (B, embedding_dim).
 

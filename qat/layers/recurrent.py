@@ -122,11 +122,8 @@ class QuantRecurrent(CompositeTwin, nn.RNNBase):
 
     Args:
         input_size ... dtype: as in torch's layer, in the same order.
-        weight_spec: grid of the weights; what it leaves open: 8 bits, symmetric, narrow, per output channel.
-        activation_spec: grid of inputs and hidden states; what it leaves open, and "default": 8 bits unsigned with a
-            zero point; None: weights only. Before the first use call `qat.calibrate(layer, batches)`.
-
-    Shapes: as torch's; see `forward`.
+        weight_spec: grid of the weights, as in `QuantLayer`.
+        activation_spec: grid of inputs and hidden states, as in `QuantLayer`, None: weights only.
     """
 
     state_size: ClassVar[int] = 1
