@@ -99,42 +99,26 @@ def _with_forward_mode(function: Any) -> Any:
 
 
 def require_floating(x: Tensor, caller: str) -> Tensor:
-    """Return x if it is floating point, so that integers fail with a sentence instead of deep in a kernel.
-
-    Raises:
-        TypeError: for integer, bool or complex tensors.
-    """
+    """Return x if it is floating point, so that integers fail with a sentence instead of deep in a kernel."""
     if not x.is_floating_point():
         raise TypeError(f"{caller}: x must be a floating-point tensor, got {x.dtype}")
     return x
 
 
 def check_bounds(qmin: int, qmax: int, caller: str) -> None:
-    """Refuse an empty grid.
-
-    Raises:
-        ValueError: if qmin >= qmax.
-    """
+    """Refuse an empty grid."""
     if qmin >= qmax:
         raise ValueError(f"{caller}: qmin must be below qmax, got qmin={qmin} and qmax={qmax}")
 
 
 def check_bits(bits: int, caller: str, fewest: int = 1, most: int = MOST_BITS) -> None:
-    """Refuse a bit-width that the rule has no levels for.
-
-    Raises:
-        ValueError: if bits is not a whole number from fewest to most.
-    """
+    """Refuse a bit-width that the rule has no levels for."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not fewest <= bits <= most:
         raise ValueError(f"{caller}: bits must be a whole number from {fewest} to {most}, got {bits!r}")
 
 
 def check_known(what: str, name: str, known: Collection[str], caller: str) -> None:
-    """Refuse the name of a gradient, format or rounding that the estimator does not have.
-
-    Raises:
-        ValueError: if name is not among the known ones.
-    """
+    """Refuse the name of a gradient, format or rounding that the estimator does not have."""
     if name not in known:
         raise ValueError(f"{caller}: unknown {what} {name!r}; known: {', '.join(known)}")
 

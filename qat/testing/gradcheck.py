@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qat.expected import unknown_name
 from qat.testing.derivatives import (
     check_broadcast,
     check_func_grad,
@@ -18,7 +19,6 @@ from qat.testing.derivatives import (
 from qat.testing.environments import check_compile, check_dtypes, check_empty, check_layouts, check_meta, check_nan_inf
 from qat.testing.estimator import Estimator, Inputs
 from qat.testing.report import CheckResult, GradcheckError, GradcheckReport, Skipped, first_line
-from qat.text import did_you_mean
 
 Check = Callable[[Estimator, Inputs], str]
 
@@ -158,9 +158,8 @@ def _known(names: Iterable[str], argument: str) -> set[str]:
     if isinstance(names, str):
         raise TypeError(f"ste_gradcheck: {argument} must be a list of names, got the string {names!r}")
     found = set(names)
-    for name in sorted(found - set(CHECKS)):
-        hint = did_you_mean(name, CHECKS) or f"checks: {', '.join(CHECKS)}"
-        raise ValueError(f"ste_gradcheck: unknown check {name!r} in {argument}; {hint}")
+    if problem := unknown_name(sorted(found), CHECKS, "check"):
+        raise ValueError(f"ste_gradcheck: {argument}: {problem}")
     return found
 
 
@@ -168,16 +167,14 @@ def _cases(inputs: Any) -> list[Inputs]:
     """The inputs as a list of tuples of float64 tensors."""
     cases = [inputs] if isinstance(inputs, tuple) else inputs
     if not isinstance(cases, list) or not cases or not all(isinstance(case, tuple) and case for case in cases):
-        kind = "an empty one" if isinstance(inputs, (list, tuple)) and not inputs else type(inputs).__name__
-        raise TypeError(f"ste_gradcheck: inputs must be a tuple of tensors or a list of such tuples, got {kind}")
-    for case in cases:
-        for slot, value in enumerate(case):
-            if not isinstance(value, Tensor):
-                raise TypeError(f"ste_gradcheck: input {slot} must be a float64 tensor, got {type(value).__name__}")
-            if value.dtype != torch.float64:
-                raise TypeError(f"ste_gradcheck: input {slot} must be a float64 tensor, got {value.dtype}")
-            if not value.numel():
-                raise ValueError(f"ste_gradcheck: input {slot} has no elements, shape {tuple(value.shape)}")
+        given = type(inputs).__name__
+        raise TypeError(f"ste_gradcheck: inputs must be a tuple of tensors or a list of such tuples, got {given}")
+    for slot, value in ((slot, value) for case in cases for slot, value in enumerate(case)):
+        if not isinstance(value, Tensor) or value.dtype != torch.float64:
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"ste_gradcheck: input {slot} must be a float64 tensor, got {kind}")
+        if not value.numel():
+            raise ValueError(f"ste_gradcheck: input {slot} has no elements, shape {tuple(value.shape)}")
     return [tuple(value.detach().clone() for value in case) for case in cases]
 
 
@@ -188,11 +185,7 @@ def _require_sound(estimator: Estimator, case: Inputs) -> None:
         raise ValueError(f"ste_gradcheck: {given} given: declare the gradient in one of them")
     for slot in estimator.broadcast:
         if not 0 < slot < len(case):
-            raise ValueError(
-                f"ste_gradcheck: broadcast names slot {slot}, but the parameters are slots 1 to {len(case) - 1}"
-                if len(case) > 1
-                else f"ste_gradcheck: broadcast names slot {slot}, but x is the only input"
-            )
+            raise ValueError(f"ste_gradcheck: broadcast names slot {slot}, but there are {len(case) - 1} parameters")
     y = estimator.function(*(tensor.clone() for tensor in case))
     if not isinstance(y, Tensor):
         raise TypeError(f"ste_gradcheck: function must return one tensor, got {type(y).__name__}")
