@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from qat.expected import unknown_name
-from qat.spec import LEFT_OPEN, QuantSpec, Role
+from qat.spec import UNSET, QuantSpec, Role
 from qat.targets import TargetProfile, profile_of
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class QuantRecipe:
     'int8 symmetric per tensor'
     """
 
-    weight: QuantSpec = LEFT_OPEN
-    activation: QuantSpec = LEFT_OPEN
+    weight: QuantSpec = UNSET
+    activation: QuantSpec = UNSET
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     target: str = "onnxruntime"
     first_bits: int | None = None

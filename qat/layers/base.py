@@ -32,6 +32,9 @@ class QuantLayer(QuantTwin):
     quantizer_arguments: ClassVar[tuple[str, ...]] = ("input_quantizer",)
     """Forward's keyword arguments for the quantizer of each input tensor, in the order of the inputs."""
 
+    sum_dtype: ClassVar[torch.dtype] = torch.float32
+    """The narrowest type in which evaluation adds integers."""
+
     weight: Tensor
     bias: Any
     weight_quantizer: Quantizer
@@ -157,7 +160,7 @@ class QuantLayer(QuantTwin):
         2^-24, far less than the level to which they are rounded next.
         """
         with exact_arithmetic(x.device):
-            wide = torch.promote_types(x.dtype, torch.float32)
+            wide = torch.promote_types(x.dtype, self.sum_dtype)
             x_codes = with_strides_of(x, round_ste(x.to(wide) / input_quantizer.grid()[0]))
             codes = self.torch_layout(integers.codes.to(wide))
             total = self.operate(x_codes, codes, None, **options) + self.per_channel(integers.bias_codes, codes)

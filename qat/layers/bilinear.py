@@ -32,6 +32,7 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
     """
 
     quantizer_arguments = ("input_quantizer", "other_quantizer")
+    sum_dtype = torch.float64  # two products of three 8-bit integers can already exceed float32's 24 bits
 
     other_quantizer: Quantizer | None
 
@@ -80,7 +81,8 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
         ):
             return self.operate(x1, self.quantized(weight), self.bias, x2)
         integers = self.integers(input_quantizer, None, weight, self.bias, other_quantizer)
-        return self._sum_of_integers(x1, x2, integers, input_quantizer, other_quantizer)
+        other = round_ste(x2.double() / other_quantizer.grid()[0])
+        return self._integer_forward(x1, integers, input_quantizer, other=other)
 
     def operate(  # type: ignore[override]
         self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor
@@ -116,16 +118,3 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
             )
         input_scale = input_quantizer.grid()[0].float() * other_quantizer.grid()[0].float()
         return self.folded(input_scale, norm, weight, bias)
-
-    def _sum_of_integers(
-        self, x1: Tensor, x2: Tensor, integers: IntegerWeight, input_quantizer: Quantizer, other_quantizer: Quantizer
-    ) -> Tensor:
-        """y = (operate(x1_codes, codes, x2_codes) + bias_codes) * accumulator_scale, the codes without zero points.
-
-        In float64: a sum of two products of three 8-bit integers can already exceed float32's 24 bits.
-        """
-        with torch.autocast(x1.device.type, enabled=False):
-            first = round_ste(x1.double() / input_quantizer.grid()[0])
-            second = round_ste(x2.double() / other_quantizer.grid()[0])
-            total = self.operate(first, integers.codes.double(), None, second) + integers.bias_codes
-            return (total * integers.accumulator_scale).to(x1.dtype)

@@ -186,7 +186,14 @@ def mx_quantize(x: Tensor, format: str, block_size: int = 32, axis: int = -1) ->
     rows = rows.movedim(axis, -1)
     length = rows.shape[-1]
     size = min(block_size, max(length, 1))
-    _check_blocks(length, size, axis)
+    if size < 1:
+        raise ValueError(f"mx_quantize: block_size must be at least 1, got {size}")
+    if length % size:
+        divisors = ", ".join(str(size) for size in range(1, length + 1) if length % size == 0)
+        raise ValueError(
+            f"mx_quantize: block_size must divide the length of axis {axis}, which is {length}, got {size}; "
+            f"its divisors: {divisors}"
+        )
     blocks = rows.reshape(*rows.shape[:-1], length // size, size)
     y = apply(FloatFunction, blocks, mx_scale(blocks.detach(), format), format).flatten(-2).movedim(-1, axis)
     return y if x.ndim else y.squeeze(0)
@@ -214,15 +221,3 @@ def mx_scale(blocks: Tensor, format: str) -> Tensor:
     scale = leading_power(peak, lowest, highest) * 2.0**-shift
     # 1 for zeros: 2^-127 is subnormal, and the processor may be told to read such a number as 0
     return torch.where(peak == 0, 1, torch.where(peak.isnan(), peak, scale))
-
-
-def _check_blocks(length: int, size: int, axis: int) -> None:
-    """Refuse blocks that do not fill the axis."""
-    if size < 1:
-        raise ValueError(f"mx_quantize: block_size must be at least 1, got {size}")
-    if length % size:
-        divisors = ", ".join(str(size) for size in range(1, length + 1) if length % size == 0)
-        raise ValueError(
-            f"mx_quantize: block_size must divide the length of axis {axis}, which is {length}, got {size}; "
-            f"its divisors: {divisors}"
-        )

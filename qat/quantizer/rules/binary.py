@@ -34,12 +34,8 @@ class FixedBits(Quantizer):
 
 @dataclass(frozen=True)
 class BinaryOptions:
-    """Options of `binary`.
-
-    Attributes:
-        gradient: "clipped" (XNOR-Net), "approximate" (Bi-Real), "error_decay" (IR-Net, annealed over the training) or
-            "straight_through".
-    """
+    """Options of `binary`: "clipped" (XNOR-Net), "approximate" (Bi-Real), "error_decay" (IR-Net, annealed over the
+    training) or "straight_through"."""
 
     gradient: BinaryGradient = "clipped"
 
@@ -150,11 +146,7 @@ class TernaryQuantizer(FixedBits):
 
 @dataclass(frozen=True)
 class TTQOptions:
-    """Options of `ttq`.
-
-    Attributes:
-        threshold: share of the largest magnitude below which a weight is 0, from 0 to below 1; the paper's is 0.05.
-    """
+    """Options of `ttq`: the share of the largest magnitude below which a weight is 0; the paper's is 0.05."""
 
     threshold: float = 0.05
 

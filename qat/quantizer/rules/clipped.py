@@ -16,11 +16,7 @@ from qat.ranges import scale_and_zero_point
 
 @dataclass(frozen=True)
 class PACTOptions:
-    """Options of `pact`.
-
-    Attributes:
-        alpha_decay: weight decay of alpha, at least 0; the paper's is 2e-4. Adds alpha_decay/2 * alpha^2 to the loss.
-    """
+    """Options of `pact`: alpha_decay/2 * alpha^2 is added to the loss; the paper's is 2e-4."""
 
     alpha_decay: float = 2e-4
 
@@ -90,11 +86,7 @@ class PACTQuantizer(Quantizer):
 
 @dataclass(frozen=True)
 class DoReFaOptions:
-    """Options of `dorefa`.
-
-    Attributes:
-        rescale: give weights their size back, by the largest magnitude of tanh(weight) of the tensor or channel.
-    """
+    """Options of `dorefa`: whether weights get their size back, the largest |tanh(weight)| of the tensor or channel."""
 
     rescale: bool = True
 
