@@ -282,25 +282,14 @@ class ScopedRecipe:
     first: str = ""
     last: str = ""
 
-    @property
-    def activation(self) -> QuantSpec:
-        """Grid of activations."""
-        return self.recipe.activation
+    activation: QuantSpec = field(init=False)
+    residual: QuantSpec = field(init=False)
+    profile: TargetProfile = field(init=False)
+    first_bits: int | None = field(init=False)
 
-    @property
-    def residual(self) -> QuantSpec:
-        """See `QuantRecipe.residual`."""
-        return self.recipe.residual
-
-    @property
-    def profile(self) -> TargetProfile:
-        """See `QuantRecipe.profile`."""
-        return self.recipe.profile
-
-    @property
-    def first_bits(self) -> int | None:
-        """See `QuantRecipe.first_bits`."""
-        return self.recipe.first_bits
+    def __post_init__(self) -> None:
+        for name in ("activation", "residual", "profile", "first_bits"):  # those of the whole model
+            object.__setattr__(self, name, getattr(self.recipe, name))
 
     def for_layer(
         self, name: str, kind: "type[nn.Module] | None" = None, position: Position | None = None
