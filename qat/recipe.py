@@ -56,7 +56,7 @@ class QuantRecipe:
             behind that one.
 
     Raises:
-        TypeError: for a weight or activation that is none of these; for a key that is neither text nor a class.
+        TypeError: for a weight or activation of another type; for a key that is neither text nor a class.
         ValueError: for an unknown target, field or override key, or a grid that the target does not run.
 
     >>> first_and_last = {"activation": {"bits": 8}, "weight": {"bits": 8}}

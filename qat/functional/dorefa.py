@@ -67,7 +67,7 @@ def dorefa_quantize_weight(weight: Tensor, bits: int, channel_axis: ChannelAxis 
     """DoReFa's quantized weight: 2^bits levels from -1 to 1, and for one bit the sign times the mean magnitude.
 
     y = 2 * Q(tanh(weight) / (2 * max|tanh(weight)|) + 1/2) - 1 with Q(u) = round(u * n) / n and n = 2^bits - 1;
-    the gradient is that of `DoReFaWeightFunction`. The levels are odd multiples of 1 / n: zero is none of them.
+    the gradient is that of `DoReFaWeightFunction`. The levels are odd multiples of 1 / n: zero is not one of them.
     For bits = 1, y = sign(weight) * mean|weight| with sign(0) = +1, and dy/dweight = 1.
 
     Args:

@@ -134,7 +134,7 @@ def decay_factor_of(bits: int) -> float:
 
 
 def _check(rates: dict[str, float | None], **given: float) -> None:
-    """Refuse what is no number of at least 0, and two rates of quantizers."""
+    """Refuse a rate that is not a number of at least 0, and two rates of quantizers."""
     chosen = {name: rate for name, rate in rates.items() if rate is not None}
     for name, value in (*given.items(), *chosen.items()):
         if not isinstance(value, (Real, Tensor)) or not value >= 0:

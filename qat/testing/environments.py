@@ -54,7 +54,7 @@ def _require_alike(words: str, got: Tensor, expected: Tensor) -> None:
 
 
 def check_compile(estimator: Estimator, inputs: Inputs) -> str:
-    """`torch.compile(fullgraph=True)` gives the same output and gradients; the output is no alias of an input."""
+    """`torch.compile(fullgraph=True)` gives the same output and gradients; the output is not an alias of an input."""
     for slot, tensor in enumerate(inputs):
         if estimator.output(inputs).untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
             raise GradcheckError(

@@ -96,7 +96,7 @@ def binary_scale(weight: Tensor, channel_axis: ChannelAxis = 0) -> Tensor:
     """The level of every channel: mean|weight|, and the smallest normal number where the whole channel is zero.
 
     Returns:
-        Tensor > 0, with 1 in the place of every axis that is no channel axis; float32, float64 for a float64 weight.
+        Tensor > 0, with 1 in the place of every axis that is not a channel axis; float32, float64 for a float64 weight.
 
     Source: Rastegari et al., "XNOR-Net", arXiv:1603.05279.
 

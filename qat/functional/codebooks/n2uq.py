@@ -108,7 +108,7 @@ def n2uq_quantize(x: Tensor, start: Tensor, widths: Tensor, step: Tensor, qmin: 
         qmin: integer of the lowest level; 0 for activations after a ReLU.
 
     Raises:
-        ValueError: if start has not one element, or widths is no vector.
+        ValueError: if start has not one element, or widths is not a vector.
 
     Source: Liu et al., "Nonuniform-to-Uniform Quantization", arXiv:2111.14826. Deviation: the input scale is not a
     parameter of its own but part of the widths; on a knot the segment on the left gives the gradient.

@@ -90,7 +90,7 @@ def ternary_scale(weight: Tensor, channel_axis: ChannelAxis = 0) -> tuple[Tensor
     threshold = 0.7 * mean|weight|; scale = mean of |weight| over the weights with |weight| > threshold.
 
     Returns:
-        (scale, threshold), with 1 in the place of every axis that is no channel axis; float32, float64 for a float64
+        (scale, threshold), with 1 in the place of every axis that is not a channel axis; float32, float64 for a float64
         weight. The scale is > 0: the smallest normal number where the whole channel is zero.
 
     Source: Li et al., "Ternary Weight Networks", arXiv:1605.04711.

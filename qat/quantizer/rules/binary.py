@@ -44,7 +44,7 @@ class BinaryOptions:
 class BinaryQuantizer(FixedBits):
     """Two levels, bits=1: weights at their mean magnitude (arXiv:1603.05279), activations at a learned scale.
 
-    A signed activation of one bit is no rounding to an integer grid with a zero (0 becomes +scale), so it is not
+    A signed activation of one bit is not a rounding to an integer grid with a zero (0 becomes +scale), so it is not
     exportable; weights are.
     """
 

@@ -97,7 +97,7 @@ class DoReFaQuantizer(Quantizer):
 
     There is nothing to learn or to calibrate but the zero point of an affine grid, on which (a deviation) negative
     activations keep the share of the levels that they had. The weights' levels are odd multiples of 1 / (2^bits - 1):
-    zero is none of them, and 8 bits do not fit int8. Deviation: with `rescale` the levels are multiplied by the
+    zero is not one of them, and 8 bits do not fit int8. Deviation: with `rescale` the levels are multiplied by the
     largest |tanh(weight)|, a constant, so that pretrained weights keep their size; else every layer's reach to 1.
     """
 
