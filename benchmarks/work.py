@@ -14,7 +14,7 @@ from qat.evaluating import evaluating
 from qat.inputs import Inputs, call_model
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
-from qat.quantizer.calibrated import taken_for_calibrated
+from qat.quantizer.base import taken_for_calibrated
 from qat.torch_internals import TorchDispatchMode, pytree, storage_id, writes_to_arguments
 from qat.tracing.nodes import scope_of
 from qat.tracing.patches import without_fast_path

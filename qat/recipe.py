@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
-from qat.expected import NamedArguments, unknown_name
-from qat.spec import LEFT_OPEN, QuantSpec, Role
+from qat.expected import unknown_name
+from qat.spec import UNSET, QuantSpec, Role
 from qat.targets import TargetProfile, profile_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class LayerRecipe:
 
 
 @dataclass(frozen=True)
-class QuantRecipe(NamedArguments):
+class QuantRecipe:
     """The grid of every tensor of a model.
 
     Args:
@@ -56,8 +56,7 @@ class QuantRecipe(NamedArguments):
             behind that one.
 
     Raises:
-        TypeError: for a weight or activation that is none of these; for a key that is neither text nor a class; for an
-            argument that it does not have.
+        TypeError: for a weight or activation of another type; for a key that is neither text nor a class.
         ValueError: for an unknown target, field or override key, or a grid that the target does not run.
 
     >>> first_and_last = {"activation": {"bits": 8}, "weight": {"bits": 8}}
@@ -70,8 +69,8 @@ class QuantRecipe(NamedArguments):
     'int8 symmetric per tensor'
     """
 
-    weight: QuantSpec = LEFT_OPEN
-    activation: QuantSpec = LEFT_OPEN
+    weight: QuantSpec = UNSET
+    activation: QuantSpec = UNSET
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     target: str = "onnxruntime"
     first_bits: int | None = None
@@ -283,25 +282,14 @@ class ScopedRecipe:
     first: str = ""
     last: str = ""
 
-    @property
-    def activation(self) -> QuantSpec:
-        """Grid of activations."""
-        return self.recipe.activation
+    activation: QuantSpec = field(init=False)
+    residual: QuantSpec = field(init=False)
+    profile: TargetProfile = field(init=False)
+    first_bits: int | None = field(init=False)
 
-    @property
-    def residual(self) -> QuantSpec:
-        """See `QuantRecipe.residual`."""
-        return self.recipe.residual
-
-    @property
-    def profile(self) -> TargetProfile:
-        """See `QuantRecipe.profile`."""
-        return self.recipe.profile
-
-    @property
-    def first_bits(self) -> int | None:
-        """See `QuantRecipe.first_bits`."""
-        return self.recipe.first_bits
+    def __post_init__(self) -> None:
+        for name in ("activation", "residual", "profile", "first_bits"):  # those of the whole model
+            object.__setattr__(self, name, getattr(self.recipe, name))
 
     def for_layer(
         self, name: str, kind: "type[nn.Module] | None" = None, position: Position | None = None

@@ -4,20 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from qat.expected import NamedArguments
-
 Role = Literal["weight", "activation"]
 Granularity = Literal["tensor", "channel", "group"]
 RangeInit = Literal["minmax", "percentile", "mse", "lsq"]
 GradScale = Literal["sample", "batch", "none", "relative"]
 EWGS = Literal["none", "fixed", "hessian"]
 
-LEFT_OPEN: Any = None
+UNSET: Any = None
 """Value of a field that the spec does not choose."""
 
 
 @dataclass(frozen=True, repr=False)
-class QuantSpec(NamedArguments):
+class QuantSpec:
     """An integer grid and the rule by which a tensor is put on it.
 
     A value x becomes the integer q = clamp(round(x / scale) + zero_point, qmin, qmax), which stands for
@@ -55,7 +53,6 @@ class QuantSpec(NamedArguments):
         qmin, qmax: lowest and highest integer of the grid; left open, it counts as 8 bits, signed, and not narrow.
 
     Raises:
-        TypeError: for a field that it does not have.
         ValueError: for values outside these.
 
     >>> four_bits = QuantSpec(bits=4)
@@ -69,18 +66,18 @@ class QuantSpec(NamedArguments):
     15
     """
 
-    bits: int = LEFT_OPEN
-    signed: bool = LEFT_OPEN
-    symmetric: bool = LEFT_OPEN
-    granularity: Granularity = LEFT_OPEN
-    rule: str = LEFT_OPEN
-    narrow_range: bool = LEFT_OPEN
-    init: RangeInit = LEFT_OPEN
-    percentile: float = LEFT_OPEN
-    grad_scale: GradScale = LEFT_OPEN
+    bits: int = UNSET
+    signed: bool = UNSET
+    symmetric: bool = UNSET
+    granularity: Granularity = UNSET
+    rule: str = UNSET
+    narrow_range: bool = UNSET
+    init: RangeInit = UNSET
+    percentile: float = UNSET
+    grad_scale: GradScale = UNSET
     group_size: int | None = None
-    options: Mapping[str, Any] = field(default=LEFT_OPEN, hash=False)
-    ewgs: EWGS = LEFT_OPEN
+    options: Mapping[str, Any] = field(default=UNSET, hash=False)
+    ewgs: EWGS = UNSET
     ewgs_delta: float | None = None
     max_magnitude: int | None = None
 
@@ -113,7 +110,7 @@ class QuantSpec(NamedArguments):
 
     def _check_group(self) -> None:
         size, granularity = self.group_size, self.granularity
-        if size is not None and granularity not in ("group", LEFT_OPEN):
+        if size is not None and granularity not in ("group", UNSET):
             raise ValueError(
                 f"QuantSpec: group_size={size!r} has no effect with granularity={granularity!r};"
                 " use granularity='group'"
@@ -126,7 +123,7 @@ class QuantSpec(NamedArguments):
         delta = self.ewgs_delta
         if delta is not None and (not isinstance(delta, (int, float)) or not 0 <= delta < float("inf")):
             raise ValueError(f"QuantSpec: ewgs_delta must be at least 0 and finite, got {delta!r}")
-        if delta is not None and self.ewgs not in ("fixed", LEFT_OPEN):
+        if delta is not None and self.ewgs not in ("fixed", UNSET):
             raise ValueError(f"QuantSpec: ewgs_delta={delta!r} has no effect with ewgs={self.ewgs!r}; use ewgs='fixed'")
 
     if TYPE_CHECKING:  # attributes that `__post_init__` sets: a quantizer reads them at every call
@@ -146,7 +143,7 @@ class QuantSpec(NamedArguments):
         {'bits': 4, 'init': 'mse'}
         """
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in values.items() if value is not LEFT_OPEN}
+        return {name: value for name, value in values.items() if value is not UNSET}
 
     def resolved(self, default: "QuantSpec") -> "QuantSpec":
         """The complete spec: what this one leaves open is the default's choice. A complete one stays as it is.
@@ -158,7 +155,7 @@ class QuantSpec(NamedArguments):
             ValueError: if what is given does not go with the default.
         """
         given = self.given()
-        return self if given.keys() >= _CHOSEN else default.changed(given)
+        return self if given.keys() >= _REQUIRED else default.changed(given)
 
     def changed(self, change: Mapping[str, Any]) -> "QuantSpec":
         """The spec with other values of some fields. What belongs to the old values goes, unless it is given too.
@@ -180,7 +177,7 @@ class QuantSpec(NamedArguments):
         >>> print(default_spec("weight").changed({"bits": 2}))
         int2 symmetric per channel
         """
-        change = {name: value for name, value in change.items() if value is not LEFT_OPEN or name not in _CHOSEN}
+        change = {name: value for name, value in change.items() if value is not UNSET or name not in _REQUIRED}
         dropped: dict[str, Any] = {}
         if change.get("rule", self.rule) != self.rule:
             dropped["options"] = {}
@@ -210,7 +207,7 @@ class QuantSpec(NamedArguments):
         return f"QuantSpec({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
 
     def __str__(self) -> str:
-        if not self.given().keys() >= _CHOSEN:
+        if not self.given().keys() >= _REQUIRED:
             return repr(self)
         kind = f"{'int' if self.signed else 'uint'}{self.bits}"
         if self.max_magnitude is not None and self.max_magnitude in (self.qmax, -self.qmin):
@@ -228,7 +225,7 @@ def narrow_by_bits(bits: int) -> bool:
 
 _CHOICES: dict[str, Any] = {"granularity": Granularity, "init": RangeInit, "grad_scale": GradScale, "ewgs": EWGS}
 
-_CHOSEN = {each.name for each in fields(QuantSpec)} - {"group_size", "ewgs_delta", "max_magnitude"}
+_REQUIRED = {each.name for each in fields(QuantSpec)} - {"group_size", "ewgs_delta", "max_magnitude"}
 """The fields of a complete spec; of the others None is a choice too."""
 
 

@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from qat.expected import expect_model
 from qat.layers import QuantLayer
-from qat.layers.sharing import QuantTwin
+from qat.layers.twins import QuantTwin
 from qat.preparation.replacements import QUANTIZER_ARGUMENTS
 from qat.quantizer import Quantizer
 from qat.recipe import TYPE_PREFIX, QuantRecipe, pattern_of

@@ -15,8 +15,7 @@ from qat.evaluating import evaluating
 from qat.expected import expect_model
 from qat.inputs import Examples, Inputs, bind_inputs, call_with
 from qat.layers import QuantLayer
-from qat.layers.sharing import QuantTwin
-from qat.layers.twins import is_composite
+from qat.layers.twins import QuantTwin, is_composite
 from qat.preparation.attributes import Indexed, keep_attributes, scalar_attributes
 from qat.preparation.graph import prepare_graph
 from qat.preparation.parts import prepare_parts
@@ -25,7 +24,7 @@ from qat.preparation.refusals import check_float_model
 from qat.preparation.report import LAYERS, noted
 from qat.preparation.swapping import check_patterns
 from qat.quantizer import Quantizer
-from qat.quantizer.calibrated import Family, taken_for_calibrated
+from qat.quantizer.base import taken_for_calibrated
 from qat.recipe import QuantRecipe
 from qat.tracing.randomness import seeded
 from qat.tracing.side_effects import UntraceableError, restoring_state
@@ -113,7 +112,6 @@ def prepare(
             raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize{_where_they_are(model)}")
         _keep_scalar_attributes(prepared, model)
         _set_modes(prepared, model)
-        _make_family(prepared)
         if examples is not None:
             probe(prepared, examples, {name for name, _ in model.named_modules()})
     return summary(prepared) if dry_run else prepared
@@ -137,14 +135,6 @@ def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
         if isinstance(twin, QuantTwin):
             twin.train(module.training)
         twin.training = module.training
-
-
-def _make_family(prepared: nn.Module) -> None:
-    """Let the quantizers know of each other, so that the model warns once of those without a range."""
-    family = Family()
-    for name, module in prepared.named_modules():
-        if isinstance(module, Quantizer):
-            module.join(family, name)
 
 
 def _keep_scalar_attributes(prepared: nn.Module, model: nn.Module) -> None:

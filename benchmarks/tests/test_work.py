@@ -19,7 +19,7 @@ from qat.layers import QuantConv2d, QuantFunction, QuantLinear
 from qat.layers.attention import QuantMultiheadAttention
 from qat.layers.bilinear import QuantBilinear
 from qat.layers.embedding import QuantEmbedding
-from qat.layers.recurrent.twins import QuantLSTM
+from qat.layers.recurrent import QuantLSTM
 from qat.quantizer import Quantizer, create_quantizer
 from qat.spec import QuantSpec
 

@@ -8,9 +8,7 @@ from torch import fx, nn
 from qat.analysis.float_results import float_results, said_of
 from qat.expected import expect_model
 from qat.layers import QuantLayer
-from qat.layers.composite import CompositeTwin
-from qat.layers.sharing import QuantTwin
-from qat.layers.twins import layers_of
+from qat.layers.twins import CompositeTwin, QuantTwin, layers_of
 from qat.preparation.operations import AVERAGING, JOINING, NONLINEAR, operation_of
 from qat.preparation.parts import prepared_parts
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE, VERDICTS, WHOLE_MODEL, noted

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from qat.layers import QuantFunction, QuantLayer
-from qat.layers.composite import CompositeTwin
+from qat.layers.twins import CompositeTwin
 from qat.quantizer import Quantizer
 from qat.quantizer.granularity import from_groups, to_groups
 

@@ -1,21 +1,25 @@
 """Straight-through estimators: tensors in, tensors out.
 
 Each is a `torch.autograd.Function` whose `backward` stands next to the formula that it implements, with a plain
-function as its face.
+function as its face. What is the same for all of them, unless a docstring says otherwise:
+
+- The first argument (x, weight, scale or bits) has any shape and a floating-point dtype; another is a TypeError.
+- The result is a tensor of its shape and dtype. NaN stays NaN, and a rounding leaves infinities as they are.
+- `channel_axis` is the axis, or the tuple of axes, for every index of which there is a statistic of its own; None
+  takes one of the whole tensor. An axis that does not exist is a ValueError.
+- Values are computed in float32 at least: bfloat16 has not enough digits to tell the levels of 8 bits apart.
 """
 
-from qat.functional.affine import fake_quantize, lsq_plus_quantize
 from qat.functional.clamping import clamp_ste
 from qat.functional.codebooks.apot import apot_levels, apot_quantize, normalize_weight
 from qat.functional.codebooks.binary import binary_quantize
-from qat.functional.codebooks.floats import FLOAT_FORMATS, float_quantize
-from qat.functional.codebooks.microscaling import mx_quantize
+from qat.functional.codebooks.floats import FLOAT_FORMATS, float_quantize, mx_quantize
 from qat.functional.codebooks.n2uq import n2uq_quantize
 from qat.functional.codebooks.ternary import ternary_quantize, ttq_quantize
 from qat.functional.dorefa import dorefa_quantize_activation, dorefa_quantize_weight
 from qat.functional.ewgs import ewgs_gradient, ewgs_round
 from qat.functional.learned_bits import bit_cost, learned_bits_quantize
-from qat.functional.lsq import lsq_quantize
+from qat.functional.lsq import fake_quantize, lsq_plus_quantize, lsq_quantize
 from qat.functional.pact import pact_quantize
 from qat.functional.power_of_two import power_of_two_scale
 from qat.functional.rounding import ceil_ste, floor_ste, round_ste, stochastic_round_ste, trunc_ste

@@ -10,7 +10,7 @@ ChannelAxis = int | tuple[int, ...] | None
 
 
 def axes_within_channel(weight: Tensor, channel_axis: ChannelAxis, caller: str) -> tuple[int, ...]:
-    """The axes of weight that are no channel axis: those over which a statistic of a channel is taken.
+    """The axes of weight that are not channel axes: those over which a statistic of a channel is taken.
 
     Raises:
         ValueError: if weight has no such axis.

@@ -20,8 +20,6 @@ class ClampSTEFunction(STEFunction):
 
     A value exactly on a bound counts as inside. The bounds are read in the dtype of x, so that what was clamped once
     lies inside, whatever the dtype.
-
-    Shapes: x, low and high broadcast as in `torch.clamp`. Unit of the bounds: that of x.
     """
 
     @staticmethod
@@ -30,18 +28,14 @@ class ClampSTEFunction(STEFunction):
         return torch.clamp(x, low.to(x.dtype), high.to(x.dtype))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: Tensor) -> None:
-        x, low, high, ctx.gradient = inputs
-        ctx.save_for_backward(x, low, high)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, low, high = ctx.saved_tensors
+        (gradient,) = ctx.options
         bottom, top = low.to(x.dtype), high.to(x.dtype)
         grad_x = grad_low = grad_high = None
         if ctx.needs_input_grad[0]:
             inside = (bottom <= x) & (x <= top)
-            passed = grad if ctx.gradient == "straight_through" else torch.where(inside, grad, 0)
+            passed = grad if gradient == "straight_through" else torch.where(inside, grad, 0)
             grad_x = sum_to_shape(passed, x.shape)
         wide = torch.promote_types(x.dtype, torch.float32)  # thousands of terms add up
         if ctx.needs_input_grad[1]:
@@ -60,7 +54,6 @@ def clamp_ste(x: Tensor, low: Tensor | float, high: Tensor | float, gradient: Cl
     a bound is 1 or 0 depending on the torch version, and it does not pass gradients straight through.
 
     Args:
-        x: any shape, floating point.
         low, high: the bounds, in the unit of x; numbers, or tensors that broadcast with x. Where a tensor low exceeds
             high, y is high, as in `torch.clamp`.
         gradient: "clipped": dy/dx = 1 where low <= x <= high, else 0; "straight_through": 1 everywhere.
@@ -69,7 +62,6 @@ def clamp_ste(x: Tensor, low: Tensor | float, high: Tensor | float, gradient: Cl
         Tensor of the dtype of x and the shape that x and the bounds broadcast to; NaN stays NaN.
 
     Raises:
-        TypeError: if x is not floating point.
         ValueError: if both bounds are numbers and low exceeds high; for an unknown gradient.
 
     Source: Bengio et al., arXiv:1308.3432 (straight through); Choi et al., PACT, arXiv:1805.06085 (learned bound).

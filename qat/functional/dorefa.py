@@ -20,9 +20,6 @@ class DoReFaWeightFunction(STEFunction):
 
     share is 1 / (number of ties) where |t| = M, else 0: the gradient of the maximum, as torch.amax gives it.
     Where all weights that share M are zero it counts as 1, so that y and the gradient stay finite.
-
-    Shapes: weight any; axes: the axes that share one M, none for one M an element. y has no unit.
-    Source: Zhou et al., "DoReFa-Net", arXiv:1606.06160.
     """
 
     @staticmethod
@@ -34,20 +31,14 @@ class DoReFaWeightFunction(STEFunction):
         return as_dtype((2 * codes - steps) / steps, weight.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int, tuple[int, ...]], output: Tensor) -> None:
-        """Keep the weight only; the rounding has no part in the gradient."""
-        weight, _, ctx.axes = inputs
-        ctx.save_for_backward(weight)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """The formula of the class docstring, in operations that autograd can differentiate again."""
-        (weight,) = ctx.saved_tensors
-        squashed, largest = _squash(weight, ctx.axes)
+        (weight,), (_, axes) = ctx.saved_tensors, ctx.options
+        squashed, largest = _squash(weight, axes)
         upstream = grad.to(squashed.dtype)
         ties = (squashed.abs() == largest).to(squashed.dtype)
-        share = ties / over(torch.sum, ties, ctx.axes).clamp(min=1)
-        through_largest = over(torch.sum, upstream * (squashed / largest), ctx.axes) * share * torch.sign(squashed)
+        share = ties / over(torch.sum, ties, axes).clamp(min=1)
+        through_largest = over(torch.sum, upstream * (squashed / largest), axes) * share * torch.sign(squashed)
         grad_weight = (upstream - through_largest) / largest * (1 - squashed**2)
         return grad_weight.to(weight.dtype), None, None
 
@@ -57,8 +48,6 @@ class DoReFaActivationFunction(STEFunction):
 
     Forward, with n = 2^bits - 1:    y = round(clip(x, 0, 1) * n) / n
     Backward:   dy/dx = 1 where 0 <= x <= 1, else 0
-
-    Shapes: x any. x has no unit. Source: Zhou et al., "DoReFa-Net", arXiv:1606.06160.
     """
 
     @staticmethod
@@ -67,10 +56,6 @@ class DoReFaActivationFunction(STEFunction):
         steps = 2**bits - 1
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return as_dtype(torch.round(torch.clamp(wide, 0, 1) * steps) / steps, x.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -82,21 +67,14 @@ def dorefa_quantize_weight(weight: Tensor, bits: int, channel_axis: ChannelAxis 
     """DoReFa's quantized weight: 2^bits levels from -1 to 1, and for one bit the sign times the mean magnitude.
 
     y = 2 * Q(tanh(weight) / (2 * max|tanh(weight)|) + 1/2) - 1 with Q(u) = round(u * n) / n and n = 2^bits - 1;
-    the gradient is that of `DoReFaWeightFunction`. The levels are odd multiples of 1 / n: zero is none of them.
+    the gradient is that of `DoReFaWeightFunction`. The levels are odd multiples of 1 / n: zero is not one of them.
     For bits = 1, y = sign(weight) * mean|weight| with sign(0) = +1, and dy/dweight = 1.
 
     Args:
-        weight: any shape, floating point.
         bits: 1 .. 16.
-        channel_axis: None takes the maximum (the mean) over the tensor; an int or a tuple of ints takes one for
-            every index of these axes.
-
-    Returns:
-        Tensor of the shape and dtype of weight.
 
     Raises:
-        TypeError: if weight is not floating point.
-        ValueError: if bits is no whole number from 1 to 16, or channel_axis is none of the axes of weight.
+        ValueError: if bits is not a whole number from 1 to 16.
 
     Source: Zhou et al., "DoReFa-Net: Training Low Bitwidth Convolutional Neural Networks with Low Bitwidth
     Gradients", arXiv:1606.06160. Deviation: the maximum gets its gradient (many re-implementations detach it).
@@ -125,15 +103,10 @@ def dorefa_quantize_activation(x: Tensor, bits: int) -> Tensor:
     y = round(clip(x, 0, 1) * n) / n with n = 2^bits - 1; dy/dx = 1 where 0 <= x <= 1, else 0.
 
     Args:
-        x: any shape, floating point.
         bits: 1 .. 16.
 
-    Returns:
-        Tensor of the shape and dtype of x.
-
     Raises:
-        TypeError: if x is not floating point.
-        ValueError: if bits is no whole number from 1 to 16.
+        ValueError: if bits is not a whole number from 1 to 16.
 
     Source: Zhou et al., "DoReFa-Net", arXiv:1606.06160.
 

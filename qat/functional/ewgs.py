@@ -5,41 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.functional.tensors import STEFunction, apply, require_floating, setting_beside
-
-
-def scaled_gradient(grad: Tensor, v: Tensor, delta: Tensor) -> Tensor:
-    """grad * (1 + delta * sign(grad) * (v - round(v))), in the dtype of v.
-
-    Everything beside grad counts as constant, the sign too: differentiating this by grad gives the bracket, and 1 at
-    grad = 0, which is where forward mode stands.
-    """
-    nearest = torch.round(v)
-    residual = torch.where(v == nearest, 0, v - nearest).detach()  # inf - inf would be NaN
-    grad = grad.to(v.dtype)
-    return grad * (1 + delta.detach().to(v.dtype) * torch.sign(grad).detach() * residual)
-
-
-class EWGSRoundFunction(STEFunction):
-    """Round; the gradient grows where descent takes x towards its integer and shrinks where it takes x away.
-
-    Forward:    y = round(x), ties to even
-    Backward, with g = dL/dy:    dL/dx = g * (1 + delta * sign(g) * (x - round(x)));  delta gets none
-
-    Shapes: x any; delta () or broadcastable to x. Source: Lee et al., arXiv:2104.00903.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, delta: Tensor) -> Tensor:
-        return torch.round(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        if not ctx.needs_input_grad[0]:
-            return None, None
-        x, delta = ctx.saved_tensors
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return scaled_gradient(grad, x.to(wide), delta).to(x.dtype), None
+from qat.functional.rounding import round_ste
+from qat.functional.tensors import STEFunction, apply, require_floating, setting_beside, tensor_beside
 
 
 class EWGSGradientFunction(STEFunction):
@@ -48,9 +15,6 @@ class EWGSGradientFunction(STEFunction):
     Forward:    y = x
     Backward, with v = x / scale and g = dL/dy:
                 dL/dx = g * (1 + delta * sign(g) * (v - round(v)));  scale and delta get none
-
-    Shapes: x any; scale and delta () or broadcastable to x. Unit of scale: that of x.
-    Source: Lee et al., arXiv:2104.00903.
     """
 
     @staticmethod
@@ -60,11 +24,16 @@ class EWGSGradientFunction(STEFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        """All but g counts as constant, its sign too: in forward mode, which stands at g = 0, the tangent passes."""
         if not ctx.needs_input_grad[0]:
             return None, None, None
         x, scale, delta = ctx.saved_tensors
         wide = torch.promote_types(x.dtype, torch.float32)
-        return scaled_gradient(grad, x.to(wide) / scale.to(wide), delta).to(x.dtype), None, None
+        v, grad = x.to(wide) / scale.to(wide), grad.to(wide)
+        nearest = torch.round(v)
+        residual = torch.where(v == nearest, 0, v - nearest).detach()  # inf - inf would be NaN
+        stretched = grad * (1 + delta.detach().to(wide) * torch.sign(grad).detach() * residual)
+        return stretched.to(x.dtype), None, None
 
 
 def ewgs_round(x: Tensor, delta: Tensor | float) -> Tensor:
@@ -74,15 +43,11 @@ def ewgs_round(x: Tensor, delta: Tensor | float) -> Tensor:
     could be used: there the tangent passes unchanged.
 
     Args:
-        x: any shape, floating point; in units of the grid's step.
+        x: in units of the grid's step.
         delta: strength, >= 0, the paper's 1e-3 .. 0.2; 0 is `round_ste`. A number, or a tensor of shape () or
             broadcastable to x. No gradient.
 
-    Returns:
-        Tensor of the shape and dtype of x; NaN and infinities stay what they are.
-
     Raises:
-        TypeError: if x is not floating point.
         ValueError: if delta is a number below 0, or does not broadcast to x.
 
     Source: Lee et al., "Network Quantization with Element-wise Gradient Scaling", arXiv:2104.00903.
@@ -94,7 +59,8 @@ def ewgs_round(x: Tensor, delta: Tensor | float) -> Tensor:
     ([0.0, 0.0, 2.0], [1.125, -0.875, 1.0])
     """
     require_floating(x, "ewgs_round")
-    return apply(EWGSRoundFunction, x, checked_delta(x, delta, "ewgs_round"))
+    strength = checked_delta(x, delta, "ewgs_round")
+    return round_ste(apply(EWGSGradientFunction, x, tensor_beside(x, 1.0), strength))
 
 
 def ewgs_gradient(x: Tensor, scale: Tensor | float, delta: Tensor | float) -> Tensor:
@@ -104,7 +70,6 @@ def ewgs_gradient(x: Tensor, scale: Tensor | float, delta: Tensor | float) -> Te
     integer, v - round(v) is the rounding error of affine grids too; where the quantizer clips, g is 0 and stays 0.
 
     Args:
-        x: any shape, floating point.
         scale: step of the grid, > 0, in the unit of x; a number, or a tensor of shape () or broadcastable to
             x. No gradient from here.
         delta: strength, as in `ewgs_round`. No gradient.
@@ -113,7 +78,6 @@ def ewgs_gradient(x: Tensor, scale: Tensor | float, delta: Tensor | float) -> Te
         A new tensor, equal to x.
 
     Raises:
-        TypeError: if x is not floating point.
         ValueError: if delta is a number below 0; if scale or delta does not broadcast to x.
 
     Source: Lee et al., arXiv:2104.00903.

@@ -23,9 +23,6 @@ class LearnedBitsFunction(STEFunction):
 
     The rounding of bits passes its gradient straight through. The mask is taken on x itself: reach / (reach / qmax)
     may come out above qmax, and reach counts as inside.
-
-    Shapes: x any; reach and bits () per tensor, or 1 outside the channel axis. Unit of reach: that of x.
-    Source: Uhlich et al., "Mixed Precision DNNs", ICLR 2020, arXiv:1905.11452.
     """
 
     @staticmethod
@@ -38,17 +35,13 @@ class LearnedBitsFunction(STEFunction):
         return as_dtype(torch.clamp(torch.round(x.to(wide) / step), qmin, qmax).mul(step), x.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, float], output: Tensor) -> None:
-        x, reach, bits, ctx.signed, ctx.grad_factor = inputs
-        ctx.save_for_backward(x, reach, bits)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         """The lines of the class docstring; whatever came from a rounding or a clamp counts as a constant."""
         x, reach, bits = ctx.saved_tensors
+        signed, grad_factor = ctx.options
         wide = torch.promote_types(x.dtype, torch.float32)
-        value, end, whole = x.detach().to(wide), reach.detach().to(wide), _highest_integer(bits, ctx.signed, wide)
-        inside = (value >= (-end if ctx.signed else 0)) & (value <= end)
+        value, end, whole = x.detach().to(wide), reach.detach().to(wide), _highest_integer(bits, signed, wide)
+        inside = (value >= (-end if signed else 0)) & (value <= end)
         grad_x = grad_reach = grad_bits = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.where(inside, grad, 0)
@@ -60,12 +53,12 @@ class LearnedBitsFunction(STEFunction):
         learned = bits.to(wide)
         qmax = (whole + 1) * torch.exp2(learned - learned.detach()) - 1  # the whole number, differentiable in bits
         if ctx.needs_input_grad[1]:
-            edge = torch.clamp(value / end, -1 if ctx.signed else 0, 1)
+            edge = torch.clamp(value / end, -1 if signed else 0, 1)
             slope = residual / qmax + torch.where(inside, 0, edge)
-            grad_reach = sum_to_shape(grad.to(wide) * slope, reach.shape).mul(ctx.grad_factor).to(reach.dtype)
+            grad_reach = sum_to_shape(grad.to(wide) * slope, reach.shape).mul(grad_factor).to(reach.dtype)
         if ctx.needs_input_grad[2]:
             slope = residual * (-math.log(2) * reach.to(wide) * (qmax + 1) / qmax**2)
-            grad_bits = sum_to_shape(grad.to(wide) * slope, bits.shape).mul(ctx.grad_factor).to(bits.dtype)
+            grad_bits = sum_to_shape(grad.to(wide) * slope, bits.shape).mul(grad_factor).to(bits.dtype)
         return grad_x, grad_reach, grad_bits, None, None
 
 
@@ -84,18 +77,11 @@ def learned_bits_quantize(
     qmin = -qmax if signed, else qmax = 2^n - 1, qmin = 0; the gradients are those of `LearnedBitsFunction`.
 
     Args:
-        x: any shape, floating point.
         reach: the largest value of the grid, > 0, in the unit of x; shape () or broadcastable to x (per channel).
         bits: the bit-width as a floating-point tensor, 2 .. 16 if signed, else 1 .. 16; shape as reach. A value
             outside acts as the nearest bound.
         signed: whether the grid is symmetric around 0 or starts there.
         grad_factor: factor on the gradients of reach and bits.
-
-    Returns:
-        Tensor of the shape and dtype of x.
-
-    Raises:
-        TypeError: if x is not floating point.
 
     Source: Uhlich et al., "Mixed Precision DNNs: All you need is a good parametrization", arXiv:1905.11452, its
     parametrization by range and bits. Deviation: the step follows from reach and a whole number of bits, so that the
@@ -122,12 +108,6 @@ def bit_cost(bits: Tensor, count: int) -> Tensor:
     Args:
         bits: the learned bit-width, any shape, floating point.
         count: how many values have this width: the elements of a weight, or of an activation.
-
-    Returns:
-        Tensor of the shape and dtype of bits.
-
-    Raises:
-        TypeError: if bits is not floating point.
 
     Source: Uhlich et al., arXiv:1905.11452.
 

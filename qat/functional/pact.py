@@ -16,9 +16,6 @@ class PACTFunction(STEFunction):
                  dy/dalpha = 1  where x >= alpha, else 0
 
     The masks are taken on x itself, so that a value exactly on alpha counts as inside whatever x / step rounds to.
-
-    Shapes: x any; alpha () per tensor, or 1 outside the channel axis. Unit of alpha: that of x.
-    Source: Choi et al., "PACT", arXiv:1805.06085.
     """
 
     @staticmethod
@@ -28,11 +25,6 @@ class PACTFunction(STEFunction):
         steps = 2**bits - 1
         step = alpha.to(wide) / steps
         return as_dtype(torch.clamp(torch.round(x.to(wide) / step), 0, steps).mul(step), x.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-        x, alpha, _ = inputs
-        ctx.save_for_backward(x, alpha)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -55,16 +47,11 @@ def pact_quantize(x: Tensor, alpha: Tensor, bits: int) -> Tensor:
     `PACTFunction`. The levels are alpha / n * {0 .. n}: an integer grid of scale alpha / n with zero point 0.
 
     Args:
-        x: any shape, floating point.
         alpha: upper end of the range, > 0, in the unit of x; shape () or broadcastable to x (per channel).
         bits: 1 .. 16.
 
-    Returns:
-        Tensor of the shape and dtype of x.
-
     Raises:
-        TypeError: if x is not floating point.
-        ValueError: if bits is no whole number from 1 to 16.
+        ValueError: if bits is not a whole number from 1 to 16.
 
     Source: Choi et al., "PACT: Parameterized Clipping Activation for Quantized Neural Networks", arXiv:1805.06085.
     Deviation: x = alpha counts as inside for x too (the paper leaves it to alpha alone).

@@ -18,9 +18,6 @@ class PowerOfTwoFunction(STEFunction):
     Backward:   dy/dscale = y / scale, the rounding in the log domain passed straight through
 
     The ratio y / scale counts as a constant, so second derivatives are zero.
-
-    Shapes: scale any. Unit of y: that of scale.
-    Source: Jain et al., "Trained Quantization Thresholds", arXiv:1903.08066.
     """
 
     @staticmethod
@@ -29,14 +26,9 @@ class PowerOfTwoFunction(STEFunction):
         return as_dtype(_power_of_two(scale, rounding), scale.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Rounding], output: Tensor) -> None:
-        scale, ctx.rounding = inputs
-        ctx.save_for_backward(scale)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         scale = ctx.saved_tensors[0].detach()
-        power = _power_of_two(scale, ctx.rounding)
+        power = _power_of_two(scale, *ctx.options)
         return (grad * (power / scale.to(power.dtype))).to(scale.dtype), None
 
 
@@ -57,15 +49,14 @@ def power_of_two_scale(scale: Tensor, rounding: Rounding = "nearest") -> Tensor:
     `lsq_quantize(x, power_of_two_scale(scale), qmin, qmax)` learns a scale that deploys as a shift.
 
     Args:
-        scale: any shape, floating point, > 0.
+        scale: > 0.
         rounding: "nearest" in the log domain (half to even), or "up" to the smallest power of two that is not below
             scale, so that a range never shrinks (TQT).
 
     Returns:
-        Tensor of the shape and dtype of scale: exact powers of two, at most the largest one of the dtype.
+        Exact powers of two, at most the largest one of the dtype.
 
     Raises:
-        TypeError: if scale is not floating point.
         ValueError: if rounding is neither "nearest" nor "up".
 
     Source: Jain et al., "Trained Quantization Thresholds for Accurate and Efficient Fixed-Point Inference of Deep

@@ -52,8 +52,6 @@ class SignSTEFunction(STEFunction):
     Backward:   dy/dx = 1 where |x| <= 1, else 0           "clipped"
                 dy/dx = 1                                  "straight_through"
                 dy/dx = 2 - 2|x| where |x| <= 1, else 0    "approximate"
-
-    Shapes: x any. Source: see `sign_ste`.
     """
 
     @staticmethod
@@ -81,8 +79,6 @@ class ErrorDecaySignFunction(STEFunction):
     Forward:    y = 1 where x >= 0, else -1
     Backward, with t = 0.1 * 10^(2 progress) and k = max(1/t, 1):
                 dy/dx = k t (1 - tanh(t x)^2);  progress gets none
-
-    Shapes: x any; progress () or broadcastable to x. Source: Qin et al., IR-Net, arXiv:1909.10788.
     """
 
     @staticmethod
@@ -101,8 +97,6 @@ class TernarySignSTEFunction(STEFunction):
     Forward:    y = 0 where |x| <= threshold, else sign(x)
     Backward:   dy/dx = 1 where |x| <= 1, else 0    "clipped"
                 dy/dx = 1                           "straight_through"
-
-    Shapes: x any; threshold () or broadcastable to x, in the unit of x, without a gradient.
     """
 
     @staticmethod
@@ -132,15 +126,10 @@ def sign_ste(x: Tensor, gradient: SignGradient = "clipped") -> Tensor:
     """The sign on two levels: +1 where x >= 0, else -1.
 
     Args:
-        x: any shape, floating point.
         gradient: "clipped": dy/dx = 1 where |x| <= 1, else 0; "straight_through": 1 everywhere;
             "approximate": 2 - 2|x| where |x| <= 1, else 0, the slope of a parabola drawn through the step.
 
-    Returns:
-        Tensor of the shape and dtype of x, of -1 and +1; NaN stays NaN.
-
     Raises:
-        TypeError: if x is not floating point.
         ValueError: for an unknown gradient.
 
     Source: Hubara et al., arXiv:1602.02830 (clipped); Bengio et al., arXiv:1308.3432 (straight through); Liu et al.,
@@ -162,15 +151,10 @@ def error_decay_sign(x: Tensor, progress: Tensor | float) -> Tensor:
     y = 1 where x >= 0, else -1; dy/dx = k t (1 - tanh(t x)^2) with t = 0.1 * 10^(2 progress) and k = max(1/t, 1).
 
     Args:
-        x: any shape, floating point.
         progress: how much of the training is done, 0..1; a tensor () (which compiled code reads anew each time) or a
             number. No gradient.
 
-    Returns:
-        Tensor of the shape and dtype of x, of -1 and +1; NaN stays NaN.
-
     Raises:
-        TypeError: if x is not floating point.
         ValueError: if progress is a number outside 0..1, or does not broadcast to x.
 
     Source: Qin et al., IR-Net, arXiv:1909.10788 (the error decay estimator; its weight balancing is not part of it).
@@ -191,15 +175,10 @@ def ternary_sign_ste(x: Tensor, threshold: Tensor | float = 0.5, gradient: Terna
     """The sign on three levels: 0 where |x| <= threshold, else the sign of x.
 
     Args:
-        x: any shape, floating point.
         threshold: >= 0, in the unit of x; a number, or a tensor of shape () or broadcastable to x. No gradient.
         gradient: "clipped": dy/dx = 1 where |x| <= 1, else 0; "straight_through": 1 everywhere.
 
-    Returns:
-        Tensor of the shape and dtype of x, of -1, 0 and +1; NaN stays NaN.
-
     Raises:
-        TypeError: if x is not floating point.
         ValueError: if threshold is a number below 0, or does not broadcast to x; for an unknown gradient.
 
     Source: Li et al., Ternary Weight Networks, arXiv:1605.04711, for the levels; gradients as in `sign_ste`.

@@ -68,8 +68,6 @@ class SoftRoundFunction(STEFunction):
     Forward, with r = x - floor(x), T the temperature and sig the sigmoid:
                 y = floor(x) + (sig(T (r - 1/2)) - sig(-T/2)) / (sig(T/2) - sig(-T/2))
     Backward:   dy/dx and dy/dT are the derivatives of exactly that.
-
-    Shapes: x and temperature broadcast; temperature > 0. Source: Yang et al., arXiv:1911.09464.
     """
 
     @staticmethod
@@ -105,8 +103,6 @@ class DSQRoundFunction(STEFunction):
 
     As s = 1/tanh(k/2), phi is the step of `SoftRoundFunction` at the temperature 2k, and its slopes serve here:
     dphi/dalpha = dphi/dT dT/dalpha with dT/dalpha = -4 / (alpha (2 - alpha)).
-
-    Shapes: x any; alpha () or broadcastable to x, 0 < alpha < 1. Source: Gong et al., DSQ, arXiv:1908.05033.
     """
 
     @staticmethod
@@ -137,7 +133,7 @@ def soft_round(x: Tensor, temperature: Tensor | float) -> Tensor:
     T -> infinity gives round(x) (on ties: the middle). The gradients for x and T are its own, no estimates.
 
     Args:
-        x: any shape, floating point; in units of the grid's step.
+        x: in units of the grid's step.
         temperature: steepness of the steps, > 0, exact from 1e-3 to 1e4; a number, or a tensor that broadcasts with
             x, which gets a gradient.
 
@@ -145,7 +141,6 @@ def soft_round(x: Tensor, temperature: Tensor | float) -> Tensor:
         Tensor of the dtype of x and the shape that x and temperature broadcast to; NaN and infinities stay themselves.
 
     Raises:
-        TypeError: if x is not floating point.
         ValueError: if temperature is a number that is not positive and finite.
 
     Source: Yang et al., "Quantization Networks", arXiv:1911.09464. Deviation: there a sum of sigmoids with learned
@@ -171,15 +166,11 @@ def dsq_round(x: Tensor, alpha: Tensor | float) -> Tensor:
     it the rounding itself.
 
     Args:
-        x: any shape, floating point; in units of the grid's step.
+        x: in units of the grid's step.
         alpha: softness of the steps, 0 < alpha < 1; a number, or a tensor of shape () or broadcastable to x, which
             gets a gradient.
 
-    Returns:
-        Tensor of the shape and dtype of x; NaN and infinities stay what they are.
-
     Raises:
-        TypeError: if x is not floating point.
         ValueError: if alpha is a number outside 0..1 or on its ends, or does not broadcast to x.
 
     Source: Gong et al., "Differentiable Soft Quantization", arXiv:1908.05033, in units of the step (Delta = 1).

@@ -24,7 +24,8 @@ LARGEST_SCALE = 1e12
 class STEFunction(torch.autograd.Function):
     """What the Functions here share: `torch.func` may map them, and they keep all inputs for the backward.
 
-    A Function with inputs that are no tensors, or that it does not need again, has a `setup_context` of its own.
+    Tensors are in `ctx.saved_tensors`, all else in `ctx.options`, each in the order of the inputs. A Function that does
+    not need all of them has a `setup_context` of its own.
     """
 
     generate_vmap_rule = True
@@ -32,7 +33,8 @@ class STEFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep the inputs only: what follows from them is cheaper to compute again than to store."""
-        ctx.save_for_backward(*inputs)
+        ctx.save_for_backward(*(each for each in inputs if isinstance(each, Tensor)))
+        ctx.options = tuple(each for each in inputs if not isinstance(each, Tensor))
 
 
 def apply(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
@@ -97,42 +99,26 @@ def _with_forward_mode(function: Any) -> Any:
 
 
 def require_floating(x: Tensor, caller: str) -> Tensor:
-    """Return x if it is floating point, so that integers fail with a sentence instead of deep in a kernel.
-
-    Raises:
-        TypeError: for integer, bool or complex tensors.
-    """
+    """Return x if it is floating point, so that integers fail with a sentence instead of deep in a kernel."""
     if not x.is_floating_point():
         raise TypeError(f"{caller}: x must be a floating-point tensor, got {x.dtype}")
     return x
 
 
 def check_bounds(qmin: int, qmax: int, caller: str) -> None:
-    """Refuse an empty grid.
-
-    Raises:
-        ValueError: if qmin >= qmax.
-    """
+    """Refuse an empty grid."""
     if qmin >= qmax:
         raise ValueError(f"{caller}: qmin must be below qmax, got qmin={qmin} and qmax={qmax}")
 
 
 def check_bits(bits: int, caller: str, fewest: int = 1, most: int = MOST_BITS) -> None:
-    """Refuse a bit-width that the rule has no levels for.
-
-    Raises:
-        ValueError: if bits is no whole number from fewest to most.
-    """
+    """Refuse a bit-width that the rule has no levels for."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not fewest <= bits <= most:
         raise ValueError(f"{caller}: bits must be a whole number from {fewest} to {most}, got {bits!r}")
 
 
 def check_known(what: str, name: str, known: Collection[str], caller: str) -> None:
-    """Refuse the name of a gradient, format or rounding that the estimator does not have.
-
-    Raises:
-        ValueError: if name is not among the known ones.
-    """
+    """Refuse the name of a gradient, format or rounding that the estimator does not have."""
     if name not in known:
         raise ValueError(f"{caller}: unknown {what} {name!r}; known: {', '.join(known)}")
 
@@ -205,8 +191,6 @@ class PositiveScaleFunction(STEFunction):
     Backward:   dy/dscale = 1, but 0 where scale < smallest and a step against the gradient would lower it further
 
     So a scale that was driven below comes back as soon as the loss asks for more, and does not run away meanwhile.
-
-    Shapes: scale any; smallest broadcastable to it.
     """
 
     @staticmethod
@@ -265,7 +249,7 @@ def scale_gradient(x: Tensor, factor: Tensor | float) -> Tensor:
     """x itself, its gradient multiplied by factor: how LSQ slows down the learning of a scale.
 
     Args:
-        x: any shape, floating point; meant for parameters of few elements, it is copied.
+        x: meant for parameters of few elements, it is copied.
         factor: of the gradient; a number, or a tensor that broadcasts to x and gets no gradient itself.
 
     Source: Esser et al., arXiv:1902.08153, section 2.2.

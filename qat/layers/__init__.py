@@ -3,13 +3,19 @@
 from qat.layers.attention import QuantMultiheadAttention
 from qat.layers.base import QuantLayer
 from qat.layers.bilinear import QuantBilinear
-from qat.layers.conv import QuantConv1d, QuantConv2d, QuantConv3d
-from qat.layers.conv_transpose import QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d
+from qat.layers.conv import (
+    QuantConv1d,
+    QuantConv2d,
+    QuantConv3d,
+    QuantConvTranspose1d,
+    QuantConvTranspose2d,
+    QuantConvTranspose3d,
+)
 from qat.layers.embedding import IntegerTable, QuantEmbedding, QuantEmbeddingBag
 from qat.layers.folding import IntegerWeight, fold_weight
 from qat.layers.function import QuantFunction
 from qat.layers.linear import QuantLinear
-from qat.layers.recurrent.twins import QuantGRU, QuantLSTM, QuantRNN
+from qat.layers.recurrent import QuantGRU, QuantLSTM, QuantRNN
 from qat.layers.twins import register_twin
 
 __all__ = [

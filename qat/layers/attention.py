@@ -11,11 +11,9 @@ from torch.nn.utils import parametrize
 
 from qat.layers.attention_core import OPERANDS, PROBABILITIES, PROJECTIONS, additive_mask, multihead_attention
 from qat.layers.base import quantizer_or_none, resolved_input_spec
-from qat.layers.composite import CompositeTwin
 from qat.layers.function import QuantFunction
 from qat.layers.linear import QuantLinear
-from qat.layers.sharing import ActivationSpec, share_parameters
-from qat.layers.twins import register_twin
+from qat.layers.twins import ActivationSpec, CompositeTwin, register_twin, share_parameters
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
 
@@ -77,12 +75,9 @@ class QuantMultiheadAttention(CompositeTwin, nn.MultiheadAttention):
 
     Args:
         embed_dim ... dtype: as in `torch.nn.MultiheadAttention`, in the same order.
-        weight_spec: grid of the weights; what it leaves open: 8 bits, symmetric, narrow, per output channel.
-        activation_spec: grid of the inputs and of out_proj's input; q, k, v and the probabilities get those of
-            `operand_spec` and `probability_spec`. What it leaves open, and "default": 8 bits unsigned with a zero
-            point; None: weights only. Before the first use call `qat.calibrate(layer, batches)`.
-
-    Shapes: as torch's; see `forward`.
+        weight_spec: grid of the weights, as in `QuantLayer`.
+        activation_spec: grid of the inputs and of out_proj's input, as in `QuantLayer`, None: weights only; q, k, v and
+            the probabilities get those of `operand_spec` and `probability_spec`.
 
     >>> layer = QuantMultiheadAttention(8, 2, batch_first=True, activation_spec=None)
     >>> x = torch.randn(3, 5, 8)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qat.functional import round_ste
 from qat.layers.folding import IntegerWeight, fold_weight
-from qat.layers.sharing import ActivationSpec, QuantTwin
+from qat.layers.twins import ActivationSpec, QuantTwin
 from qat.quantizer import Quantizer, as_rows, create_quantizer, scale_shape
 from qat.spec import QuantSpec, default_spec
 
@@ -20,10 +20,20 @@ class QuantLayer(QuantTwin):
     input's quantizer is known: integer codes of input and weight, int32 bias, BatchNorm folded into the scale. So
     evaluation measures the accuracy of the exported model. Rules without an integer grid, scales per group of inputs,
     and layers with a quantizer that is switched off are evaluated as they are trained.
+
+    Args:
+        weight_spec: grid of the weight; what it leaves open: 8 bits, symmetric, narrow, per output channel.
+        activation_spec: grid of the input; what it leaves open, and "default": 8 bits unsigned with a zero point;
+            None: the input is quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
+
+    The other arguments are those of torch's layer, in its order; these two go by name.
     """
 
     quantizer_arguments: ClassVar[tuple[str, ...]] = ("input_quantizer",)
     """Forward's keyword arguments for the quantizer of each input tensor, in the order of the inputs."""
+
+    sum_dtype: ClassVar[torch.dtype] = torch.float32
+    """The narrowest type in which evaluation adds integers."""
 
     weight: Tensor
     bias: Any
@@ -150,7 +160,7 @@ class QuantLayer(QuantTwin):
         2^-24, far less than the level to which they are rounded next.
         """
         with exact_arithmetic(x.device):
-            wide = torch.promote_types(x.dtype, torch.float32)
+            wide = torch.promote_types(x.dtype, self.sum_dtype)
             x_codes = with_strides_of(x, round_ste(x.to(wide) / input_quantizer.grid()[0]))
             codes = self.torch_layout(integers.codes.to(wide))
             total = self.operate(x_codes, codes, None, **options) + self.per_channel(integers.bias_codes, codes)

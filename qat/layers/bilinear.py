@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from qat.functional import round_ste
 from qat.layers.base import QuantLayer, quantizer_or_none
 from qat.layers.folding import IntegerWeight
-from qat.layers.sharing import ActivationSpec
-from qat.layers.twins import register_twin
+from qat.layers.twins import ActivationSpec, register_twin
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec
 
@@ -22,12 +21,8 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
     scale_x1 * scale_x2 * scale_weight. One product of three 8-bit integers takes up to 23 bits, so an integer kernel
     needs more than 32 bits to add 256 or more of them. Here the sum is exact up to 2^53.
 
-    Args:
-        in1_features ... dtype: as in `torch.nn.Bilinear`, in the same order.
-        weight_spec: grid of the weight; what it leaves open: 8 bits, symmetric, narrow, per output.
-        activation_spec: grid of both inputs, each with its own range; what it leaves open, and "default": 8 bits
-            unsigned with a zero point; None: the inputs are quantized elsewhere. Before the first use call
-            `qat.calibrate(layer, [{"x1": ..., "x2": ...}])`.
+    Arguments as of `torch.nn.Bilinear`, and those of `QuantLayer`; activation_spec is the grid of both inputs, each
+    with a range of its own: `qat.calibrate(layer, [{"x1": ..., "x2": ...}])`.
 
     Shapes: inputs (..., in1_features) and (..., in2_features), output (..., out_features).
 
@@ -37,6 +32,7 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
     """
 
     quantizer_arguments = ("input_quantizer", "other_quantizer")
+    sum_dtype = torch.float64  # two products of three 8-bit integers can already exceed float32's 24 bits
 
     other_quantizer: Quantizer | None
 
@@ -85,7 +81,8 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
         ):
             return self.operate(x1, self.quantized(weight), self.bias, x2)
         integers = self.integers(input_quantizer, None, weight, self.bias, other_quantizer)
-        return self._sum_of_integers(x1, x2, integers, input_quantizer, other_quantizer)
+        other = round_ste(x2.double() / other_quantizer.grid()[0])
+        return self._integer_forward(x1, integers, input_quantizer, other=other)
 
     def operate(  # type: ignore[override]
         self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor
@@ -121,16 +118,3 @@ class QuantBilinear(QuantLayer, nn.Bilinear):
             )
         input_scale = input_quantizer.grid()[0].float() * other_quantizer.grid()[0].float()
         return self.folded(input_scale, norm, weight, bias)
-
-    def _sum_of_integers(
-        self, x1: Tensor, x2: Tensor, integers: IntegerWeight, input_quantizer: Quantizer, other_quantizer: Quantizer
-    ) -> Tensor:
-        """y = (operate(x1_codes, codes, x2_codes) + bias_codes) * accumulator_scale, the codes without zero points.
-
-        In float64: a sum of two products of three 8-bit integers can already exceed float32's 24 bits.
-        """
-        with torch.autocast(x1.device.type, enabled=False):
-            first = round_ste(x1.double() / input_quantizer.grid()[0])
-            second = round_ste(x2.double() / other_quantizer.grid()[0])
-            total = self.operate(first, integers.codes.double(), None, second) + integers.bias_codes
-            return (total * integers.accumulator_scale).to(x1.dtype)

@@ -1,28 +1,27 @@
-"""QuantConv1d, QuantConv2d, QuantConv3d: convolutions on integer grids."""
+"""Convolutions on integer grids: QuantConv1d, 2d, 3d, and transposed QuantConvTranspose1d, 2d, 3d."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.layers.base import QuantLayer
-from qat.layers.sharing import ActivationSpec
-from qat.layers.twins import register_twin
+from qat.layers.twins import ActivationSpec, register_twin
+from qat.quantizer import Quantizer
 from qat.spec import QuantSpec
+from qat.torch_internals import output_padding_of
+
+TRANSPOSED: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+"""The transposed convolution for each number of spatial axes."""
 
 
 class QuantConvolution(QuantLayer):
     """Base of the three convolutions; the other base is torch's layer, whose constructor this one calls.
 
-    y = conv(quantize(x), quantize(weight)) + bias, both quantizers with a learned scale. Evaluation
-    computes the same as the deployed integers do, with the bias rounded to int32 at scale_x * scale_weight. Padding
+    y = conv(quantize(x), quantize(weight)) + bias; arguments as of torch's layer, and those of `QuantLayer`. Padding
     adds the value 0.0 or copies of x, which lie on the grid of x.
-
-    Args:
-        in_channels ... dtype: as in torch's layer, in the same order.
-        weight_spec: grid of the weight; what it leaves open: 8 bits, symmetric, narrow, per output channel.
-        activation_spec: grid of the input; what it leaves open, and "default": 8 bits unsigned with a zero point;
-            None: the input is quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
     """
 
     argument_names = (
@@ -98,4 +97,136 @@ class QuantConv3d(QuantConvolution, nn.Conv3d):
     torch.Size([2, 4, 4, 3, 3])
     >>> layer.weight_quantizer.scale.shape
     torch.Size([4, 1, 1, 1, 1])
+    """
+
+
+def swapped_in_groups(weight: Tensor, groups: int) -> Tensor:
+    """Axes 0 and 1 exchanged within each group: (groups * a, b, k...) becomes (groups * b, a, k...), and back.
+
+    >>> swapped_in_groups(torch.zeros(6, 4, 3), groups=2).shape
+    torch.Size([8, 3, 3])
+    """
+    return weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
+
+
+class QuantTransposedConvolution(QuantLayer):
+    """Base of the three transposed convolutions; the other base is torch's layer, whose constructor this one calls.
+
+    y = conv_transpose(quantize(x), quantize(weight)) + bias; arguments as of torch's layer, and those of `QuantLayer`.
+    "channel" means output channel here too, although torch keeps the input channels on the weight's axis 0.
+    """
+
+    groups: int
+
+    argument_names = (
+        "in_channels", "out_channels", "kernel_size", "stride", "padding", "output_padding", "groups", "dilation",
+        "padding_mode",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: int | tuple[int, ...] = 0,
+        output_padding: int | tuple[int, ...] = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: int | tuple[int, ...] = 1,
+        padding_mode: Literal["zeros"] = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: ActivationSpec = "default",
+    ) -> None:
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
+            padding_mode, device, dtype,
+        )  # fmt: skip
+        self.add_quantizers(weight_spec, activation_spec)
+
+    def forward(
+        self,
+        x: Tensor,
+        input_quantizer: Quantizer | None = None,
+        norm: nn.Module | None = None,
+        bias: Tensor | None = None,
+        output_size: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Apply the layer, and the BatchNorm after it.
+
+        Args:
+            x, input_quantizer, norm, bias: as in `QuantLayer.forward`.
+            output_size: the spatial shape of the output if the stride allows several; overrides output_padding.
+
+        Raises:
+            TypeError: if input_quantizer is not a Quantizer: torch's layer has output_size in its place.
+        """
+        if input_quantizer is not None and not isinstance(input_quantizer, Quantizer):
+            raise TypeError(
+                f"{type(self).__name__}: input_quantizer must be a Quantizer, got {input_quantizer!r};"
+                " pass an output size as output_size="
+            )
+        own = self.bias if bias is None else bias
+        return self.compute(x, self.weight, own, input_quantizer, norm, output_size=output_size)
+
+    def operate(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None = None
+    ) -> Tensor:
+        """torch's own transposed convolution."""
+        axes = weight.dim() - 2
+        layer: Any = self
+        stride, padding, dilation = layer.stride, layer.padding, layer.dilation
+        size = None if output_size is None else list(output_size)
+        rest = output_padding_of(layer, x, size)
+        return TRANSPOSED[axes](x, weight, bias, stride, padding, rest, self.groups, dilation)
+
+    def channels_first(self, weight: Tensor) -> Tensor:
+        """(in, out / groups, k...) to (out, in / groups, k...)."""
+        return swapped_in_groups(weight, self.groups)
+
+    def torch_layout(self, weight: Tensor) -> Tensor:
+        """(out, in / groups, k...) to (in, out / groups, k...)."""
+        return swapped_in_groups(weight, self.groups)
+
+
+@register_twin(nn.ConvTranspose1d)
+class QuantConvTranspose1d(QuantTransposedConvolution, nn.ConvTranspose1d):  # type: ignore[misc]
+    """`torch.nn.ConvTranspose1d` with quantized weight and input; see `QuantTransposedConvolution` for its arguments.
+
+    Shapes: input (N, in_channels, L), output (N, out_channels, L'), N absent in both or in neither.
+
+    >>> layer = QuantConvTranspose1d(3, 8, 4, stride=2, padding=1, activation_spec=None)
+    >>> layer(torch.randn(2, 3, 10)).shape
+    torch.Size([2, 8, 20])
+    >>> layer.weight_quantizer.scale.shape
+    torch.Size([8, 1, 1])
+    """
+
+
+@register_twin(nn.ConvTranspose2d)
+class QuantConvTranspose2d(QuantTransposedConvolution, nn.ConvTranspose2d):  # type: ignore[misc]
+    """`torch.nn.ConvTranspose2d` with quantized weight and input; see `QuantTransposedConvolution` for its arguments.
+
+    Shapes: input (N, in_channels, H, W), output (N, out_channels, H', W'), N absent in both or in neither.
+
+    >>> layer = QuantConvTranspose2d(3, 8, 3, stride=2, activation_spec=None)
+    >>> layer(torch.randn(2, 3, 6, 6), output_size=(14, 13)).shape
+    torch.Size([2, 8, 14, 13])
+    """
+
+
+@register_twin(nn.ConvTranspose3d)
+class QuantConvTranspose3d(QuantTransposedConvolution, nn.ConvTranspose3d):  # type: ignore[misc]
+    """`torch.nn.ConvTranspose3d` with quantized weight and input; see `QuantTransposedConvolution` for its arguments.
+
+    Shapes: input (N, in_channels, D, H, W), output (N, out_channels, D', H', W'), N absent in both or in neither.
+
+    >>> layer = QuantConvTranspose3d(4, 6, 2, stride=2, groups=2, activation_spec=None)
+    >>> layer(torch.randn(1, 4, 2, 3, 3)).shape
+    torch.Size([1, 6, 4, 6, 6])
+    >>> layer.weight_quantizer.scale.shape
+    torch.Size([6, 1, 1, 1, 1])
     """

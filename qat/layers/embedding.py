@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from qat.functional import lsq_plus_quantize, lsq_quantize
 from qat.layers.base import QuantLayer
-from qat.layers.sharing import ActivationSpec
-from qat.layers.twins import register_twin
-from qat.quantizer.estimator import estimator_of
+from qat.layers.twins import ActivationSpec, register_twin
+from qat.quantizer.base import estimator_of
 from qat.quantizer.granularity import to_groups
 from qat.spec import QuantSpec
 from qat.torch_internals import has_forward_hooks
@@ -204,10 +203,7 @@ class QuantEmbedding(QuantTable, nn.Embedding):
 class QuantEmbeddingBag(QuantTable, nn.EmbeddingBag):
     """`torch.nn.EmbeddingBag` with a quantized table; see `QuantTable`. Sums, means and maxima are taken in float.
 
-    Args:
-        num_embeddings ... dtype: as in `torch.nn.EmbeddingBag`, in the same order.
-        weight_spec: grid of the table; what it leaves open: 8 bits, symmetric, narrow, per row.
-        activation_spec: None; indices have no grid.
+    Arguments as of `torch.nn.EmbeddingBag`, weight_spec and activation_spec as of `QuantEmbedding`.
 
     Shapes: input (B, N), or (N,) with offsets; output (B, embedding_dim).
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.layers.base import QuantLayer, quantizer_or_none, resolved_weight_spec
-from qat.layers.sharing import ActivationSpec
+from qat.layers.twins import ActivationSpec
 from qat.quantizer import Quantizer, create_quantizer, scale_shape
 from qat.spec import QuantSpec
 

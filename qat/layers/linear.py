@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.layers.base import QuantLayer
-from qat.layers.sharing import ActivationSpec
-from qat.layers.twins import register_twin
+from qat.layers.twins import ActivationSpec, register_twin
 from qat.spec import QuantSpec
 
 
@@ -14,14 +13,7 @@ from qat.spec import QuantSpec
 class QuantLinear(QuantLayer, nn.Linear):
     """`torch.nn.Linear` with quantized weight and input.
 
-    y = quantize(x) @ quantize(weight).T + bias, both quantizers with a learned scale. Evaluation
-    computes the same as the deployed integers do, with the bias rounded to int32 at scale_x * scale_weight.
-
-    Args:
-        in_features ... dtype: as in `torch.nn.Linear`, in the same order.
-        weight_spec: grid of the weight; what it leaves open: 8 bits, symmetric, narrow, per output channel.
-        activation_spec: grid of the input; what it leaves open, and "default": 8 bits unsigned with a zero point;
-            None: the input is quantized elsewhere. Before the first use call `qat.calibrate(layer, batches)`.
+    y = quantize(x) @ quantize(weight).T + bias; arguments as of `torch.nn.Linear`, and those of `QuantLayer`.
 
     Shapes: input (..., in_features), output (..., out_features).
 

@@ -1,15 +1,138 @@
-"""The one registry of twins: classes of float layers to their quantized twins."""
+"""A quantized twin and its float layer: each is made from the other, on the same parameters; a registry pairs them."""
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from qat.layers.composite import CompositeTwin
-from qat.layers.sharing import QuantTwin
+from qat.evaluating import evaluating
 from qat.recipe import LayerRecipe
-from qat.torch_internals import AnyConvolution
+from qat.spec import QuantSpec
+from qat.torch_internals import AnyConvolution, buffers_of, parameters_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+ActivationSpec = QuantSpec | Literal["default"] | None
+"""The grid of a layer's input: "default" leaves all of it open, None quantizes the input elsewhere."""
+
+
+def share_parameters(source: nn.Module, target: nn.Module) -> None:
+    """Give the target the source's own parameters and buffers, not copies, parametrizations included."""
+    parametrized: Any = source.parametrizations if parametrize.is_parametrized(source) else {}
+    for name, originals in parametrized.items():
+        with evaluating(source):  # so that reading and registering (spectral norm) changes no state
+            setattr(target, name, nn.Parameter(getattr(source, name).detach().clone()))
+            for step in originals:
+                parametrize.register_parametrization(target, name, step, unsafe=True)
+        transferred: Any = target.parametrizations
+        for key, parameter in originals.named_parameters(recurse=False):
+            setattr(transferred[name], key, parameter)
+    for owned in (parameters_of, buffers_of):
+        mine: dict[str, Any] = owned(target)
+        theirs = owned(source)
+        mine.update({name: theirs[name] for name in mine if name in theirs})
+
+
+class QuantTwin(nn.Module):
+    """Base of the quantized twins; `QuantLayer` is one weight, `CompositeTwin` is several."""
+
+    float_type: ClassVar[type[nn.Module]]
+    """The float layer that this one replaces; `register_twin` sets it."""
+
+    argument_names: ClassVar[tuple[str, ...]] = ()
+    """Arguments of its constructor that it keeps as attributes, besides `bias` and `dtype`."""
+
+    def __new__(cls, *args: Any, **given: Any) -> "Self":
+        """Refuse a grid in an argument of torch's layer, which would take it for a stride, or for bias=True."""
+        others = [*args, *(value for name, value in given.items() if not name.endswith("_spec"))]
+        grid = next((value for value in others if isinstance(value, QuantSpec)), None)
+        # Constructors of a user's own, and `QuantFunction`'s, may take a grid where they like.
+        as_torchs = cls.__init__.__module__.startswith("qat.") and isinstance(cls.float_type, type)
+        if grid is not None and as_torchs:
+            raise TypeError(f"{cls.__name__}: got {grid!r} without its name; write weight_spec= or activation_spec=")
+        return super().__new__(cls)
+
+    @classmethod
+    def from_float(
+        cls,
+        layer: nn.Module,
+        weight_spec: QuantSpec | None = None,
+        activation_spec: ActivationSpec = "default",
+    ) -> "Self":
+        """The quantized twin of a float layer. It shares the layer's parameters; it does not copy them.
+
+        Args:
+            layer: the float layer; it may be parametrized (`torch.nn.utils.parametrize`, weight norm).
+            weight_spec, activation_spec: as in the constructor.
+
+        Raises:
+            TypeError: if the layer is of another type.
+
+        >>> from qat import QuantLinear
+        >>> twin = QuantLinear.from_float(nn.Linear(8, 2), QuantSpec(bits=4))
+        >>> print(twin.weight_quantizer.describe(), "x", twin.input_quantizer.describe())
+        int4 narrow symmetric per channel x uint8 affine per tensor
+        """
+        cls.check_float(layer)
+        make: Any = cls
+        with torch.device("meta"):
+            twin: Self = make(**cls.constructor_arguments(layer), weight_spec=weight_spec, activation_spec=None)
+        cls.share(layer, twin)
+        with evaluating(twin):  # so that reading a parametrized weight (spectral norm) changes no state
+            twin.add_quantizers(weight_spec, activation_spec)
+        return twin.train(layer.training)
+
+    def to_float(self) -> nn.Module:
+        """The float layer again: the same parameters, without the quantizers."""
+        return self.plain_layer(self)
+
+    @classmethod
+    def plain_layer(cls, source: nn.Module) -> nn.Module:
+        """A `float_type` on the parameters of a twin, or of a float layer that only its constructor tells apart."""
+        with torch.device("meta"):
+            layer = cls.float_type(**cls.constructor_arguments(source))
+        cls.share(source, layer)
+        return layer.train(source.training)
+
+    @classmethod
+    def check_float(cls, layer: nn.Module) -> None:
+        """Raise TypeError if `from_float` cannot take this layer."""
+        if parametrize.type_before_parametrizations(layer) is not cls.float_type:
+            raise TypeError(
+                f"{cls.__name__}.from_float: expected {cls.float_type.__name__}, got {type(layer).__name__}"
+            )
+
+    @staticmethod
+    def share(source: Any, target: Any) -> None:
+        """Give the target the source's parameters; one of them is the float layer, the other its twin."""
+        share_parameters(source, target)
+
+    @classmethod
+    def constructor_arguments(cls, layer: Any) -> dict[str, Any]:
+        """Constructor arguments of the float layer that make one like it."""
+        if not cls.argument_names:
+            raise TypeError(f"{type(layer).__name__} has no quantized twin")
+        found = {name: getattr(layer, name) for name in cls.argument_names} | {"dtype": layer.weight.dtype}
+        return found | {"bias": layer.bias is not None} if hasattr(layer, "bias") else found
+
+    def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
+        """Create the quantizers; constructors call it once the weights exist."""
+        raise TypeError(f"{type(self).__name__}: a quantized twin must implement add_quantizers(...)")
+
+
+class CompositeTwin(QuantTwin):
+    """A twin that quantizes its inputs itself, in a prepared model too, since each of its products reads its own.
+
+    The weights stay parameters of this layer, under torch's names. Each product is a module inside it.
+    """
+
+    def inner_weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """The weight and bias with which forward calls each inner `QuantFunction`, by its name."""
+        raise TypeError(f"{type(self).__name__}: a composite twin must implement inner_weights()")
+
 
 _TWINS: dict[type[nn.Module], type[QuantTwin]] = {}
 
@@ -29,7 +152,7 @@ def register_twin(float_class: type[nn.Module]) -> Callable[[TwinClass], TwinCla
         float_class: the class of the float layers.
 
     Raises:
-        TypeError: if float_class is no module class, or the twin is neither `QuantLayer` nor `CompositeTwin`.
+        TypeError: if float_class is not a class of modules, or the twin is neither `QuantLayer` nor `CompositeTwin`.
         ValueError: if float_class has another twin already.
 
     >>> from qat.layers import QuantLinear

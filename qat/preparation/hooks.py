@@ -6,12 +6,13 @@ from functools import partial
 from torch import nn
 
 from qat.layers import QuantLayer
-from qat.quantizer import Quantizer, estimator
+from qat.quantizer import Quantizer
+from qat.quantizer.base import CALL_METHODS
 from qat.torch_internals import hooks_of
 
 METHODS = (
     "compute", "operate", "quantized", "_conv_forward", "channels_first", "torch_layout", "_check_input_dim",
-    *estimator.METHODS,
+    *CALL_METHODS,
 )  # fmt: skip
 """Methods of the known classes that run when a module is called, and that a user could patch."""
 

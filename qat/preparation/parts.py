@@ -11,8 +11,7 @@ from torch import fx, nn
 from qat.evaluating import evaluating
 from qat.inputs import bind_arguments, call_with, copied, described, does_not_run, model_device
 from qat.layers import QuantLayer
-from qat.layers.sharing import QuantTwin
-from qat.layers.twins import float_type_of, is_composite, is_layer, layers_of, make_twin, type_name
+from qat.layers.twins import QuantTwin, float_type_of, is_composite, is_layer, layers_of, make_twin, type_name
 from qat.preparation.attributes import keep_attributes, keep_class, plain_attributes
 from qat.preparation.graph import prepare_graph
 from qat.preparation.prepared_graph import PreparedGraph

@@ -12,8 +12,7 @@ import torch
 from torch import fx, nn
 
 from qat.layers import QuantLayer, QuantLinear
-from qat.layers.sharing import QuantTwin
-from qat.layers.twins import float_type_of, layers_of, make_twin, type_name
+from qat.layers.twins import QuantTwin, float_type_of, layers_of, make_twin, type_name
 from qat.preparation.functional_weights import REASON_NOTED
 from qat.preparation.operations import FLOAT_PRODUCTS, grid_of
 from qat.quantizer import Quantizer

@@ -3,7 +3,6 @@
 from qat.quantizer.base import Quantizer
 from qat.quantizer.granularity import as_rows, scale_shape
 from qat.quantizer.observer import RangeObserver
-from qat.quantizer.optimizer_groups import parameter_groups
 from qat.quantizer.registry import create_quantizer, register_quantizer, registered_quantizers
 from qat.quantizer.rules.binary import BinaryQuantizer, TernaryQuantizer, TTQQuantizer
 from qat.quantizer.rules.clipped import DoReFaQuantizer, PACTQuantizer
@@ -17,11 +16,10 @@ from qat.quantizer.rules.floats import (
 )
 from qat.quantizer.rules.learned_bits import LearnedBitsQuantizer
 from qat.quantizer.rules.levels import APoTQuantizer, N2UQQuantizer
-from qat.quantizer.rules.lsq import LSQPlusQuantizer, LSQQuantizer
+from qat.quantizer.rules.lsq import LSQPlusQuantizer, LSQQuantizer, PowerOfTwoQuantizer
 from qat.quantizer.rules.observed import EMAQuantizer, MinMaxQuantizer
-from qat.quantizer.rules.power_of_two import PowerOfTwoQuantizer
 from qat.quantizer.rules.soft import DSQQuantizer, StackedSigmoidQuantizer
-from qat.quantizer.training import penalty, set_progress
+from qat.quantizer.training import parameter_groups, penalty, set_progress
 
 __all__ = [
     "APoTQuantizer",

@@ -2,29 +2,47 @@
 
 import math
 import warnings
-from typing import ClassVar
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qat.functional import ewgs_gradient, positive_scale, round_ste, scale_gradient
 from qat.functional.tensors import overwrite, require_floating
-from qat.quantizer.calibrated import FLOOR_SHARE, CalibratedParameters
 from qat.quantizer.granularity import from_groups, to_groups
 from qat.quantizer.observer import RangeObserver
 from qat.quantizer.options import NoOptions, read_options
-from qat.ranges import scale_and_zero_point
+from qat.ranges import initial_range, scale_and_zero_point
 from qat.spec import QuantSpec, Role, default_spec
+from qat.torch_internals import FORWARD_HOOKS, hooks_of, note_in_state
 
 UNCALIBRATED_REACH = 4.0
 """Range of a quantizer that has seen no data yet, in units of its tensor: four deviations of a normalised one."""
 
-
 DEFAULT_EWGS_DELTA = 1e-3
 """The smallest of the paper's (arXiv:2104.00903)."""
 
+FLOOR_SHARE = 1 / 32
+"""A learned scale acts as at least this share of the one it started from: below it a tensor is as good as switched
+off, and with its ReLUs dead no gradient would ever bring it back."""
 
-class Quantizer(CalibratedParameters):
+SWITCHES = ("disabled", "frozen")
+"""Keys of a quantizer in the state dict, there only while the switch is set."""
+
+INTEGERS = "integers"
+"""What a state dict notes of a quantizer beside its version: the lowest and the highest integer of its spec."""
+
+CALL_METHODS = (
+    "__call__", "forward", "quantize", "grid", "effective_scale", "positive", "bounds", "gradient_factor", "repair",
+    "follow",
+)  # fmt: skip
+"""The methods that decide what a quantizer's call computes; see `estimator_of`."""
+
+
+class Quantizer(nn.Module):
     """Base of all rules: owns scale and zero_point, knows its grid, and can be calibrated.
 
     A rule derives from it, implements `quantize(x)` and registers itself; see `register_quantizer`. One that learns
@@ -45,7 +63,9 @@ class Quantizer(CalibratedParameters):
         zero_point: the integer (as float) that stands for 0.0; None if the grid is symmetric, where it is 0.
         calibrated: whether the range was set from data; saved with the state.
         is_calibrated: the same as a bool, which can be read without a device synchronisation.
-        is_disabled, is_frozen: see `qat.disable_fake_quant` and `qat.freeze_scales`.
+        is_disabled: the tensor passes as it is, in training and evaluation; see `qat.disable_fake_quant`.
+        is_frozen: learned parameters get no gradient, and observed ranges do not follow the data; see
+            `qat.freeze_scales`.
     """
 
     exportable: bool = True
@@ -80,6 +100,8 @@ class Quantizer(CalibratedParameters):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self._positive: list[str] = []
+        self.is_disabled = self.is_frozen = self.is_calibrated = False
         self.spec = spec = spec.resolved(default_spec(role))
         self.role: Role = role
         self.relative_steps = spec.grad_scale == "relative"
@@ -92,7 +114,6 @@ class Quantizer(CalibratedParameters):
             self.register_buffer("ewgs_delta", torch.zeros((), device=device))
         self.register_buffer("calibrated", torch.tensor(False, device=device))
         self.observer: RangeObserver | None = None
-        self.is_calibrated = False
 
     def check_spec(self) -> None:
         """Refuse grids that the rule cannot have.
@@ -128,6 +149,17 @@ class Quantizer(CalibratedParameters):
         self.add_positive("scale", scale.expand(self.shape).to(device))
         self.add_zero_point(zero_point.expand(self.shape).to(device))
 
+    def add_positive(self, name: str, start: Tensor) -> None:
+        """Register a parameter that acts as a positive number, at least 1/32 of its calibrated value."""
+        setattr(self, name, nn.Parameter(start.clone(memory_format=torch.contiguous_format)))
+        self.register_buffer(f"smallest_{name}", start.detach() * FLOOR_SHARE)
+        self._positive.append(name)
+
+    def set_positive(self, name: str, values: Tensor) -> None:
+        """Give the parameter of `add_positive` a calibrated value, in place."""
+        getattr(self, name).copy_(values)
+        getattr(self, f"smallest_{name}").copy_(getattr(self, name) * FLOOR_SHARE)
+
     def add_zero_point(self, start: Tensor) -> None:
         """Register the zero point of an affine grid; a symmetric one has None, since it is 0 anyway."""
         start = start.clone(memory_format=torch.contiguous_format)
@@ -146,7 +178,12 @@ class Quantizer(CalibratedParameters):
         if self.is_disabled:
             return x
         if not self.is_calibrated:
-            self._warn_uncalibrated()
+            # Without a name: one text for all quantizers on this grid, which Python then shows once.
+            warnings.warn(
+                f"a quantizer ({self.spec}) runs on its default range, or on one of other bits; call"
+                " qat.calibrate(model, batches) first; qat.summary(model) marks those without a range",
+                stacklevel=2,
+            )
         grouped = self.spec.granularity == "group"
         if grouped:
             x = to_groups(x, self.spec)
@@ -260,14 +297,150 @@ class Quantizer(CalibratedParameters):
         """The grid in words, for tables."""
         return str(self.spec)
 
-    def _warn_uncalibrated(self) -> None:
-        who = f"a quantizer ({self.spec}) runs on its"
-        if self.family is not None:
-            if self.family.warned:
-                return
-            self.family.warned = True
-            who = self.family.who_runs()
-        warnings.warn(
-            f"{who} default range, or on one of other bits; call qat.calibrate(model, batches) first",
-            stacklevel=3,
+    def fit(self, values: Tensor, elements: int | None = None) -> None:
+        """Set the range from values of shape (scales, elements), as `spec.init` says.
+
+        Args:
+            values: of a weight all, of an activation a sample.
+            elements: of the whole weight, or of one sample of the activation; None: as many as there are values.
+
+        Raises:
+            ValueError: for NaN or infinity, no values, or negative ones on a grid that has none.
+        """
+        low, high = initial_range(values, self.spec)
+        if self.spec.symmetric and not self.spec.signed and bool((low < 0).any()):
+            raise ValueError(
+                f"values down to {values.min():.3g}, which its grid ({self.spec}) cannot hold; use signed=True or"
+                " symmetric=False"
+            )
+        self.set_range(low, high)
+
+    @torch.no_grad()
+    def set_range(self, low: Tensor, high: Tensor) -> None:
+        """Cover low .. high (shape of scale, or one value); in place, so that optimizers keep their parameter.
+
+        Raises:
+            ValueError: if a bound is NaN or infinite, or the range wider than float32.
+        """
+        scale, zero_point = scale_and_zero_point(*self.checked_range(low, high), self.spec)
+        self.set_positive("scale", scale)
+        if self.zero_point is not None:
+            self.zero_point.copy_(zero_point)
+        self.mark_calibrated()
+
+    def checked_range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Both bounds, finite, in the shape of the scales, where they live.
+
+        Raises:
+            ValueError: if a bound is NaN or infinite, or the range wider than float32.
+        """
+        low, high = (bound.detach().to(self.calibrated.device, torch.float32) for bound in (low, high))
+        if not bool(torch.isfinite(high - low).all()):
+            raise ValueError(
+                f"set_range: the range must be finite and fit float32, got {low.tolist()}, {high.tolist()}"
+            )
+        low, high = (
+            bound.reshape(self.shape) if bound.numel() == math.prod(self.shape) else bound for bound in (low, high)
         )
+        return low.expand(self.shape), high.expand(self.shape)
+
+    def mark_calibrated(self) -> None:
+        """Remember that the range comes from data."""
+        self.calibrated.fill_(True)
+        self.is_calibrated = True
+
+    def freeze(self, frozen: bool = True) -> None:
+        """Keep the range as it is; with False, let it learn or follow the data again."""
+        self.is_frozen = frozen
+        for parameter in self.parameters():
+            parameter.requires_grad_(not frozen)
+            parameter.grad = None  # else an optimizer would apply the last one again
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: without the hooks that an aid has put up for a time, since it would not end there."""
+        hooks = {key: hook for key, hook in hooks_of(self)[0].items() if not getattr(hook, "for_a_time", False)}
+        return {**self.__dict__, FORWARD_HOOKS: OrderedDict(hooks)}
+
+    def switches(self) -> list[str]:
+        """The switches that are set, in words."""
+        return [word for word, isset in (("switched off", self.is_disabled), ("frozen", self.is_frozen)) if isset]
+
+    def curves(self) -> dict[str, Tensor]:
+        """What TensorBoard shows of it, name to tensor (its mean is drawn)."""
+        return {name: getattr(self, name) for name in self._positive}
+
+    def positive_parameters(self) -> list[Tensor]:
+        """The parameters of `add_positive`."""
+        return [getattr(self, name) for name in self._positive]
+
+    def resting_on_floor(self) -> Tensor | None:
+        """How many learned scales are below what they act as; None if none is learned."""
+        below = [(getattr(self, name) < getattr(self, f"smallest_{name}")).sum() for name in self._positive]
+        return torch.stack(below).sum() if below else None
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        note_in_state(destination, prefix, INTEGERS, [self.spec.qmin, self.spec.qmax])
+        for key, isset in zip(SWITCHES, (self.is_disabled, self.is_frozen), strict=True):
+            if isset:
+                destination[f"{prefix}{key}"] = torch.tensor(True)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        disabled, frozen = (state_dict.pop(f"{prefix}{key}", None) is not None for key in SWITCHES)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        if f"{prefix}calibrated" in state_dict:  # a float model's state says nothing about this quantizer
+            self.is_disabled = disabled
+            if frozen != self.is_frozen:
+                self.freeze(frozen)
+        integers = [self.spec.qmin, self.spec.qmax]
+        if local_metadata.get(INTEGERS, integers) != integers:  # a range made for other bits is not one for these
+            self.calibrated = torch.zeros_like(self.calibrated)
+        if not self.calibrated.is_meta:
+            self.is_calibrated = bool(self.calibrated)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Scales per group of a convolution have 5 axes, and torch would give them a memory format made for images."""
+
+        def flat(t: Tensor) -> Tensor:
+            moved: Tensor = fn(t.flatten()).view(t.shape) if t.dim() == 5 else fn(t)
+            return moved
+
+        return super()._apply(flat, recurse)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def taken_for_calibrated(model: nn.Module) -> Iterator[None]:
+    """A context in which no quantizer of the model warns that it has no range yet."""
+    without = [each for each in model.modules() if isinstance(each, Quantizer) and not each.is_calibrated]
+    try:
+        for each in without:
+            each.is_calibrated = True
+        yield
+    finally:
+        for each in without:
+            each.is_calibrated = False
+
+
+def estimator_of(module: object) -> str | None:
+    """The estimator that a quantizer computes; None if its class declares none.
+
+    A rule declares it as the class attribute `estimator`. A subclass inherits it while it inherits every method that
+    decides what a call computes; one that overrides such a method has none, unless it declares one itself.
+
+    >>> from qat.quantizer import LSQQuantizer
+    >>> class Named(LSQQuantizer):
+    ...     def name(self): return "mine"
+    >>> class Shifted(LSQQuantizer):
+    ...     def quantize(self, x): return super().quantize(x + 1)
+    >>> from qat.spec import QuantSpec
+    >>> [estimator_of(kind(QuantSpec())) for kind in (LSQQuantizer, Named, Shifted)]
+    ['lsq', 'lsq', None]
+    """
+    kind = type(module)
+    declaring = next((base for base in kind.__mro__ if "estimator" in vars(base)), None)
+    if declaring is None or any(
+        getattr(kind, name, None) is not getattr(declaring, name, None) for name in CALL_METHODS
+    ):
+        return None
+    found: str | None = vars(declaring)["estimator"]
+    return found

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from qat.text import did_you_mean
 
@@ -18,7 +18,7 @@ def read_options(rule: str, options_type: Any, given: Mapping[str, Any]) -> Any:
     Args:
         rule: its name, for the errors.
         options_type: a dataclass whose fields are the options; all have defaults, whose types the values must have.
-            Its `__post_init__` may raise ValueError for values out of range.
+            A field that is a Literal takes only its values. `__post_init__` may raise ValueError for other limits.
         given: `QuantSpec.options`.
 
     Raises:
@@ -31,6 +31,7 @@ def read_options(rule: str, options_type: Any, given: Mapping[str, Any]) -> Any:
     EMAOptions(momentum=0.1)
     """
     known = {option.name: option.default for option in fields(options_type)}
+    hints = get_type_hints(options_type)
     for name, value in given.items():
         if name not in known:
             hint = did_you_mean(str(name), known) or f"it takes {', '.join(known) or 'none'}"
@@ -40,6 +41,9 @@ def read_options(rule: str, options_type: Any, given: Mapping[str, Any]) -> Any:
         if not fits or (isinstance(value, bool) and expected is not bool):
             kind = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}[expected]
             raise ValueError(f"rule {rule!r}: option {name!r} must be {kind}, got {value!r}")
+        choices = get_args(hints[name])
+        if choices and value not in choices:
+            raise ValueError(f"rule {rule!r}: option {name!r} must be one of {', '.join(choices)}, got {value!r}")
     try:
         return options_type(**given)
     except ValueError as error:

@@ -9,8 +9,7 @@ from qat.quantizer.base import Quantizer
 from qat.spec import QuantSpec, Role, default_spec
 from qat.text import did_you_mean
 
-_QUANTIZERS: dict[str, type[Quantizer]] = globals().get("_QUANTIZERS", {})
-"""Kept where this module is loaded anew, in a notebook say: the rules are not."""
+_QUANTIZERS: dict[str, type[Quantizer]] = {}
 
 QuantizerClass = TypeVar("QuantizerClass", bound=type[Quantizer])
 
@@ -20,7 +19,7 @@ def register_quantizer(name: str) -> Callable[[QuantizerClass], QuantizerClass]:
 
     Raises:
         ValueError: if the name is taken by another class.
-        TypeError: if the class is no `Quantizer`.
+        TypeError: if the class is not a `Quantizer`.
 
     A rule whose values lie on the grid is deployed with `codes(x)` and `grid(x)`, which have to agree with
     `quantize(x)`; one whose values do not sets `exportable = False`. What else a rule may override is said in
@@ -37,20 +36,16 @@ def register_quantizer(name: str) -> Callable[[QuantizerClass], QuantizerClass]:
     """
 
     def register(cls: QuantizerClass) -> QuantizerClass:
-        if not (isinstance(cls, type) and any(_place(each) == _place(Quantizer) for each in cls.__mro__)):
+        if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
             raise TypeError(f"register_quantizer({name!r}): expected a subclass of qat.Quantizer, got {cls!r}")
-        taken = _QUANTIZERS.get(name)
-        if taken is not None and _place(taken) != _place(cls):
+        taken = _QUANTIZERS.get(name, cls)
+        # A notebook's cell that runs again defines the class again.
+        if (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"register_quantizer({name!r}): the name is taken by {taken.__module__}.{taken.__name__}")
         _QUANTIZERS[name] = cls
         return cls
 
     return register
-
-
-def _place(cls: type) -> tuple[str, str]:
-    """What tells a class from others, also when its module was loaded anew."""
-    return cls.__module__, cls.__qualname__
 
 
 def registered_quantizers() -> list[str]:

@@ -1,10 +1,201 @@
-"""What a training loop owes the rules of a model: their share of the loss, and how far the training is."""
+"""What a training loop asks of a model's quantizers: optimizer groups, their share of the loss, how far it is."""
+
+from collections.abc import Iterator
+from numbers import Real
+from operator import attrgetter
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from qat.expected import expect_model
 from qat.quantizer.base import Quantizer
+from qat.torch_internals import BatchOrInstanceNorm
+
+NORMS = (BatchOrInstanceNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+"""torch's normalisation modules with parameters; the first is the base of every BatchNorm and InstanceNorm."""
+
+FEW, MANY = 4, 8
+"""Up to `FEW` bits scales learn as fast as weights, as in the papers; from `MANY` on at a tenth of that rate."""
+
+
+def parameter_groups(
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    *,
+    norm_weight_decay: float = 0.0,
+    quantizer_lr_factor: float | None = None,
+    quantizer_lr: float | None = None,
+    quantizer_weight_decay: float = 0.0,
+    weight_decay_by_bits: bool = False,
+) -> list[dict[str, Any]]:
+    """Sort the parameters of a model into groups for an optimizer: scales must not decay, and learn slower at 8 bits.
+
+    - `weights`: weight_decay.
+    - `weights_3_bits`, `weights_2_bits`, if `weight_decay_by_bits` is set: weights of quantized layers on fewer than 4
+      bits; weight_decay * 2^(bits - 4), and at 1 bit as at 2. LSQ's (arXiv:1902.08153): the coarser the grid, the less
+      a network overfits.
+    - `norms`: the parameters of normalisation modules; norm_weight_decay.
+    - `biases`: all others that are named bias or have at most one axis; norm_weight_decay.
+    - `quantizers_8_bits`, and so on for each width: all parameters inside a `Quantizer`; quantizer_weight_decay, and
+      the rate lr * 10^(-(bits - 4) / 4), with bits from 4 to 8: that is lr up to 4 bits, and lr / 10 from 8 bits on,
+      where a scale is a hundredth of the values that it rounds. See docs/measurements.md.
+    - `quantizers` in their place, if `quantizer_lr_factor` or `quantizer_lr` is given.
+
+    Parameters without requires_grad are left out. Those of quantizers that `qat.freeze_scales` froze are in, so that
+    the groups stay the same when it is called or undone, and a resumed optimizer finds what it saved.
+
+    Args:
+        model: prepared, or any other; without quantizers there are the first three groups.
+        lr: learning rate of weights, norms and biases, at least 0.
+        weight_decay: of weights, at least 0.
+        norm_weight_decay: of norms and biases.
+        quantizer_lr_factor: the rate of all quantizer parameters as a factor of lr; None: by bits, as above.
+        quantizer_lr: the rate of all quantizer parameters, whatever lr is: for an optimizer of their own, such as
+            EWGS's Adam at 1e-5 (arXiv:2104.00903) beside SGD; None: a factor of lr.
+        quantizer_weight_decay: of quantizer parameters; a scale that decays shrinks its range.
+        weight_decay_by_bits: whether weights on few bits decay less, as above.
+
+    Returns:
+        Groups with the keys name, params, lr and weight_decay, without empty groups. Each parameter is in exactly one,
+        also if it is shared.
+
+    Raises:
+        TypeError: if model is not an nn.Module (for example model.parameters()).
+        ValueError: if the model has no trainable parameter, a number is negative, or quantizers get two rates.
+
+    >>> from qat import prepare
+    >>> model = prepare(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    >>> for group in parameter_groups(model, lr=0.01, weight_decay=1e-4):
+    ...     print(group["name"], len(group["params"]), group["lr"], group["weight_decay"])
+    weights 1 0.01 0.0001
+    norms 2 0.01 0.0
+    biases 1 0.01 0.0
+    quantizers_8_bits 2 0.001 0.0
+    """
+    expect_model(parameter_groups, model)
+    _check(
+        {"quantizer_lr_factor": quantizer_lr_factor, "quantizer_lr": quantizer_lr},
+        lr=lr, weight_decay=weight_decay, norm_weight_decay=norm_weight_decay,
+        quantizer_weight_decay=quantizer_weight_decay,
+    )  # fmt: skip
+    bits_of = weight_bits(model) if weight_decay_by_bits else {}
+    few = sorted({bits for bits in bits_of.values() if bits < FEW}, reverse=True)
+    rates = {"weights": (lr, weight_decay)}
+    rates |= {f"weights_{bits}_bits": (lr, weight_decay * decay_factor_of(bits)) for bits in few}
+    rates |= {"norms": (lr, norm_weight_decay), "biases": (lr, norm_weight_decay)}
+    quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
+    of_quantizers: dict[int, str] = {}
+    for quantizer in sorted(quantizers, key=lambda each: -each.spec.bits):
+        bits = quantizer.spec.bits
+        kind, rate = f"quantizers_{bits}_bits", lr * lr_factor_of(bits)
+        if quantizer_lr is not None:
+            kind, rate = "quantizers", quantizer_lr
+        elif quantizer_lr_factor is not None:
+            kind, rate = "quantizers", lr * quantizer_lr_factor
+        rates[kind] = (rate, quantizer_weight_decay)
+        for parameter in quantizer.parameters():
+            if parameter.requires_grad or quantizer.is_frozen:
+                of_quantizers.setdefault(id(parameter), kind)
+    members: dict[str, list[nn.Parameter]] = {kind: [] for kind in rates}
+    of_norms = {id(p) for module in model.modules() if isinstance(module, NORMS) for p in module.parameters()}
+    for name, parameter in model.named_parameters():
+        kind = of_quantizers.get(id(parameter)) or _kind_of(name, parameter, id(parameter) in of_norms)
+        if kind == "weights" and bits_of.get(id(parameter)) in few:
+            kind = f"weights_{bits_of[id(parameter)]}_bits"
+        if parameter.requires_grad or id(parameter) in of_quantizers:
+            members[kind].append(parameter)
+    if not any(members.values()):
+        raise ValueError("parameter_groups: the model has no trainable parameter; unfreeze some (requires_grad_())")
+    return [
+        {"name": kind, "params": members[kind], "lr": rate, "weight_decay": decay}
+        for kind, (rate, decay) in rates.items()
+        if members[kind]
+    ]
+
+
+def lr_factor_of(bits: int) -> float:
+    """The learning rate of scales on a grid of so many bits, as a factor of that of weights.
+
+    >>> [round(lr_factor_of(bits), 2) for bits in (2, 4, 6, 8, 16)]
+    [1.0, 1.0, 0.32, 0.1, 0.1]
+    """
+    return float(0.1 ** ((min(max(bits, FEW), MANY) - FEW) / (MANY - FEW)))
+
+
+def decay_factor_of(bits: int) -> float:
+    """The weight decay of weights on so many bits, as a factor of that of the others.
+
+    >>> [decay_factor_of(bits) for bits in (8, 4, 3, 2, 1)]
+    [1.0, 1.0, 0.5, 0.25, 0.25]
+    """
+    return 2.0 ** (min(max(bits, 2), FEW) - FEW)
+
+
+def _check(rates: dict[str, float | None], **given: float) -> None:
+    """Refuse a rate that is not a number of at least 0, and two rates of quantizers."""
+    chosen = {name: rate for name, rate in rates.items() if rate is not None}
+    for name, value in (*given.items(), *chosen.items()):
+        if not isinstance(value, (Real, Tensor)) or not value >= 0:
+            raise ValueError(f"parameter_groups: {name} must be a number of at least 0, got {value!r}")
+    if len(chosen) > 1:
+        both = " and ".join(f"{name}={rate!r}" for name, rate in chosen.items())
+        raise ValueError(f"parameter_groups: {both} are two rates for the same parameters; give one")
+
+
+def _kind_of(name: str, parameter: nn.Parameter, of_norm: bool) -> str:
+    """The group of a parameter outside of quantizers."""
+    if of_norm:
+        return "norms"
+    return "biases" if parameter.dim() <= 1 or name.rpartition(".")[2] == "bias" else "weights"
+
+
+def weight_bits(model: nn.Module) -> dict[int, int]:
+    """The fewest bits of the grids on which a parameter is computed, by its id; without those computed in float.
+
+    A layer's quantizer stands for all of its parameters, those of a parametrization too. Where the graph of a prepared
+    model calls a function with a weight that lies elsewhere (`F.linear(x, self.qkv.weight)`), the weight is followed
+    back through the graph.
+    """
+    found: dict[int, int] = {}
+    for module in model.modules():
+        quantizers = list(_weight_quantizers(module))
+        pairs = [(p, quantizer) for p in module.parameters() for quantizer in quantizers]
+        if isinstance(module, fx.GraphModule):
+            pairs += _read_by_functions(module)
+        for parameter, quantizer in pairs:
+            found[id(parameter)] = min(found.get(id(parameter), quantizer.spec.bits), quantizer.spec.bits)
+    return found
+
+
+def _weight_quantizers(module: nn.Module) -> Iterator[Quantizer]:
+    """Those that a layer owns; attention and recurrent layers have them in the functions that they are made of."""
+    for each in module.modules() if hasattr(module, "inner_weights") else module.children():
+        if isinstance(each, Quantizer) and each.role == "weight":
+            yield each
+
+
+def _read_by_functions(model: fx.GraphModule) -> list[tuple[nn.Parameter, Quantizer]]:
+    """The parameters from which quantized functions of the graph get their weight, its second argument."""
+    found = []
+    for node in model.graph.nodes:
+        if node.op == "call_module" and len(node.args) > 1 and isinstance(node.args[1], fx.Node):
+            quantizers = list(_weight_quantizers(model.get_submodule(str(node.target))))
+            values = [attrgetter(str(each.target))(model) for each in _origins(node.args[1])] if quantizers else []
+            found += [(v, quantizer) for v in values if isinstance(v, nn.Parameter) for quantizer in quantizers]
+    return found
+
+
+def _origins(node: fx.Node) -> set[fx.Node]:
+    """The attributes of the model that a value is computed from."""
+    seen, waiting = set[fx.Node](), [node]
+    while waiting:
+        each = waiting.pop()
+        if each not in seen:
+            seen.add(each)
+            waiting += each.all_input_nodes
+    return {each for each in seen if each.op == "get_attr"}
 
 
 def penalty(model: nn.Module) -> Tensor:

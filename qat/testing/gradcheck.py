@@ -1,4 +1,4 @@
-"""`ste_gradcheck`, the public function: runs every check on an estimator and its declared gradient."""
+"""`ste_gradcheck` runs every check on an estimator and its declared gradient; `grid_points` are values to check at."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -6,14 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.testing.derivatives import check_broadcast, check_gradient, check_second_order, check_slots
-from qat.testing.edges import check_empty, check_nan_inf
-from qat.testing.environments import check_compile, check_layouts, check_meta
+from qat.expected import unknown_name
+from qat.testing.derivatives import (
+    check_broadcast,
+    check_func_grad,
+    check_gradient,
+    check_jvp,
+    check_second_order,
+    check_slots,
+    check_vmap,
+)
+from qat.testing.environments import check_compile, check_dtypes, check_empty, check_layouts, check_meta, check_nan_inf
 from qat.testing.estimator import Estimator, Inputs
-from qat.testing.precision import check_dtypes
 from qat.testing.report import CheckResult, GradcheckError, GradcheckReport, Skipped, first_line
-from qat.testing.transforms import check_func_grad, check_jvp, check_vmap
-from qat.text import did_you_mean
 
 Check = Callable[[Estimator, Inputs], str]
 
@@ -34,6 +39,10 @@ CHECKS: dict[str, Check] = {
 }
 """The checks, in the order in which they run. Each takes an `Estimator` and one tuple of inputs, returns what it
 checked, and raises `GradcheckError` with the first offending element, or `Skipped` where it does not apply."""
+
+
+BESIDE_A_BOUND = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5)
+BESIDE_ZERO = (0.0, 0.25, 0.5, 1.0, 1.3, 1.5, 2.5)
 
 
 def ste_gradcheck(
@@ -149,9 +158,8 @@ def _known(names: Iterable[str], argument: str) -> set[str]:
     if isinstance(names, str):
         raise TypeError(f"ste_gradcheck: {argument} must be a list of names, got the string {names!r}")
     found = set(names)
-    for name in sorted(found - set(CHECKS)):
-        hint = did_you_mean(name, CHECKS) or f"checks: {', '.join(CHECKS)}"
-        raise ValueError(f"ste_gradcheck: unknown check {name!r} in {argument}; {hint}")
+    if problem := unknown_name(sorted(found), CHECKS, "check"):
+        raise ValueError(f"ste_gradcheck: {argument}: {problem}")
     return found
 
 
@@ -159,16 +167,14 @@ def _cases(inputs: Any) -> list[Inputs]:
     """The inputs as a list of tuples of float64 tensors."""
     cases = [inputs] if isinstance(inputs, tuple) else inputs
     if not isinstance(cases, list) or not cases or not all(isinstance(case, tuple) and case for case in cases):
-        kind = "an empty one" if isinstance(inputs, (list, tuple)) and not inputs else type(inputs).__name__
-        raise TypeError(f"ste_gradcheck: inputs must be a tuple of tensors or a list of such tuples, got {kind}")
-    for case in cases:
-        for slot, value in enumerate(case):
-            if not isinstance(value, Tensor):
-                raise TypeError(f"ste_gradcheck: input {slot} must be a float64 tensor, got {type(value).__name__}")
-            if value.dtype != torch.float64:
-                raise TypeError(f"ste_gradcheck: input {slot} must be a float64 tensor, got {value.dtype}")
-            if not value.numel():
-                raise ValueError(f"ste_gradcheck: input {slot} has no elements, shape {tuple(value.shape)}")
+        given = type(inputs).__name__
+        raise TypeError(f"ste_gradcheck: inputs must be a tuple of tensors or a list of such tuples, got {given}")
+    for slot, value in ((slot, value) for case in cases for slot, value in enumerate(case)):
+        if not isinstance(value, Tensor) or value.dtype != torch.float64:
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"ste_gradcheck: input {slot} must be a float64 tensor, got {kind}")
+        if not value.numel():
+            raise ValueError(f"ste_gradcheck: input {slot} has no elements, shape {tuple(value.shape)}")
     return [tuple(value.detach().clone() for value in case) for case in cases]
 
 
@@ -179,11 +185,7 @@ def _require_sound(estimator: Estimator, case: Inputs) -> None:
         raise ValueError(f"ste_gradcheck: {given} given: declare the gradient in one of them")
     for slot in estimator.broadcast:
         if not 0 < slot < len(case):
-            raise ValueError(
-                f"ste_gradcheck: broadcast names slot {slot}, but the parameters are slots 1 to {len(case) - 1}"
-                if len(case) > 1
-                else f"ste_gradcheck: broadcast names slot {slot}, but x is the only input"
-            )
+            raise ValueError(f"ste_gradcheck: broadcast names slot {slot}, but there are {len(case) - 1} parameters")
     y = estimator.function(*(tensor.clone() for tensor in case))
     if not isinstance(y, Tensor):
         raise TypeError(f"ste_gradcheck: function must return one tensor, got {type(y).__name__}")
@@ -196,3 +198,40 @@ def _require_sound(estimator: Estimator, case: Inputs) -> None:
                 f"ste_gradcheck: surrogate returns shape {tuple(other.shape)}, function returns {tuple(y.shape)}"
             )
     estimator.declared_gradients(case, torch.ones_like(y))
+
+
+def grid_points(scale: float, zero_point: int, qmin: int, qmax: int) -> Tensor:
+    """Values of x at which the rules for an integer grid differ from each other.
+
+    x = scale * (q - zero_point) for q on both bounds, a quarter, a half and more inside and outside of them, far
+    outside, at zero, and on ties of both parities (0.5 rounds down to the even 0, 1.5 up to the even 2). If float64
+    has a suitable value, x / scale is exactly q - zero_point, so a tie is a tie for every scale.
+
+    Args:
+        scale: step of the grid, > 0, in the unit of x.
+        zero_point: the integer that represents 0.0.
+        qmin, qmax: lowest and highest integer.
+
+    Returns:
+        Float64, one axis, ascending, without duplicates.
+
+    Raises:
+        ValueError: if scale is not positive and finite, or qmin >= qmax.
+
+    >>> grid_points(0.5, 0, 0, 1).tolist()[6:15]
+    [-0.25, -0.125, 0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.65]
+    """
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"grid_points: scale must be positive and finite, got {scale}")
+    if qmin >= qmax:
+        raise ValueError(f"grid_points: qmin must be below qmax, got qmin={qmin} and qmax={qmax}")
+    span = qmax - qmin
+    codes = {qmin - span - 3.3, qmax + span + 3.3}
+    for sign in (-1, 1):
+        codes |= {bound + sign * offset for bound in (qmin, qmax) for offset in BESIDE_A_BOUND}
+        codes |= {zero_point + sign * offset for offset in BESIDE_ZERO}
+    v = torch.tensor(sorted({code - zero_point for code in codes}), dtype=torch.float64)
+    x = v * scale
+    for neighbour in (x, torch.nextafter(x, x + scale), torch.nextafter(x, x - scale)):
+        x = torch.where((x / scale != v) & (neighbour / scale == v), neighbour, x)
+    return x

@@ -1,14 +1,12 @@
-"""Every estimator against its published rule: NumPy references, `ste_gradcheck`, properties, NaN and infinities.
+"""Every estimator against its published rule: each cell of docs/estimators_matrix.md, and NaN and infinities.
 
-One row of cases_uniform.py or cases_codebooks.py a test; the same rows make docs/estimators_matrix.md. What other
-libraries compute is in test_oracles.py, what one rule alone promises in test_primitives.py, test_learned_ranges.py and
-test_codebooks.py.
+The rows are those of cases_uniform.py and cases_codebooks.py. What other libraries compute is in test_oracles.py, what
+one rule alone promises in test_primitives.py, test_learned_ranges.py and test_codebooks.py.
 """
 
 import math
 
-import cases_codebooks
-import cases_uniform
+import estimator_matrix as matrix
 import estimator_proof as proof
 import numpy as np
 import pytest
@@ -17,17 +15,14 @@ import torch
 from estimator_case import PROPERTIES, Case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
-from qat.functional.affine import lsq_plus_quantize
-from qat.functional.lsq import lsq_quantize
+from qat.functional.lsq import lsq_plus_quantize, lsq_quantize
 from qat.testing import CHECKS
-from qat.testing.comparison import uneven
 from qat.testing.estimator import as_leaves
+from qat.testing.report import uneven
 
-CASES = [*cases_uniform.CASES, *cases_codebooks.CASES]
-EVERY = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+CASES = matrix.all_cases()
 FEW = settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
@@ -38,66 +33,28 @@ def test_rows_are_told_apart_and_excuse_what_there_is():
         assert set(proof.excuses(case)) <= {*CHECKS, *PROPERTIES}, case.name
 
 
-@EVERY
-def test_forward_equals_the_published_formula(case: Case):
-    proof.reference(case)
-
-
-@EVERY
-def test_gradients_equal_the_published_formula(case: Case):
-    proof.reference_gradient(case)
-
-
-@EVERY
-def test_what_a_rule_is_checked_against_is_the_published_gradient(case: Case):
-    proof.claim(case)
-
-
 # The compiler takes half of the time, and CI proves all of it anyway with estimator_matrix.py.
 SLOW = {"compile": [pytest.mark.slow]}
 
 
-@pytest.mark.parametrize("check", [pytest.param(check, marks=SLOW.get(check, [])) for check in CHECKS])
-@EVERY
-def test_ste_gradcheck(case: Case, check: str):
-    if check in case.excused:
-        with pytest.raises(AssertionError):  # an excuse that is not needed hides what comes after it
-            proof.gradcheck(case, check)
-    else:
-        proof.gradcheck(case, check)
+@pytest.mark.parametrize("column", [pytest.param(name, marks=SLOW.get(name, [])) for name in matrix.COLUMNS])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_cell_of_the_matrix_holds(case: Case, column: str):
+    found = matrix.cell(case, column)
+    assert not found.startswith(matrix.RED), found
 
 
-def samples_of(case: Case) -> st.SearchStrategy[proof.Array]:
-    points, low, high = proof.domain(case)
-    near = float(2 * np.median(np.abs(points)))
-    values = st.sampled_from(points.tolist()) | st.floats(low, high) | st.floats(max(low, -near), max(low, near))
-    return hnp.arrays(np.float64, tuple(case.inputs[0].shape), elements=values, fill=st.nothing())
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_a_rule_is_checked_against_is_the_published_gradient(case: Case):
+    proof.claim(case)
 
 
-CLAIMS = [(case, name) for case in CASES for name in PROPERTIES if name in proof.claimed(case)]
 FULL = [case for case in CASES if case.elementwise and case.levels is not None]
-EXCUSES = [(case, name) for case in CASES for name in PROPERTIES if name in proof.excuses(case)]
-
-
-@pytest.mark.parametrize(("case", "name"), CLAIMS, ids=lambda each: getattr(each, "name", each))
-def test_property(case: Case, name: str):
-    @FEW
-    @given(samples_of(case))
-    def holds(x: proof.Array) -> None:
-        proof.PROPERTY_CHECKS[name](case, x)
-
-    holds()
-    proof.holds(case, name)
 
 
 @pytest.mark.parametrize("case", FULL, ids=lambda case: case.name)
 def test_every_level_is_reached(case: Case):
     assert len(np.unique(proof.at(case, proof.sweep(case)))) == case.levels
-
-
-@pytest.mark.parametrize(("case", "name"), EXCUSES, ids=lambda each: getattr(each, "name", each))
-def test_excused_property_really_fails(case: Case, name: str):
-    proof.not_to_be_had(case, name)
 
 
 def with_first(case: Case, value: float) -> tuple[Tensor, ...]:
@@ -198,15 +155,6 @@ def test_uniform_grids_of_every_step_and_width_have_their_levels_in_order_and_ho
         assert (y[:-1].diff() >= 0).all()
         assert len(y.unique()) <= 2**bits and len(quantize(scale * torch.arange(-600, 600)).unique()) == 2**bits
         assert y[-1] == 0
-
-
-@settings(FEW, max_examples=25)
-@given(tensors, steps)
-def test_the_gradient_is_one_inside_and_zero_outside_for_every_step(x, step):
-    x = torch.cat([x, 4 * x]).requires_grad_()
-    lsq_quantize(x, torch.tensor(step, dtype=torch.float64), -8, 7).sum().backward()
-    v = x.detach() / step
-    assert torch.equal(x.grad, ((v >= -8) & (v <= 7)).double())
 
 
 def test_nan_is_kept_by_the_kernels_of_float32_too():

@@ -140,19 +140,15 @@ def test_models_that_ask_for_no_delta_are_left_alone():
     assert qat.update_ewgs(model, lambda model, batch: model(batch).sum(), []) == {}
 
 
-def test_no_batches_and_evaluation_mode_are_sentences():
+def test_no_batches_and_evaluation_mode_are_refused():
     model = Quantized(*ROWS["lsq"])
     before = state_of(model)
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match="batches is empty"):
         qat.update_ewgs(model, quadratic, iter(()))
-    assert str(refusal.value) == ("update_ewgs: batches is empty; at least one batch is needed to estimate the Hessian")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model = specs.prepared(weight("lsq", 4, HESSIAN), activation("lsq", 4)).eval()
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=r"train\(\)"):
         qat.update_ewgs(model, lambda model, batch: model(batch).square().mean(), [specs.images()])
-    assert str(refusal.value) == (
-        "update_ewgs: no quantizer with ewgs='hessian' ran with a gradient; put the model into train()"
-    )
 
 
 def test_a_failing_batch_leaves_no_traces():

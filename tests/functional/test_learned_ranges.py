@@ -4,15 +4,13 @@ float32 at the bound, statistics of nothing, other channel axes, the ends of eve
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from leaves import cotangent, gradients, leaf, same
+from leaves import cotangent, leaf, same
 
 from qat.functional.codebooks.apot import normalize_weight
 from qat.functional.dorefa import dorefa_quantize_weight
 from qat.functional.learned_bits import bit_cost, learned_bits_quantize
-from qat.functional.lsq import lsq_quantize
 from qat.functional.pact import pact_quantize
 from qat.functional.power_of_two import power_of_two_scale
 
@@ -100,26 +98,6 @@ def test_powers_of_two_do_not_overflow(dtype, rounding):
 
 
 # Learned bit widths
-
-
-@pytest.mark.parametrize(("signed", "bits"), [(True, 2.0), (True, 4.4), (True, 8.0), (False, 1.0), (False, 3.7)])
-def test_learned_bits_is_lsq_on_the_step_that_it_declares(signed, bits):
-    whole = round(bits)
-    qmax = 2 ** (whole - signed) - 1
-    x, reach, width = leaf(np.linspace(-3.1, 3.1, 40)), leaf(2.1), leaf(bits)
-    y = learned_bits_quantize(x, reach, width, signed, 0.25)
-    step = leaf(2.1 / qmax)
-    oracle = lsq_quantize(x, step, -qmax if signed else 0, qmax)
-    torch.testing.assert_close(y, oracle)
-    to_x, to_reach, to_bits = gradients(y, x, reach, width)
-    lsq_to_x, lsq_to_step = gradients(oracle, x, step)
-    assert torch.equal(to_x, lsq_to_x)
-    torch.testing.assert_close(to_reach, 0.25 * lsq_to_step / qmax)
-    # With n real, the step falls by reach * qmax'(n) / qmax^2; central differences of reach / (2^n - 1)
-    slope = (2.1 / (2 ** (whole - signed + 1e-6) - 1) - 2.1 / (2 ** (whole - signed - 1e-6) - 1)) / 2e-6
-    inside = cotangent(x) * (x.abs() <= 2.1 if signed else (x >= 0) & (x <= 2.1))
-    expected = 0.25 * slope * (inside * (oracle - x) / step).sum()
-    torch.testing.assert_close(to_bits, expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -140,52 +140,34 @@ def test_a_spec_reads_as_one_line():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "sentence"),
+    ("wrong", "fact"),
     [
-        ({"bits": 0}, "QuantSpec: bits must be a whole number from 1 to 16, got 0"),
-        ({"bits": 17}, "QuantSpec: bits must be a whole number from 1 to 16, got 17"),
-        ({"bits": 8.0}, "QuantSpec: bits must be a whole number from 1 to 16, got 8.0"),
-        ({"bits": True}, "QuantSpec: bits must be a whole number from 1 to 16, got True"),
-        ({"bits": "8"}, "QuantSpec: bits must be a whole number from 1 to 16, got '8'"),
-        ({"percentile": 50}, "QuantSpec: percentile must be above 50 and at most 100, got 50"),
-        ({"percentile": 100.1}, "QuantSpec: percentile must be above 50 and at most 100, got 100.1"),
-        ({"percentile": float("nan")}, "QuantSpec: percentile must be above 50 and at most 100, got nan"),
-        ({"percentile": "99"}, "QuantSpec: percentile must be above 50 and at most 100, got '99'"),
-        ({"granularity": "group"}, "QuantSpec: granularity='group' needs a group_size of at least 1, got None"),
-        ({"granularity": "channel", "group_size": 8},
-         "QuantSpec: group_size=8 has no effect with granularity='channel'; use granularity='group'"),
-        ({"ewgs_delta": -0.1}, "QuantSpec: ewgs_delta must be at least 0 and finite, got -0.1"),
-        ({"max_magnitude": 0}, "QuantSpec: max_magnitude must be a whole number of at least 1 or None, got 0"),
-        ({"max_magnitude": 64.0}, "QuantSpec: max_magnitude must be a whole number of at least 1 or None, got 64.0"),
-        ({"max_magnitude": True}, "QuantSpec: max_magnitude must be a whole number of at least 1 or None, got True"),
-        ({"options": 3}, "QuantSpec: options must be a mapping of names to values, got 3"),
-        ({"granularity": "row"}, "QuantSpec: granularity must be one of tensor, channel, group, got 'row'"),
-        ({"init": "max"}, "QuantSpec: init must be one of minmax, percentile, mse, lsq, got 'max'"),
-        ({"grad_scale": 1.0}, "QuantSpec: grad_scale must be one of sample, batch, none, relative, got 1.0"),
-        ({"signed": False, "narrow_range": True},
-         "QuantSpec: narrow_range=True needs signed=True; an unsigned grid has no mirror image"),
+        *(
+            ({"bits": bits}, f"bits must be a whole number from 1 to 16, got {bits!r}")
+            for bits in (0, 17, 8.0, True, "8")
+        ),
+        *(({"percentile": wrong}, f"percentile .* got {wrong!r}") for wrong in (50, 100.1, float("nan"), "99")),
+        *(({"max_magnitude": wrong}, f"max_magnitude .* got {wrong!r}") for wrong in (0, 64.0, True)),
+        ({"granularity": "group"}, "group_size of at least 1, got None"),
+        ({"granularity": "channel", "group_size": 8}, "group_size=8 has no effect with granularity='channel'"),
+        ({"ewgs_delta": -0.1}, "ewgs_delta .* got -0.1"),
+        ({"ewgs": "none", "ewgs_delta": 0.1}, "ewgs_delta=0.1 has no effect with ewgs='none'"),
+        ({"options": 3}, "options must be a mapping of names to values, got 3"),
+        ({"granularity": "row"}, "granularity must be one of tensor, channel, group, got 'row'"),
+        ({"init": "max"}, "init must be one of minmax, percentile, mse, lsq, got 'max'"),
+        ({"grad_scale": 1.0}, "grad_scale must be one of sample, batch, none, relative, got 1.0"),
+        ({"signed": False, "narrow_range": True}, "narrow_range=True needs signed=True"),
     ],
-)  # fmt: skip
-def test_a_wrong_spec_is_refused(wrong, sentence):
-    with pytest.raises(ValueError) as refusal:
+)
+def test_a_wrong_spec_is_refused(wrong, fact):
+    with pytest.raises(ValueError, match=f"^QuantSpec: .*{fact}"):
         QuantSpec(**wrong)
-    assert str(refusal.value) == sentence
 
 
 def test_the_ends_of_the_percentile_are_allowed():
     assert QuantSpec(percentile=100).percentile == 100 and QuantSpec(percentile=50.01).percentile == 50.01
 
 
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"n_bits": 4}, "QuantSpec: unknown argument 'n_bits'; did you mean 'bits'?"),
-        ({"bits": 4, "scheme": 1},
-         "QuantSpec: unknown argument 'scheme'; valid: bits, signed, symmetric, granularity, rule, narrow_range, init,"
-         " percentile, grad_scale, group_size, options, ewgs, ewgs_delta, max_magnitude"),
-    ],
-)  # fmt: skip
-def test_an_unknown_field_is_refused(given, sentence):
-    with pytest.raises(TypeError) as refusal:
-        QuantSpec(**given)
-    assert str(refusal.value) == sentence
+def test_an_unknown_field_is_refused():
+    with pytest.raises(TypeError, match="'n_bits'"):
+        QuantSpec(n_bits=4)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from qat.fused.plan import CodesPlan
 from qat.kernels.cpu import compiler
 from qat.quantizer import LSQQuantizer
-from qat.quantizer.estimator import estimator_of
+from qat.quantizer.base import estimator_of
 from qat.spec import QuantSpec
 from qat.tracing.in_place import has_own_memory
 from qat.tracing.nodes import submodule_of

@@ -54,11 +54,6 @@ def test_what_is_no_model_is_refused_in_a_sentence(name: str) -> None:
     function: Callable[..., Any] = TAKING_MODELS[name]
     needed = {key for key, each in inspect.signature(function).parameters.items() if each.default is each.empty}
     others = dict.fromkeys(needed - {"model", "args", "kwargs"}, "model.onnx")
-    for wrong, said in (
-        ([torch.zeros(1)], "got list; "),
-        (nn.Linear(2, 2).state_dict(), "got OrderedDict; load a state dict into the model that it is of, "),
-        (nn.Linear, "got the class Linear; make one of it, Linear(...)"),
-    ):
-        with pytest.raises(TypeError) as refusal:
+    for wrong, kind in (([torch.zeros(1)], "list"), (nn.Linear, "the class Linear")):
+        with pytest.raises(TypeError, match=f"^{name}: model must be a torch.nn.Module, got {kind}$"):
             function(model=wrong, **others)
-        assert str(refusal.value).startswith(f"{name}: model must be a torch.nn.Module, {said}")

@@ -1,6 +1,5 @@
 """QuantMultiheadAttention: torch's results on fine grids, a NumPy reference on coarse ones, masks and the plumbing."""
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -8,13 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rule_specs import plain
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from twin_case import ATTENTIONS, Array, activations, grid_codes, grid_product
 
 import qat
-from qat.layers import QuantLinear
 from qat.layers.attention import QuantMultiheadAttention, operand_spec, probability_spec
-from qat.layers.attention_core import additive_mask, attend, multihead_attention
+from qat.layers.attention_core import additive_mask, attend
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec, default_activation_spec
 
@@ -230,18 +228,6 @@ def test_attend_is_scaled_dot_product_attention_without_quantizers() -> None:
 # --- training ---
 
 
-def test_dropout_is_torchs() -> None:
-    """The same seed drops the same probabilities, in training only."""
-    layer, twin, inputs = fine_pair("plain", dropout=0.5)
-    torch.manual_seed(7)
-    expected = layer(*inputs)
-    torch.manual_seed(7)
-    got = twin(*inputs)
-    assert_same(got, expected)
-    assert not torch.allclose(twin(*inputs)[0], got[0], atol=1e-2), "another draw, another result"
-    assert_same(twin.eval()(*inputs), layer.eval()(*inputs))
-
-
 @pytest.mark.parametrize(
     ("spec", "operand", "probability"),
     [
@@ -258,21 +244,6 @@ def test_grids_of_the_products(spec: QuantSpec, operand: QuantSpec, probability:
     used = {name: part.spec for name, part in twin.named_modules() if isinstance(part, Quantizer)}
     assert used["key_quantizer"] == operand and used["probability_quantizer"] == probability
     assert used["value_projection.input_quantizer"] == used["out_proj.input_quantizer"] == spec
-
-
-def test_weights_alone_are_quantized_without_an_activation_spec() -> None:
-    layer = float_layer("plain")
-    twin = QuantMultiheadAttention.from_float(layer, activation_spec=None)
-    assert not activations(twin)
-    rounded = copy.deepcopy(layer)
-    projections: Any = [twin.get_submodule(name) for name in twin.inner_weights()]
-    with torch.no_grad():
-        parts = zip(projections, layer.in_proj_weight.chunk(3), strict=True)
-        rounded.in_proj_weight.copy_(torch.cat([part.weight_quantizer(weight) for part, weight in parts]))
-        rounded.out_proj.weight.copy_(twin.out_proj.weight_quantizer(layer.out_proj.weight))
-    inputs = inputs_for(layer)
-    for mode in (True, False):
-        torch.testing.assert_close(twin.train(mode)(*inputs)[0], rounded(*inputs)[0], rtol=0, atol=1e-5)
 
 
 # --- plumbing ---
@@ -306,43 +277,6 @@ def test_torchs_encoder_layer_takes_no_way_around_it() -> None:
     assert not torch.allclose(evaluated, plain, atol=0.05)
 
 
-class FloatAttention(nn.Module):
-    """The arithmetic on a float layer's own weights, counting the calls of quantizers, for torch.fx."""
-
-    def __init__(self, layer: nn.MultiheadAttention) -> None:
-        super().__init__()
-        self.layer = layer
-        self.places = nn.ModuleDict(
-            {f"{name}_quantizer": nn.Identity() for name in ("query", "key", "value", "probability")}
-        )
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        layer = self.layer
-        thirds = {f"{name}_projection": number for number, name in enumerate(("query", "key", "value"))}
-
-        def project(name: str, x: Tensor) -> Tensor:
-            if name == "out_proj":
-                return F.linear(x, layer.out_proj.weight, layer.out_proj.bias)
-            rows = slice(8 * thirds[name], 8 * thirds[name] + 8)
-            return F.linear(x, layer.in_proj_weight[rows], layer.in_proj_bias[rows])
-
-        return multihead_attention(
-            layer, query, key, value, mask, project, lambda name, x: self.places[name](x), safe=False
-        )[0]
-
-
-def test_fx_traces_the_arithmetic_for_all_sizes() -> None:
-    layer = float_layer("bias_kv and zero attention", batch_first=True)
-    traced = fx.symbolic_trace(FloatAttention(layer))
-    placed = [node.target for node in traced.graph.nodes if node.op == "call_module"]
-    assert placed == [f"places.{name}_quantizer" for name in ("query", "key", "value", "probability")]
-    for samples, steps in ((1, 3), (4, 7)):
-        x = torch.randn(samples, steps, 8)
-        mask = torch.ones(steps, steps, dtype=torch.bool).triu(1)
-        added = additive_mask(mask, None, 2, torch.float32)
-        torch.testing.assert_close(traced(x, x, x, added), layer(x, x, x, attn_mask=mask)[0])
-
-
 @pytest.mark.parametrize("module", ["batch first", "bias_kv and zero attention", "other widths"])
 def test_export_runs(module: str) -> None:
     layer, twin, inputs = fine_pair(module)
@@ -356,57 +290,3 @@ def test_export_runs(module: str) -> None:
     options = {"key_padding_mask": SHORTER.repeat(2, 1)}
     for got, expected in zip(program.module()(*inputs, **options), twin(*inputs, **options), strict=True):
         torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_compile_takes_the_whole_graph(training: bool) -> None:
-    _, twin, inputs = fine_pair("batch first")
-    twin.train(training)
-    compiled = torch.compile(twin, fullgraph=True, backend="eager")
-    for got, expected in zip(compiled(*inputs, attn_mask=EARLIER), twin(*inputs, attn_mask=EARLIER), strict=True):
-        torch.testing.assert_close(got, expected)
-    torch.compiler.reset()
-
-
-def nested_call() -> None:
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
-    inner: Any = encoder.layers[0]
-    inner.self_attn = QuantMultiheadAttention.from_float(inner.self_attn)
-    with torch.no_grad():
-        encoder(torch.randn(2, 4, 8), src_key_padding_mask=torch.tensor([[False] * 4, [False, False, True, True]]))
-
-
-def replaced_out_proj() -> nn.MultiheadAttention:
-    layer = nn.MultiheadAttention(8, 2)
-    layer.out_proj = QuantLinear(8, 8)  # type: ignore[assignment]
-    return layer
-
-
-X = torch.zeros(L, N, 8)
-
-
-MISTAKES = [
-    (lambda: QuantMultiheadAttention.from_float(replaced_out_proj()), TypeError,
-     "QuantMultiheadAttention.from_float: out_proj must be a Linear, got QuantLinear"),
-    (lambda: QuantMultiheadAttention(8, 2)(X, X, X, is_causal=True), ValueError,
-     "QuantMultiheadAttention: is_causal=True is only a hint and needs the causal mask as attn_mask"),
-    (lambda: QuantMultiheadAttention(8, 2)(X, X, X, attn_mask=torch.zeros(L, L, dtype=torch.int64)), TypeError,
-     "QuantMultiheadAttention: attn_mask must be bool or floating point, got torch.int64"),
-    (lambda: QuantMultiheadAttention(8, 2, kdim=5)(X, X, X), ValueError,
-     "QuantMultiheadAttention: key must have 3 axes, the last of 5, got (4, 3, 8)"),
-    (lambda: QuantMultiheadAttention(8, 2)(X[None], X, X), ValueError,
-     "QuantMultiheadAttention: query must have 2 or 3 axes, the last of 8, got (1, 4, 3, 8)"),
-    (lambda: QuantMultiheadAttention(8, 2, activation_spec=plain(bits=1, signed=False)), ValueError,
-     "QuantMultiheadAttention: no grid for q, k and v: rule 'lsq': a signed grid needs at least 2 bits, got bits=1;"
-     " use the rule 'binary' for one bit, or signed=False"),
-    (nested_call, ValueError, "QuantMultiheadAttention: query is a nested tensor; pad it"
-     " (nn.TransformerEncoder: enable_nested_tensor=False)"),
-]  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-@pytest.mark.parametrize(("call", "error", "sentence"), MISTAKES)
-def test_mistakes_are_named(call: Any, error: type[Exception], sentence: str) -> None:
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == sentence

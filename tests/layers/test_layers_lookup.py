@@ -170,15 +170,6 @@ def test_integers_stand_for_the_table(spec: str, cls: Any) -> None:
     np.testing.assert_allclose(rows.detach().numpy(), values, rtol=1e-6, atol=1e-7)
 
 
-def test_codes_of_the_default_are_rounded_quotients_of_each_row() -> None:
-    layer = QuantEmbedding(5, 8)
-    weight = layer.weight.detach().numpy().astype(np.float64)
-    integers = layer.integers()
-    assert integers.scale.shape == (5, 1) and bool((integers.zero_point == 0).all())
-    np.testing.assert_allclose(integers.scale[:, 0].numpy(), np.abs(weight).max(1) / 127, rtol=1e-6)
-    assert np.abs(integers.codes.numpy() - weight / integers.scale.double().numpy()).max() <= 0.5 + 1e-4
-
-
 def test_integers_hold_rows_within_max_norm_that_no_lookup_has_shortened_yet() -> None:
     torch.manual_seed(0)
     layer = QuantEmbedding(11, 6, max_norm=0.5).eval()
@@ -261,34 +252,3 @@ def test_a_table_that_saw_no_values_warns_like_any_quantizer() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layer(INDICES)
-
-
-def test_the_whole_forward_compiles() -> None:
-    """The choice between rows and table does not break the graph."""
-    torch._dynamo.reset()
-    for layer in (QuantEmbedding(11, 6, padding_idx=0), QuantEmbeddingBag(11, 6, padding_idx=0)):
-        compiled = torch.compile(layer, fullgraph=True, backend="eager")
-        assert torch.equal(compiled(INDICES), layer(INDICES))
-
-
-MISTAKES = [
-    (lambda: QuantEmbedding(3, 2, activation_spec=QuantSpec()),  # type: ignore[arg-type]
-     r"QuantEmbedding: activation_spec must be None, since indices are exact; got QuantSpec\(.*\)"),
-    (lambda: QuantEmbeddingBag.from_float(nn.EmbeddingBag(3, 2), None, QuantSpec()),
-     r"QuantEmbeddingBag: activation_spec must be None, since indices are exact; got QuantSpec\(.*\)"),
-    (lambda: QuantEmbedding(3, 2, sparse=True, weight_spec=QuantSpec(rule="dorefa")),
-     "QuantEmbedding: sparse=True needs a weight_spec of rule 'lsq', granularity 'tensor' or 'channel' and"
-     " ewgs 'none', got 'dorefa', 'channel' and 'none'"),
-    (lambda: QuantEmbeddingBag(3, 2, sparse=True, mode="max"),
-     "QuantEmbeddingBag: sparse=True needs mode 'sum' or 'mean', got 'max'"),
-    (lambda: QuantEmbeddingBag(3, 2, scale_grad_by_freq=True, mode="max"),
-     "QuantEmbeddingBag: scale_grad_by_freq=True needs mode 'sum' or 'mean', got 'max'"),
-    (lambda: QuantEmbedding(3, 2, weight_spec=QuantSpec(bits=4, rule="apot")).integers(),
-     r"QuantEmbedding\.integers: its weight uses the rule 'apot', whose values lie on no integer grid"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("make", "sentence"), MISTAKES)
-def test_what_is_refused(make: Any, sentence: str) -> None:
-    with pytest.raises(ValueError, match=f"^{sentence}$"):
-        make()

@@ -1,6 +1,5 @@
 """QuantLSTM, QuantGRU, QuantRNN: torch's results on fine grids, a NumPy reference on coarse ones, and the plumbing."""
 
-import copy
 import warnings
 from typing import Any
 
@@ -12,9 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from twin_case import RECURRENT, Array, activations, grid_product
 
 import qat
-from qat.layers.recurrent.base import QuantRecurrent
-from qat.layers.recurrent.cells import StepProduct
-from qat.layers.recurrent.twins import QuantGRU, QuantLSTM, QuantRNN
+from qat.layers.recurrent import QuantGRU, QuantLSTM, QuantRecurrent, QuantRNN, StepProduct
 from qat.spec import QuantSpec
 
 FINE_WEIGHT = QuantSpec(bits=16)
@@ -149,37 +146,7 @@ def test_coarse_grids_give_what_numpy_gives(variant: str, bits: int, mode: str) 
     np.testing.assert_allclose(twin(x)[0].detach().numpy(), expected, rtol=0, atol=1e-9 if mode == "train" else 2e-6)
 
 
-def test_weights_alone_are_quantized_without_an_activation_spec() -> None:
-    torch.manual_seed(0)
-    layer = nn.LSTM(4, 6, 2, bidirectional=True)
-    twin = QuantLSTM.from_float(layer, activation_spec=None)
-    assert not activations(twin)
-    rounded = copy.deepcopy(layer)
-    with torch.no_grad():
-        for name, (weight, _) in twin.inner_weights().items():
-            target = rounded.get_parameter(name.replace("product", "weight"))
-            target.copy_(getattr(twin, name).weight_quantizer(weight))
-    x = torch.randn(5, 2, 4)
-    for mode in (True, False):
-        torch.testing.assert_close(twin.train(mode)(x)[0], rounded(x)[0], rtol=0, atol=1e-6)
-
-
 # --- training ---
-
-
-@kinds
-def test_dropout_is_torchs(kind: Any) -> None:
-    """The same seed drops the same outputs between layers, in training only."""
-    name = kind.__name__.lower()
-    layer, twin = fine_pair(name, num_layers=3, dropout=0.4)
-    x = torch.randn(5, 3, 4)
-    torch.manual_seed(7)
-    expected = layer(x)[0]
-    torch.manual_seed(7)
-    got = twin(x)[0]
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
-    assert not torch.allclose(twin(x)[0], got, atol=1e-2), "another draw, another result"
-    torch.testing.assert_close(twin.eval()(x)[0], layer.eval()(x)[0], rtol=0, atol=1e-3)
 
 
 @kinds
@@ -223,14 +190,6 @@ def test_calibration_sees_inputs_and_hidden_states() -> None:
     for suffix in ("l0", "l0_reverse", "l1", "l1_reverse"):
         step = by_name[f"product_hh_{suffix}"].input_quantizer.scale.item()
         assert 0.1 / 65535 < step < 2 / 65535, "hidden states stay within -1 and 1"
-
-
-def test_calibration_takes_packed_sequences_as_keywords() -> None:
-    twin = QuantGRU(4, 6, bidirectional=True)
-    packed = pack_sequence([torch.randn(n, 4) for n in (2, 5, 1)], enforce_sorted=False)
-    qat.calibrate(twin, [{"input": packed}])
-    assert all(quantizer.is_calibrated for quantizer in activations(twin))
-    assert twin(packed)[0].data.shape == (8, 12)
 
 
 def test_calibration_sees_weights_that_changed() -> None:
@@ -306,40 +265,3 @@ def test_export_with_a_free_batch() -> None:
     program = torch.export.export(twin.eval(), (torch.randn(3, 2, 4),), dynamic_shapes=free)
     x = torch.randn(3, 7, 4)
     torch.testing.assert_close(program.module()(x)[0], twin(x)[0])
-
-
-@pytest.mark.parametrize(("kind", "training"), [(nn.LSTM, True), (nn.GRU, False), (nn.RNN, True)])
-def test_compile_takes_the_whole_graph(kind: Any, training: bool) -> None:
-    """Dynamo skips every subclass of torch's recurrent layers unless it is told not to."""
-    twin = TWINS[kind](4, 6)
-    x = torch.randn(2, 2, 4)
-    qat.calibrate(twin, [x])
-    twin.train(training)
-    config: Any = torch._dynamo.config
-    with config.patch(allow_rnn=True):
-        compiled = torch.compile(twin, fullgraph=True, backend="eager")
-        torch.testing.assert_close(compiled(x)[0], twin(x)[0])
-    torch.compiler.reset()
-
-
-MISTAKES = [
-    (lambda: QuantGRU(4, 6)(torch.zeros(2, 3, 5)), ValueError,
-     "QuantGRU: input must have shape (L, N, 4) or (L, 4), got (2, 3, 5)"),
-    (lambda: QuantGRU(4, 6, batch_first=True)(torch.zeros(4)), ValueError,
-     "QuantGRU: input must have shape (N, L, 4) or (L, 4), got (4,)"),
-    (lambda: QuantRNN(4, 6, batch_first=True)(torch.zeros(2, 0, 4)), ValueError,
-     "QuantRNN: the sequence must have at least one step, got shape (2, 0, 4)"),
-    (lambda: QuantRNN(4, 6)(torch.zeros(2, 3, 4), torch.zeros(1, 6)), ValueError,
-     "QuantRNN: h_0 must have shape (1, 3, 6), got (1, 6)"),
-    (lambda: QuantLSTM(4, 6)(torch.zeros(2, 4), (torch.zeros(1, 6), torch.zeros(1, 5))), ValueError,
-     "QuantLSTM: c_0 must have shape (1, 6), got (1, 5)"),
-    (lambda: QuantLSTM(4, 6)(torch.zeros(2, 3, 4), torch.zeros(1, 3, 6)), TypeError,
-     "QuantLSTM: hx must be a pair (h_0, c_0), got Tensor"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "error", "sentence"), MISTAKES)
-def test_mistakes_are_named(call: Any, error: type[Exception], sentence: str) -> None:
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value) == sentence

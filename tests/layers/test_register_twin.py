@@ -126,14 +126,6 @@ def test_it_is_a_layer_of_a_model_that_cannot_be_traced() -> None:
     assert prepared.eval()(x).isfinite().all()
 
 
-def test_from_float_shares_and_to_float_gives_back() -> None:
-    layer = ScaledLinear(6, 4, 0.5)
-    twin = QuantScaledLinear.from_float(layer)
-    back: Any = twin.to_float()
-    assert twin.weight is layer.weight and back.weight is layer.weight and type(back) is ScaledLinear
-    assert torch.equal(back(torch.ones(2, 6)), layer(torch.ones(2, 6)))
-
-
 def test_what_is_no_twin_is_refused() -> None:
     with pytest.raises(
         TypeError, match=r"^register_twin\(ScaledLinear\): expected a subclass of QuantLayer, got <class"

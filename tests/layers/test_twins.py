@@ -84,44 +84,6 @@ def test_from_float_quantizes_what_the_constructor_quantizes(case: Case) -> None
         assert result(calibrated(twin, case.inputs()), case.inputs()).isfinite().all()
 
 
-@every_class
-def test_a_grid_or_a_width_for_the_whole_layer_is_refused_with_the_way_to_say_it(case: Case) -> None:
-    looks_up = issubclass(case.float_type, (nn.Embedding, nn.EmbeddingBag))
-    way = "write weight_spec=QuantSpec(bits=4)" + (
-        "" if looks_up else " for the weight, activation_spec=QuantSpec(bits=4) for the input, or both"
-    )
-    spec = QuantSpec(bits=4)
-    for args, options, got in (
-        ((), {**case.arguments, "bits": 4}, "bits=4"),
-        ((), {**case.arguments, "bias": spec}, "bias=QuantSpec(bits=4)"),
-        ((*case.arguments.values(), spec), {}, "=QuantSpec(bits=4)"),  # behind the arguments that it needs
-    ):
-        with pytest.raises(TypeError) as refusal:
-            case.twin_type(*args, **options)
-        assert str(refusal.value).startswith(f"{case.twin_type.__name__}: got ")
-        assert str(refusal.value).endswith(f"{got}, but a grid goes by name; {way}")
-    with pytest.raises(TypeError) as refusal:
-        case.twin_type(**case.arguments, weight_spec=4)
-    assert str(refusal.value) == "weight_spec must be a QuantSpec or None, got 4"
-
-
-@every_class
-def test_yes_or_no_is_neither_a_text_nor_a_grid(case: Case) -> None:
-    twin = case.twin_type
-    flag = "sparse" if "num_embeddings" in case.arguments else "bias"
-    for wrong in ("int8", {"bits": 4}, 0.5):
-        with pytest.raises(TypeError) as refusal:
-            twin(**{**case.arguments, flag: wrong})
-        assert str(refusal.value) == f"{twin.__name__}: {flag} must be True or False, got {wrong!r}"
-    twin(**{**case.arguments, flag: False})
-
-
-def test_an_argument_that_no_layer_has_is_named() -> None:
-    with pytest.raises(TypeError) as refusal:
-        qat.QuantLinear(4, 2, biass=False)  # type: ignore[call-arg]
-    assert str(refusal.value) == "QuantLinear: unknown argument 'biass'; did you mean 'bias'?"
-
-
 def test_an_argument_of_a_twin_of_ones_own_may_be_a_grid() -> None:
     class Twice(qat.QuantLinear):
         def __init__(self, size: int, grid: QuantSpec, bits: int = 8) -> None:
@@ -237,3 +199,64 @@ def test_integers_ignore_autocast(case: Case) -> None:
 def test_each_input_has_a_grid_but_indices(case: Case) -> None:
     names = ("input_quantizer", "other_quantizer")[: len(case.inputs())]
     assert case.twin_type.quantizer_arguments == (() if case.inputs()[0].dtype == torch.int64 else names)
+
+
+@every_class
+def test_a_grid_in_an_argument_of_torchs_is_refused(case: Case) -> None:
+    spec = QuantSpec(bits=4)
+    for args, options in (((), {**case.arguments, "bias": spec}), ((*case.arguments.values(), spec), {})):
+        with pytest.raises(TypeError, match=r"QuantSpec\(bits=4\) without its name; write weight_spec="):
+            case.twin_type(*args, **options)
+    with pytest.raises(TypeError, match="bits"):
+        case.twin_type(**case.arguments, bits=4)
+    with pytest.raises(TypeError, match="weight_spec must be a QuantSpec or None, got 4"):
+        case.twin_type(**case.arguments, weight_spec=4)
+
+
+COMPOSITES = [case for case in CASES.values() if not issubclass(case.twin_type, QuantLayer)]
+
+
+@pytest.mark.parametrize("case", COMPOSITES, ids=lambda case: f"{case.float_type.__name__} {case.arguments}")
+def test_without_an_activation_spec_weights_alone_are_quantized(case: Case) -> None:
+    torch.manual_seed(0)
+    twin, inputs = case.twin_type(**case.arguments, activation_spec=None), case.inputs()
+    assert not activations(twin)
+    found = [result(twin.train(mode), inputs) for mode in (True, False)]
+    with torch.no_grad():
+        for name, (weight, _) in twin.inner_weights().items():
+            weight.copy_(twin.get_submodule(name).weight_quantizer(weight))
+        if isinstance(twin, nn.MultiheadAttention):
+            twin.out_proj.weight.copy_(twin.out_proj.weight_quantizer(twin.out_proj.weight))
+    for y in found:
+        torch.testing.assert_close(y, result(twin.to_float(), inputs), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN])
+def test_dropout_is_torchs(kind: Any) -> None:
+    """The same seed drops the same probabilities or outputs, in training only."""
+    case = FIRST[kind.__name__]
+    arguments = {**case.arguments, "dropout": 0.5, **({} if kind is nn.MultiheadAttention else {"num_layers": 3})}
+    layer, inputs = kind(**arguments), case.inputs()
+    twin = case.twin_type.from_float(layer, QuantSpec(bits=16), QuantSpec(bits=16, init="minmax"))
+    for quantizer in activations(twin):
+        quantizer.set_range(torch.tensor(-6.0), torch.tensor(6.0))
+    drawn = []
+    for module in (twin, layer):
+        torch.manual_seed(7)
+        drawn.append(result(module, inputs))
+    torch.testing.assert_close(*drawn, rtol=0, atol=2e-3)
+    assert not torch.allclose(result(twin, inputs), drawn[0], atol=1e-2), "another draw, another result"
+    torch.testing.assert_close(result(twin.eval(), inputs), result(layer.eval(), inputs), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", [nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN, nn.Embedding, nn.EmbeddingBag])
+def test_compile_takes_the_whole_graph(kind: Any, training: bool) -> None:
+    """Dynamo skips every subclass of torch's recurrent layers unless it is told not to."""
+    case = FIRST[kind.__name__]
+    twin = calibrated(case.twin_type(**case.arguments), case.inputs()).train(training)
+    inputs, config = case.inputs(), torch._dynamo.config
+    with config.patch(allow_rnn=True):  # type: ignore[attr-defined]
+        compiled = torch.compile(twin, fullgraph=True, backend="eager")
+        torch.testing.assert_close(result(compiled, inputs), result(twin, inputs))
+    torch.compiler.reset()

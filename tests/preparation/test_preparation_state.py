@@ -248,7 +248,7 @@ def test_every_module_keeps_its_mode() -> None:
     assert model.training
 
 
-@pytest.mark.filterwarnings("ignore:the quantizers .* run on their default range")
+@pytest.mark.filterwarnings("ignore:a quantizer .* runs on its default range")
 @pytest.mark.parametrize("case", ["residual", "attention", "by mode", "guarded"])
 def test_everything_lives_where_the_model_does(case: str) -> None:
     make, x = NETS[case]

@@ -229,7 +229,6 @@ def test_what_a_key_fits(pattern, name, kind, fits):
             {"activation": "int8"},
             "QuantRecipe: activation must be a QuantSpec, a mapping of its fields or None, got 'int8'",
         ),
-        ({"weights": {"bits": 4}}, "QuantRecipe: unknown argument 'weights'; did you mean 'weight'?"),
         ({"overrides": ["fc"]}, "QuantRecipe: overrides must be a mapping, got ['fc']"),
         ({"overrides": {3: {}}}, "QuantRecipe: overrides: a key is a pattern of names or a class of layers, got 3"),
     ],

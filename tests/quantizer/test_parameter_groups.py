@@ -1,6 +1,5 @@
 """`parameter_groups`: every trainable parameter once, in the group of its kind, with the rate of its bits."""
 
-import re
 from typing import Any
 
 import pytest
@@ -136,33 +135,22 @@ def test_weights_are_in_the_group_of_the_fewest_bits_that_they_are_computed_on()
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "sentence"),
+    ("given", "fact"),
     [
-        (
-            nn.Linear(2, 2).requires_grad_(False), {},
-            "parameter_groups: the model has no trainable parameter; unfreeze some (requires_grad_())",
-        ),
-        (nn.Linear(2, 2), {"lr": -0.1}, "parameter_groups: lr must be a number of at least 0, got -0.1"),
-        (nn.Linear(2, 2), {"lr": "0.1"}, "parameter_groups: lr must be a number of at least 0, got '0.1'"),
-        (
-            nn.Linear(2, 2), {"quantizer_lr_factor": -1},
-            "parameter_groups: quantizer_lr_factor must be a number of at least 0, got -1",
-        ),
-        (
-            nn.Linear(2, 2), {"quantizer_lr": "1e-5"},
-            "parameter_groups: quantizer_lr must be a number of at least 0, got '1e-5'",
-        ),
-        (
-            nn.Linear(2, 2), {"quantizer_weight_decay": -1},
-            "parameter_groups: quantizer_weight_decay must be a number of at least 0, got -1",
-        ),
-        (
-            nn.Linear(2, 2), {"quantizer_lr": 1e-5, "quantizer_lr_factor": 0.1},
-            "parameter_groups: quantizer_lr_factor=0.1 and quantizer_lr=1e-05 are two rates for the same parameters;"
-            " give one",
-        ),
+        ({"lr": -0.1}, "lr must be a number of at least 0, got -0.1"),
+        ({"lr": "0.1"}, "lr must be a number of at least 0, got '0.1'"),
+        ({"quantizer_lr_factor": -1}, "quantizer_lr_factor must"),
+        ({"quantizer_lr": "1e-5"}, "quantizer_lr must"),
+        ({"quantizer_weight_decay": -1}, "quantizer_weight_decay must"),
+        ({"quantizer_lr": 1e-5, "quantizer_lr_factor": 0.1}, "quantizer_lr_factor=0.1 and quantizer_lr=1e-05"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_is_a_sentence(model: nn.Module, given: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        parameter_groups(model, **{"lr": 0.1, "weight_decay": 0.0, **given})
+)
+def test_wrong_rates_are_refused(given: dict[str, Any], fact: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        parameter_groups(nn.Linear(2, 2), **{"lr": 0.1, "weight_decay": 0.0, **given})
+    assert fact in str(refusal.value)
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        parameter_groups(nn.Linear(2, 2).requires_grad_(False), 0.1, 0.0)

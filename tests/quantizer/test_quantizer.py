@@ -73,14 +73,6 @@ def test_what_a_spec_leaves_open_is_that_of_the_role():
     assert scale_shape(QuantSpec(bits=4), (3, 8)) == (3, 1)
 
 
-def test_a_quantizers_state_is_that_of_a_spec_said_in_full():
-    said = create_quantizer(replace(default_activation_spec(), bits=4))
-    said.set_range(torch.tensor(-1.0), torch.tensor(2.0))
-    short = create_quantizer(QuantSpec(bits=4))
-    short.load_state_dict(said.state_dict())
-    assert torch.equal(short(data(50)), said(data(50)))
-
-
 def test_loading_an_uncalibrated_state_forgets_the_calibration():
     quantizer = calibrated(QuantSpec())
     quantizer.load_state_dict(create_quantizer(QuantSpec()).state_dict())
@@ -115,13 +107,12 @@ def test_set_range_writes_into_the_optimizers_parameters(spec, shape):
 def test_set_range_takes_what_initial_range_returns(spec, shape):
     """Per tensor that is one value of shape (1,), per channel (channels,)."""
     quantizer = create_quantizer(spec, shape=shape)
-    rows = data(3, 40).reshape(quantizer.scale.numel(), -1)
-    low, high = initial_range(rows, spec)
-    quantizer.set_range(low, high)
-    for i in range(len(rows)):
-        expected = reference.grid_of(low[i].item(), high[i].item(), spec.qmin, spec.qmax, spec.symmetric)
-        assert quantizer.grid()[0].flatten()[i].item() == pytest.approx(expected[0], rel=1e-6)
-        assert quantizer.grid()[1].flatten()[i].item() == expected[1]
+    ranges = initial_range(data(3, 40).reshape(quantizer.scale.numel(), -1), spec)
+    quantizer.set_range(*ranges)
+    found = zip(*(part.flatten().tolist() for part in (*ranges, *quantizer.grid())), strict=True)
+    for low, high, scale, zero_point in found:
+        expected = reference.grid_of(low, high, spec.qmin, spec.qmax, spec.symmetric)
+        assert (scale, zero_point) == (pytest.approx(expected[0], rel=1e-6), expected[1])
 
 
 @pytest.mark.parametrize(
@@ -199,28 +190,24 @@ def test_your_own_rule_is_registered_and_used(registry):
     assert type(quantizer) is HalfRange and "half_range" in registered_quantizers()
     quantizer.set_range(torch.tensor(-1.27), torch.tensor(1.27))
     assert quantizer(torch.tensor([[9.0], [0.1]])).flatten().tolist() == pytest.approx([0.63, 0.1])
-    assert register_quantizer("half_range")(HalfRange) is HalfRange  # a module that is reloaded registers again
+    assert register_quantizer("half_range")(HalfRange) is HalfRange  # a notebook's cell that runs again
 
 
 def test_wrong_registrations_are_refused(registry):
     with pytest.raises(ValueError) as refusal:
         register_quantizer("lsq")(type("Other", (Quantizer,), {}))
-    assert str(refusal.value) == "register_quantizer('lsq'): the name is taken by qat.quantizer.rules.lsq.LSQQuantizer"
+    assert "taken by qat.quantizer.rules.lsq.LSQQuantizer" in str(refusal.value)
     for stranger in (nn.ReLU, 3):
-        with pytest.raises(TypeError) as refusal:
+        with pytest.raises(TypeError, match="'mine'"):
             register_quantizer("mine")(stranger)
-        assert str(refusal.value) == (
-            f"register_quantizer('mine'): expected a subclass of qat.Quantizer, got {stranger!r}"
-        )
     assert "mine" not in registered_quantizers()
 
 
 def test_a_rule_without_quantize_is_refused():
     bare = Quantizer(QuantSpec())
     bare.set_range(torch.tensor(-1.0), torch.tensor(1.0))
-    with pytest.raises(TypeError) as refusal:
+    with pytest.raises(TypeError, match="must implement quantize"):
         bare(torch.ones(2))
-    assert str(refusal.value) == "Quantizer: a quantizer must implement quantize(x)"
 
 
 @pytest.mark.parametrize(("grad_scale", "kept"), [("sample", False), ("relative", True)])
@@ -243,3 +230,13 @@ def test_the_scale_of_a_few_pooled_features_survives_its_first_step_with_the_rel
         nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
     assert (0.5 * before < scale.item() < 2 * before) == kept
+
+
+def test_a_relative_step_multiplies_the_scale():
+    """scale^2 times the plain gradient, without LSQ's factor: a step of size lr changes the logarithm by lr."""
+    gradients = []
+    for grad_scale in ("none", "relative"):
+        quantizer = calibrated(plain(bits=4, grad_scale=grad_scale))
+        quantizer(data(200)).sum().backward()
+        gradients.append(quantizer.scale.grad)
+    torch.testing.assert_close(gradients[1], gradients[0] * quantizer.scale.detach().square())

@@ -3,8 +3,6 @@
 import copy
 import dataclasses
 import pickle
-import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,31 +10,15 @@ import rule_specs as specs
 import torch
 import torch.nn.functional as F
 from rule_specs import every_layer, every_model, fitted, tensor_of
-from rule_training import Layers, answer_loss, images_for, quantizers_of, state_of, train
+from rule_training import answer_loss, quantizers_of, state_of, train
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 import qat
 from qat.export import compare_layers
 from qat.layers import QuantLinear
-from qat.quantizer.base import Role
-from qat.spec import QuantSpec
 
 # Layers and models.
-
-
-@every_layer
-def test_layers_train_and_their_state_loads(weight_spec, activation_spec):
-    inputs = [images_for(activation_spec, seed) for seed in range(4)]
-    model = Layers(weight_spec, activation_spec)
-    qat.calibrate(model, inputs)
-    train(model, inputs[:3], answer_loss)
-    model.eval()
-    y = model(inputs[3])
-    assert y.isfinite().all()
-    other = Layers(weight_spec, activation_spec)
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other.eval()(inputs[3]), y)
 
 
 @every_layer
@@ -130,16 +112,6 @@ def test_compiled_training_equals_eager_training(name):
     assert_compiled_equals_eager(fitted(role, spec), inputs)
 
 
-@torch_211
-def test_a_compiled_model_equals_the_eager_one():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-    recipe = qat.QuantRecipe(specs.WEIGHTS["learned_bits"], specs.ACTIVATIONS["minmax, ewgs"])
-    model = qat.prepare(net, recipe)
-    qat.calibrate(model, [specs.images()])
-    assert_compiled_equals_eager(model, [specs.images(seed) for seed in range(3)])
-
-
 # Export.
 
 # Weights of conv1, conv2 and fc; the input of conv1, the input of fc, and all other activations.
@@ -176,55 +148,22 @@ def test_the_exported_model_has_the_same_integers(tmp_path, names):
     assert (model.eval()(specs.images(7)).std(0) > 0).any()
 
 
-def test_fixed_ranges_put_sums_on_ties_which_onnx_runtime_rounds_its_own_way(tmp_path):
-    """DoReFa's scales are ratios of small integers; without graph optimisation the runtime agrees with torch."""
-    model = specs.prepared(specs.WEIGHTS["lsq"], specs.ACTIVATIONS["dorefa"])
-    path = tmp_path / "model.onnx"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        qat.export_onnx(model, path, specs.images())
-    compared = [compare_layers(path, model, specs.images(7), optimize) for optimize in (False, True)]
-    exact, optimized = ({layer.name: layer.largest for layer in layers if layer.differing} for layers in compared)
-    assert exact == {} and optimized in ({}, {"add_quantizer": 1})
-
-
-UNDEPLOYED = [
-    "weight apot", "weight ttq", "weight fp8_e4m3", "weight fp8_e5m2", "weight mxfp8", "weight mxfp6", "weight mxfp4",
-    "weight mxint8", "weight lsq, groups", "weight binary, groups", "activation apot", "activation binary",
-    "activation n2uq", "activation fp8_e4m3", "activation fp8_e5m2", "activation mxfp8", "activation mxfp6",
-    "activation mxfp4", "activation mxint8",
-]  # fmt: skip
-
-
-def refusal(role: Role, spec: QuantSpec, folder: Path) -> str:
-    """What the exporter says of a model with such a quantizer, after the quantizer's name."""
-    given = {"weight_spec": specs.WEIGHTS["lsq"], "activation_spec": specs.ACTIVATIONS["lsq"], f"{role}_spec": spec}
-    with pytest.raises(ValueError) as refused:
-        qat.export_onnx(specs.prepared(**given), folder / "model.onnx", specs.images())
-    assert not list(folder.iterdir())
-    start = f"export_onnx: '{'conv1.weight_quantizer' if role == 'weight' else 'input_quantizer'}' "
-    assert str(refused.value).startswith(start)
-    return str(refused.value).removeprefix(start)
-
-
-@pytest.mark.parametrize("name", UNDEPLOYED)
-def test_what_has_no_integers_is_refused_by_the_exporter(tmp_path, name):
-    role, spec = specs.QUANTIZERS[name]
-    assert refusal(role, spec, tmp_path) == (
-        "has a scale per group of 4 inputs, which ONNX Runtime's integer kernels lack"
-        if spec.rule in ("lsq", "binary") and role == "weight"
-        else f"uses the rule {spec.rule!r}, whose values lie on no integer grid"
-    )
-
-
-WIDE = [
+REFUSED = [
+    (specs.QUANTIZERS["weight lsq, groups"], "has a scale per group of 4 inputs"),
+    (specs.QUANTIZERS["activation binary"], "uses the rule 'binary', whose values lie on no integer grid"),
     (("weight", specs.weight("dorefa", 8)), "-255 to 255"),
     (specs.QUANTIZERS["weight lsq, 16 bits"], "-32767 to 32767"),
     (specs.QUANTIZERS["activation pact, 16 bits"], "0 to 65535"),
 ]
 
 
-@pytest.mark.parametrize(("row", "integers"), WIDE, ids=[integers for _, integers in WIDE])
-def test_more_than_eight_bits_are_refused_by_the_exporter(tmp_path, row, integers):
-    sentence = f"has the integers {integers}; ONNX Runtime's integer kernels take at most 8 bits"
-    assert refusal(*row, tmp_path) == sentence
+@pytest.mark.parametrize(("row", "fact"), REFUSED, ids=[fact for _, fact in REFUSED])
+def test_the_exporter_refuses_what_a_runtime_has_no_integers_for(tmp_path, row, fact):
+    """Which rules these are is the quantizers' `refusal`, see test_rules.py."""
+    role, spec = row
+    given = {"weight_spec": specs.WEIGHTS["lsq"], "activation_spec": specs.ACTIVATIONS["lsq"], f"{role}_spec": spec}
+    with pytest.raises(ValueError) as refused:
+        qat.export_onnx(specs.prepared(**given), tmp_path / "model.onnx", specs.images())
+    assert not list(tmp_path.iterdir())
+    name = "conv1.weight_quantizer" if role == "weight" else "input_quantizer"
+    assert str(refused.value).startswith(f"export_onnx: {name!r} ") and fact in str(refused.value)

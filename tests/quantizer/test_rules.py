@@ -208,14 +208,10 @@ def test_parameters_lie_in_memory_as_their_shape_says(role, spec):
 @every_quantizer
 def test_an_uncalibrated_quantizer_warns_and_runs(role, spec):
     quantizer = specs.new(role, spec)
-    sentence = (
-        f"a quantizer ({spec}) runs on its default range, or on one of other bits; call qat.calibrate(model, batches)"
-        " first"
-    )
     with pytest.warns(UserWarning) as record:
         y = quantizer(tensor_of(role, spec))
-    assert [str(warning.message) for warning in record] == [sentence]
-    assert y.isfinite().all()
+    (warning,) = record
+    assert str(warning.message).startswith(f"a quantizer ({spec}) runs on its default range") and y.isfinite().all()
 
 
 @in_groups

@@ -1,8 +1,5 @@
 """The two switches of a quantizer, for every rule: off, its tensor passes; frozen, its range stays. Both are saved."""
 
-import pickle
-from typing import Any
-
 import pytest
 import torch
 from rule_specs import every_quantizer, fitted, tensor_of
@@ -76,14 +73,6 @@ def test_loading_does_not_touch_what_was_frozen_by_hand() -> None:
     layer.input_quantizer.requires_grad_(False)
     layer.load_state_dict(layer.state_dict())
     assert not layer.input_quantizer.scale.requires_grad
-
-
-def test_pickles_without_switches_have_them_off() -> None:
-    quantizer = QuantLinear(4, 2).weight_quantizer
-    state: dict[str, Any] = vars(quantizer)
-    del state["is_disabled"], state["is_frozen"]
-    restored = pickle.loads(pickle.dumps(quantizer))
-    assert (restored.is_disabled, restored.is_frozen) == (False, False)
 
 
 def switches(model: nn.Module) -> dict[str, tuple[bool, bool]]:

@@ -18,8 +18,7 @@ from surrogates import clip, straight_through, tensor
 from torch import Tensor
 
 from qat.functional.codebooks.apot import apot_quantize
-from qat.functional.codebooks.floats import float_quantize
-from qat.functional.codebooks.microscaling import mx_quantize
+from qat.functional.codebooks.floats import float_quantize, mx_quantize
 from qat.functional.codebooks.n2uq import n2uq_quantize
 from qat.functional.dorefa import dorefa_quantize_activation
 

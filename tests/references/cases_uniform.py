@@ -14,9 +14,8 @@ from estimator_case import Case
 from surrogates import straight_through, tensor
 from torch import Tensor
 
-from qat.functional.affine import fake_quantize, lsq_plus_quantize
 from qat.functional.learned_bits import learned_bits_quantize
-from qat.functional.lsq import lsq_quantize
+from qat.functional.lsq import fake_quantize, lsq_plus_quantize, lsq_quantize
 from qat.functional.pact import pact_quantize
 from qat.functional.power_of_two import power_of_two_scale
 

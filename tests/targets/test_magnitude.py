@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -38,10 +39,7 @@ def test_a_rule_keeps_to_the_magnitude_or_refuses_it(rule: str) -> None:
     try:
         quantizer = create_quantizer(limited, "weight")
     except ValueError as error:
-        assert str(error) == (
-            f"rule {rule!r} has the integers of its {spec.bits} bits and cannot keep to max_magnitude=5;"
-            " use the rule 'lsq', or fewer bits"
-        )
+        assert f"rule {rule!r} " in str(error) and "max_magnitude=5" in str(error)
         return
     x = torch.linspace(-3, 3, 200).reshape(10, 20)
     quantizer.fit(x.reshape(1, -1))
@@ -84,28 +82,18 @@ def test_as_a_target_and_as_an_override() -> None:
         assert table.count("int8 in -64..64 symmetric per channel") == list(expected.values()).count(64.0)
 
 
-DOWN_TO_127 = (
-    "a weight down to -127 does not run on onnxruntime_x86: kernels for x86 without VNNI add two products of uint8 by"
-    " int8 in 16 bits, and 255 * (64 + 64) just fits; use max_magnitude=64"
-)
-
-
 @pytest.mark.parametrize(
-    ("recipe", "sentence"),
+    ("recipe", "facts"),
     [
-        ({"weight": QuantSpec(max_magnitude=127)}, f"QuantRecipe: {DOWN_TO_127}"),
-        ({"overrides": {"fc": {"weight": {"max_magnitude": None}}}}, f"QuantRecipe: overrides['fc']: {DOWN_TO_127}"),
-        (
-            {"activation": QuantSpec(signed=True)},
-            "QuantRecipe: a signed activation does not run on onnxruntime_x86: the second factor of a product of"
-            " activations has to be uint8 as well; use signed=False",
-        ),
+        ({"weight": QuantSpec(max_magnitude=127)}, ("a weight down to -127", "use max_magnitude=64")),
+        ({"overrides": {"fc": {"weight": {"max_magnitude": None}}}}, ("overrides['fc']: a weight down to -127",)),
+        ({"activation": QuantSpec(signed=True)}, ("a signed activation", "use signed=False")),
     ],
 )
-def test_what_may_saturate_is_refused_by_the_target(recipe: dict[str, object], sentence: str) -> None:
+def test_what_may_saturate_is_refused_by_the_target(recipe: dict[str, Any], facts: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as refusal:
-        qat.QuantRecipe(target="onnxruntime_x86", **recipe)  # type: ignore[arg-type]
-    assert str(refusal.value) == sentence
+        qat.QuantRecipe(target="onnxruntime_x86", **recipe)
+    assert all(fact in str(refusal.value) for fact in ("QuantRecipe: ", "onnxruntime_x86", *facts))
 
 
 def test_the_largest_sum_of_two_products_fits_16_bits() -> None:

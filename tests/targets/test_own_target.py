@@ -57,30 +57,26 @@ def test_a_config_names_a_target_that_its_imports_register(folder: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("override", "fact"),
     [
         (
             "quantization.target=my_chop",
-            f"quantization.target: unknown target 'my_chop'; registered: {', '.join(SHIPPED)}, my_chip;"
-            " did you mean 'my_chip'?",
+            "my_chip; did you mean 'my_chip'?",
         ),
-        (
-            "imports=[]",
-            f"tiny.yaml: quantization.target: unknown target 'my_chip'; registered: {', '.join(SHIPPED)}",
-        ),
+        ("imports=[]", f"quantization.target: unknown target 'my_chip'; registered: {', '.join(SHIPPED)}"),
         (
             "quantization.activation.bits=8",
-            "quantization: QuantRecipe: an activation of 8 bits does not run on my_chip: its multipliers take 4-bit"
-            " activations; use at most 4 bits",
+            "my_chip: its multipliers take 4-bit activations",
         ),
     ],
 )
 def test_a_mistake_is_one_sentence_before_the_data_are_read(
-    folder: Path, capsys: pytest.CaptureFixture[str], override: str, sentence: str
+    folder: Path, capsys: pytest.CaptureFixture[str], override: str, fact: str
 ) -> None:
     no_data = "data={name: npz, root: missing.npz}"
     assert train.main(["--config", "tiny.yaml", override, no_data]) == 2
-    assert capsys.readouterr().err.strip() == sentence
+    (sentence,) = capsys.readouterr().err.strip().splitlines()
+    assert fact in sentence
     assert not (folder / "run").exists()
 
 

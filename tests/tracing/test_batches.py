@@ -89,21 +89,19 @@ def test_other_errors_are_the_models_own() -> None:
         qat.calibrate(network(), [IMAGES[:, :2]])
 
 
-def test_all_that_take_a_model_and_batches_say_their_order_and_read_the_same(tmp_path: Path) -> None:
+def test_all_that_take_a_model_and_batches_read_the_same(tmp_path: Path) -> None:
     model, path, wrong = network().eval(), tmp_path / "model.onnx", {"image": IMAGES}
     qat.calibrate(model, IMAGES)
     qat.export_onnx(model, path, IMAGES)
-    calls: list[tuple[Callable[..., Any], str, tuple[Any, ...]]] = [
-        (qat.calibrate, "model, batches, limit", ()),
-        (qat.reestimate_batch_norm, "model, batches", ()),
-        (qat.verify_onnx, "path, model, batches", (path,)),
-        (compare_layers, "path, model, inputs, optimize", (path,)),
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        (qat.calibrate, ()),
+        (qat.reestimate_batch_norm, ()),
+        (qat.verify_onnx, (path,)),
+        (compare_layers, (path,)),
     ]
-    for call, order, before in calls:
-        with pytest.raises(TypeError) as swapped:
+    for call, before in calls:
+        with pytest.raises(TypeError, match=f"^{call.__name__}: model must be a torch.nn.Module, got list"):
             call(*before, [IMAGES], model)
-        sentence = f"{call.__name__}: model must be a torch.nn.Module, got list; the order is {order}"
-        assert str(swapped.value) == sentence
         with pytest.raises(ValueError, match=rf"^{call.__name__}: .+ a batch of {{image: float32"):
             call(*before, model, wrong)
 

@@ -9,8 +9,8 @@ from qat.export.integers.evaluation import call_names, joined
 from qat.export.integers.frozen import FreezingError, FrozenLayer, FrozenParameter, FrozenQuantizer, FrozenTable
 from qat.export.integers.operations import Operations
 from qat.layers import IntegerWeight, QuantBilinear, QuantFunction, QuantLayer
-from qat.layers.composite import CompositeTwin
 from qat.layers.embedding import QuantTable
+from qat.layers.twins import CompositeTwin
 from qat.quantizer import Quantizer
 from qat.torch_internals import children_of
 from qat.tracing.in_place import drop_unread

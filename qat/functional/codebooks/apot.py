@@ -21,9 +21,6 @@ class APoTFunction(STEFunction):
                  y = alpha * the level nearest to v, of two the one of smaller magnitude
     Backward:    dy/dx     = 1  where |x| <= alpha (0 <= x <= alpha if unsigned), else 0
                  dy/dalpha = level - x / alpha  there, else v, which is sign(x) (0 or 1 if unsigned)
-
-    Shapes: x any; alpha () per tensor, or 1 outside the channel axis. Unit of alpha: that of x.
-    Source: Li et al., "Additive Powers-of-Two Quantization", ICLR 2020, arXiv:1909.13144.
     """
 
     @staticmethod
@@ -35,23 +32,19 @@ class APoTFunction(STEFunction):
         return as_dtype(_nearest_level(v, bits - signed).mul(bound), x.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int, bool], output: Tensor) -> None:
-        x, alpha, ctx.bits, ctx.signed = inputs
-        ctx.save_for_backward(x, alpha)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """The two lines of the class docstring; level - x / alpha counts as a constant, as any rounding residual."""
         x, alpha = (tensor.detach() for tensor in ctx.saved_tensors)
+        bits, signed = ctx.options
         wide = torch.promote_types(x.dtype, torch.float32)
         value, bound = x.to(wide), alpha.to(wide)
-        inside = (value >= (-bound if ctx.signed else 0)) & (value <= bound)
+        inside = (value >= (-bound if signed else 0)) & (value <= bound)
         grad_x = grad_alpha = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.where(inside, grad, 0)
         if ctx.needs_input_grad[1]:
-            v = torch.clamp(value / bound, -1 if ctx.signed else 0, 1)
-            slope = torch.where(inside, _nearest_level(v, ctx.bits - ctx.signed) - v, v)
+            v = torch.clamp(value / bound, -1 if signed else 0, 1)
+            slope = torch.where(inside, _nearest_level(v, bits - signed) - v, v)
             grad_alpha = sum_to_shape(grad.to(wide) * slope, alpha.shape).to(alpha.dtype)
         return grad_x, grad_alpha, None, None
 
@@ -96,7 +89,7 @@ def apot_levels(magnitude_bits: int) -> tuple[float, ...]:
         magnitude_bits: 1 .. 8; without the sign.
 
     Raises:
-        ValueError: if magnitude_bits is no whole number from 1 to 8.
+        ValueError: if magnitude_bits is not a whole number from 1 to 8.
 
     Source: Li et al., arXiv:1909.13144. Deviation: 1 bit and 5 to 8 bits are not published; they follow the pattern.
 
@@ -124,17 +117,13 @@ def apot_quantize(x: Tensor, alpha: Tensor, bits: int, signed: bool = True) -> T
     They are no integer grid: the rule does not export to int8.
 
     Args:
-        x: any shape, floating point; weights go through `normalize_weight` first.
+        x: weights go through `normalize_weight` first.
         alpha: the largest level, > 0, in the unit of x; shape () or broadcastable to x (per channel).
         bits: 2 .. 9 if signed, else 1 .. 8.
         signed: whether levels of both signs are used.
 
-    Returns:
-        Tensor of the shape and dtype of x.
-
     Raises:
-        TypeError: if x is not floating point.
-        ValueError: if bits is no whole number in its range.
+        ValueError: if bits is not a whole number in its range.
 
     Source: Li et al., "Additive Powers-of-Two Quantization: An Efficient Non-uniform Discretization for Neural
     Networks", arXiv:1909.13144.
@@ -157,18 +146,6 @@ def normalize_weight(weight: Tensor, channel_axis: ChannelAxis = None) -> Tensor
     """Shift and scale a weight to mean 0 and standard deviation 1; the statistics count as constants.
 
     y = (weight - mean) / max(std, 1e-5), with dy/dweight = 1 / max(std, 1e-5).
-
-    Args:
-        weight: any shape, floating point.
-        channel_axis: None takes the statistics over the tensor; an int or a tuple of ints takes them for every index
-            of these axes.
-
-    Returns:
-        Tensor of the shape and dtype of weight.
-
-    Raises:
-        TypeError: if weight is not floating point.
-        ValueError: if channel_axis is none of the axes of weight.
 
     Source: Li et al., arXiv:1909.13144. Deviations: std divides by the number of elements (one element
     has a standard deviation then), and is bounded by 1e-5 from below where the paper adds 1e-5.

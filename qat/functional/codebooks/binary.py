@@ -17,9 +17,6 @@ class BinaryFunction(STEFunction):
 
     Forward:    y = scale where weight >= 0, else -scale
     Backward:   dy/dweight as `binary_quantize` lists it by gradient
-
-    Shapes: weight any; scale broadcastable to it; progress (), or None where the gradient is not "error_decay".
-    Source: see `binary_quantize`.
     """
 
     @staticmethod
@@ -61,18 +58,15 @@ def binary_quantize(
         "straight_through":  dy/dweight = 1
 
     Args:
-        weight: any shape, floating point.
-        channel_axis: the axis, or axes, for every index of which there is a mean of its own; None: one mean.
         gradient: "clipped", as XNOR-Net is trained; "approximate" (Bi-Real); "error_decay" (IR-Net), which goes from
             nearly the identity to nearly the sign as training proceeds; "straight_through".
         progress: for "error_decay" only: how much of the training is done, 0..1; a tensor () or a number.
 
     Returns:
-        Tensor of the shape and dtype of weight; zeros for a channel of zeros.
+        Zeros for a channel of zeros.
 
     Raises:
-        TypeError: if weight is not floating point.
-        ValueError: if the axis or the gradient does not exist, or progress is missing, out of range or of no use.
+        ValueError: if the gradient does not exist, or progress is missing, out of range or of no use.
 
     Source: Rastegari et al., "XNOR-Net", arXiv:1603.05279; Liu et al., "Bi-Real Net", arXiv:1808.00278; Qin et al.,
     "IR-Net", arXiv:1909.10788. Deviations: as the published code does, the mean is a constant and no factor of the
@@ -101,16 +95,8 @@ def binary_quantize(
 def binary_scale(weight: Tensor, channel_axis: ChannelAxis = 0) -> Tensor:
     """The level of every channel: mean|weight|, and the smallest normal number where the whole channel is zero.
 
-    Args:
-        weight: any shape, floating point.
-        channel_axis: as in `binary_quantize`.
-
     Returns:
-        Tensor > 0, with 1 in the place of every axis that is no channel axis; float32, float64 for a float64 weight.
-
-    Raises:
-        TypeError: if weight is not floating point.
-        ValueError: if the axis does not exist.
+        Tensor > 0, with 1 in the place of every axis that is not a channel axis; float32, float64 for a float64 weight.
 
     Source: Rastegari et al., "XNOR-Net", arXiv:1603.05279.
 

@@ -1,4 +1,4 @@
-"""Low-precision floating-point formats: fp8, fp6 and fp4 by a scale."""
+"""Low-precision floating point: fp8, fp6 and fp4 by a scale, and OCP Microscaling (MX), where blocks share one."""
 
 import math
 from typing import Any, NamedTuple
@@ -47,6 +47,9 @@ FLOAT_FORMATS = {
 ELEMENT_FORMATS = {**FLOAT_FORMATS, "int8": FloatFormat(1, 6, 1, 127 / 64)}
 """What an element of a Microscaling block can be; an integer times 1/64 is a float with a single binade."""
 
+SCALE_EXPONENTS = (-127, 127)
+"""The exponents of E8M0, in which the scale of a Microscaling block is stored."""
+
 SHIFTS = 30
 """How far 1 can be shifted in 32 bits."""
 
@@ -57,9 +60,6 @@ class FloatFunction(STEFunction):
     Forward, with v = x / scale:    y = scale * cast(v), cast rounds half to even and saturates at +-largest
     Backward:    dy/dx     = 1            where |v| <= largest, else 0
                  dy/dscale = cast(v) - v  there, else clamp(v, -largest, largest)
-
-    Shapes: x any; scale () or broadcastable to x. Unit of scale: that of x. Both slopes are constants.
-    Source: Micikevicius et al., arXiv:2209.05433 (the formats); Esser et al., arXiv:1902.08153 (the scale's gradient).
     """
 
     @staticmethod
@@ -70,23 +70,19 @@ class FloatFunction(STEFunction):
         return as_dtype(cast(x.to(wide) / step, format).mul(step), x.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
-        x, scale, ctx.format = inputs
-        ctx.save_for_backward(x, scale)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, scale = (saved.detach() for saved in ctx.saved_tensors)
+        (format,) = ctx.options
         wide = torch.promote_types(x.dtype, torch.float32)
         v = x.to(wide) / scale.to(wide)
-        largest = ELEMENT_FORMATS[ctx.format].largest
+        largest = ELEMENT_FORMATS[format].largest
         bounded = torch.clamp(v, -largest, largest)
         inside = bounded == v
         grad_x = grad_scale = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.where(inside, grad, 0)
         if ctx.needs_input_grad[1]:
-            slope = torch.where(inside, cast(v, ctx.format) - v, bounded)
+            slope = torch.where(inside, cast(v, format) - v, bounded)
             grad_scale = sum_to_shape(grad.to(wide) * slope, scale.shape).to(scale.dtype)
         return grad_x, grad_scale, None
 
@@ -135,15 +131,10 @@ def float_quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
     numbers included, and saturates; the gradients are those of `FloatFunction`.
 
     Args:
-        x: any shape, floating point.
         scale: > 0, in the unit of x; shape () or broadcastable to x.
         format: a name of FLOAT_FORMATS: "e4m3", "e5m2", "e3m2", "e2m3" or "e2m1".
 
-    Returns:
-        Tensor of the shape and dtype of x.
-
     Raises:
-        TypeError: if x is not floating point.
         ValueError: if the format is not known.
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433; OCP Microscaling, arXiv:2310.10537.
@@ -158,3 +149,75 @@ def float_quantize(x: Tensor, scale: Tensor, format: str) -> Tensor:
     require_floating(x, "float_quantize")
     check_known("format", format, FLOAT_FORMATS, "float_quantize")
     return apply(FloatFunction, x, scale, format)
+
+
+def mx_quantize(x: Tensor, format: str, block_size: int = 32, axis: int = -1) -> Tensor:
+    """Put every block of x along an axis on a low-precision grid times a power of two of its own.
+
+    y = scale * cast(x / scale), scale = 2^(floor(log2 max|x|) - e), with e the exponent of the format's largest
+    number; cast rounds half to even and saturates. The scale is a constant:
+    dy/dx = 1 where |x / scale| <= largest, else 0 (0 so for the end of the block's last binade).
+
+    Args:
+        format: "e4m3", "e5m2" (8 bits), "e3m2", "e2m3" (6 bits), "e2m1" (4 bits) or "int8" (MXINT8, steps of 1/64).
+        block_size: elements that share a scale; the standard's is 32. An axis that is shorter is one block.
+        axis: along which the blocks lie: the one that a matrix product sums over.
+
+    Returns:
+        A block of zeros gives zeros, a block with a NaN NaNs; an infinite element
+        counts as the largest number of the dtype.
+
+    Raises:
+        ValueError: if the format or the axis does not exist, or block_size does not divide the length of the axis.
+
+    Source: Rouhani et al., "Microscaling Data Formats for Deep Learning", arXiv:2310.10537; OCP MX v1.0.
+
+    >>> x = torch.tensor([[0.3, -7.9, 1.0, 0.0], [0.0, 0.0, 0.0, 0.01]])
+    >>> mx_quantize(x, "e2m1", block_size=4).tolist()
+    [[0.5, -6.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.01171875]]
+    """
+    require_floating(x, "mx_quantize")
+    check_known("format", format, ELEMENT_FORMATS, "mx_quantize")
+    rows = x if x.ndim else x.unsqueeze(0)
+    if not -rows.ndim <= axis < rows.ndim:
+        raise ValueError(
+            f"mx_quantize: axis must be in {-rows.ndim}..{rows.ndim - 1} for x of shape {tuple(x.shape)}, got {axis}"
+        )
+    rows = rows.movedim(axis, -1)
+    length = rows.shape[-1]
+    size = min(block_size, max(length, 1))
+    if size < 1:
+        raise ValueError(f"mx_quantize: block_size must be at least 1, got {size}")
+    if length % size:
+        divisors = ", ".join(str(size) for size in range(1, length + 1) if length % size == 0)
+        raise ValueError(
+            f"mx_quantize: block_size must divide the length of axis {axis}, which is {length}, got {size}; "
+            f"its divisors: {divisors}"
+        )
+    blocks = rows.reshape(*rows.shape[:-1], length // size, size)
+    y = apply(FloatFunction, blocks, mx_scale(blocks.detach(), format), format).flatten(-2).movedim(-1, axis)
+    return y if x.ndim else y.squeeze(0)
+
+
+def mx_scale(blocks: Tensor, format: str) -> Tensor:
+    """The shared power of two of every block, a block being the last axis: 2^-127 .. 2^127, 1 for zeros, or NaN.
+
+    Args:
+        blocks: (..., block), floating point, block > 0.
+        format: a name of ELEMENT_FORMATS.
+
+    Returns:
+        Tensor (..., 1), float32, float64 for float64 blocks.
+
+    >>> mx_scale(torch.tensor([[0.3, -7.9], [0.0, 0.0]]), "e2m1").tolist()
+    [[1.0], [1.0]]
+    """
+    wide = torch.promote_types(blocks.dtype, torch.float32)
+    limit = torch.finfo(blocks.dtype).max  # of its own dtype, so that an infinite element stays finite in it
+    peak = blocks.abs().amax(-1, keepdim=True).clamp(max=limit).to(wide)
+    shift = ELEMENT_FORMATS[format].highest_exponent
+    lowest, highest = (exponent + shift for exponent in SCALE_EXPONENTS)
+    highest = min(highest, math.frexp(torch.finfo(wide).max)[1] - 1)  # a power that this dtype has
+    scale = leading_power(peak, lowest, highest) * 2.0**-shift
+    # 1 for zeros: 2^-127 is subnormal, and the processor may be told to read such a number as 0
+    return torch.where(peak == 0, 1, torch.where(peak.isnan(), peak, scale))

@@ -23,9 +23,6 @@ class N2UQFunction(STEFunction):
                 dy/dstart     = -dy/dx
                 dy/dwidths[j] = -dy/dx for j < k, -dy/dx * (x - S[k]) / widths[k] for j = k, else 0
                 dy/dstep      = qmin + level; the rounding level - f/step + qmin counts as a constant
-
-    Shapes: x any; start one element; widths (n,); step broadcastable to x. Unit of start and widths: that of x.
-    Source: Liu et al., "Nonuniform-to-Uniform Quantization", CVPR 2022, arXiv:2111.14826.
     """
 
     @staticmethod
@@ -36,13 +33,9 @@ class N2UQFunction(STEFunction):
         return as_dtype((qmin + level) * step.to(wide), x.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor, int], output: Tensor) -> None:
-        x, start, widths, step, ctx.qmin = inputs
-        ctx.save_for_backward(x, start, widths, step)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
         x, start, widths, step = ctx.saved_tensors
+        (qmin,) = ctx.options
         wide = torch.promote_types(x.dtype, torch.float32)
         values, width, height, grad = x.to(wide), widths.to(wide), step.to(wide), grad.to(wide)
         knots = _knots(start.to(wide), width)
@@ -62,7 +55,7 @@ class N2UQFunction(STEFunction):
             grad_widths = -(later + _sum_by_segment(flow * fraction, segment, width)).to(widths.dtype)
         if ctx.needs_input_grad[3]:
             level = _level(values, knots, width) + torch.where(inside, fraction - fraction.detach(), 0)
-            grad_step = sum_to_shape(grad * (ctx.qmin + level), step.shape).to(step.dtype)
+            grad_step = sum_to_shape(grad * (qmin + level), step.shape).to(step.dtype)
         return grad_x, grad_start, grad_widths, grad_step, None
 
 
@@ -109,18 +102,13 @@ def n2uq_quantize(x: Tensor, start: Tensor, widths: Tensor, step: Tensor, qmin: 
     a uniform quantizer that rounds ties down.
 
     Args:
-        x: any shape, floating point.
         start: where the first segment begins, in the unit of x; one element.
         widths: lengths of the n segments, > 0, in the unit of x; shape (n,). A grid of b bits has n = 2^b - 1.
         step: distance of the output levels; shape () or broadcastable to x.
         qmin: integer of the lowest level; 0 for activations after a ReLU.
 
-    Returns:
-        Tensor of the shape and dtype of x.
-
     Raises:
-        TypeError: if x is not floating point.
-        ValueError: if start has not one element, or widths is no vector.
+        ValueError: if start has not one element, or widths is not a vector.
 
     Source: Liu et al., "Nonuniform-to-Uniform Quantization", arXiv:2111.14826. Deviation: the input scale is not a
     parameter of its own but part of the widths; on a knot the segment on the left gives the gradient.

@@ -14,8 +14,6 @@ class TernaryFunction(STEFunction):
 
     Forward:    y = scale * sign(weight) where |weight| > threshold, else 0
     Backward:   dy/dweight = 1
-
-    Shapes: weight any; scale and threshold broadcastable to it. Source: Li et al., arXiv:1605.04711.
     """
 
     @staticmethod
@@ -40,8 +38,6 @@ class TTQFunction(STEFunction):
     Backward:   dy/dweight   = positive, negative, 1 in these three places
                 dy/dpositive = 1  where weight > threshold, else 0
                 dy/dnegative = -1 where weight < -threshold, else 0
-
-    Shapes: weight any; positive, negative and threshold broadcastable to it. Source: Zhu et al., arXiv:1612.01064.
     """
 
     @staticmethod
@@ -75,16 +71,8 @@ def ternary_quantize(weight: Tensor, channel_axis: ChannelAxis = 0) -> Tensor:
     y = scale * sign(weight) where |weight| > threshold, else 0, with scale and threshold of `ternary_scale`; the
     gradient passes unchanged.
 
-    Args:
-        weight: any shape, floating point.
-        channel_axis: the axis, or axes, for every index of which there is a scale of its own; None: one scale.
-
     Returns:
-        Tensor of the shape and dtype of weight; zeros for a channel of zeros.
-
-    Raises:
-        TypeError: if weight is not floating point.
-        ValueError: if the axis does not exist.
+        Zeros for a channel of zeros.
 
     Source: Li et al., "Ternary Weight Networks", arXiv:1605.04711; there one scale a layer, channel_axis=None.
 
@@ -101,17 +89,9 @@ def ternary_scale(weight: Tensor, channel_axis: ChannelAxis = 0) -> tuple[Tensor
 
     threshold = 0.7 * mean|weight|; scale = mean of |weight| over the weights with |weight| > threshold.
 
-    Args:
-        weight: any shape, floating point.
-        channel_axis: as in `ternary_quantize`.
-
     Returns:
-        (scale, threshold), with 1 in the place of every axis that is no channel axis; float32, float64 for a float64
+        (scale, threshold), with 1 in the place of every axis that is not a channel axis; float32, float64 for a float64
         weight. The scale is > 0: the smallest normal number where the whole channel is zero.
-
-    Raises:
-        TypeError: if weight is not floating point.
-        ValueError: if the axis does not exist.
 
     Source: Li et al., "Ternary Weight Networks", arXiv:1605.04711.
 
@@ -142,16 +122,11 @@ def ttq_quantize(weight: Tensor, positive: Tensor, negative: Tensor, threshold: 
     the gradients are those of `TTQFunction`. The limit counts as a constant.
 
     Args:
-        weight: any shape, floating point.
         positive, negative: the levels, > 0, in the unit of weight; shape () or broadcastable to weight. The maximum
             is taken over the axes along which `positive` is broadcast, so that every level has a limit of its own.
         threshold: share of the largest magnitude up to which weights become 0; 0 <= threshold < 1.
 
-    Returns:
-        Tensor of the shape and dtype of weight.
-
     Raises:
-        TypeError: if weight is not floating point.
         ValueError: if threshold is out of range, or positive or negative does not broadcast to weight.
 
     Source: Zhu et al., "Trained Ternary Quantization", arXiv:1612.01064.

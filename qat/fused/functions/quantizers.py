@@ -1,7 +1,7 @@
 """Which quantizers kernels stand in for, and why not the others."""
 
 from qat.quantizer import Quantizer
-from qat.quantizer.estimator import estimator_of
+from qat.quantizer.base import estimator_of
 
 
 def codes_refusal(quantizer: Quantizer) -> str | None:

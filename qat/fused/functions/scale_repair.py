@@ -10,7 +10,7 @@ from qat.kernels.cpu.compiler import library
 from qat.kernels.cpu.quantizers import compiled, is_plain
 from qat.kernels.dispatch import uses_formulas
 from qat.quantizer import Quantizer
-from qat.quantizer.calibrated import FLOOR_SHARE
+from qat.quantizer.base import FLOOR_SHARE
 
 
 def repair(*quantizers: Quantizer) -> None:

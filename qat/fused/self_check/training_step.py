@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from qat.quantizer import Quantizer
 from qat.torch_internals import buffers_of, hooks_of, pytree
 
 TOLERANCE, NEGLIGIBLE = 1e-3, 1e-5
@@ -86,8 +85,6 @@ def copied(model: _Module) -> _Module:
         for tensor in (*vars(module).values(), *buffers_of(module).values()):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:  # a weight that a hook computed
                 memo[id(tensor)] = tensor.detach().clone()
-        if isinstance(module, Quantizer):
-            memo[id(module.family)] = module.family  # so that of the model and its copy only one warns
     return copy.deepcopy(model, memo)
 
 

@@ -1,7 +1,7 @@
 """One and two bits as modules: `binary` (XNOR-Net, Bi-Real, IR-Net), `ternary` (TWN) and `ttq`."""
 
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,26 +34,17 @@ class FixedBits(Quantizer):
 
 @dataclass(frozen=True)
 class BinaryOptions:
-    """Options of `binary`.
+    """Options of `binary`: "clipped" (XNOR-Net), "approximate" (Bi-Real), "error_decay" (IR-Net, annealed over the
+    training) or "straight_through"."""
 
-    Attributes:
-        gradient: "clipped" (XNOR-Net), "approximate" (Bi-Real), "error_decay" (IR-Net, annealed over the training) or
-            "straight_through".
-    """
-
-    gradient: str = "clipped"
-
-    def __post_init__(self) -> None:
-        if self.gradient not in get_args(BinaryGradient):
-            known = ", ".join(get_args(BinaryGradient))
-            raise ValueError(f"option 'gradient' must be one of {known}, got {self.gradient!r}")
+    gradient: BinaryGradient = "clipped"
 
 
 @register_quantizer("binary")
 class BinaryQuantizer(FixedBits):
     """Two levels, bits=1: weights at their mean magnitude (arXiv:1603.05279), activations at a learned scale.
 
-    A signed activation of one bit is no rounding to an integer grid with a zero (0 becomes +scale), so it is not
+    A signed activation of one bit is not a rounding to an integer grid with a zero (0 becomes +scale), so it is not
     exportable; weights are.
     """
 
@@ -155,11 +146,7 @@ class TernaryQuantizer(FixedBits):
 
 @dataclass(frozen=True)
 class TTQOptions:
-    """Options of `ttq`.
-
-    Attributes:
-        threshold: share of the largest magnitude below which a weight is 0, from 0 to below 1; the paper's is 0.05.
-    """
+    """Options of `ttq`: the share of the largest magnitude below which a weight is 0; the paper's is 0.05."""
 
     threshold: float = 0.05
 

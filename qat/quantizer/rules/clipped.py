@@ -16,11 +16,7 @@ from qat.ranges import scale_and_zero_point
 
 @dataclass(frozen=True)
 class PACTOptions:
-    """Options of `pact`.
-
-    Attributes:
-        alpha_decay: weight decay of alpha, at least 0; the paper's is 2e-4. Adds alpha_decay/2 * alpha^2 to the loss.
-    """
+    """Options of `pact`: alpha_decay/2 * alpha^2 is added to the loss; the paper's is 2e-4."""
 
     alpha_decay: float = 2e-4
 
@@ -90,11 +86,7 @@ class PACTQuantizer(Quantizer):
 
 @dataclass(frozen=True)
 class DoReFaOptions:
-    """Options of `dorefa`.
-
-    Attributes:
-        rescale: give weights their size back, by the largest magnitude of tanh(weight) of the tensor or channel.
-    """
+    """Options of `dorefa`: whether weights get their size back, the largest |tanh(weight)| of the tensor or channel."""
 
     rescale: bool = True
 
@@ -105,7 +97,7 @@ class DoReFaQuantizer(Quantizer):
 
     There is nothing to learn or to calibrate but the zero point of an affine grid, on which (a deviation) negative
     activations keep the share of the levels that they had. The weights' levels are odd multiples of 1 / (2^bits - 1):
-    zero is none of them, and 8 bits do not fit int8. Deviation: with `rescale` the levels are multiplied by the
+    zero is not one of them, and 8 bits do not fit int8. Deviation: with `rescale` the levels are multiplied by the
     largest |tanh(weight)|, a constant, so that pretrained weights keep their size; else every layer's reach to 1.
     """
 

@@ -1,7 +1,7 @@
 """Low-precision floating point as modules: `fp8_e4m3`, `fp8_e5m2`, and the block-scaled `mxfp8`, `mxfp6`, `mxfp4`."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -54,58 +54,6 @@ class E5M2Quantizer(FloatQuantizer):
     format = "e5m2"
 
 
-@dataclass(frozen=True)
-class MXOptions:
-    """Options of the Microscaling rules.
-
-    Attributes:
-        format: of the numbers.
-        block_size: neighbours along the input axis that share a scale; the standard's is 32.
-    """
-
-    formats: ClassVar[tuple[str, ...]]
-    format: str
-    block_size: int = 32
-
-    def __post_init__(self) -> None:
-        if self.format not in self.formats:
-            raise ValueError(f"option 'format' must be one of {', '.join(self.formats)}, got {self.format!r}")
-        if self.block_size < 1:
-            raise ValueError(f"option 'block_size' must be at least 1, got {self.block_size!r}")
-
-
-@dataclass(frozen=True)
-class MXFP8Options(MXOptions):
-    """Options of `mxfp8`: format "e4m3" or "e5m2", and block_size."""
-
-    formats = ("e4m3", "e5m2")
-    format: str = "e4m3"
-
-
-@dataclass(frozen=True)
-class MXFP6Options(MXOptions):
-    """Options of `mxfp6`: format "e2m3" or "e3m2", and block_size."""
-
-    formats = ("e2m3", "e3m2")
-    format: str = "e2m3"
-
-
-@dataclass(frozen=True)
-class MXFP4Options(MXOptions):
-    """Options of `mxfp4`: format "e2m1", and block_size."""
-
-    formats = ("e2m1",)
-    format: str = "e2m1"
-
-
-@dataclass(frozen=True)
-class MXINT8Options(MXOptions):
-    """Options of `mxint8`: format "int8", and block_size."""
-
-    formats = ("int8",)
-    format: str = "int8"
-
-
 class MXQuantizer(FixedBits):
     """Base of the Microscaling formats (arXiv:2310.10537): the scale of a block follows its values; nothing to learn.
 
@@ -118,6 +66,9 @@ class MXQuantizer(FixedBits):
     def check_spec(self) -> None:
         """Blocks take the place of a granularity."""
         super().check_spec()
+        size = self.options.block_size
+        if size < 1:
+            raise ValueError(f"rule {self.spec.rule!r}: option 'block_size' must be at least 1, got {size!r}")
         if self.spec.granularity == "group":
             raise ValueError(
                 f"rule {self.spec.rule!r} has blocks of its own; use options={{'block_size': ...}} instead of groups"
@@ -141,12 +92,28 @@ class MXQuantizer(FixedBits):
         self.mark_calibrated()
 
 
+@dataclass(frozen=True)
+class MXFP8Options:
+    """Options of `mxfp8`: the numbers' format, and how many neighbours share a scale (the standard's 32)."""
+
+    format: Literal["e4m3", "e5m2"] = "e4m3"
+    block_size: int = 32
+
+
 @register_quantizer("mxfp8")
 class MXFP8Quantizer(MXQuantizer):
     """8-bit floats with a power-of-two scale a block."""
 
     bits = 8
     options_type = MXFP8Options
+
+
+@dataclass(frozen=True)
+class MXFP6Options:
+    """Options of `mxfp6`: the numbers' format, and how many neighbours share a scale (the standard's 32)."""
+
+    format: Literal["e2m3", "e3m2"] = "e2m3"
+    block_size: int = 32
 
 
 @register_quantizer("mxfp6")
@@ -157,12 +124,28 @@ class MXFP6Quantizer(MXQuantizer):
     options_type = MXFP6Options
 
 
+@dataclass(frozen=True)
+class MXFP4Options:
+    """Options of `mxfp4`: the numbers' format, and how many neighbours share a scale (the standard's 32)."""
+
+    format: Literal["e2m1"] = "e2m1"
+    block_size: int = 32
+
+
 @register_quantizer("mxfp4")
 class MXFP4Quantizer(MXQuantizer):
     """4-bit floats with a power-of-two scale a block."""
 
     bits = 4
     options_type = MXFP4Options
+
+
+@dataclass(frozen=True)
+class MXINT8Options:
+    """Options of `mxint8`: the numbers' format, and how many neighbours share a scale (the standard's 32)."""
+
+    format: Literal["int8"] = "int8"
+    block_size: int = 32
 
 
 @register_quantizer("mxint8")

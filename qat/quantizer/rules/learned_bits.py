@@ -17,8 +17,8 @@ class LearnedBitsOptions:
 
     Attributes:
         least: fewest bits, from 1 (unsigned) or 2 (signed); the most are the spec's bits, which it starts from.
-        cost: what a million bits of the tensor add to the loss, at least 0: of a weight as it is stored, of an
-            activation for one sample. Without a cost nothing drives the bits down.
+        cost: what a million bits of the tensor add to the loss, of a weight as it is stored, of an activation for one
+            sample. Without a cost nothing drives the bits down.
     """
 
     least: int = 2

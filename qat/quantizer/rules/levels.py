@@ -15,11 +15,7 @@ from qat.ranges import initial_range, scale_and_zero_point
 
 @dataclass(frozen=True)
 class APoTOptions:
-    """Options of `apot`.
-
-    Attributes:
-        normalize: centre weights and divide them by their deviation before the rounding, as the paper does.
-    """
+    """Options of `apot`: centre weights and divide them by their deviation before the rounding, as the paper does."""
 
     normalize: bool = True
 

@@ -1,14 +1,15 @@
-"""The LSQ family as modules: a learned scale, and in LSQ+ a learned zero point too."""
+"""The LSQ family as modules: a learned scale, in LSQ+ a learned zero point too, and scales that are powers of two."""
 
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from qat.functional import lsq_plus_quantize, lsq_quantize, scale_gradient
+from qat.functional import lsq_plus_quantize, lsq_quantize, power_of_two_scale, scale_gradient
 from qat.functional.tensors import overwrite
 from qat.quantizer.base import Quantizer
 from qat.quantizer.registry import register_quantizer
+from qat.ranges import scale_and_zero_point
 
 
 @register_quantizer("lsq")
@@ -16,7 +17,7 @@ class LSQQuantizer(Quantizer):
     """Learned step size (arXiv:1902.08153); on an affine grid the zero point is an integer fixed by calibration."""
 
     estimator: ClassVar[str] = "lsq"
-    """What kernels may compute in its place; see `qat.quantizer.estimator`."""
+    """What kernels may compute in its place; see `estimator_of`."""
 
     def quantize(self, x: Tensor) -> Tensor:
         """`lsq_quantize`, or its affine form with a zero point that does not learn."""
@@ -80,3 +81,23 @@ class LSQPlusQuantizer(Quantizer):
         """Scale, and the integer that the learned zero point acts as."""
         zero_point = torch.clamp(torch.round(self.finite_zero_point().detach()), *self.bounds())
         return self.effective_scale(), zero_point
+
+
+@register_quantizer("power_of_two")
+class PowerOfTwoQuantizer(LSQQuantizer):
+    """The learned scale acts as the nearest power of two (arXiv:1903.08066, with LSQ's gradient for the scale)."""
+
+    def effective_scale(self) -> Tensor:
+        """2^round(log2(scale)), its gradient straight through in the logarithm."""
+        return power_of_two_scale(super().effective_scale())
+
+    @torch.no_grad()
+    def set_range(self, low: Tensor, high: Tensor) -> None:
+        """Cover low .. high: the next power of two that does."""
+        low, high = self.checked_range(low, high)
+        scale, _ = scale_and_zero_point(low, high, self.spec)
+        scale = power_of_two_scale(scale, "up")
+        self.set_positive("scale", scale)
+        if self.zero_point is not None:
+            self.zero_point.copy_(torch.clamp(torch.round(self.spec.qmin - low / scale), *self.bounds()))
+        self.mark_calibrated()

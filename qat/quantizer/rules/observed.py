@@ -108,11 +108,7 @@ class MinMaxQuantizer(ObservedQuantizer):
 
 @dataclass(frozen=True)
 class EMAOptions:
-    """Options of `ema`.
-
-    Attributes:
-        momentum: share of the newest batch in the average, above 0 and at most 1.
-    """
+    """Options of `ema`: the share of the newest batch in the average, above 0 and at most 1."""
 
     momentum: float = 0.01
 

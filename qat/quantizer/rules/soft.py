@@ -29,11 +29,7 @@ class SoftQuantizer(Quantizer):
 
 @dataclass(frozen=True)
 class DSQOptions:
-    """Options of `dsq`.
-
-    Attributes:
-        alpha: how soft the gradient's staircase is at the start, above 0 and below 1; it is learned.
-    """
+    """Options of `dsq`: how soft the gradient's staircase is at the start, above 0 and below 1; it is learned."""
 
     alpha: float = 0.2
 
@@ -72,12 +68,7 @@ class DSQQuantizer(SoftQuantizer):
 
 @dataclass(frozen=True)
 class StackedSigmoidOptions:
-    """Options of `stacked_sigmoid`.
-
-    Attributes:
-        start: temperature at the beginning of the training, above 0.
-        end: temperature at its end, at least start.
-    """
+    """Options of `stacked_sigmoid`: the temperature at the beginning of the training and at its end."""
 
     start: float = 5.0
     end: float = 100.0

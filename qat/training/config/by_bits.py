@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from qat.quantizer.optimizer_groups import FEW
+from qat.quantizer.training import FEW
 
 TENSORS = ("weight", "activation")
 

@@ -4,7 +4,7 @@ import math
 
 from qat.batch_norm import batch_norms
 from qat.quantizer import Quantizer
-from qat.quantizer.weight_bits import weight_bits
+from qat.quantizer.training import weight_bits
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop.evaluation import Evaluation
 from qat.training.loop.progressive import key_of

@@ -11,6 +11,7 @@ import qat
 from qat.evaluating import evaluating
 from qat.export.checks import check_exportable
 from qat.export.integers.consistency import sample_for
+from qat.inputs import model_device
 from qat.quantizer.registry import quantizer_class
 from qat.ranges import NotFiniteError
 from qat.recipe import QuantRecipe

@@ -1,1 +1,0 @@
-"""QuantLSTM, QuantGRU and QuantRNN: recurrent layers whose matrix products run on integer grids."""
