@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from benchmarks.work_operators import FACTORS, macs_of, moves_values
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.inputs import Inputs, call_model
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer

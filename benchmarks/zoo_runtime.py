@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
 from qat.export.onnxruntime.verification import LayerDifference, compare_layers_and_outputs
 from qat.inputs import call_model, moved_to

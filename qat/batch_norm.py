@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.expected import expect_model
 from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
 from qat.torch_internals import AnyBatchNorm

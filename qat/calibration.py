@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
 from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.proof import check_own_twins, check_parts, first_calls

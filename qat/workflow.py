@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from qat.analysis.table import summary
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.expected import expect_model
 from qat.inputs import Examples, Inputs, bind_inputs, call_with
 from qat.layers import QuantLayer

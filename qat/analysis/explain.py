@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.analysis.table import layers_in_order
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.expected import expect_model
 from qat.inputs import bind_inputs, call_with
 from qat.layers import QuantLayer

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from qat.analysis.float_results import float_results, said_of
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.export.integers.consistency import keeps_to_its_grid, rounds_half_to_even, sample_for
 from qat.export.integers.frozen import CONTAINER_BITS
 from qat.inputs import Inputs, call_model, described, does_not_run

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.expected import expect_model
 from qat.finetuning.watching import LOGITS, watched
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from qat.analysis.explain import PLAINLY, Row
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.fused.functions.codes import NOT_TAKEN, SHIFT, learned_by
 from qat.fused.functions.products import integers_refusal, weight_refusal
 from qat.fused.plan import CodesPlan

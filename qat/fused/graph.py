@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from qat.analysis.explain import Row
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.fused.explain import explain_part
 from qat.fused.rewriting import FusedForward, fused_forward
 from qat.fused.self_check.judging import judge

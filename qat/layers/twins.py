@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.recipe import LayerRecipe
 from qat.spec import QuantSpec
 from qat.torch_internals import AnyConvolution, buffers_of, parameters_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.inputs import bind_arguments, call_with, copied, described, does_not_run, model_device
 from qat.layers import QuantLayer
 from qat.layers.twins import QuantTwin, float_type_of, is_composite, is_layer, layers_of, make_twin, type_name

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.expected import expect_model
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph

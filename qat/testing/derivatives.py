@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qat.silence import warnings_ignored
+from qat.contexts import warnings_ignored
 from qat.testing.estimator import (
     COPIES,
     Estimator,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.silence import warnings_ignored
+from qat.contexts import warnings_ignored
 from qat.testing.estimator import Estimator, Inputs, as_leaves, filled, pull_back, with_axes, without_elements
 from qat.testing.report import (
     GradcheckError,

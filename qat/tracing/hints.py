@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.fx.proxy import Attribute, TraceError
 
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.inputs import copied
 from qat.torch_internals import pytree, trace_in_this_thread_only
 from qat.tracing.guards import expect_default, expect_same

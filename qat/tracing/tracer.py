@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.layers.twins import float_type_of
 from qat.quantizer import Quantizer
 from qat.text import first_line

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.nn.functional as F
 from torch import fx, nn
 
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.inputs import Examples
 from qat.torch_internals import GRAPH_CONSTANT, AnyBatchNorm, buffers_of, unsaved_buffers_of
 from qat.tracing.in_place import written_by

@@ -319,13 +319,8 @@ def test_a_model_in_parts_is_exported_part_by_part(tmp_path: Path) -> None:
         model(x)
     for hook in hooks:
         hook.remove()
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=r"Sequential\.forward.* does not run with the example_inputs float32"):
         qat.export_onnx(parts["heads.0"], tmp_path / "head.onnx", x)
-    assert str(refused.value).startswith("export_onnx: the part ")
-    assert str(refused.value).endswith(
-        "; its inputs are those that the whole model gives it: qat.preparation.parts.record_calls(model, {argument:"
-        " value}) has them by the part's name"
-    )
     given = record_calls(model, {"x": x})
     assert all(torch.equal(given[name][0][0], seen[name]) for name in parts)
     for name, part in parts.items():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import qat
+from qat.contexts import warnings_ignored
 from qat.kernels import (
     float_products,
     formulas_wanted,
@@ -20,7 +21,6 @@ from qat.kernels import (
     plain_formulas,
     plain_wanted,
 )
-from qat.silence import warnings_ignored
 
 SWITCHES = {
     plain_formulas: plain_wanted, kernels_by_formula: formulas_wanted, float_products: lambda: not integers_allowed()

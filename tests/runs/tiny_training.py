@@ -39,7 +39,8 @@ def user_error(call: Callable[..., object], *arguments: Any, **named: Any) -> st
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """The points (step, value) that TensorBoard reads in a folder."""
     events = EventAccumulator(str(folder)).Reload()
-    return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    # Sorted: two files that a test writes within a second are read in any order.
+    return {tag: sorted((point.step, point.value) for point in events.Scalars(tag)) for tag in events.Tags()["scalars"]}
 
 
 class TinyBatches:

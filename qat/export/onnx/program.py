@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qat.contexts import warnings_ignored
 from qat.inputs import Inputs, as_arguments
-from qat.silence import warnings_ignored
 from qat.torch_internals import pytree
 
 

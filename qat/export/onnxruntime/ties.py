@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.export.agreement import equal_predictions
 from qat.export.checks import check_path
 from qat.export.integers.following import LayerDifference

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.export.agreement import Pair, Verification, judge
 from qat.export.checks import check_path
 from qat.export.integers.evaluation import evaluation_copy, quantizer_calls

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.training.errors import UserError
 from qat.training.run.logging import progress_bar
 

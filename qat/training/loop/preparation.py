@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import qat
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.export.checks import check_exportable
 from qat.export.integers.consistency import sample_for
 from qat.inputs import model_device

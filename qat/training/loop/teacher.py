@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from qat.evaluating import evaluating
+from qat.contexts import evaluating
 from qat.finetuning import Distillation
 from qat.finetuning.watching import LOGITS
 from qat.training.config.imports import reason

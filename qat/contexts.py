@@ -1,9 +1,15 @@
-"""Evaluation mode for a while."""
+"""States for a while: a model in evaluation mode, and warnings that are not for the user."""
 
+import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+
+_one_at_a_time = threading.RLock()
+"""`warnings.catch_warnings` puts back the filters of the whole process: where two threads cross, the one that leaves
+last would leave the other's behind for ever."""
 
 
 @contextmanager
@@ -24,3 +30,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in flags:
             module.training = flag
+
+
+@contextmanager
+def warnings_ignored(message: str = "", category: type[Warning] = Warning) -> Iterator[None]:
+    """A context without the warnings of a category whose text begins like this, a regular expression."""
+    with _one_at_a_time, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message, category)
+        yield
