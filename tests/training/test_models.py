@@ -139,18 +139,18 @@ def described(model: nn.Module) -> list[tuple[str, str, dict[str, Any]]]:
 
 @pytest.mark.filterwarnings("ignore:auxiliary heads in the pretrained googlenet model:UserWarning")
 @pytest.mark.parametrize(
-    ("name", "weights", "kwargs"),
+    ("name", "weights"),
     [
-        (SMALL, "DEFAULT", {}),
-        ("googlenet", "DEFAULT", {}),
-        ("inception_v3", "DEFAULT", {}),
-        ("vit_b_16", "IMAGENET1K_SWAG_E2E_V1", {}),
+        (SMALL, "DEFAULT"),
+        ("googlenet", "DEFAULT"),
+        ("inception_v3", "DEFAULT"),
+        ("vit_b_16", "IMAGENET1K_SWAG_E2E_V1"),
     ],
 )
 def test_without_weights_the_same_layers_are_built(
-    hub: Path, monkeypatch: pytest.MonkeyPatch, name: str, weights: str, kwargs: dict[str, bool]
+    hub: Path, monkeypatch: pytest.MonkeyPatch, name: str, weights: str
 ) -> None:
-    config = ModelConfig(name=name, weights=weights, kwargs=kwargs)
+    config = ModelConfig(name=name, weights=weights)
     with monkeypatch.context() as patch:
         patch.setattr("qat.training.model.building._fetch", lambda *_: None)
         patch.setattr(torchvision.models.WeightsEnum, "get_state_dict", lambda *_, **__: {})

@@ -17,6 +17,8 @@ from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
 from qat.training.loop.preparation import calibration_reported
 from qat.training.run import stages
+from qat.training.run.exporting import export_and_prove
+from qat.training.run.logging import RunLog
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MODEL = """
@@ -87,45 +89,31 @@ def test_a_run_leaves_everything(folder: Path, capsys: pytest.CaptureFixture[str
     assert "was trained with seed: 0, now it is 3" in capsys.readouterr().err and times(run) == before
 
 
-@pytest.mark.parametrize(("stage", "epoch"), [("float", 1), ("qat", 1)])
-def test_a_resumed_run_ends_like_an_uninterrupted_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str, epoch: int
-) -> None:
+def test_a_resumed_run_ends_like_an_uninterrupted_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert start("run_dir=whole") == 0
-    real = stages.train_stage
+    whole, real = torch.load(folder / "whole" / "last.pt", weights_only=True), stages.train_stage
+    for stage in ("float", "qat"):
 
-    def stop_in(run: stages.StageRun, state: object = None) -> object:
-        if run.name == stage:
-            real_set_epoch = run.train.set_epoch
+        def stop_in(run: stages.StageRun, state: object = None, stage: str = stage) -> object:
+            if run.name == stage:
+                real_set_epoch = run.train.set_epoch
 
-            def set_epoch(number: int) -> None:
-                if number == epoch:
-                    raise KeyboardInterrupt
-                real_set_epoch(number)
+                def set_epoch(number: int) -> None:
+                    if number == 1:
+                        raise KeyboardInterrupt
+                    real_set_epoch(number)
 
-            run.train.set_epoch = set_epoch  # type: ignore[method-assign]
-        return real(run, state)  # type: ignore[arg-type]
+                run.train.set_epoch = set_epoch  # type: ignore[method-assign]
+            return real(run, state)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stages, "train_stage", stop_in)
-    assert start("run_dir=parts") == 130
-    monkeypatch.setattr(stages, "train_stage", real)
-    assert start("run_dir=parts", "resume=auto") == 0
-    whole, parts = (torch.load(folder / name / "last.pt", weights_only=True) for name in ("whole", "parts"))
-    assert all(torch.equal(value, parts["model"][key]) for key, value in whole["model"].items())
-    assert summary(folder / "whole")["qat"] == summary(folder / "parts")["qat"]
-    assert summary(folder / "whole")["float"] == summary(folder / "parts")["float"]
-
-
-def test_a_run_stopped_before_its_first_checkpoint_starts_again_in_its_folder(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stages, "train_stage", stop)
-        assert start("run_dir=early") == 130
-    assert start("run_dir=early", "resume=auto", "qat.epochs=1") == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(stages, "train_stage", stop_in)
+            assert start(f"run_dir={stage}") == 130
+        assert start(f"run_dir={stage}", "resume=auto") == 0
+        parts = torch.load(folder / stage / "last.pt", weights_only=True)
+        torch.testing.assert_close(parts["model"], whole["model"], rtol=0, atol=0)
+        for part in ("qat", "float"):
+            assert summary(folder / "whole")[part] == summary(folder / stage)[part]
 
 
 @pytest.mark.parametrize(
@@ -191,28 +179,25 @@ def test_a_float_model_that_overflows_is_not_a_calibration_error(overrides: dict
 
 
 @pytest.mark.parametrize(
-    ("error", "sentence"),
+    ("error", "kind", "sentence"),
     [
-        (OSError(28, "No space left on device"), "{folder}/x/model.onnx: cannot write it (No space left on device)\n"),
-        (MemoryError(), "out of memory (MemoryError); try a smaller data.batch_size or data.image_size"),
-        (ValueError("no operator"), "export: tinymodels:tiny could not be exported (ValueError: no operator); resume="),
+        (OSError(28, "No space left on device"), UserError, "model.onnx: cannot write it (No space left on device)"),
+        (MemoryError(), MemoryError, ""),  # exit_status has its sentence
+        (ValueError("no operator"), UserError, "export: resnet18 could not be exported (ValueError: no operator); "),
     ],
 )
 def test_the_exporter_is_blamed_for_its_own_errors_only(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: Exception,
-    sentence: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception], sentence: str
 ) -> None:
     def fails(model: torch.fx.GraphModule, path: Path, images: torch.Tensor, **named: Any) -> None:
         path.write_text("half of it")
         raise error
 
     monkeypatch.setattr(qat, "export_onnx", fails)
-    assert start("run_dir=x", "float.epochs=0", "qat.epochs=0") == 2
-    assert capsys.readouterr().err.startswith(sentence.format(folder=folder))
-    assert not list((folder / "x").glob("*model.onnx*"))
+    model = torch.fx.symbolic_trace(nn.Identity())
+    with RunLog(tmp_path) as log, pytest.raises(kind) as caught:
+        export_and_prove(model, tmp_path / "model.onnx", torch.zeros(1), [], RunConfig(), {}, log)
+    assert sentence in str(caught.value) and not list(tmp_path.glob("*model.onnx*"))
 
 
 def test_the_command_line_itself(folder: Path) -> None:
