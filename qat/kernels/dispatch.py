@@ -106,13 +106,7 @@ def plain_here() -> bool:
 
 
 def choose(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> type[quantizers.CPUKernels] | None:
-    """The kernels for a tensor and its grid, or None if the plain formula has to run.
-
-    Args:
-        x: the tensor to quantize.
-        scale: () or broadcastable to x.
-        zero_point: as scale, or None for a symmetric grid.
-    """
+    """The kernels for x and its grid (scale and zero_point as in `lsq_quantize`), or None for the plain formula."""
     if plain_here():
         return None
     return quantizers.CPUKernels if x.device.type == "cpu" and quantizers.applies(x, scale, zero_point) else None

@@ -235,7 +235,6 @@ def test_stochastic_rounding_goes_up_where_the_noise_is_below_the_fraction():
 
 
 def test_stochastic_rounding_compiles_whole():
-    """Integers stay, whatever the noise."""
     x = leaf([-3.0, 0.0, 8.0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own, which differ between torch versions

@@ -155,7 +155,6 @@ def test_hooks_are_called(x: Tensor, model: nn.Module) -> None:
 
 
 def test_the_model_stays_what_it_was(x: Tensor, model: nn.Module) -> None:
-    """It pickles, copies, evaluates and follows changes of its graph as if nothing were fused."""
     model(x)
     keys = list(model.state_dict())
     again = copy.deepcopy(model)

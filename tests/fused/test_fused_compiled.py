@@ -37,7 +37,6 @@ def test_a_compiled_step_is_that_of_the_fused_model(channels_last: bool) -> None
 
 @pytest.mark.slow
 def test_it_follows_switches_modes_and_sizes() -> None:
-    """A smaller last batch, evaluation, frozen norms, products in float, plain formulas, a scale that broke."""
     x = images()
     model = prepared(x)
     twin = copy.deepcopy(model)

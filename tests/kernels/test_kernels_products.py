@@ -164,7 +164,6 @@ def test_when_integers_pay(
 def test_gradients_of_a_1x1_convolution(
     size: int, needs: tuple[bool, bool, bool], weight_format: torch.memory_format
 ) -> None:
-    """As matrix products in the middle one of the sizes."""
     generator = torch.Generator().manual_seed(0)
     x, grad = (
         torch.randn(2, channels, size, size, generator=generator).to(memory_format=torch.channels_last)

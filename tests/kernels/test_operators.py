@@ -63,7 +63,6 @@ def test_ties_bounds_nan_and_infinity(name: str, ops: Any) -> None:
 
 
 def test_a_broken_scale_is_not_lowered_further(ops: Any) -> None:
-    """And a gradient that raises it is kept."""
     x, given = draw(1000), GRIDS["broken"]
     for sign in (1.0, -1.0):
         grad = sign * Quantized(x, given).slope.float()
@@ -219,7 +218,6 @@ def test_curves(curve: str, shape: tuple[int, ...], ops: Any) -> None:
 
 @pytest.mark.parametrize("curve", CURVE_NUMBERS)
 def test_curves_far_out(curve: str, ops: Any) -> None:
-    """No overflow on the way, NaN is found, and far below zero there is nothing."""
     x, given = torch.tensor([-3e38, -1e4, -100.0, -13.0, 0.0, 100.0, 1e4, 3e38]), grid(1.0, 3.0, factor=1.0)
     codes, qparams = ops.curve_quantize(x, curve, *given)
     assert codes.tolist() == [3, 3, 3, 3, 3, 103, 255, 255] and qparams.tolist() == [1.0, 3.0]

@@ -148,7 +148,6 @@ def test_gradient_of_an_inputs_scale(name: str, grid: str, ops: Any) -> None:
 @pytest.mark.parametrize("zero", [0.0, 3.0, 128.0, 255.0])
 @pytest.mark.parametrize("kind", ["linear", "1x1", "1x1, channels_last"])
 def test_integers_are_exact(kind: str, zero: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the extremes, too: 255 times 127, 1152 of them."""
     calls, original = [], torch._int_mm
     monkeypatch.setattr(torch, "_int_mm", lambda *operands: calls.append(operands) or original(*operands))
     x, w = draw_codes(24, 1152), torch.randint(-127, 128, (16, 1152)).float()

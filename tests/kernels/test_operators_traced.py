@@ -58,7 +58,6 @@ def test_results_have_the_shapes_types_and_strides_that_the_formula_foretells(ca
 
 @pytest.mark.parametrize(("case", "autocast"), [*((case, False) for case in CALLS), *((m, True) for m in MULTIPLYING)])
 def test_torch_compile_traces_it_whole(case: str, autocast: bool) -> None:
-    """Functionalised, too; the result is that of the eager formula."""
     torch.compiler.reset()
     traced = torch.compile(formula_of(case), fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):

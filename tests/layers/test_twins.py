@@ -70,7 +70,6 @@ def test_from_float_and_back(case: Case) -> None:
 
 @every_class
 def test_from_float_quantizes_what_the_constructor_quantizes(case: Case) -> None:
-    """The same layers, quantizers and grids, with and without a spec."""
     every_spec: tuple[dict[str, Any], ...] = ({}, {"weight_spec": QuantSpec(bits=4)})
     for specs in every_spec:
         made = case.twin_type(**case.arguments, **specs)
@@ -233,7 +232,6 @@ def test_without_an_activation_spec_weights_alone_are_quantized(case: Case) -> N
 
 @pytest.mark.parametrize("kind", [nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN])
 def test_dropout_is_torchs(kind: Any) -> None:
-    """The same seed drops the same probabilities or outputs, in training only."""
     case = FIRST[kind.__name__]
     arguments = {**case.arguments, "dropout": 0.5, **({} if kind is nn.MultiheadAttention else {"num_layers": 3})}
     layer, inputs = kind(**arguments), case.inputs()

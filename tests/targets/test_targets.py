@@ -106,7 +106,6 @@ def repaired(spec: QuantSpec, refusal: str) -> QuantSpec:
 
 
 def test_the_published_facts() -> None:
-    """Facts from the runtimes' own pages; the profiles contain the addresses."""
     tensorrt, openvino = PROFILES["tensorrt"], PROFILES["openvino"]
     assert (tensorrt.activation.qmin, tensorrt.activation.qmax, tensorrt.activation.symmetric) == (-128, 127, True)
     assert [name for name, profile in PROFILES.items() if profile.float_biases] == ["tensorrt"]

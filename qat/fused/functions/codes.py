@@ -26,12 +26,7 @@ SHIFT = 128
 
 
 class Learned(NamedTuple):
-    """A quantizer's grid as kernels take it.
-
-    Attributes:
-        scale, smallest, zero_point: its tensors; zero_point is None on a symmetric grid.
-        levels: bounds, shift, and the factor on the scale's gradient.
-    """
+    """A quantizer's grid as kernels take it; zero_point is None on a symmetric grid."""
 
     scale: Tensor
     smallest: Tensor
@@ -139,11 +134,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 class _EndFunction(torch.autograd.Function):
-    """The identity, with a backward that raises an error.
-
-    Forward:    y = x
-    Backward:   an error
-    """
+    """The identity, with a backward that raises an error."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, origin: Tensor) -> Tensor:
@@ -187,13 +178,7 @@ def first_derivative(backward: Backward) -> Backward:
 
 
 class PreQuantizer(NamedTuple):
-    """What torch's operations compute before a quantizer, of floats: the plain form of a function that quantizes.
-
-    Attributes:
-        y: the input of the clip.
-        z: the input of the quantizer.
-        bounds: floor and ceiling of the clip.
-    """
+    """What torch's operations compute before a quantizer: the inputs of the clip (y) and of the quantizer (z)."""
 
     y: Tensor
     z: Tensor
@@ -291,10 +276,7 @@ def decode(x: Codes | Tensor) -> Tensor:
 def encode(x: Codes | Tensor, quantizer: Quantizer, *dropouts: Any) -> Codes | Tensor:
     """Codes of a tensor that lies on this quantizer's grid; the tensor itself where kernels do not apply.
 
-    Args:
-        x: the tensor, or its codes, which are returned as they are.
-        quantizer: the quantizer on whose grid it lies.
-        dropouts: layers between the two; an active one moves values off the grid.
+    An active dropout between the two moves values off the grid.
     """
     if not isinstance(x, Tensor) or not (is_supported(x) and x.numel() and is_dense(x)):
         return x

@@ -74,14 +74,7 @@ class QuantizeSoftmaxFunction(torch.autograd.Function):
 def quantize_curve(
     x: Codes | Tensor, quantizer: Quantizer, curve: str, activation: nn.Module | None = None
 ) -> Codes | Tensor:
-    """quantizer(curve(x)), as codes where kernels apply.
-
-    Args:
-        x: a layer's output.
-        quantizer: makes the codes.
-        curve: one of `PLAIN_CURVES`.
-        activation: the layer that computes it; None for a function.
-    """
+    """quantizer(curve(x)), as codes where kernels apply; `activation` is the layer that computes it, if one does."""
     x = decode(x)
     learned = learned_by(quantizer, x) if is_supported(x) and x.numel() and is_dense(x) else None
     if learned is not None:
@@ -102,15 +95,7 @@ def quantize_softmax(
     x: Codes | Tensor, quantizer: Quantizer, axis: int, multiplier: float = 1.0,
     softmax: nn.Module | None = None,
 ) -> Codes | Tensor:  # fmt: skip
-    """quantizer(softmax(x * multiplier)), as codes where kernels apply.
-
-    Args:
-        x: the scores.
-        quantizer: makes the codes.
-        axis: the axis of softmax.
-        multiplier: the factor on the scores.
-        softmax: the layer that computes it; None for a function.
-    """
+    """quantizer(softmax(x * multiplier)), as codes where kernels apply; `softmax` is its layer, if there is one."""
     x = decode(x)
     last = axis in (-1, x.dim() - 1)
     learned = learned_by(quantizer, x) if last and is_supported(x) and x.numel() and x.is_contiguous() else None

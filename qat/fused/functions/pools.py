@@ -39,13 +39,7 @@ class MaxPoolFunction(torch.autograd.Function):
 
 
 def max_pool(x: Codes | Tensor, window: tuple[Any, ...], module: nn.Module | None = None) -> Codes | Tensor:
-    """Max pooling of a tensor or its codes.
-
-    Args:
-        x: (N, C, H, W).
-        window: the fields of `Window`.
-        module: the layer that pools; None for a function.
-    """
+    """Max pooling of (N, C, H, W), a tensor or its codes; `module` is the layer that pools, if one does."""
     dense = isinstance(x, Codes) and (
         x.codes.is_contiguous() or (x.dim() == 4 and x.codes.is_contiguous(memory_format=torch.channels_last))
     )

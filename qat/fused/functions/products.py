@@ -245,12 +245,7 @@ class MatmulFunction(torch.autograd.Function):
 
 
 def matmul(a: Codes | Tensor, b: Codes | Tensor) -> Tensor:
-    """a @ b, on codes if both operands are codes and have the same axes before the last two.
-
-    Args:
-        a: (..., L, E).
-        b: (..., E, S).
-    """
+    """a @ b, on codes if both operands are codes and have the same axes before the last two."""
     if not (
         isinstance(a, Codes) and isinstance(b, Codes) and a.dim() == b.dim() >= 3
         and a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-2] and a.codes.numel() and b.codes.numel()

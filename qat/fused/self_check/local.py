@@ -23,13 +23,7 @@ TOLERANCE, NEGLIGIBLE = 2e-3, 1e-5
 
 
 class ValueAndCodes(NamedTuple):
-    """A quantized tensor in a self-check.
-
-    Attributes:
-        value: the result of torch's operations.
-        codes: the codes of this value.
-        quantizer: the quantizer on whose grid it lies.
-    """
+    """The result of torch's operations, the codes of this value, and the quantizer on whose grid it lies."""
 
     value: Tensor
     codes: Codes

@@ -31,10 +31,6 @@ class NoGradientsError(Exception):
 def training_step(interpreter: fx.Interpreter, inputs: list[Any]) -> Results:
     """Forward and backward, without the optimizer.
 
-    Args:
-        interpreter: of a graph; the state of its module may change.
-        inputs: of the graph.
-
     Raises:
         NoGradientsError: if forward runs and backward does not.
     """
