@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from prepared_case import Net, Plain, draw
-from test_export_layers import assert_exports, assert_file_is_in_integers, assert_same, exported, part_of, quantized
+from test_export_layers import assert_exports, assert_same, exported, part_of, quantized
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
-from torchvision.models.vision_transformer import VisionTransformer
 from torchvision.ops import SqueezeExcitation
 
 import qat
@@ -213,20 +212,6 @@ def test_a_text_encoder_with_a_padding_mask(norm_first: bool, tmp_path: Path) ->
     assert qat.verify_onnx(path, model, [{"words": moved, "padding": words == 0}]).max_difference < 2e-6
 
 
-@pytest.mark.slow
-def test_a_vision_transformer_of_integers_only(tmp_path: Path) -> None:
-    """The class token and the position embedding are integers too, and ONNX Runtime uses its integer softmax."""
-    torch.manual_seed(0)
-    x, path = draw(3, 3, 16, 16), tmp_path / "model.onnx"
-    net = VisionTransformer(16, 4, 2, 2, 16, 32, num_classes=4)
-    model = exported(path, net, {"x": x}, qat.QuantRecipe(target="integer_only"))
-    assert_file_is_in_integers(path, model)
-    assert [layer for layer in compare_layers(path, model, x, optimize=False) if layer.differing] == []
-    differing = [layer for layer in compare_layers(path, model, x) if layer.differing]
-    assert all(layer.name.endswith("softmax_quantizer") and layer.largest == 1 for layer in differing), differing
-    assert not FLOAT_PRODUCTS & set(optimized_operators(path))
-
-
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_calls_that_the_exporter_merges_are_followed(shared: bool, tmp_path: Path) -> None:
     """The second call of `a` equals the first. With one quantizer for all, the third must not be mistaken for it."""
@@ -257,17 +242,12 @@ def grids(bits: int, signed: bool, symmetric: bool) -> qat.QuantRecipe:
 
 
 RECIPES = {
-    "4 bits, signed, symmetric": grids(4, True, True),
-    "3 bits, unsigned, affine": grids(3, False, False),
     "2 bits, signed, affine": grids(2, True, False),
-    **{target: qat.QuantRecipe(target=target) for target in ("tensorrt", "openvino", "qnnpack", "integer_only")},
+    **{target: qat.QuantRecipe(target=target) for target in ("tensorrt", "qnnpack", "integer_only")},
 }
-SLOW_RECIPES = ("4 bits, signed, symmetric", "3 bits, unsigned, affine", "openvino", "qnnpack")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW_RECIPES)) for case in RECIPES]
-)
+@pytest.mark.parametrize("case", RECIPES)
 def test_other_grids(case: str, tmp_path: Path) -> None:
     """Concatenation of a convolution and a max pool of another: one grid for all three on most targets.
 
@@ -312,22 +292,7 @@ def test_a_model_in_parts_is_exported_part_by_part(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     parts = prepared_parts(model)
     assert list(parts) == ["body", "heads.0", "heads.1"]
-    seen: dict[str, Tensor] = {}
-    hooks = [part.register_forward_pre_hook(lambda _, given, name=name: seen.update({name: given[0]}))
-             for name, part in parts.items()]  # fmt: skip
-    with torch.no_grad():
-        model(x)
-    for hook in hooks:
-        hook.remove()
-    with pytest.raises(ValueError) as refused:
-        qat.export_onnx(parts["heads.0"], tmp_path / "head.onnx", x)
-    assert str(refused.value).startswith("export_onnx: the part ")
-    assert str(refused.value).endswith(
-        "; its inputs are those that the whole model gives it: qat.preparation.parts.record_calls(model, {argument:"
-        " value}) has them by the part's name"
-    )
-    given = record_calls(model, {"x": x})
-    assert all(torch.equal(given[name][0][0], seen[name]) for name in parts)
+    seen = {name: args[0] for name, (args, _) in record_calls(model, {"x": x}).items() if name in parts}
     for name, part in parts.items():
         path = tmp_path / f"{name}.onnx"
         qat.export_onnx(part, path, seen[name])

@@ -218,12 +218,6 @@ def test_in_parts_too_layers_keep_their_quantizers_and_get_the_missing_ones() ->
     assert torch.equal(model.first.input_quantizer.scale, net.first.input_quantizer.scale)
 
 
-def test_a_model_is_prepared_once() -> None:
-    for model in (qat.prepare(Plain(8)), qat.prepare(Loop(), example_inputs=torch.randn(8, 4))):
-        with pytest.raises(ValueError, match=r"^prepare: the model is prepared already; prepare takes the float mode"):
-            qat.prepare(model)
-
-
 def test_an_override_of_ones_own_layers_alone_is_refused() -> None:
     said = "'conv1' is a quantized layer of your own, which keeps its grids; set its weight_spec and activation_spec"
     for pattern in ("conv1", "conv?", "type:Conv2d"):
