@@ -28,16 +28,9 @@ Calls = Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]
 def prepare_parts(
     root: nn.Module, recipe: QuantRecipe, examples: dict[str, Any] | None, reason: str, graph_class: type[PreparedGraph]
 ) -> nn.Module:
-    """Quantize the largest submodules that can be traced, and other layers one by one, in place.
+    """Quantize the largest submodules of a copy of the float model that can be traced, and other layers one by one.
 
-    Args:
-        root: a copy of the float model.
-        recipe, graph_class: the grids, and the class of the parts.
-        examples: arguments of forward by name; a run with them records the inputs of the submodules.
-        reason: why the model cannot be traced as a whole.
-
-    Raises:
-        ValueError: if a grid of the recipe does not fit, or the model does not run with the examples.
+    A run with the examples records the inputs of the submodules. `reason`: why there is no graph of the whole model.
     """
     calls = None
     if examples is not None:

@@ -33,12 +33,7 @@ def wrapped(model: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def check_float_model(model: nn.Module, recipe: Any) -> None:
-    """Raise the errors of `prepare` for models and recipes that it cannot take.
-
-    Raises:
-        TypeError: if recipe is not a QuantRecipe.
-        ValueError: for a model that is quantized already, fused, wrapped, scripted, or without shapes.
-    """
+    """Raise the errors of `prepare` for models and recipes that it cannot take."""
     if not (recipe is None or isinstance(recipe, QuantRecipe)):
         raise TypeError(
             f"prepare: recipe must be a QuantRecipe, got {type(recipe).__name__}; inputs are given by name,"

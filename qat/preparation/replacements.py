@@ -97,9 +97,6 @@ def follow_replacements(model: fx.GraphModule) -> bool:
 
     Returns:
         Whether a call changed; the graph then has to be recompiled.
-
-    Raises:
-        ValueError: if a module that is called is gone.
     """
     changed = False
     for node in list(model.graph.nodes):

@@ -13,13 +13,6 @@ def name_quantizers(proto: Any, expected: Mapping[str, tuple[float, ...]]) -> No
     """Give every QuantizeLinear and its integers the name of its quantizer; further calls are numbered.
 
     Two quantizers with the same grid on the same tensor become one operator, with the name of one of them.
-
-    Args:
-        proto: the file.
-        expected: the grids of the model's quantizers, by name.
-
-    Raises:
-        ValueError: if a quantizer is missing.
     """
     read_by = readers(proto.graph)
     seen: Counter[str] = Counter()
@@ -53,11 +46,7 @@ def name_weights(proto: Any) -> None:
 
 
 def name_ends(proto: Any, inputs: Sequence[str] | None, outputs: Sequence[str] | None) -> None:
-    """Give the inputs and outputs of a file the names that are asked for, in their order.
-
-    Raises:
-        ValueError: if there are more or fewer of them, or a name is taken.
-    """
+    """Give the inputs and outputs of a file the names that are asked for, in their order."""
     graph = proto.graph
     new: dict[str, str] = {}
     for what, ends, names in (("input", graph.input, inputs), ("output", graph.output, outputs)):
