@@ -86,12 +86,7 @@ def record_calls(model: nn.Module, examples: dict[str, Any]) -> Calls:
 class _PartsVisitor:
     """The walk through a model that cannot be traced as a whole.
 
-    Args:
-        recipe, graph_class: see `prepare_parts`.
-        calls: from `record_calls`, or None without examples.
-
-    Attributes:
-        left: the layers that stay in float, name to reason.
+    `calls` are from `record_calls`, or None without examples; `left` are the layers that stay in float, with reasons.
     """
 
     def __init__(

@@ -10,10 +10,8 @@ from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import LEFT_IN_FLOAT
 from qat.recipe import QuantRecipe
 
-TOOLKITS = ("torch.ao", "torchao", "brevitas", "pytorch_quantization", "modelopt")
+FOREIGN = ("torch.ao.", "torchao.", "brevitas.", "pytorch_quantization.", "modelopt.")
 """Packages whose modules quantize, or fuse layers for it. They are known by name and never imported."""
-
-FOREIGN = tuple(f"{package}." for package in TOOLKITS)
 
 IN_FLOAT_MODELS = ("QuantStub", "DeQuantStub", "FloatFunctional", "QuantWrapper")
 """What torch.ao has people write into float models: markers that compute nothing, or in float."""

@@ -243,17 +243,10 @@ LAYERS: dict[str, tuple[Callable[[str], nn.Module], Inputs]] = {
     # Query, key and value are one tensor; a layer of the user's own has three quantizers for it, with equal grids.
     "self-attention": (SelfAttention, {"x": draw(3, 4, 8)}),
 }  # fmt: skip
-SLOW = {(case, "prepared") for case in list(LAYERS)[3:]} | {("recurrent", "own")}
-"""Layers that are the same module once prepared, or that other tests export as part of whole models."""
 
 
-@pytest.mark.parametrize(
-    ("case", "form"),
-    [
-        pytest.param(case, form, marks=[pytest.mark.slow] * ((case, form) in SLOW))
-        for case in LAYERS
-        for form in ("prepared", "own")
-    ],
+@pytest.mark.parametrize(  # the others are the same modules once prepared
+    ("case", "form"), [*((case, "own") for case in LAYERS), *((case, "prepared") for case in list(LAYERS)[:3])]
 )
 def test_layers(case: str, form: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

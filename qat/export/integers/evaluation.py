@@ -27,7 +27,8 @@ def evaluation_copy(model: nn.Module, fold_quantizers: bool = False) -> nn.Modul
         parameter.requires_grad_(False)
     for part in evaluated.modules():
         if isinstance(part, fx.GraphModule):
-            _keep_evaluation(part)
+            evaluation_only(part)
+            drop_unread(part.graph, part)
             _fold(part, fold_quantizers)
     return evaluated
 
@@ -72,11 +73,6 @@ def numbered(name: str, seen: Counter[str]) -> str:
     """The name, with a number from its second use on; `seen` counts the uses."""
     seen[name] += 1
     return name if seen[name] == 1 else f"{name}.{seen[name] - 1}"
-
-
-def _keep_evaluation(model: fx.GraphModule) -> None:
-    evaluation_only(model)
-    drop_unread(model.graph, model)
 
 
 @torch.no_grad()

@@ -71,13 +71,11 @@ def name_ends(proto: Any, inputs: Sequence[str] | None, outputs: Sequence[str] |
         node.output[:] = [new.get(name, name) for name in node.output]
 
 
-def strip_traces(proto: Any) -> None:
-    """Drop the exporter's Python stack traces: they name this machine's paths and are larger than the operators."""
-    _strip_graph(proto.graph)
+def strip_traces(graph: Any) -> None:
+    """Drop the exporter's Python stack traces: they name this machine's paths and are larger than the operators.
 
-
-def _strip_graph(graph: Any) -> None:
-    """A graph's traces, and those of the graphs inside it: the bodies of loops."""
+    Those of the graphs inside it, the bodies of loops, are dropped too.
+    """
     del graph.metadata_props[:]
     del graph.value_info[:]
     for part in (*graph.node, *graph.input, *graph.output, *graph.initializer):
@@ -86,7 +84,7 @@ def _strip_graph(graph: Any) -> None:
     for node in graph.node:
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                _strip_graph(inner)
+                strip_traces(inner)
 
 
 def _metadata(node: Any, key: str) -> str | None:
