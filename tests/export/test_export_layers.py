@@ -245,8 +245,12 @@ LAYERS: dict[str, tuple[Callable[[str], nn.Module], Inputs]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(  # the others are the same modules once prepared
-    ("case", "form"), [*((case, "own") for case in LAYERS), *((case, "prepared") for case in list(LAYERS)[:3])]
+@pytest.mark.parametrize(
+    ("case", "form"),
+    [
+        *(pytest.param(case, "own", marks=[pytest.mark.slow] * (case == "recurrent")) for case in LAYERS),
+        *((case, "prepared") for case in list(LAYERS)[:3]),  # the others are the same modules once prepared
+    ],
 )
 def test_layers(case: str, form: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
