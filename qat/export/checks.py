@@ -35,13 +35,7 @@ PLAIN_RESULTS = (torch.Tensor, int, float, complex, bool, str, type(None))
 
 
 def check_exportable(model: nn.Module) -> None:
-    """Check that the model is one graph, and that it has integers; see `check_integers`.
-
-    Raises:
-        TypeError: if the model holds no quantizer.
-        ValueError: if the model was prepared in parts, or for the first quantizer that cannot be written, or that a
-            runtime would compute otherwise.
-    """
+    """Check that the model is one graph, and that it has integers; see `check_integers`."""
     if WHOLE_MODEL in vars(model).get(LEFT_IN_FLOAT, {}):
         parts = prepared_parts(model)
         way = (
@@ -58,16 +52,7 @@ def check_exportable(model: nn.Module) -> None:
 
 
 def check_integers(model: nn.Module, caller: str) -> None:
-    """Check that every quantizer of the model is switched on, calibrated, and has integers of at most 8 bits.
-
-    Args:
-        model: prepared, or any module that holds quantizers.
-        caller: the function that needs the integers, for errors.
-
-    Raises:
-        TypeError: if the model holds no quantizer.
-        ValueError: for a parameter in less than float32, or the first quantizer that has no such integers.
-    """
+    """Check that every quantizer of the model is switched on, calibrated, and has integers of at most 8 bits."""
     quantizers = {name: module for name, module in model.named_modules() if isinstance(module, Quantizer)}
     if not quantizers:
         raise TypeError(f"{caller}: expected a model from qat.prepare, got {type(model).__name__} without quantizers")
@@ -110,12 +95,7 @@ def check_path(caller: str, path: Any, order: str) -> None:
 
 
 def check_new_file(path: Path) -> None:
-    """Check that a file can be written at this path, before the work for it is done.
-
-    Raises:
-        FileNotFoundError: if its folder is missing.
-        IsADirectoryError: if it is a folder itself.
-    """
+    """Check that a file can be written at this path, before the work for it is done."""
     if path.is_dir():
         raise IsADirectoryError(f"export_onnx: {str(path)!r} is a folder; give the file in it, such as model.onnx")
     if not path.parent.is_dir():

@@ -87,6 +87,7 @@ def export_onnx(
             something else than tensors, if torch.onnx cannot export it, if the ONNX graph lacks a quantizer, or for an
             opset or names that do not fit.
     """
+    import onnx
 
     check_path("export_onnx", path, "model, path, example_inputs")
     expect_model(export_onnx, model)
@@ -111,11 +112,14 @@ def export_onnx(
     add_barriers(proto)
     if packed and opset >= OPSET:
         pack_weights(proto)
-    strip_traces(proto)
+    strip_traces(proto.graph)
     if normalization is not None:
         take_pixels(proto, normalization)
     name_ends(proto, input_names, output_names)
-    _finish(proto, notes, Path(path))
+    onnx.helper.set_model_props(proto, notes)
+    onnx.checker.check_model(proto)
+    with atomic_write(Path(path)) as temporary:
+        temporary.write_bytes(proto.SerializeToString())
 
 
 def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations) -> Any:
@@ -136,16 +140,6 @@ def _traced(model: nn.Module, example_inputs: Inputs, operations: OnnxOperations
     own_initializers(proto)
     fix_sizes(program, proto)
     return proto
-
-
-def _finish(proto: Any, notes: dict[str, str], path: Path) -> None:
-    """Check the file, and write it."""
-    import onnx
-
-    onnx.helper.set_model_props(proto, notes)
-    onnx.checker.check_model(proto)
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(proto.SerializeToString())
 
 
 def _as_json(metadata: Mapping[str, Any]) -> dict[str, str]:

@@ -28,16 +28,9 @@ Calls = Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]
 def prepare_parts(
     root: nn.Module, recipe: QuantRecipe, examples: dict[str, Any] | None, reason: str, graph_class: type[PreparedGraph]
 ) -> nn.Module:
-    """Quantize the largest submodules that can be traced, and other layers one by one, in place.
+    """Quantize the largest submodules of a copy of the float model that can be traced, and other layers one by one.
 
-    Args:
-        root: a copy of the float model.
-        recipe, graph_class: the grids, and the class of the parts.
-        examples: arguments of forward by name; a run with them records the inputs of the submodules.
-        reason: why the model cannot be traced as a whole.
-
-    Raises:
-        ValueError: if a grid of the recipe does not fit, or the model does not run with the examples.
+    A run with the examples records the inputs of the submodules. `reason`: why there is no graph of the whole model.
     """
     calls = None
     if examples is not None:
@@ -93,12 +86,7 @@ def record_calls(model: nn.Module, examples: dict[str, Any]) -> Calls:
 class _PartsVisitor:
     """The walk through a model that cannot be traced as a whole.
 
-    Args:
-        recipe, graph_class: see `prepare_parts`.
-        calls: from `record_calls`, or None without examples.
-
-    Attributes:
-        left: the layers that stay in float, name to reason.
+    `calls` are from `record_calls`, or None without examples; `left` are the layers that stay in float, with reasons.
     """
 
     def __init__(

@@ -165,13 +165,9 @@ def unpickled(
     cls: type[PreparedGraph], function: Callable[..., Any], arguments: tuple[Any, ...], passing: dict[str, set[str]],
     notes: Notes,
 ) -> PreparedGraph:  # fmt: skip
-    """The model that `PreparedGraph.__reduce__` pickled.
+    """The model that `PreparedGraph.__reduce__` pickled; `passing`: the non-persistent buffers of each module.
 
-    Args:
-        cls: its class.
-        function, arguments: torch.fx's own way to restore it; the graph is recorded again from its code.
-        passing: names of the non-persistent buffers of each module.
-        notes: notes on the graph's nodes.
+    torch.fx's own function restores it: it records the graph again from its code.
     """
     model: Any = function(*arguments)
     own = type(OF_ONE_MODEL, (cls,), {})

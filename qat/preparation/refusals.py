@@ -10,10 +10,8 @@ from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import LEFT_IN_FLOAT
 from qat.recipe import QuantRecipe
 
-TOOLKITS = ("torch.ao", "torchao", "brevitas", "pytorch_quantization", "modelopt")
+FOREIGN = ("torch.ao.", "torchao.", "brevitas.", "pytorch_quantization.", "modelopt.")
 """Packages whose modules quantize, or fuse layers for it. They are known by name and never imported."""
-
-FOREIGN = tuple(f"{package}." for package in TOOLKITS)
 
 IN_FLOAT_MODELS = ("QuantStub", "DeQuantStub", "FloatFunctional", "QuantWrapper")
 """What torch.ao has people write into float models: markers that compute nothing, or in float."""
@@ -33,12 +31,7 @@ def wrapped(model: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def check_float_model(model: nn.Module, recipe: Any) -> None:
-    """Raise the errors of `prepare` for models and recipes that it cannot take.
-
-    Raises:
-        TypeError: if recipe is not a QuantRecipe.
-        ValueError: for a model that is quantized already, fused, wrapped, scripted, or without shapes.
-    """
+    """Raise the errors of `prepare` for models and recipes that it cannot take."""
     if not (recipe is None or isinstance(recipe, QuantRecipe)):
         raise TypeError(
             f"prepare: recipe must be a QuantRecipe, got {type(recipe).__name__}; inputs are given by name,"

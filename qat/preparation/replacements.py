@@ -35,10 +35,6 @@ log = logging.getLogger("qat")
 class ModuleSnapshot:
     """The modules that a model's graph calls or passes to others, and the blocks around them, at one moment.
 
-    Args:
-        model: the model.
-        names: names of the modules.
-
     Attributes:
         reads: calls without a line of Python that look at all of this again: a model asks in every forward.
         values: what they returned.
@@ -97,9 +93,6 @@ def follow_replacements(model: fx.GraphModule) -> bool:
 
     Returns:
         Whether a call changed; the graph then has to be recompiled.
-
-    Raises:
-        ValueError: if a module that is called is gone.
     """
     changed = False
     for node in list(model.graph.nodes):

@@ -28,9 +28,6 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe
 
     Returns:
         The layers of root that stay in float, name to reason, those that the graph does not call included.
-
-    Raises:
-        ValueError: if a twin cannot be made with the recipe's grid.
     """
     called = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
     left: dict[str, str] = {}
@@ -167,12 +164,7 @@ def folds(layer: QuantLayer, norm: nn.Module | None, producer: fx.Node) -> bool:
 
 
 def check_patterns(recipe: QuantRecipe, layers: Mapping[str, str], model: nn.Module) -> None:
-    """Refuse a recipe with an override that matches none of the layers, given by name and name of float class.
-
-    Raises:
-        ValueError: naming the pattern and the nearest layers, or classes; or the model's own quantized layers, which
-            keep their grids, if it matches no others.
-    """
+    """Refuse a recipe with an override that matches none of the layers, given by name and name of float class."""
     own = {name for name, layer in layers_of(model) if isinstance(layer, QuantTwin) and _has_its_quantizers(layer)}
     for pattern in recipe.overrides:
         matched = {name for name, kind in layers.items() if recipe.matches(pattern, name, kind)}

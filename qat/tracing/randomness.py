@@ -76,11 +76,7 @@ class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_paused = is_paused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation.
-
-        Raises:
-            TraceError: if it draws random numbers.
-        """
+        """Run an operation."""
         if torch.Tag.nondeterministic_seeded in func.tags and not self._is_paused():
             name = func.overloadpacket.__name__
             raise TraceError(f"forward draws random numbers ({name}), which a graph would not draw anew at every call")

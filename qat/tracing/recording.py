@@ -36,11 +36,7 @@ from qat.tracing.tracer import QuantTracer, is_foreign
 
 
 def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
-    """Refuse modules whose behaviour a graph would lose, and names that a graph cannot use.
-
-    Raises:
-        UntraceableError: naming the module.
-    """
+    """Refuse modules whose behaviour a graph would lose, and names that a graph cannot use."""
     taken = {*dir(graph_class(nn.Module(), fx.Graph())), "self"} - set(dir(nn.Module()))
     words = {word for word in taken if word in {**children_of(model), **parameters_of(model), **buffers_of(model)}}
     paths = [name for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())]
@@ -125,9 +121,6 @@ def _check_answer(model: nn.Module, examples: Examples, tracer: QuantTracer, gra
 
     The model runs with another random seed than the trace, and without gradients. The modules that the graph calls
     handle their modes themselves; here they run in evaluation, as they did for the graph's output.
-
-    Raises:
-        UntraceableError: if the graph's output for the example inputs is not the model's.
     """
 
     def run() -> Any:

@@ -119,11 +119,7 @@ def _merge(model: nn.Module, training: fx.Graph, evaluation: fx.Graph) -> dict[f
 
 
 def _check_side_effects(node: fx.Node, mode: str, model: nn.Module) -> None:
-    """Refuse a node of one mode that changes the model: in a merged graph, the other mode would run it too.
-
-    Raises:
-        UntraceableError: if the node does.
-    """
+    """Refuse a node of one mode that changes the model: in a merged graph, the other mode would run it too."""
     target = node.args[0] if node.args else None
     while isinstance(target, fx.Node) and target.op in ("call_method", "call_function") and target.args:
         target = target.args[0]

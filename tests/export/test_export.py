@@ -12,9 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-import torchvision
 from onnx import numpy_helper
-from prepared_case import Plain
 from torch import nn
 
 import qat
@@ -158,25 +156,6 @@ def test_verification_sees_a_file_of_another_model(small: tuple[torch.fx.GraphMo
     assert total(compare_layers(path, model, images))[1] > 1000
 
 
-@pytest.mark.slow
-def test_resnet18_becomes_20_integer_convolutions_and_8_integer_adds(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = torchvision.models.resnet18(num_classes=10)
-    for _ in range(3):
-        net(torch.randn(8, 3, 32, 32))
-    model = qat.prepare(net.eval())
-    qat.calibrate(model, [torch.randn(8, 3, 32, 32)])
-    path = tmp_path / "model.onnx"
-    qat.export_onnx(model, path, torch.randn(1, 3, 32, 32))
-    operators = optimized_operators(path)
-    assert (operators["QLinearConv"], operators["QLinearAdd"], operators["QGemm"]) == (20, 8, 1)
-    assert not {"Conv", "FusedConv", "Add", "Gemm", "MatMul"} & set(operators)
-    elements, differing, largest = total(compare_layers(path, model, torch.randn(32, 3, 32, 32)))
-    assert differing < elements / 100_000 and largest <= 1
-    floats = sum(parameter.numel() for parameter in net.parameters()) * 4
-    assert path.stat().st_size < 0.27 * floats
-
-
 REFUSED: list[tuple[Callable[[], nn.Module], type[Exception], str]] = [
     (Small, TypeError, "expected a model from qat.prepare, got Small without quantizers"),
     (lambda: qat.prepare(Small()), ValueError,
@@ -252,26 +231,6 @@ def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeyp
     done.clear()  # compiled kernels are put in place too
     exported(tmp_path / "model.onnx", model)
     assert done == ["fsync", "replace"] and [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
-
-
-def test_split_grids_stay_in_integers(tmp_path: Path) -> None:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        left, right = self.a(x).chunk(2, dim=1)
-        return self.c(torch.cat([self.b(left), right], 1)).mean((2, 3))
-
-    x, path = torch.randn(8, 4, 6, 6), tmp_path / "split.onnx"
-    model = qat.prepare(Plain(forward, a=nn.Conv2d(4, 4, 1), b=nn.Conv2d(2, 2, 1), c=nn.Conv2d(4, 4, 1)).eval())
-    qat.calibrate(model, [x])
-    qat.export_onnx(model, path, x)
-    operators = optimized_operators(path)
-    assert operators["QLinearConv"] == 3 and "Conv" not in operators
-
-
-def test_signed_grids_stay_in_integers(tmp_path: Path) -> None:
-    signed = small_model(qat.QuantRecipe(activation=qat.QuantSpec(signed=True, symmetric=True)))
-    path = exported(tmp_path / "signed.onnx", signed)
-    elements, differing, largest = total(compare_layers(path, signed, torch.randn(64, 3, 8, 8)))
-    assert differing <= elements / 10_000 and largest <= 1
 
 
 def test_weights_that_do_not_fit_int8_are_refused(tmp_path: Path) -> None:

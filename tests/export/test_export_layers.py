@@ -243,16 +243,13 @@ LAYERS: dict[str, tuple[Callable[[str], nn.Module], Inputs]] = {
     # Query, key and value are one tensor; a layer of the user's own has three quantizers for it, with equal grids.
     "self-attention": (SelfAttention, {"x": draw(3, 4, 8)}),
 }  # fmt: skip
-SLOW = {(case, "prepared") for case in list(LAYERS)[3:]} | {("recurrent", "own")}
-"""Layers that are the same module once prepared, or that other tests export as part of whole models."""
 
 
 @pytest.mark.parametrize(
     ("case", "form"),
     [
-        pytest.param(case, form, marks=[pytest.mark.slow] * ((case, form) in SLOW))
-        for case in LAYERS
-        for form in ("prepared", "own")
+        *(pytest.param(case, "own", marks=[pytest.mark.slow] * (case == "recurrent")) for case in LAYERS),
+        *((case, "prepared") for case in list(LAYERS)[:3]),  # the others are the same modules once prepared
     ],
 )
 def test_layers(case: str, form: str, tmp_path: Path) -> None:

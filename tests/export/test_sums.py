@@ -51,14 +51,6 @@ def test_a_sum_that_ends_on_few_bits_is_added_as_torch_adds(tmp_path: Path) -> N
     assert qat.verify_onnx(path, model, [x]).max_difference > 1e-3  # else the sums above would prove nothing
 
 
-def test_a_sum_that_is_read_as_it_is_stays_an_integer_one(tmp_path: Path) -> None:
-    x, path = torch.randn(16, 3, 16, 16), tmp_path / "model.onnx"
-    model = qat.prepare(Block(), qat.QuantRecipe(), x)
-    qat.calibrate(model, [x])
-    qat.export_onnx(model.eval(), path, x)
-    assert "QLinearAdd" in optimized_operators(path)
-
-
 def _with_ties(x: torch.Tensor) -> torch.nn.Module:
     """8 bits, where 0.1 m + 0.3 n lies on a tie of 0.2 for every other pair of integers."""
     torch.manual_seed(0)

@@ -227,12 +227,6 @@ def test_a_pattern_that_names_no_read_is_refused_with_the_nearest() -> None:
         qat.prepare(Mixed(), qat.QuantRecipe(overrides={"linaer": {"skip": True}}), example_inputs=IMAGE)
 
 
-def test_a_grid_that_does_not_fit_a_read_names_it() -> None:
-    recipe = qat.QuantRecipe(overrides={"linear": {"weight": {"granularity": "group", "group_size": 3}}})
-    with refused("prepare: linear (weight): group_size=3 does not divide the weight's 8 inputs; use 1, 2, 4, 8"):
-        qat.prepare(Mixed(), recipe, example_inputs=IMAGE)
-
-
 def test_functions_without_a_twin_are_named() -> None:
     net = Plain(
         lambda self, x: self.c(F.conv_transpose2d(x, self.w)), w=parameter(3, 4, 3, 3), c=nn.Conv2d(4, 4, 3)

@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from prepared_case import (
     Plain,
     activation_quantizers,
-    assert_close_to_float,
     assert_computes_as,
-    assert_takes_float_state,
     draw,
     refused,
     without_quantizers,
@@ -84,23 +82,6 @@ def test_a_model_in_parts_computes_as_the_float_model(example_inputs: Any) -> No
     assert set(without_quantizers(model).train()(IMAGES, [1])) == {"boxes", "scores", "loss"}
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert not any(isinstance(module, (Quantizer, QuantLayer, fx.GraphModule)) for module in net.modules())
-
-
-def test_a_model_in_parts_calibrates_trains_copies_and_loads() -> None:
-    net = Detector().eval()
-    model = qat.prepare(net, example_inputs=(IMAGES,))
-    assert_takes_float_state(model, net.state_dict())
-    assert_close_to_float(net, model, {"images": IMAGES})
-    expected = model(IMAGES)
-    twin = copy.deepcopy(model)
-    assert torch.equal(twin(IMAGES)["scores"], expected["scores"]) and twin.body.out_channels == 4
-    fresh = qat.prepare(net, example_inputs=(IMAGES,))
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(fresh.eval()(IMAGES)["boxes"], expected["boxes"])
-    sum(tensor.square().sum() for tensor in model.train()(IMAGES).values()).backward()
-    for name, parameter in model.named_parameters():
-        unused = name.startswith("unused")
-        assert (parameter.grad is None) if unused else bool(parameter.grad.isfinite().all()), name
 
 
 class Counts(nn.Module):

@@ -142,16 +142,6 @@ def test_every_operand_of_integer_work_has_a_grid_and_nothing_else(case: str) ->
     assert integer_work(model, x).share == 1.0
 
 
-@pytest.mark.parametrize("target", ["tensorrt", "openvino", "qnnpack", "integer_only"])
-def test_every_target_computes_as_the_float_model(target: Any) -> None:
-    for case, (forward, parts, x, _) in PLACES.items():
-        net = Plain(forward, **parts).eval()
-        model = qat.prepare(net, qat.QuantRecipe(target=target), example_inputs=x)
-        assert integer_work(model, x).share == 1.0, case
-        assert_computes_as(net, model, x)
-        assert_close_to_float(net, model, x, error=0.1)
-
-
 class EncoderBlock(nn.Module):
     """A pre-norm block of a vision transformer."""
 
@@ -178,14 +168,6 @@ def test_the_residual_stream_of_a_transformer_stays_in_float() -> None:
     assert integer_work(model, TOKENS).share == 1.0
     assert_computes_as(net, model, TOKENS)
     assert_close_to_float(net, model, TOKENS)
-
-
-def test_layers_shared_between_calls_get_the_grid_of_each_call() -> None:
-    net = Plain(lambda self, x: self.conv(self.conv(x) * 3), conv=nn.Conv2d(2, 2, 1)).eval()
-    model, x = qat.prepare(net), draw(4, 2, 3, 3)
-    grids = [node.kwargs["input_quantizer"].target for node in model.graph.nodes if node.target == "conv"]
-    assert grids == ["input_quantizer", "mul_quantizer"]
-    assert_close_to_float(net, model, x)
 
 
 def test_overrides_choose_the_grid_of_a_layers_input() -> None:
@@ -285,18 +267,6 @@ def test_shape_arithmetic_is_not_quantized(example_inputs: Tensor | None) -> Non
     model = qat.prepare(net, example_inputs=example_inputs)
     assert sorted(activation_quantizers(model)) == ["conv_quantizer", "input_quantizer"]
     assert_computes_as(net, model, draw(5, 2, 2, 2))  # another batch
-
-
-def test_results_of_a_tuple_are_quantized_each_on_its_own() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        parts = torch.unbind(x, 1)
-        return self.a(parts[0]) + self.b(input=parts[1])
-
-    net = Plain(forward, a=nn.Linear(3, 2), b=nn.Linear(3, 2)).eval()
-    x = draw(8, 2, 3) * torch.tensor([1.0, 100.0])[:, None]
-    model = qat.prepare(net)
-    assert_close_to_float(net, model, x)
-    assert len([name for name in activation_quantizers(model) if "getitem" in name]) == 2
 
 
 def test_products_that_have_no_integer_form_here_are_named() -> None:

@@ -147,12 +147,6 @@ def test_overrides_by_class_and_subtree(overrides: dict[Any, Any], bits: tuple[i
     assert set(found) <= set(names)
 
 
-def test_a_class_fits_layers_that_only_construct_differently() -> None:
-    net = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (4, 1, 1)), Pointwise(4))
-    model = qat.prepare(net, qat.QuantRecipe(overrides={nn.Conv2d: {"weight": {"bits": 4}}}), draw(2, 4))
-    assert weight_bits(model) == {"0": 8, "2": 4}
-
-
 WHOLE: dict[str, tuple[Callable[[], nn.Module], Tensor, qat.QuantRecipe]] = {
     "net": (Net, draw(2, 3, 8, 8), qat.QuantRecipe()),
     "other bits": (mixed, draw(2, 3, 6, 6), qat.QuantRecipe(overrides={"body": SKIP}, first_bits=4)),
@@ -249,15 +243,6 @@ def test_the_table_has_every_layer_and_its_reason(all_kinds: nn.Module) -> None:
     assert left["gain"][-1].endswith("mul reads it as a plain tensor")
     assert all("forward never calls it" in left[name][-1] for name in ("unused", "deep.unused"))
     assert [table[name][0] for name in ("unused", "deep.unused", "skipped")] == ["Linear", "Conv2d", "Linear"]
-
-
-def test_the_table_is_in_the_order_in_which_layers_run(all_kinds: nn.Module) -> None:
-    table = [name for name in rows(qat.summary(all_kinds)) if "quantizer" not in name]
-    order = [
-        "words", "lstm.product_ih_l0", "lstm.product_hh_l0", "attend.query_projection", "attend.key_projection",
-        "attend.value_projection", "attend.out_proj", "pair", "head",
-    ]  # fmt: skip
-    assert [name for name in table if name in order] == order
 
 
 def test_the_table_of_a_model_in_parts() -> None:

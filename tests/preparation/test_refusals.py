@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
 from prepared_case import refused
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -43,17 +42,10 @@ def test_a_model_of_another_toolkit_is_named(module: str, name: str) -> None:
             qat.prepare(model)
 
 
-def test_a_float_model_that_is_only_marked_for_torch_ao_is_prepared() -> None:
-    """torchvision's quantizable models, before they are quantized, hold QuantStubs and FloatFunctionals."""
-    marked = torchvision.models.quantization.resnet18(weights=None, quantize=False).eval()
-    model = qat.prepare(marked, example_inputs=torch.randn(1, 3, 64, 64))
-    assert model.get_submodule("layer1.0.conv1").weight_quantizer.is_calibrated  # type: ignore[union-attr]
-    assert qat.prepare(nn.Sequential(imitation("torchaolib.nn", "Linear", nn.Linear)(4, 2)), dry_run=True)
-
-
 def test_a_model_that_torch_ao_only_wraps_in_markers_is_prepared() -> None:
     model = qat.prepare(torch.ao.quantization.QuantWrapper(nn.Linear(4, 2)), example_inputs=torch.randn(3, 4))
     assert isinstance(model.get_submodule("module"), qat.QuantLinear)
+    assert qat.prepare(nn.Sequential(imitation("torchaolib.nn", "Linear", nn.Linear)(4, 2)), dry_run=True)
 
 
 def test_a_model_that_was_only_fused_says_so() -> None:

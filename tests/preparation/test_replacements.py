@@ -298,23 +298,6 @@ def test_a_value_that_is_no_number_stays_with_its_sample(x: Tensor, activation: 
     assert int(model.norm.num_batches_tracked - before) == 1
 
 
-def test_a_row_of_attention_that_is_masked_whole_stays_alone() -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 5)
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).chunk(3, -1)
-            return self.out((q @ k.mT + mask).softmax(-1) @ v)  # type: ignore[no-any-return]
-
-    x, mask = torch.randn(4, 6, 8), torch.zeros(4, 1, 6)
-    model = qat.prepare(Attention(), example_inputs=(x, mask))
-    qat.calibrate(model, [{"x": x, "mask": mask}])
-    mask[0] = -torch.inf
-    assert model.train()(x, mask).isnan().any(2).any(1).tolist() == [True, False, False, False]
-
-
 def test_a_pickle_keeps_what_a_layer_was_handed(x: Tensor, model: Any) -> None:
     own, model.conv2 = model.conv2, nn.Conv2d(16, 16, 3, padding=1)
     model(x)

@@ -63,19 +63,6 @@ def test_auxiliary_heads_run_in_training_only(case: str, example_inputs: Tensor 
     assert "aux.0_quantizer" in activation_quantizers(model) and noted(model, LEFT_IN_FLOAT) == {}
 
 
-def test_an_auxiliary_head_learns() -> None:
-    torch.manual_seed(0)
-    x = draw(4, 3, 8, 8)
-    model = qat.prepare(WithAuxiliaryHead(GIVES["tuple"][0]), example_inputs=x)
-    qat.calibrate(model, [x])
-    main, aux = model.train()(x)
-    (main.square().sum() + aux.square().sum()).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
-    # Both heads read the stem: its gradient is the sum of theirs.
-    assert bool(model.get_submodule("aux.0").weight.grad.any()) and bool(model.fc.weight.grad.any())
-
-
 def draw_paths(self: Any, x: Tensor) -> Tensor:
     """Stochastic depth as timm writes it."""
     y = self.a(x)
@@ -139,19 +126,6 @@ def test_what_depends_on_the_mode_is_decided_at_every_call(case: str) -> None:
     assert "(the model)" not in noted(model, LEFT_IN_FLOAT)
     if case != "always dropout":
         assert_close_to_float(net, model, x)
-
-
-def test_dropouts_draw_anew_in_training_and_rest_in_evaluation() -> None:
-    torch.manual_seed(0)
-    x = torch.rand(4, 64)
-    for start in (True, False):
-        forward = BY_MODE["F.dropout"][0]
-        model = qat.prepare(Plain(forward, a=nn.Linear(64, 64), b=nn.Linear(64, 64)).train(start))
-        qat.calibrate(model, [x])
-        model.eval()
-        assert torch.equal(model(x), model(x))
-        model.train()
-        assert not torch.equal(model(x), model(x))
 
 
 class FrozenNorm(nn.Module):

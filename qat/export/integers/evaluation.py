@@ -27,17 +27,14 @@ def evaluation_copy(model: nn.Module, fold_quantizers: bool = False) -> nn.Modul
         parameter.requires_grad_(False)
     for part in evaluated.modules():
         if isinstance(part, fx.GraphModule):
-            _keep_evaluation(part)
+            evaluation_only(part)
+            drop_unread(part.graph, part)
             _fold(part, fold_quantizers)
     return evaluated
 
 
 def call_names(model: fx.GraphModule) -> dict[fx.Node, str]:
-    """The name of every quantizer call; the second call of `quantizer` is `quantizer.1`. Calls on constants have none.
-
-    Args:
-        model: from `evaluation_copy`.
-    """
+    """The name of every quantizer call on activations in an `evaluation_copy`; the second call of `q` is `q.1`."""
     fixed = fixed_nodes(model.graph)
     seen: Counter[str] = Counter()
     return {
@@ -48,13 +45,9 @@ def call_names(model: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 def quantizer_calls(model: nn.Module, path: str = "") -> dict[str, list[str]]:
-    """The names of the calls of activation quantizers, by the path of each: those that an exported file has.
+    """The names of the calls of activation quantizers in an `evaluation_copy`, by the path of each.
 
     How often a quantizer outside a graph is called is not known before a run: it stands for one call.
-
-    Args:
-        model: from `evaluation_copy`.
-        path: of the model in a larger one.
     """
     if isinstance(model, Quantizer):
         return {path: [path]} if model.role == "activation" else {}
@@ -80,11 +73,6 @@ def numbered(name: str, seen: Counter[str]) -> str:
     """The name, with a number from its second use on; `seen` counts the uses."""
     seen[name] += 1
     return name if seen[name] == 1 else f"{name}.{seen[name] - 1}"
-
-
-def _keep_evaluation(model: fx.GraphModule) -> None:
-    evaluation_only(model)
-    drop_unread(model.graph, model)
 
 
 @torch.no_grad()

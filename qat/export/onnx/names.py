@@ -13,13 +13,6 @@ def name_quantizers(proto: Any, expected: Mapping[str, tuple[float, ...]]) -> No
     """Give every QuantizeLinear and its integers the name of its quantizer; further calls are numbered.
 
     Two quantizers with the same grid on the same tensor become one operator, with the name of one of them.
-
-    Args:
-        proto: the file.
-        expected: the grids of the model's quantizers, by name.
-
-    Raises:
-        ValueError: if a quantizer is missing.
     """
     read_by = readers(proto.graph)
     seen: Counter[str] = Counter()
@@ -53,11 +46,7 @@ def name_weights(proto: Any) -> None:
 
 
 def name_ends(proto: Any, inputs: Sequence[str] | None, outputs: Sequence[str] | None) -> None:
-    """Give the inputs and outputs of a file the names that are asked for, in their order.
-
-    Raises:
-        ValueError: if there are more or fewer of them, or a name is taken.
-    """
+    """Give the inputs and outputs of a file the names that are asked for, in their order."""
     graph = proto.graph
     new: dict[str, str] = {}
     for what, ends, names in (("input", graph.input, inputs), ("output", graph.output, outputs)):
@@ -82,13 +71,11 @@ def name_ends(proto: Any, inputs: Sequence[str] | None, outputs: Sequence[str] |
         node.output[:] = [new.get(name, name) for name in node.output]
 
 
-def strip_traces(proto: Any) -> None:
-    """Drop the exporter's Python stack traces: they name this machine's paths and are larger than the operators."""
-    _strip_graph(proto.graph)
+def strip_traces(graph: Any) -> None:
+    """Drop the exporter's Python stack traces: they name this machine's paths and are larger than the operators.
 
-
-def _strip_graph(graph: Any) -> None:
-    """A graph's traces, and those of the graphs inside it: the bodies of loops."""
+    Those of the graphs inside it, the bodies of loops, are dropped too.
+    """
     del graph.metadata_props[:]
     del graph.value_info[:]
     for part in (*graph.node, *graph.input, *graph.output, *graph.initializer):
@@ -97,7 +84,7 @@ def _strip_graph(graph: Any) -> None:
     for node in graph.node:
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                _strip_graph(inner)
+                strip_traces(inner)
 
 
 def _metadata(node: Any, key: str) -> str | None:

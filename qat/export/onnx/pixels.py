@@ -14,24 +14,11 @@ PIXELS = "pixels"
 def take_pixels(proto: Any, normalization: tuple[Sequence[float], Sequence[float]]) -> None:
     """Put (pixel - 255 * mean) / (255 * std) and the change of layout in front of a model of one image input.
 
-    In float32 and in the order in which `train.py` normalises images, so that every integer behind it is the same.
-
-    Args:
-        proto: the file.
-        normalization: (mean, std) of red, green and blue, of pixels in [0, 1].
-
-    Raises:
-        ValueError: for anything else, or if the file's only input is no batch of images with 3 channels.
+    mean and std are those of pixels in [0, 1]. It computes in float32 and in the order in which `train.py` normalises
+    images, so that every integer behind it is the same.
     """
     from onnx import TensorProto, helper, numpy_helper
 
-    (first, *others), graph = proto.graph.input, proto.graph
-    axes = list(first.type.tensor_type.shape.dim)
-    if others or len(axes) != 4 or axes[1].dim_value != 3:
-        raise ValueError(
-            f"export_onnx: normalization is for one input of images (N, 3, H, W), the file has"
-            f" {', '.join(end.name for end in graph.input)}"
-        )
     try:
         with np.errstate(over="ignore", invalid="ignore"):
             values = np.asarray(normalization, np.float64).astype(np.float32) * np.float32(255)
@@ -41,6 +28,13 @@ def take_pixels(proto: Any, normalization: tuple[Sequence[float], Sequence[float
         raise ValueError(
             "export_onnx: normalization must be (mean, std), each of 3 finite numbers, std above 0; got"
             f" {normalization!r}"
+        )
+    (first, *others), graph = proto.graph.input, proto.graph
+    axes = list(first.type.tensor_type.shape.dim)
+    if others or len(axes) != 4 or axes[1].dim_value != 3:
+        raise ValueError(
+            f"export_onnx: normalization is for one input of images (N, 3, H, W), the file has"
+            f" {', '.join(end.name for end in graph.input)}"
         )
     pixels, as_floats, centred, scaled, normalized, mean_name, std_name = (
         unused_name(graph, name)

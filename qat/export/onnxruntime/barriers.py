@@ -29,11 +29,7 @@ LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
 def add_barriers(proto: Any) -> None:
-    """Put a LeakyRelu of slope 1 in front of every quantizer that requantizes, and of every float layer on a grid.
-
-    Args:
-        proto: an exported file; it is changed.
-    """
+    """Put a LeakyRelu of slope 1 in front of every quantizer that requantizes, and of every float layer on a grid."""
     from onnx import helper
 
     graph = proto.graph

@@ -132,11 +132,7 @@ class LayerComparison:
         self.session = open_session(proto.SerializeToString(), optimize=optimize, exact=not default_session)
 
     def follow(self, inputs: Any) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
-        """What `compare_layers_and_outputs` returns for one batch.
-
-        Raises:
-            ValueError: if the file's quantizers are not the model's.
-        """
+        """What `compare_layers_and_outputs` returns for one batch."""
         try:
             results = run_session(self.session, inputs, [*self.outputs, *self.names])
         except ValueError as error:
