@@ -46,7 +46,7 @@ def calibrate(
             while the batches run.
 
     Raises:
-        TypeError: if the model is no module, batches cannot be iterated over, or a batch is none.
+        TypeError: if model is not an nn.Module, batches is not iterable, or a batch has an unsupported type.
         ValueError: for a model without quantizers; without a batch; for a limit below 1; if the model does not run with
             a batch; if a quantizer saw no value, or NaN or infinity (the first that did is named); if a twin of your
             own (`register_twin`) evaluates otherwise than it trains.

@@ -77,8 +77,8 @@ def prepare(
         The prepared model, in the train or eval mode of the float one; call `calibrate` next. With dry_run, the table.
 
     Raises:
-        TypeError: if the model is none, or recipe is not a QuantRecipe, for instance example inputs passed without
-            their keyword.
+        TypeError: if model is not an nn.Module, or recipe is not a QuantRecipe, for instance example inputs passed
+            without their keyword.
         ValueError: if the model is prepared already (by another toolkit too) or has nothing to quantize, if a pattern
             of the recipe matches no layer, if the example inputs do not fit, or if a quantizer does not run with them.
 

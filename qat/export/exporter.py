@@ -23,7 +23,7 @@ from qat.export.integers.freezing import freeze, frozen_grids
 from qat.export.integers.frozen import FreezingError
 from qat.export.onnx.containers import pack_weights
 from qat.export.onnx.initializers import own_initializers
-from qat.export.onnx.names import name_ends, name_quantizers, name_weights, strip_traces
+from qat.export.onnx.names import name_quantizers, name_weights, rename_inputs_outputs, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.pixels import take_pixels
 from qat.export.onnx.program import export_program, fix_sizes
@@ -115,7 +115,7 @@ def export_onnx(
     strip_traces(proto.graph)
     if normalization is not None:
         take_pixels(proto, normalization)
-    name_ends(proto, input_names, output_names)
+    rename_inputs_outputs(proto, input_names, output_names)
     onnx.helper.set_model_props(proto, notes)
     onnx.checker.check_model(proto)
     with atomic_write(Path(path)) as temporary:

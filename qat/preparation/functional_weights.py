@@ -27,7 +27,7 @@ ARGUMENTS: dict[Any, tuple[str, ...]] = {
 REASON_NOTED = "qat_explained"
 """Key of node.meta: the function stays in float, and the reason is already noted under the layer's name."""
 
-RECIPE_NAME = "qat_speaks_as"
+RECIPE_NAME = "qat_recipe_name"
 """Key of node.meta: the name by which a recipe speaks of a layer that was a function."""
 
 

@@ -20,7 +20,7 @@ IN_FLOAT_MODELS = ("QuantStub", "DeQuantStub", "FloatFunctional", "QuantWrapper"
 def wrapped(model: nn.Module) -> tuple[str, nn.Module] | None:
     """The attribute and the model in one of torch's wrappers (DataParallel, AveragedModel, a compiled model), or None.
 
-    torch.ao's QuantWrapper is none of them: what it adds are markers in the float model.
+    torch.ao's QuantWrapper is not one of them: it adds markers in the float model.
     """
     if type(model).__module__.startswith("torch.") and type(model).__name__ not in IN_FLOAT_MODELS:
         for attribute in ("_orig_mod", "module"):

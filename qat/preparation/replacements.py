@@ -23,10 +23,10 @@ QUANTIZER_ARGUMENTS = ("input_quantizer", "other_quantizer")
 MODULE_ARGUMENTS = (*QUANTIZER_ARGUMENTS, "norm")
 """Keyword arguments that preparation adds to a layer's call; each is a module of the model."""
 
-AS_PREPARED = "qat_handed"
+AS_PREPARED = "qat_as_prepared"
 """Key of node.meta: the module arguments that the call had when the model was prepared, keyword to path."""
 
-STANDALONE_NORM = "qat_for_itself"
+STANDALONE_NORM = "qat_standalone_norm"
 """Key of node.meta: the call of a norm that its layer took as an argument before."""
 
 log = logging.getLogger("qat")

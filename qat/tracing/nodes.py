@@ -9,9 +9,9 @@ import torch
 from torch import fx, nn
 
 FACTS = "qat_facts"
-"""Key of node.meta: `Facts` of the node's tensor for the example inputs, or None if it is no tensor."""
+"""Key of node.meta: `Facts` of the node's tensor for the example inputs; None if it is not a tensor."""
 
-WRITTEN_LATER = "qat_changed"
+WRITTEN_LATER = "qat_written_later"
 """Key of node.meta: true if a later node writes into the tensor without giving it a new name."""
 
 
@@ -37,7 +37,7 @@ class Facts:
 
 
 PLAIN_RESULTS = ("size", "dim", "numel", "item", "shape", "ndim", "dtype", "device")
-"""Methods and attributes of a tensor that are none themselves."""
+"""Tensor methods and attributes that do not return tensors."""
 
 Notes = list[tuple[str, str, dict[str, Any]]]
 """For every node that computes something: its target, its scope, and its entries of meta under our own keys."""

@@ -28,7 +28,7 @@ FOREIGN = ("torch", "math", "builtins", "_operator", "operator", "qat")
 """Packages whose functions are operations; the tracer traces into any other function."""
 
 
-class Several(tuple[Any, ...]):
+class TupleWithNode(tuple[Any, ...]):
     """A tuple of results with a `node`, since torch.fx marks the node of what a wrapped function returns."""
 
     node = types.SimpleNamespace(meta={})
@@ -103,7 +103,7 @@ class QuantTracer(HintTracer):
         try:
             result = function(*args, **kwargs)
             if isinstance(result, (tuple, list)):
-                return Several(result)
+                return TupleWithNode(result)
             if isinstance(result, fx.Proxy):
                 return result
             reason = f"it returns a {type(result).__name__}"

@@ -119,7 +119,7 @@ class FrozenLayer(nn.Module):
         self.layer_name = name
         self.input_qparams = [stored_qparams(quantizer) for quantizer in quantizers]
         self.operations = operations
-        self.geometry = layer
+        self.twin = layer
         self.grids = nn.ModuleList(inputs)
         # A transposed convolution has its output channels on axis 1; with groups, one axis does not hold them all.
         self.in_torch_layout = isinstance(layer, TRANSPOSED) and layer.groups == 1
@@ -140,7 +140,7 @@ class FrozenLayer(nn.Module):
             operands: the second input of a bilinear layer. Other layers ignore a weight and a bias given here.
             options: further arguments of the operation, such as `output_size`.
         """
-        others = operands if len(self.geometry.quantizer_arguments) > 1 else ()
+        others = operands if len(self.twin.quantizer_arguments) > 1 else ()
         if self.grids:
             x, *rest = (grid(tensor) for grid, tensor in zip(self.grids, (x, *others), strict=True))
             others = tuple(rest)
@@ -148,11 +148,11 @@ class FrozenLayer(nn.Module):
             self.weight, self.weight_scale, self.weight_zero_point, int(self.in_torch_layout), self.layer_name
         )
         if not self.in_torch_layout:
-            weight = self.geometry.torch_layout(weight)
+            weight = self.twin.torch_layout(weight)
         bias: Tensor = self.bias
         if not self.operations.float_biases:
             bias = self.operations.dequantize(bias, self.bias_scale, None, axis=0)
-        result: Tensor = self.geometry.operate(x, weight, bias, *others, **options)
+        result: Tensor = self.twin.operate(x, weight, bias, *others, **options)
         return result
 
 

@@ -102,7 +102,7 @@ def _arrays(module: nn.Module, path: str) -> Iterator[tuple[str, IntegerArrays]]
 
 
 def _of_layer(layer: FrozenLayer) -> IntegerArrays:
-    weight = layer.weight if layer.in_torch_layout else layer.geometry.torch_layout(layer.weight)
+    weight = layer.weight if layer.in_torch_layout else layer.twin.torch_layout(layer.weight)
     if not layer.input_qparams:
         return IntegerArrays(*map(_array, (weight, layer.weight_scale, layer.weight_zero_point)))
     scales, zero_points = zip(*layer.input_qparams, strict=True)

@@ -45,7 +45,7 @@ def name_weights(proto: Any) -> None:
             node.name = numbered(f"{layer}.weight", seen)
 
 
-def name_ends(proto: Any, inputs: Sequence[str] | None, outputs: Sequence[str] | None) -> None:
+def rename_inputs_outputs(proto: Any, inputs: Sequence[str] | None, outputs: Sequence[str] | None) -> None:
     """Give the inputs and outputs of a file the names that are asked for, in their order."""
     graph = proto.graph
     new: dict[str, str] = {}
