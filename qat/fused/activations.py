@@ -66,12 +66,7 @@ PLAIN_CURVES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def row_of(computes: Any, options: Mapping[str, Any]) -> FusedActivation | None:
-    """The row of a class of modules, a function, or a method's name; None if kernels compute none such.
-
-    Args:
-        computes: the class, the function, or the name.
-        options: attributes or arguments besides the tensor.
-    """
+    """The row of a class of modules, a function or a method's name with these options; None if there is none."""
     for row in ACTIVATIONS:
         if computes in row.modules or computes in row.functions:
             given = {**DEFAULTS, **options}

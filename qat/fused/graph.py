@@ -114,11 +114,7 @@ class FusedGraph(PreparedGraph):
     def _self_check(self, *args: Any, **kwargs: Any) -> Verdict | None:
         """Compare a fused training step with the plain one; the model trains accordingly from now on.
 
-        Args:
-            args, kwargs: of forward; a slice of the batch is used.
-
-        Returns:
-            The result; None if nothing runs on codes, or if no step can run.
+        None if nothing runs on codes, or if no step can run.
         """
         with tracing_alone():  # a thread that waited finds the verdict
             fused = self._derive()

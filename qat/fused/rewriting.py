@@ -50,12 +50,7 @@ class FusedForward:
 
 
 def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict]) -> FusedForward:
-    """The model's forward on codes.
-
-    Args:
-        model: a prepared model; its parts are in training or evaluation as they will run.
-        verdicts: results of self-checks, by key.
-    """
+    """The forward on codes of a prepared model whose parts are in training or evaluation as they will run."""
     watched = Watched(model, module_names(model))
     kinds = sorted({parameter.device.type for parameter in model.parameters()})
     graph = fused_graph(model)
@@ -69,12 +64,7 @@ def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict]) -> Fus
 
 
 def fused_graph(model: fx.GraphModule, distrusted: Collection[str] = ()) -> fx.Graph | None:
-    """The graph of the model's forward on codes; None if no layer takes them.
-
-    Args:
-        model: a prepared model.
-        distrusted: names of modules that kernels may not replace.
-    """
+    """The graph of the model's forward on codes, without the distrusted modules; None if no layer takes them."""
     plan = CodesPlan(model, distrusted)
     return _Rewriting(plan).rewritten() if plan.layers else None
 

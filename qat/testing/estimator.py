@@ -147,10 +147,7 @@ def _fitted(gradient: Tensor | None, leaf: Tensor, slot: int) -> Tensor | None:
 
 
 def with_axes(estimator: Estimator, x: Tensor, axes: int) -> Tensor:
-    """x repeated along new leading axes until it has `axes` axes; parameters still broadcast as before.
-
-    If the function is not elementwise, x is returned unchanged.
-    """
+    """x repeated along new leading axes until it has `axes` axes; unchanged if the function is not elementwise."""
     if not estimator.elementwise or x.ndim >= axes:
         return x
     return x.expand(*LEADING[: axes - x.ndim], *x.shape).contiguous()

@@ -39,9 +39,6 @@ def elements_at(what: str, x: Tensor, pattern: Tensor, dtype: torch.dtype = torc
     """The address of a tensor's elements, which lie next to each other in the same order as those of `pattern`.
 
     The pattern has x's shape and strides, dense in any memory format; it is x itself if there is no other.
-
-    Raises:
-        ValueError: if the tensor is anything else.
     """
     found: int
     if x.dtype is dtype and x.is_cpu and _alike(x, pattern) and (found := x.data_ptr()):
@@ -53,11 +50,7 @@ def elements_at(what: str, x: Tensor, pattern: Tensor, dtype: torch.dtype = torc
 
 
 def rows_at(what: str, x: Tensor, rows: int) -> int:
-    """The address of a float32 tensor whose first axis is `rows` equal pieces, one after the other in memory.
-
-    Raises:
-        ValueError: if the tensor is anything else.
-    """
+    """The address of a float32 tensor whose first axis is `rows` equal pieces, one after the other in memory."""
     if rows == 1 or (x.dim() and x.shape[0] == rows and x.stride(0) * rows == x.numel()):
         return elements_at(what, x, x)
     raise ValueError(f"{what} should be {rows} rows, one after the other in memory, not {_described(x)}")

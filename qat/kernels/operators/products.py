@@ -109,13 +109,7 @@ def input_scale_gradient(
 
 @operator(formulas.codes_matmul)
 def codes_matmul(a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor) -> Tensor:
-    """a @ b of two tensors of codes, in float32.
-
-    Args:
-        a: uint8, (..., L, E), made `dense_matrices`.
-        b: uint8, (..., E, S), made `dense_matrices`, with a's sizes before the last two axes.
-        a_qparams, b_qparams: step and zero of each.
-    """
+    """a @ b of codes (..., L, E) and (..., E, S), both made `dense_matrices`, in float32."""
     y = torch.bmm(_matrices(a, a_qparams), _matrices(b, b_qparams))
     return y.view(*a.shape[:-1], b.shape[-1])
 
