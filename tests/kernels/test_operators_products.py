@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases_kernels import FORMULA, GRIDS, C, Quantized, dense, draw, draw_codes, near, weight_of
+from cases_kernels import FORMULA, GRIDS, C, Quantized, dense, draw, draw_codes, near, steps_of, weight_of
 from torch import Tensor
 
 from qat.kernels.cpu import compiler
@@ -61,7 +61,7 @@ def arrange(x: Tensor, nearest: bool) -> Tensor:
 def on_grid(weight: Any) -> tuple[Tensor, Tensor, Tensor]:
     """In float64: the values of a weight, where its gradient passes, and the slope; rounding is decided in float32."""
     w, (scales, smallest, _), _ = weight
-    steps = torch.maximum(scales, smallest)
+    steps = steps_of(scales, smallest)
     v = w.float() / steps
     inside = v.abs() <= 127
     slope = torch.where(inside, v.round() - v, v.clamp(-127, 127))
@@ -117,7 +117,7 @@ def test_gradients(name: str, nearest: tuple[bool, bool], needs: tuple[bool, boo
         if needs[1]:
             near(found[1], torch.where(inside, of_values, 0.0), 1e-5 * terms[1])
             assert dense(found[1]) == dense(weight[0]) and (found[1][~inside] == 0).all()
-            steps = torch.maximum(*weight[1][:2]).double()
+            steps = steps_of(*weight[1][:2]).double()
             factor = 0.1 * (steps**2 if nearest[0] else 1.0)
             total = (of_values * slope).flatten(1).sum(1), (terms[1] * slope.abs()).flatten(1).sum(1)
             exact, size = (each.view(scales.shape) if per_row else each.sum().view(scales.shape) for each in total)
