@@ -30,23 +30,14 @@ from qat.tracing.nodes import submodule_of
 
 @dataclass(frozen=True)
 class FusedForward:
-    """A model's forward on codes.
+    """A model's forward on codes."""
 
-    Attributes:
-        graph: the fused graph; None if nothing can be fused, or if a self-check found another function.
-        run: the graph as a function of the model, or of its `modules`, and its inputs.
-        modules: the model's `module_tree`, the faster of the two; torch.compile has to see the model.
-        watched: the modules that it was derived from, as they were.
-        key: a hash of what it was derived from.
-        verdict: the result of its self-check; None if there was none.
-    """
-
-    graph: fx.Graph | None
-    run: Callable[..., Any] | None
-    modules: Any
+    graph: fx.Graph | None  # None if nothing can be fused, or if a self-check found another function
+    run: Callable[..., Any] | None  # the graph as a function of the model, or of its `modules`, and its inputs
+    modules: Any  # the model's `module_tree`, the faster of the two; torch.compile has to see the model
     watched: Watched
-    key: str
-    verdict: Verdict | None
+    key: str  # a hash of what it was derived from
+    verdict: Verdict | None  # None if there was no self-check
 
 
 def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict]) -> FusedForward:

@@ -10,19 +10,12 @@ from qat.functional.tensors import STEFunction, apply, as_dtype, check_known, re
 
 
 class FloatFormat(NamedTuple):
-    """A binary floating-point format: sign, exponent, mantissa.
-
-    Attributes:
-        exponent_bits: bits of the exponent.
-        mantissa_bits: bits of the mantissa, without the leading one.
-        bias: what is subtracted from the stored exponent.
-        largest: largest finite number.
-    """
+    """A binary floating-point format: sign, exponent, mantissa."""
 
     exponent_bits: int
-    mantissa_bits: int
-    bias: int
-    largest: float
+    mantissa_bits: int  # without the leading one
+    bias: int  # what is subtracted from the stored exponent
+    largest: float  # the largest finite number
 
     @property
     def lowest_exponent(self) -> int:

@@ -172,17 +172,11 @@ def first_derivative(backward: Backward) -> Backward:
 
 
 class PreQuantizer(NamedTuple):
-    """What torch's operations compute before a quantizer, of floats: the plain form of a function that quantizes.
+    """What torch's operations compute before a quantizer, of floats: the plain form of a function that quantizes."""
 
-    Attributes:
-        y: the input of the clip.
-        z: the input of the quantizer.
-        bounds: floor and ceiling of the clip.
-    """
-
-    y: Tensor
-    z: Tensor
-    bounds: tuple[float, float] = NO_CLIP
+    y: Tensor  # the input of the clip
+    z: Tensor  # the input of the quantizer
+    bounds: tuple[float, float] = NO_CLIP  # of the clip
 
 
 class QuantizeFunction(torch.autograd.Function):

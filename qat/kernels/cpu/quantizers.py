@@ -164,20 +164,13 @@ NO_CLIP = (-math.inf, math.inf)
 
 
 class Levels(NamedTuple):
-    """The numbers of a quantizer that are not tensors; all floats, as operators take them.
-
-    Attributes:
-        low, high: lowest and highest code.
-        shift: added to codes and zero point, so that they fit uint8.
-        factor: multiplies the scale's gradient.
-        relative: 1 if the square of the step multiplies it too, else 0.
-    """
+    """The numbers of a quantizer that are not tensors; all floats, as operators take them."""
 
     low: float
     high: float
-    shift: float
-    factor: float
-    relative: float
+    shift: float  # added to codes and zero point, so that they fit uint8
+    factor: float  # of the scale's gradient
+    relative: float  # 1 if the square of the step multiplies it too, else 0
 
 
 def learned_grid(grid: list[Tensor | None], levels: Sequence[float]) -> LearnedGrid:
