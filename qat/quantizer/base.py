@@ -116,12 +116,7 @@ class Quantizer(nn.Module):
         self.observer: RangeObserver | None = None
 
     def check_spec(self) -> None:
-        """Refuse grids that the rule cannot have.
-
-        Raises:
-            ValueError: for the wrong kind of tensor, a signed grid of one bit (-1 and 0), a largest integer that the
-                rule does not keep to, and EWGS without a uniform grid to correct.
-        """
+        """Raise a ValueError for a grid that the rule cannot have."""
         spec = self.spec
         if self.role not in self.roles:
             raise ValueError(f"rule {spec.rule!r} is for {self.roles[0]}s only; choose another for {self.role}s")

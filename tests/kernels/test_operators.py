@@ -7,24 +7,15 @@ from typing import Any
 import pytest
 import torch
 from cases_fused import two_threads
-from cases_kernels import FORMULA, GRIDS, LAYOUTS, NO_CLIP, C, Quantized, draw, draw_codes, grid, near, same
+from cases_kernels import FORMULA, GRIDS, LAYOUTS, NO_CLIP, Quantized, draw, draw_codes, grid, near, ops, same
 from torch import Tensor
 
-from qat.kernels.cpu import compiler
 from qat.kernels.operators.curves import CURVE_NUMBERS
 
-__all__ = ["two_threads"]  # a fixture
+__all__ = ["ops", "two_threads"]  # fixtures
 
 CLIPS = [NO_CLIP, [0.0, math.inf], [-0.5, 1.0]]
 LOW_PRECISION = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(params=["C", "formula"])
-def ops(request: pytest.FixtureRequest) -> Any:
-    """The operators by name."""
-    if request.param == "C" and compiler.library() is None:
-        pytest.skip("no C compiler here")
-    return C if request.param == "C" else FORMULA
 
 
 # ---- a tensor, and a sum ----

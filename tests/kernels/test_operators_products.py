@@ -5,26 +5,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases_kernels import FORMULA, GRIDS, C, Quantized, dense, draw, draw_codes, near, steps_of, weight_of
+from cases_kernels import FORMULA, GRIDS, Quantized, dense, draw, draw_codes, near, ops, steps_of, weight_of
 from torch import Tensor
 
-from qat.kernels.cpu import compiler
 from qat.kernels.formulas import products as f_products
 from qat.kernels.geometry import Geometry
+
+__all__ = ["ops"]  # a fixture
 
 NEAREST = {4: torch.channels_last, 5: torch.channels_last_3d}
 QPARAMS = torch.tensor([0.0123, 94.0])
 STEP, ZERO = QPARAMS.double().tolist()
 ROUNDING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 ROWS = Geometry([], [], [], 1)
-
-
-@pytest.fixture(params=["C", "formula"])
-def ops(request: pytest.FixtureRequest) -> Any:
-    """The operators by name."""
-    if request.param == "C" and compiler.library() is None:
-        pytest.skip("no C compiler here")
-    return C if request.param == "C" else FORMULA
 
 
 @pytest.fixture(autouse=True)

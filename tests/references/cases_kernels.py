@@ -5,10 +5,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from qat.kernels import formulas, operators
+from qat.kernels.cpu import compiler
 from qat.kernels.cpu import quantizers as cpu_quantizers
 from qat.kernels.formulas import curves as f_curves
 from qat.kernels.formulas import norms as f_norms
@@ -35,6 +37,15 @@ def _gathered(package: Any, *modules: Any) -> SimpleNamespace:
 C = _gathered(operators, cpu_quantizers, curves, norms, pools, products, quantizers)
 FORMULA = _gathered(formulas, f_curves, f_norms, f_pools, f_products, f_quantizers)
 C.dequantize = cpu_quantizers.dequantize
+
+
+@pytest.fixture(params=["C", "formula"])
+def ops(request: pytest.FixtureRequest) -> Any:
+    """The operators by name."""
+    if request.param == "C" and compiler.library() is None:
+        pytest.skip("no C compiler here")
+    return C if request.param == "C" else FORMULA
+
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "flat": lambda x: x.flatten(),
@@ -103,7 +114,7 @@ class Quantized:
         (scale, smallest, zero), (low, high, shift, factor, relative) = given
         assert scale is not None and smallest is not None
         self.step, self.zero = steps_of(scale, smallest), 0.0 if zero is None else float(zero)
-        self.keeps_rising = bool(scale < smallest)
+        self.only_rises = bool(scale < smallest)
         v = (z / self.step.to(z.dtype)).double()
         self.near = near = 0.0 if z.dtype is torch.float32 else 1e-4
         bounds = low - self.zero, high - self.zero
@@ -130,7 +141,7 @@ class Quantized:
         size = grad.double().abs()
         slack = float(1e-5 * terms.abs().sum() + size[self.unsure].sum() + self.near * size.sum())
         total = terms.sum().view(found.shape)
-        total = total.clamp(max=0.0) if self.keeps_rising else total  # a broken scale is not lowered further
+        total = total.clamp(max=0.0) if self.only_rises else total  # a broken scale is not lowered further
         near(found, total * self.factor, slack * self.factor)
 
 
