@@ -10,14 +10,7 @@ ChannelAxis = int | tuple[int, ...] | None
 
 
 def axes_within_channel(weight: Tensor, channel_axis: ChannelAxis, caller: str) -> tuple[int, ...]:
-    """The axes of weight that are not channel axes: those over which a statistic of a channel is taken.
-
-    Raises:
-        ValueError: if weight has no such axis.
-
-    >>> axes_within_channel(torch.zeros(4, 3, 2, 2), (0, -1), "caller")
-    (1, 2)
-    """
+    """The axes of weight that are not channel axes: those over which a statistic of a channel is taken."""
     given = () if channel_axis is None else channel_axis if isinstance(channel_axis, tuple) else (channel_axis,)
     for axis in given:
         if not -weight.ndim <= axis < weight.ndim:
@@ -34,11 +27,7 @@ def over(reduce: Callable[..., Tensor], x: Tensor, axes: tuple[int, ...]) -> Ten
 
 
 def mean_magnitude(weight: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """mean|weight| over these axes, kept with length 1, in float32 at least; 0 over nothing.
-
-    >>> mean_magnitude(torch.tensor([[0.5, -1.5]]), (1,))
-    tensor([[1.]])
-    """
+    """mean|weight| over these axes, kept with length 1, in float32 at least; 0 over nothing."""
     magnitude = weight.to(torch.promote_types(weight.dtype, torch.float32)).abs()
     total = over(torch.sum, magnitude, axes)
     return total / max(magnitude.numel() // max(total.numel(), 1), 1)

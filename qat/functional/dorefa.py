@@ -44,11 +44,7 @@ class DoReFaWeightFunction(STEFunction):
 
 
 class DoReFaActivationFunction(STEFunction):
-    """Clip to 0 .. 1 and round onto 2^bits - 1 equal steps.
-
-    Forward, with n = 2^bits - 1:    y = round(clip(x, 0, 1) * n) / n
-    Backward:   dy/dx = 1 where 0 <= x <= 1, else 0
-    """
+    """Clip to 0 .. 1 and round onto 2^bits - 1 equal steps, as `dorefa_quantize_activation` says."""
 
     @staticmethod
     def forward(x: Tensor, bits: int) -> Tensor:

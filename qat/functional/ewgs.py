@@ -10,12 +10,7 @@ from qat.functional.tensors import STEFunction, apply, require_floating, setting
 
 
 class EWGSGradientFunction(STEFunction):
-    """The identity, with EWGS's gradient for a uniform quantizer that comes after it.
-
-    Forward:    y = x
-    Backward, with v = x / scale and g = dL/dy:
-                dL/dx = g * (1 + delta * sign(g) * (v - round(v)));  scale and delta get none
-    """
+    """The identity, with the gradient of `ewgs_gradient`; scale and delta get none."""
 
     @staticmethod
     def forward(x: Tensor, scale: Tensor, delta: Tensor) -> Tensor:
@@ -95,11 +90,7 @@ def ewgs_gradient(x: Tensor, scale: Tensor | float, delta: Tensor | float) -> Te
 
 
 def checked_delta(x: Tensor, delta: Tensor | float, caller: str) -> Tensor:
-    """The strength as a tensor. Values of a tensor are not checked: reading them would wait for the device.
-
-    Raises:
-        ValueError: if delta is a number below 0, which turns the rule around, or does not broadcast to x.
-    """
+    """The strength as a tensor. Values of a tensor are not checked: reading them would wait for the device."""
     if not isinstance(delta, Tensor) and not delta >= 0:
         raise ValueError(f"{caller}: delta must be at least 0, got {delta}")
     return setting_beside(x, delta, "delta", caller)

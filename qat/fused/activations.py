@@ -18,23 +18,14 @@ from qat.tracing.nodes import submodule_of
 
 @dataclass(frozen=True)
 class FusedActivation:
-    """A row of the table: a clip or a curve.
-
-    Attributes:
-        modules: torch's classes for it.
-        functions: torch's functions of one tensor for it, and names of methods.
-        bounds: floor and ceiling of a clip; None if it is a curve.
-        module_bounds: attributes of the modules that hold other bounds.
-        curve: the kernels' name of a curve; None if it is a clip.
-        options: what other arguments, or attributes of the modules, have to be.
-    """
+    """A row of the table: a clip, which has bounds, or a curve."""
 
     modules: tuple[type[nn.Module], ...]
-    functions: tuple[Any, ...] = ()
+    functions: tuple[Any, ...] = ()  # of one tensor, and names of methods
     bounds: tuple[float, float] | None = None
-    module_bounds: tuple[str, ...] = ()
-    curve: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    module_bounds: tuple[str, ...] = ()  # attributes of the modules that hold other bounds
+    curve: str | None = None  # the kernels' name
+    options: Mapping[str, Any] = field(default_factory=dict)  # what other arguments have to be
 
     @property
     def read(self) -> tuple[str, ...]:
@@ -66,7 +57,7 @@ PLAIN_CURVES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def row_of(computes: Any, options: Mapping[str, Any]) -> FusedActivation | None:
-    """The row of a class, a function, or a method's name; None if no kernel computes it with these options."""
+    """The row of a class of modules, a function or a method's name with these options; None if there is none."""
     for row in ACTIVATIONS:
         if computes in row.modules or computes in row.functions:
             given = {**DEFAULTS, **options}

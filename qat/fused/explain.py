@@ -27,10 +27,7 @@ def explain_part(
 ) -> tuple[str, dict[str, Row]]:
     """How a traced model or part trains: a sentence without its subject, and what runs in it, by name.
 
-    Args:
-        model: a FusedGraph; one in evaluation is put into training to look, and back.
-        inputs: of its forward, args and kwargs; None: any.
-        shapes: what its layers are given for these inputs, by name.
+    A model in evaluation is put into training to look, and back; `shapes` are the inputs of its layers.
     """
     evaluated = not model.training
     with evaluating(model) if evaluated else nullcontext():

@@ -39,19 +39,12 @@ MOST_FAILURES = 3
 
 @dataclass
 class EngineState:
-    """What is known of one model; its copies and pickles begin without.
-
-    Attributes:
-        fused: the latest fused forward.
-        probed: the devices on which kernels were tried.
-        logged: reasons for training plainly that the log has.
-        failures: self-checks in a row for which no step could run.
-    """
+    """What is known of one model; its copies and pickles begin without."""
 
     fused: FusedForward | None = None
-    probed: frozenset[torch.device] = frozenset()
-    logged: frozenset[str] = frozenset()
-    failures: int = 0
+    probed: frozenset[torch.device] = frozenset()  # the devices on which kernels were tried
+    logged: frozenset[str] = frozenset()  # reasons for training plainly
+    failures: int = 0  # self-checks in a row for which no step could run
 
     def __reduce__(self) -> tuple[Any, ...]:
         return EngineState, ()

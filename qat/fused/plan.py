@@ -29,19 +29,12 @@ MATMULS = (operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm")
 
 @dataclass(frozen=True)
 class FusedGroup:
-    """What a kernel computes together with a quantizer, of the nodes before it.
+    """What a kernel computes together with a quantizer, of the nodes before it."""
 
-    Attributes:
-        source: the node whose value the kernel reads.
-        activation: the activation between source and quantizer, or None.
-        layer: the layer whose BatchNorm the kernel computes, which is then the source; or None.
-        operands: the operands of a sum, which is then the source; or None.
-    """
-
-    source: fx.Node
+    source: fx.Node  # whose value the kernel reads
     activation: Activation | None = None
-    layer: fx.Node | None = None
-    operands: tuple[fx.Node, fx.Node] | None = None
+    layer: fx.Node | None = None  # the source, if the kernel computes its BatchNorm
+    operands: tuple[fx.Node, fx.Node] | None = None  # of the source, if that is a sum
 
 
 class CodesPlan:

@@ -30,27 +30,18 @@ from qat.tracing.nodes import submodule_of
 
 @dataclass(frozen=True)
 class FusedForward:
-    """A model's forward on codes.
+    """A model's forward on codes."""
 
-    Attributes:
-        graph: the fused graph; None if nothing can be fused, or if a self-check found another function.
-        run: the graph as a function of the model, or of its `modules`, and its inputs.
-        modules: the model's `module_tree`, the faster of the two; torch.compile has to see the model.
-        watched: the modules that it was derived from, as they were.
-        key: a hash of what it was derived from.
-        verdict: the result of its self-check; None if there was none.
-    """
-
-    graph: fx.Graph | None
-    run: Callable[..., Any] | None
-    modules: Any
+    graph: fx.Graph | None  # None if nothing can be fused, or if a self-check found another function
+    run: Callable[..., Any] | None  # the graph as a function of the model, or of its `modules`, and its inputs
+    modules: Any  # the model's `module_tree`, the faster of the two; torch.compile has to see the model
     watched: Watched
-    key: str
-    verdict: Verdict | None
+    key: str  # a hash of what it was derived from
+    verdict: Verdict | None  # None if there was no self-check
 
 
 def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict]) -> FusedForward:
-    """The model's forward on codes; `verdicts` are results of self-checks, by key."""
+    """The forward on codes of a prepared model whose parts are in training or evaluation as they will run."""
     watched = Watched(model, module_names(model))
     kinds = sorted({parameter.device.type for parameter in model.parameters()})
     graph = fused_graph(model)
@@ -64,7 +55,7 @@ def fused_forward(model: fx.GraphModule, verdicts: Mapping[str, Verdict]) -> Fus
 
 
 def fused_graph(model: fx.GraphModule, distrusted: Collection[str] = ()) -> fx.Graph | None:
-    """The graph of the model's forward on codes, without the `distrusted` modules; None if no layer takes them."""
+    """The graph of the model's forward on codes, without the distrusted modules; None if no layer takes them."""
     plan = CodesPlan(model, distrusted)
     return _Rewriting(plan).rewritten() if plan.layers else None
 

@@ -6,15 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a self-check found.
+    """What a self-check found."""
 
-    Attributes:
-        distrusted: modules that no longer train on codes; None: the whole model trains plainly.
-        reason: the first difference; empty if there is none.
-    """
-
-    distrusted: tuple[str, ...] | None = ()
-    reason: str = ""
+    distrusted: tuple[str, ...] | None = ()  # modules that do not train on codes; None: the whole model trains plainly
+    reason: str = ""  # the first difference
 
     def __str__(self) -> str:
         if self.distrusted is None:

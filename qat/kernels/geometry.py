@@ -60,10 +60,7 @@ class Geometry(NamedTuple):
         return rows
 
     def pays_in_integers(self, x: torch.Size, weight: torch.Size, zero: float, copies: int = 1) -> bool:
-        """Whether integers are faster, for a batch of `copies` times x.
-
-        This is a rule, not a measurement, so that a resumed run computes as the first one did.
-        """
+        """Whether integers pay for a batch of `copies` times x: by a rule, so that a resumed run computes alike."""
         return self.integers_refusal(x, weight, zero, copies) is None
 
     def integers_refusal(self, x: torch.Size | None, weight: torch.Size, zero: float, copies: int = 1) -> str | None:

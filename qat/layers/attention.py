@@ -21,14 +21,7 @@ from qat.spec import QuantSpec
 def operand_spec(spec: QuantSpec) -> QuantSpec:
     """The grid of q, k and v for inputs on this grid: the same if it has a zero point, else a signed one.
 
-    The rule stays, unless it has no such grid (pact, dorefa): then it becomes "lsq".
-
-    Raises:
-        ValueError: for one bit, of which only "binary" has a signed grid.
-
-    >>> from qat.spec import default_activation_spec
-    >>> str(operand_spec(default_activation_spec()))
-    'uint8 affine per tensor'
+    The rule stays, unless it has no such grid (pact, dorefa): then it becomes "lsq". Of one bit only "binary" has one.
     """
     if not spec.symmetric:
         return _first_possible("q, k and v", spec, replace(spec, rule="lsq", options={}))
@@ -41,10 +34,6 @@ def probability_spec(spec: QuantSpec) -> QuantSpec:
 
     The rule stays. A rule with only signed grids (binary, the floats) gets a signed one, whose 0 is exact too. A rule
     without a symmetric grid (lsq_plus) becomes "lsq".
-
-    >>> from qat.spec import default_activation_spec
-    >>> str(probability_spec(default_activation_spec()))
-    'uint8 symmetric per tensor'
     """
     signed = replace(spec, signed=True, symmetric=True, narrow_range=False)
     unsigned = replace(signed, signed=False)

@@ -26,7 +26,7 @@ def attend(
     training: bool = False,
     safe: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(query key^T * scale + mask) value, both products of quantized operands.
+    """softmax(query key^T * scale + mask) value, both products of quantized operands, and the probabilities.
 
     Scaling, mask and softmax are float. Masked probabilities are exactly 0, before and after quantization. Dropout
     acts after the quantizer, so that its range is the same in training and evaluation. torch.fx can trace it.
@@ -36,12 +36,7 @@ def attend(
         mask: added to the scores, broadcastable to (..., L, S); -inf to leave a key out.
         quantize: called with "query_quantizer", "key_quantizer", "value_quantizer" and "probability_quantizer".
         scale: default 1/sqrt(E), which needs E as a number.
-        dropout: fraction of the probabilities that is set to 0 in training.
-        training: whether dropout acts.
         safe: whether a fully masked row becomes zeros, as in `F.scaled_dot_product_attention`, or NaN.
-
-    Returns:
-        The output (..., L, V) and the probabilities (..., L, S) from which it was computed.
     """
     query, key, value = (quantize(name, x) for name, x in zip(OPERANDS, (query, key, value), strict=True))
     scores = torch.matmul(query, key.transpose(-2, -1)) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -71,18 +66,9 @@ def multihead_attention(
 ) -> tuple[Tensor, Tensor]:
     """`nn.MultiheadAttention`, batch first, with projections and quantizers passed in.
 
-    torch.fx can trace it (for sizes that are proxies too), torch.export and torch.compile run it.
-
-    Args:
-        module: gives sizes, dropout, bias_k, bias_v and add_zero_attn; `project` computes its projections.
-        query, key, value: (N, L, embed_dim), (N, S, kdim), (N, S, vdim).
-        mask: from `additive_mask`, or None.
-        project: called with "query_projection", "key_projection", "value_projection" and "out_proj".
-        quantize, safe: as in `attend`.
-
-    Returns:
-        The output (N, L, embed_dim), and the probabilities (N, num_heads, L, S), where bias_k and add_zero_attn add 1
-        to S each.
+    torch.fx can trace it (for sizes that are proxies too), torch.export and torch.compile run it. `project` is called
+    with "query_projection", "key_projection", "value_projection" and "out_proj". bias_k and add_zero_attn add 1 each to
+    the last axis of the probabilities (N, num_heads, L, S).
     """
     samples, heads = query.shape[0], module.num_heads
     queries, keys, values = (project(name, x) for name, x in zip(PROJECTIONS, (query, key, value), strict=True))
@@ -109,20 +95,8 @@ def additive_mask(
 ) -> Tensor | None:
     """Both masks of `nn.MultiheadAttention` as one mask that is added to the scores; None without a mask.
 
-    Args:
-        attn_mask: (L, S) or (N * num_heads, L, S); bool with True to leave a key out, or float to be added.
-        key_padding_mask: (N, S), bool or float likewise.
-        num_heads: number of heads.
-        dtype: dtype of the scores.
-
-    Returns:
-        Shape (N or 1, num_heads or 1, L or 1, S).
-
-    Raises:
-        TypeError: for a mask of integers.
-
-    >>> additive_mask(None, torch.tensor([[False, True]]), 4, torch.float32)
-    tensor([[[[0., -inf]]]])
+    attn_mask is (L, S) or (N * num_heads, L, S), key_padding_mask (N, S): bool, True to leave a key out, or float to
+    be added. The result is (N or 1, num_heads or 1, L or 1, S).
     """
     total = None
     if attn_mask is not None:

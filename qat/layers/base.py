@@ -185,23 +185,14 @@ def quantizer_or_none(activation_spec: ActivationSpec, device: torch.device | st
 
 
 def resolved_weight_spec(weight_spec: QuantSpec | None) -> QuantSpec:
-    """A layer's complete `weight_spec`; what it leaves open is the default grid of weights.
-
-    Raises:
-        TypeError: for anything but a QuantSpec or None.
-    """
+    """A layer's complete `weight_spec`; what it leaves open is the default grid of weights."""
     if not isinstance(weight_spec, QuantSpec | None):
         raise TypeError(f"weight_spec must be a QuantSpec or None, got {weight_spec!r}")
     return (weight_spec or QuantSpec()).resolved(default_spec("weight"))
 
 
 def resolved_input_spec(activation_spec: ActivationSpec) -> QuantSpec | None:
-    """A layer's complete `activation_spec`: "default" leaves everything open, None means no quantizer.
-
-    Raises:
-        TypeError: for anything else.
-        ValueError: for a granularity other than "tensor".
-    """
+    """A layer's complete `activation_spec`: "default" leaves everything open, None means no quantizer."""
     if activation_spec is None:
         return None
     spec = QuantSpec() if activation_spec == "default" else activation_spec

@@ -101,11 +101,7 @@ class QuantConv3d(QuantConvolution, nn.Conv3d):
 
 
 def swapped_in_groups(weight: Tensor, groups: int) -> Tensor:
-    """Axes 0 and 1 exchanged within each group: (groups * a, b, k...) becomes (groups * b, a, k...), and back.
-
-    >>> swapped_in_groups(torch.zeros(6, 4, 3), groups=2).shape
-    torch.Size([8, 3, 3])
-    """
+    """Axes 0 and 1 exchanged within each group: (groups * a, b, k...) becomes (groups * b, a, k...), and back."""
     return weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
 
 

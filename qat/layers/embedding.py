@@ -51,11 +51,7 @@ class QuantTable(QuantLayer):
     sparse: bool
 
     def add_quantizers(self, weight_spec: QuantSpec | None, activation_spec: ActivationSpec) -> None:
-        """Create the table's quantizer.
-
-        Raises:
-            ValueError: with an activation_spec, or with sparse gradients that the rule does not support.
-        """
+        """Create the table's quantizer; an activation_spec, or sparse gradients that the rule lacks, are refused."""
         name = self.float_type.__name__
         if activation_spec not in (None, "default"):
             raise ValueError(
@@ -97,10 +93,7 @@ class QuantTable(QuantLayer):
         return torch.embedding_renorm_(weight.clone(), everything, self.max_norm, self.norm_type)
 
     def look_up(self, indices: Tensor) -> Tensor:
-        """The quantized rows at these indices. A max_norm first shortens the float rows in place, as in torch.
-
-        Shapes: indices any, result (*indices.shape, embedding_dim).
-        """
+        """The quantized rows at these indices. A max_norm first shortens the float rows in place, as in torch."""
         weight = self.weight
         if self.max_norm is not None:
             with torch.no_grad():

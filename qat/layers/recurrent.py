@@ -46,10 +46,7 @@ class StepProduct(QuantFunction):
 def lstm_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
     """c' = sigmoid(f) c + sigmoid(i) tanh(g);  h' = sigmoid(o) tanh(c'), the gates i, f, g, o in torch's order.
 
-    Args:
-        from_input: W_ih x + b_ih, shape (N, 4 H).
-        from_hidden: W_hh h + b_hh, shape (N, 4 H).
-        state: (h, c); h is not read.
+    from_input is W_ih x + b_ih, from_hidden W_hh h + b_hh, both (N, 4 H); h is not read.
     """
     ingate, forget, candidate, outgate = (from_input + from_hidden).chunk(4, -1)
     cell = torch.sigmoid(forget) * state[1] + torch.sigmoid(ingate) * torch.tanh(candidate)
@@ -59,10 +56,7 @@ def lstm_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
 def gru_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
     """h' = (1 - z) n + z h with r, z = sigmoid(sums), n = tanh(from_input_n + r from_hidden_n).
 
-    Args:
-        from_input: W_ih x + b_ih, shape (N, 3 H), the gates r, z, n in torch's order.
-        from_hidden: W_hh h + b_hh, shape (N, 3 H).
-        state: (h,), the float result of the last step.
+    from_input is W_ih x + b_ih, from_hidden W_hh h + b_hh, both (N, 3 H), the gates r, z, n in torch's order.
     """
     reset_input, update_input, new_input = from_input.chunk(3, -1)
     reset_hidden, update_hidden, new_hidden = from_hidden.chunk(3, -1)
@@ -84,18 +78,10 @@ def relu_cell(from_input: Tensor, from_hidden: Tensor, state: State) -> State:
 def run_steps(
     steps: Sequence[Tensor], state: State, step: Callable[[Tensor, State], State], reverse: bool, packed: bool
 ) -> tuple[list[Tensor], State]:
-    """Carry the state over the time steps.
+    """The hidden states in the order of the steps, and the state at the end.
 
-    Args:
-        steps: the product of the input at every step, (N, gates) each; if packed (N_t, gates), N_t decreasing.
-        state: the state before the first step, (N, ...) each.
-        step: one step.
-        reverse: whether to go from the last step to the first.
-        packed: whether N_t differs between steps. Sequences that have ended keep their state; in reverse, sequences
-            that have not begun keep the initial state.
-
-    Returns:
-        The hidden states in the order of the steps, and the state at the end.
+    If packed, the products of the input at the steps have (N_t, gates), N_t decreasing. Sequences that have ended keep
+    their state; in reverse, sequences that have not begun keep the initial state.
     """
     outputs = []
     for from_input in reversed(steps) if reverse else steps:

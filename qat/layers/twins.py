@@ -186,12 +186,6 @@ def float_type_of(layer: nn.Module) -> type[nn.Module] | None:
     """The registered class whose computation a layer, or its twin, does; None if it has no twin.
 
     A subclass counts if it only constructs differently, as torchvision's Conv3DSimple.
-
-    >>> class Pointwise(nn.Conv2d):
-    ...     def __init__(self, channels):
-    ...         super().__init__(channels, channels, 1)
-    >>> float_type_of(Pointwise(4)).__name__
-    'Conv2d'
     """
     if isinstance(layer, QuantTwin):
         return layer.float_type
@@ -228,12 +222,9 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def make_twin(name: str, layer: nn.Module, chosen: LayerRecipe) -> QuantTwin:
-    """The quantized twin of a layer. Its input is quantized elsewhere; a composite quantizes its own inputs.
+    """The quantized twin of a layer; one that is a twin already stays, with its quantizers.
 
-    A layer that is a twin already stays, with its quantizers.
-
-    Raises:
-        ValueError: if the grid does not fit the weight.
+    Its input is quantized elsewhere; a composite quantizes its own inputs.
     """
     if isinstance(layer, QuantTwin):
         return layer

@@ -116,12 +116,7 @@ class Quantizer(nn.Module):
         self.observer: RangeObserver | None = None
 
     def check_spec(self) -> None:
-        """Refuse grids that the rule cannot have.
-
-        Raises:
-            ValueError: for the wrong kind of tensor, a signed grid of one bit (-1 and 0), a largest integer that the
-                rule does not keep to, and EWGS without a uniform grid to correct.
-        """
+        """Raise a ValueError for a grid that the rule cannot have."""
         spec = self.spec
         if self.role not in self.roles:
             raise ValueError(f"rule {spec.rule!r} is for {self.roles[0]}s only; choose another for {self.role}s")
@@ -329,11 +324,7 @@ class Quantizer(nn.Module):
         self.mark_calibrated()
 
     def checked_range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Both bounds, finite, in the shape of the scales, where they live.
-
-        Raises:
-            ValueError: if a bound is NaN or infinite, or the range wider than float32.
-        """
+        """Both bounds, finite, in the shape of the scales, where they live."""
         low, high = (bound.detach().to(self.calibrated.device, torch.float32) for bound in (low, high))
         if not bool(torch.isfinite(high - low).all()):
             raise ValueError(
@@ -426,15 +417,6 @@ def estimator_of(module: object) -> str | None:
 
     A rule declares it as the class attribute `estimator`. A subclass inherits it while it inherits every method that
     decides what a call computes; one that overrides such a method has none, unless it declares one itself.
-
-    >>> from qat.quantizer import LSQQuantizer
-    >>> class Named(LSQQuantizer):
-    ...     def name(self): return "mine"
-    >>> class Shifted(LSQQuantizer):
-    ...     def quantize(self, x): return super().quantize(x + 1)
-    >>> from qat.spec import QuantSpec
-    >>> [estimator_of(kind(QuantSpec())) for kind in (LSQQuantizer, Named, Shifted)]
-    ['lsq', 'lsq', None]
     """
     kind = type(module)
     declaring = next((base for base in kind.__mro__ if "estimator" in vars(base)), None)

@@ -15,20 +15,8 @@ class NoOptions:
 def read_options(rule: str, options_type: Any, given: Mapping[str, Any]) -> Any:
     """The options of a rule, its defaults filled in.
 
-    Args:
-        rule: its name, for the errors.
-        options_type: a dataclass whose fields are the options; all have defaults, whose types the values must have.
-            A field that is a Literal takes only its values. `__post_init__` may raise ValueError for other limits.
-        given: `QuantSpec.options`.
-
-    Raises:
-        ValueError: for an unknown option, or a value of the wrong type or out of range.
-
-    >>> @dataclass(frozen=True)
-    ... class EMAOptions:
-    ...     momentum: float = 0.01
-    >>> read_options("ema", EMAOptions, {"momentum": 0.1})
-    EMAOptions(momentum=0.1)
+    The fields of `options_type` are the options, with a default each, whose type the value must have. A field that is a
+    Literal takes only its values; `__post_init__` may raise ValueError for other limits.
     """
     known = {option.name: option.default for option in fields(options_type)}
     hints = get_type_hints(options_type)

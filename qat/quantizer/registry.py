@@ -54,11 +54,7 @@ def registered_quantizers() -> list[str]:
 
 
 def quantizer_class(rule: str) -> type[Quantizer]:
-    """The class registered under this name.
-
-    Raises:
-        ValueError: if no rule of that name is registered.
-    """
+    """The class registered under this name."""
     if rule not in _QUANTIZERS:
         hint = did_you_mean(rule, _QUANTIZERS)
         known = ", ".join(registered_quantizers())

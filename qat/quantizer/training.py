@@ -116,20 +116,12 @@ def parameter_groups(
 
 
 def lr_factor_of(bits: int) -> float:
-    """The learning rate of scales on a grid of so many bits, as a factor of that of weights.
-
-    >>> [round(lr_factor_of(bits), 2) for bits in (2, 4, 6, 8, 16)]
-    [1.0, 1.0, 0.32, 0.1, 0.1]
-    """
+    """The learning rate of scales on a grid of so many bits, as a factor of that of weights."""
     return float(0.1 ** ((min(max(bits, FEW), MANY) - FEW) / (MANY - FEW)))
 
 
 def decay_factor_of(bits: int) -> float:
-    """The weight decay of weights on so many bits, as a factor of that of the others.
-
-    >>> [decay_factor_of(bits) for bits in (8, 4, 3, 2, 1)]
-    [1.0, 1.0, 0.5, 0.25, 0.25]
-    """
+    """The weight decay of weights on so many bits, as a factor of that of the others."""
     return 2.0 ** (min(max(bits, 2), FEW) - FEW)
 
 
@@ -237,10 +229,7 @@ def set_progress(model: nn.Module, progress: float) -> None:
 
 
 def resting_scales(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """How many learned scales rest on their floor, and how many there are, by the name of their quantizer.
-
-    Quantizers that learn no scale are left out.
-    """
+    """How many learned scales rest on their floor, and how many there are, by the name of their quantizer."""
     found = {name: each for name, each in model.named_modules() if isinstance(each, Quantizer)}
     counts = {name: count for name, each in found.items() if (count := each.resting_on_floor()) is not None}
     resting = torch.stack(list(counts.values())).tolist() if counts else []  # one device synchronisation

@@ -18,17 +18,7 @@ COPIES = 3
 
 @dataclass(frozen=True)
 class Estimator:
-    """A function and the gradient that it declares.
-
-    Attributes:
-        function: tensors in, one tensor out.
-        surrogate: a differentiable function of the same tensors whose gradient the function's backward claims to be.
-        gradient: instead of a surrogate: gradient(cotangent, *inputs) -> a gradient or None for each input.
-        broadcast: slots that broadcast against x, the first input.
-        elementwise: whether y[i] depends on x[i] and the parameters only.
-        backend: of `torch.compile`.
-        rtol, atol: what counts as equal in float64.
-    """
+    """A function and the gradient that it declares; the fields are the arguments of `ste_gradcheck`."""
 
     function: Callable[..., Any]
     surrogate: Callable[..., Any] | None = None
@@ -147,10 +137,7 @@ def _fitted(gradient: Tensor | None, leaf: Tensor, slot: int) -> Tensor | None:
 
 
 def with_axes(estimator: Estimator, x: Tensor, axes: int) -> Tensor:
-    """x repeated along new leading axes until it has `axes` axes; parameters still broadcast as before.
-
-    If the function is not elementwise, x is returned unchanged.
-    """
+    """x repeated along new leading axes until it has `axes` axes; unchanged if the function is not elementwise."""
     if not estimator.elementwise or x.ndim >= axes:
         return x
     return x.expand(*LEADING[: axes - x.ndim], *x.shape).contiguous()

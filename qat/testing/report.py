@@ -83,11 +83,7 @@ class GradcheckReport:
         return "\n".join([f"{self.name}: {plural(len(rows), 'check')}, {len(self.failures)} failed", *rows])
 
     def raise_failures(self) -> None:
-        """Raise if a check failed, with one line for each.
-
-        Raises:
-            GradcheckError: if a check failed.
-        """
+        """Raise a GradcheckError if a check failed, with one line for each."""
         if self.failures:
             count = f"{len(self.failures)} of {plural(len(self.results), 'check')} failed for {self.name}"
             raise GradcheckError("\n".join([count, *(f"  {each.name}: {each.detail}" for each in self.failures)]))
@@ -108,11 +104,7 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def raising(words: str) -> Iterator[None]:
-    """Turn an exception raised inside into a failure that names the case; a failure passes unchanged.
-
-    Raises:
-        GradcheckError: if anything is raised inside.
-    """
+    """Turn an exception raised inside into a GradcheckError that names the case; a failure passes unchanged."""
     try:
         yield
     except (GradcheckError, Skipped):
@@ -130,17 +122,7 @@ def uneven(like: Tensor, seed: int = 0) -> Tensor:
 
 
 def require_close(what: str, got: Tensor, expected: Tensor, rtol: float, atol: float, x: Tensor | None = None) -> None:
-    """Raise if two tensors differ; NaN equals NaN.
-
-    Args:
-        what: names the tensor in the error.
-        got, expected: any floating dtype.
-        rtol, atol: values are equal if |got - expected| <= atol + rtol * |expected|.
-        x: the input; if it has the shape of the tensors, the error names its value.
-
-    Raises:
-        GradcheckError: with the first element that differs.
-    """
+    """Raise if two tensors differ, with the first element, and the value of x there; NaN equals NaN."""
     if got.shape != expected.shape:
         raise GradcheckError(f"{what}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}")
     got, expected = got.detach().double(), expected.detach().double()
@@ -148,11 +130,7 @@ def require_close(what: str, got: Tensor, expected: Tensor, rtol: float, atol: f
 
 
 def require_none(what: str, wrong: Tensor, got: Tensor, expected: Tensor, x: Tensor | None = None) -> None:
-    """Raise if any element is marked as wrong.
-
-    Raises:
-        GradcheckError: with the first one.
-    """
+    """Raise if any element is marked as wrong, with the first one."""
     if not wrong.any():
         return
     where = wrong.nonzero()[0]

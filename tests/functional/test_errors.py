@@ -5,38 +5,7 @@ import math
 import pytest
 import torch
 
-from qat.functional import (
-    apot_levels,
-    apot_quantize,
-    binary_quantize,
-    ceil_ste,
-    clamp_ste,
-    dorefa_quantize_activation,
-    dorefa_quantize_weight,
-    dsq_round,
-    error_decay_sign,
-    ewgs_gradient,
-    ewgs_round,
-    fake_quantize,
-    float_quantize,
-    floor_ste,
-    learned_bits_quantize,
-    lsq_plus_quantize,
-    lsq_quantize,
-    mx_quantize,
-    n2uq_quantize,
-    normalize_weight,
-    pact_quantize,
-    power_of_two_scale,
-    round_ste,
-    sign_ste,
-    soft_round,
-    stochastic_round_ste,
-    ternary_quantize,
-    ternary_sign_ste,
-    trunc_ste,
-    ttq_quantize,
-)
+import qat.functional as F
 from qat.functional.codebooks.binary import binary_scale
 from qat.functional.codebooks.ternary import ternary_scale
 
@@ -44,14 +13,15 @@ ONE, HALF, WEIGHT = torch.tensor(1.0), torch.tensor([0.5]), torch.zeros(4, 3)
 INF, NAN = math.inf, math.nan
 
 TAKING_FLOATS = [
-    (round_ste, ()), (floor_ste, ()), (ceil_ste, ()), (trunc_ste, ()), (stochastic_round_ste, ()), (sign_ste, ()),
-    (ternary_sign_ste, ()), (clamp_ste, (0.0, 1.0)), (error_decay_sign, (0.5,)), (ewgs_round, (0.1,)),
-    (ewgs_gradient, (1.0, 0.1)), (soft_round, (1.0,)), (dsq_round, (0.5,)), (lsq_quantize, (ONE, -8, 7)),
-    (lsq_plus_quantize, (ONE, ONE, -8, 7)), (fake_quantize, (ONE, ONE, -8, 7)), (pact_quantize, (ONE, 4)),
-    (dorefa_quantize_weight, (4,)), (dorefa_quantize_activation, (4,)), (apot_quantize, (ONE, 4)),
-    (normalize_weight, ()), (learned_bits_quantize, (ONE, ONE)), (binary_quantize, ()), (binary_scale, ()),
-    (ternary_quantize, ()), (ternary_scale, ()), (ttq_quantize, (ONE, ONE)), (n2uq_quantize, (ONE, torch.ones(3), ONE)),
-    (float_quantize, (ONE, "e4m3")), (mx_quantize, ("e4m3",)),
+    (F.round_ste, ()), (F.floor_ste, ()), (F.ceil_ste, ()), (F.trunc_ste, ()), (F.stochastic_round_ste, ()),
+    (F.sign_ste, ()), (F.ternary_sign_ste, ()), (F.clamp_ste, (0.0, 1.0)), (F.error_decay_sign, (0.5,)),
+    (F.ewgs_round, (0.1,)),
+    (F.ewgs_gradient, (1.0, 0.1)), (F.soft_round, (1.0,)), (F.dsq_round, (0.5,)), (F.lsq_quantize, (ONE, -8, 7)),
+    (F.lsq_plus_quantize, (ONE, ONE, -8, 7)), (F.fake_quantize, (ONE, ONE, -8, 7)), (F.pact_quantize, (ONE, 4)),
+    (F.dorefa_quantize_weight, (4,)), (F.dorefa_quantize_activation, (4,)), (F.apot_quantize, (ONE, 4)),
+    (F.normalize_weight, ()), (F.learned_bits_quantize, (ONE, ONE)), (F.binary_quantize, ()), (binary_scale, ()),
+    (F.ternary_quantize, ()), (ternary_scale, ()), (F.ttq_quantize, (ONE, ONE)),
+    (F.n2uq_quantize, (ONE, torch.ones(3), ONE)), (F.float_quantize, (ONE, "e4m3")), (F.mx_quantize, ("e4m3",)),
 ]  # fmt: skip
 
 
@@ -62,8 +32,8 @@ def test_only_floating_point_tensors_are_taken(function, rest, dtype):
         function(torch.ones(2, 2, dtype=dtype), *rest)
 
 
-@pytest.mark.parametrize(("function", "rest"), [(lsq_quantize, (ONE,)), (lsq_plus_quantize, (ONE, ONE)),
-                                                (fake_quantize, (ONE, ONE))])  # fmt: skip
+@pytest.mark.parametrize(("function", "rest"), [(F.lsq_quantize, (ONE,)), (F.lsq_plus_quantize, (ONE, ONE)),
+                                                (F.fake_quantize, (ONE, ONE))])  # fmt: skip
 @pytest.mark.parametrize(("qmin", "qmax"), [(7, 7), (8, -8)])
 def test_empty_grids_are_refused(function, rest, qmin, qmax):
     with pytest.raises(ValueError, match=f"^{function.__name__}: .*qmin={qmin} and qmax={qmax}"):
@@ -72,60 +42,62 @@ def test_empty_grids_are_refused(function, rest, qmin, qmax):
 
 REFUSED = [
     # clamp, signs, EWGS, soft rounding
-    (lambda: clamp_ste(HALF, 2, 1.5), "low must be at most high, got low=2 and high=1.5"),
-    (lambda: clamp_ste(HALF, NAN, 1.0), "low must be at most high, got low=nan and high=1.0"),
-    (lambda: clamp_ste(HALF, 0.0, 1.0, gradient="clip"), "unknown gradient 'clip'; known: clipped, straight_through"),
-    (lambda: sign_ste(HALF, gradient="tanh"), "unknown gradient 'tanh'; known: clipped, straight_through, approximate"),
-    (lambda: ternary_sign_ste(HALF, gradient="approximate"), "unknown gradient 'approximate'"),
-    (lambda: ternary_sign_ste(HALF, -0.1), "threshold must be at least 0, got -0.1"),
-    (lambda: ternary_sign_ste(torch.ones(3, 4), torch.ones(3)), "got shapes (3,) and (3, 4)"),
-    (lambda: error_decay_sign(HALF, 1.5), "progress must lie in 0..1, got 1.5"),
-    (lambda: error_decay_sign(HALF, NAN), "progress must lie in 0..1, got nan"),
-    (lambda: error_decay_sign(HALF, torch.ones(1, 1)), "progress must broadcast to x, got shapes (1, 1) and (1,)"),
-    (lambda: ewgs_round(HALF, -0.1), "delta must be at least 0, got -0.1"),
-    (lambda: ewgs_round(HALF, torch.ones(2, 1)), "delta must broadcast to x, got shapes (2, 1) and (1,)"),
-    (lambda: ewgs_gradient(HALF, 1.0, -0.1), "delta must be at least 0, got -0.1"),
-    (lambda: ewgs_gradient(HALF, torch.ones(2), 0.1), "scale must broadcast to x, got shapes (2,) and (1,)"),
-    (lambda: soft_round(HALF, 0), "temperature must be positive and finite, got 0"),
-    (lambda: soft_round(HALF, INF), "temperature must be positive and finite, got inf"),
-    (lambda: dsq_round(HALF, torch.ones(2)), "alpha must broadcast to x, got shapes (2,) and (1,)"),
-    (lambda: dsq_round(HALF, 1.0), "alpha must lie between 0 and 1, got 1.0"),
-    (lambda: dsq_round(HALF, 0.0), "alpha must lie between 0 and 1, got 0.0"),
+    (lambda: F.clamp_ste(HALF, 2, 1.5), "low must be at most high, got low=2 and high=1.5"),
+    (lambda: F.clamp_ste(HALF, NAN, 1.0), "low must be at most high, got low=nan and high=1.0"),
+    (lambda: F.clamp_ste(HALF, 0.0, 1.0, gradient="clip"), "unknown gradient 'clip'; known: clipped, straight_through"),
+    (lambda: F.sign_ste(HALF, gradient="tanh"),
+     "unknown gradient 'tanh'; known: clipped, straight_through, approximate"),
+    (lambda: F.ternary_sign_ste(HALF, gradient="approximate"), "unknown gradient 'approximate'"),
+    (lambda: F.ternary_sign_ste(HALF, -0.1), "threshold must be at least 0, got -0.1"),
+    (lambda: F.ternary_sign_ste(torch.ones(3, 4), torch.ones(3)), "got shapes (3,) and (3, 4)"),
+    (lambda: F.error_decay_sign(HALF, 1.5), "progress must lie in 0..1, got 1.5"),
+    (lambda: F.error_decay_sign(HALF, NAN), "progress must lie in 0..1, got nan"),
+    (lambda: F.error_decay_sign(HALF, torch.ones(1, 1)), "progress must broadcast to x, got shapes (1, 1) and (1,)"),
+    (lambda: F.ewgs_round(HALF, -0.1), "delta must be at least 0, got -0.1"),
+    (lambda: F.ewgs_round(HALF, torch.ones(2, 1)), "delta must broadcast to x, got shapes (2, 1) and (1,)"),
+    (lambda: F.ewgs_gradient(HALF, 1.0, -0.1), "delta must be at least 0, got -0.1"),
+    (lambda: F.ewgs_gradient(HALF, torch.ones(2), 0.1), "scale must broadcast to x, got shapes (2,) and (1,)"),
+    (lambda: F.soft_round(HALF, 0), "temperature must be positive and finite, got 0"),
+    (lambda: F.soft_round(HALF, INF), "temperature must be positive and finite, got inf"),
+    (lambda: F.dsq_round(HALF, torch.ones(2)), "alpha must broadcast to x, got shapes (2,) and (1,)"),
+    (lambda: F.dsq_round(HALF, 1.0), "alpha must lie between 0 and 1, got 1.0"),
+    (lambda: F.dsq_round(HALF, 0.0), "alpha must lie between 0 and 1, got 0.0"),
     # PACT, DoReFa, APoT, powers of two
-    (lambda: pact_quantize(HALF, ONE, 17), "bits must be a whole number from 1 to 16, got 17"),
-    (lambda: pact_quantize(HALF, ONE, 2.5), "bits must be a whole number from 1 to 16, got 2.5"),
-    (lambda: dorefa_quantize_weight(HALF, 0), "bits must be a whole number from 1 to 16, got 0"),
-    (lambda: dorefa_quantize_weight(HALF, True), "bits must be a whole number from 1 to 16, got True"),
-    (lambda: dorefa_quantize_weight(WEIGHT, 4, channel_axis=(0, 2)), "got 2"),
-    (lambda: dorefa_quantize_activation(HALF, -1), "bits must be a whole number from 1 to 16, got -1"),
-    (lambda: apot_quantize(HALF, ONE, 1), "bits must be a whole number from 2 to 9, got 1"),
-    (lambda: apot_quantize(HALF, ONE, 9, signed=False), "bits must be a whole number from 1 to 8, got 9"),
-    (lambda: apot_levels(9), "bits must be a whole number from 1 to 8, got 9"),
-    (lambda: normalize_weight(WEIGHT, channel_axis=-3), "got -3"),
-    (lambda: power_of_two_scale(ONE, "down"), "unknown rounding 'down'; known: nearest, up"),
+    (lambda: F.pact_quantize(HALF, ONE, 17), "bits must be a whole number from 1 to 16, got 17"),
+    (lambda: F.pact_quantize(HALF, ONE, 2.5), "bits must be a whole number from 1 to 16, got 2.5"),
+    (lambda: F.dorefa_quantize_weight(HALF, 0), "bits must be a whole number from 1 to 16, got 0"),
+    (lambda: F.dorefa_quantize_weight(HALF, True), "bits must be a whole number from 1 to 16, got True"),
+    (lambda: F.dorefa_quantize_weight(WEIGHT, 4, channel_axis=(0, 2)), "got 2"),
+    (lambda: F.dorefa_quantize_activation(HALF, -1), "bits must be a whole number from 1 to 16, got -1"),
+    (lambda: F.apot_quantize(HALF, ONE, 1), "bits must be a whole number from 2 to 9, got 1"),
+    (lambda: F.apot_quantize(HALF, ONE, 9, signed=False), "bits must be a whole number from 1 to 8, got 9"),
+    (lambda: F.apot_levels(9), "bits must be a whole number from 1 to 8, got 9"),
+    (lambda: F.normalize_weight(WEIGHT, channel_axis=-3), "got -3"),
+    (lambda: F.power_of_two_scale(ONE, "down"), "unknown rounding 'down'; known: nearest, up"),
     # binary and ternary
-    (lambda: binary_quantize(WEIGHT, 2), "channel_axis must be in -2..1 for a weight of shape (4, 3), got 2"),
-    (lambda: binary_quantize(WEIGHT, (0, -3)), "channel_axis must be in -2..1 for a weight of shape (4, 3), got -3"),
+    (lambda: F.binary_quantize(WEIGHT, 2), "channel_axis must be in -2..1 for a weight of shape (4, 3), got 2"),
+    (lambda: F.binary_quantize(WEIGHT, (0, -3)), "channel_axis must be in -2..1 for a weight of shape (4, 3), got -3"),
     (lambda: binary_scale(ONE), "channel_axis must be None for a weight of shape (), got 0"),
-    (lambda: binary_quantize(WEIGHT, gradient="cliped"), "unknown gradient 'cliped'"),
-    (lambda: binary_quantize(WEIGHT, gradient="error_decay"), "got None"),
-    (lambda: binary_quantize(WEIGHT, gradient="clipped", progress=0.5), "got it with 'clipped'"),
-    (lambda: binary_quantize(WEIGHT, gradient="error_decay", progress=90), "progress must lie in 0..1, got 90"),
-    (lambda: ternary_quantize(WEIGHT, -3), "channel_axis must be in -2..1 for a weight of shape (4, 3), got -3"),
+    (lambda: F.binary_quantize(WEIGHT, gradient="cliped"), "unknown gradient 'cliped'"),
+    (lambda: F.binary_quantize(WEIGHT, gradient="error_decay"), "got None"),
+    (lambda: F.binary_quantize(WEIGHT, gradient="clipped", progress=0.5), "got it with 'clipped'"),
+    (lambda: F.binary_quantize(WEIGHT, gradient="error_decay", progress=90), "progress must lie in 0..1, got 90"),
+    (lambda: F.ternary_quantize(WEIGHT, -3), "channel_axis must be in -2..1 for a weight of shape (4, 3), got -3"),
     (lambda: ternary_scale(WEIGHT, 5), "channel_axis must be in -2..1 for a weight of shape (4, 3), got 5"),
-    (lambda: ttq_quantize(WEIGHT, ONE, ONE, 1.0), "threshold must be in 0..1 and below 1, got 1.0"),
-    (lambda: ttq_quantize(WEIGHT, ONE, ONE, NAN), "threshold must be in 0..1 and below 1, got nan"),
-    (lambda: ttq_quantize(WEIGHT, torch.ones(4), ONE), "got shape (4,)"),
-    (lambda: ttq_quantize(WEIGHT, ONE, torch.ones(1, 4, 1)), "got shape (1, 4, 1)"),
+    (lambda: F.ttq_quantize(WEIGHT, ONE, ONE, 1.0), "threshold must be in 0..1 and below 1, got 1.0"),
+    (lambda: F.ttq_quantize(WEIGHT, ONE, ONE, NAN), "threshold must be in 0..1 and below 1, got nan"),
+    (lambda: F.ttq_quantize(WEIGHT, torch.ones(4), ONE), "got shape (4,)"),
+    (lambda: F.ttq_quantize(WEIGHT, ONE, torch.ones(1, 4, 1)), "got shape (1, 4, 1)"),
     # N2UQ, floats, MX blocks
-    (lambda: n2uq_quantize(WEIGHT, torch.zeros(3), torch.ones(3), ONE), "start must have one element, got shape (3,)"),
-    (lambda: n2uq_quantize(WEIGHT, ONE, torch.ones(2, 3), ONE), "got (2, 3)"),
-    (lambda: n2uq_quantize(WEIGHT, ONE, torch.ones(0), ONE), "got (0,)"),
-    (lambda: float_quantize(WEIGHT, ONE, "int8"), "unknown format 'int8'; known: e4m3, e5m2, e3m2, e2m3, e2m1"),
-    (lambda: mx_quantize(WEIGHT, "fp4"), "unknown format 'fp4'; known: e4m3, e5m2, e3m2, e2m3, e2m1, int8"),
-    (lambda: mx_quantize(WEIGHT, "e2m1", axis=2), "axis must be in -2..1 for x of shape (4, 3), got 2"),
-    (lambda: mx_quantize(torch.zeros(4, 48), "e2m1"), "got 32"),
-    (lambda: mx_quantize(WEIGHT, "e2m1", 0), "block_size must be at least 1, got 0"),
+    (lambda: F.n2uq_quantize(WEIGHT, torch.zeros(3), torch.ones(3), ONE),
+     "start must have one element, got shape (3,)"),
+    (lambda: F.n2uq_quantize(WEIGHT, ONE, torch.ones(2, 3), ONE), "got (2, 3)"),
+    (lambda: F.n2uq_quantize(WEIGHT, ONE, torch.ones(0), ONE), "got (0,)"),
+    (lambda: F.float_quantize(WEIGHT, ONE, "int8"), "unknown format 'int8'; known: e4m3, e5m2, e3m2, e2m3, e2m1"),
+    (lambda: F.mx_quantize(WEIGHT, "fp4"), "unknown format 'fp4'; known: e4m3, e5m2, e3m2, e2m3, e2m1, int8"),
+    (lambda: F.mx_quantize(WEIGHT, "e2m1", axis=2), "axis must be in -2..1 for x of shape (4, 3), got 2"),
+    (lambda: F.mx_quantize(torch.zeros(4, 48), "e2m1"), "got 32"),
+    (lambda: F.mx_quantize(WEIGHT, "e2m1", 0), "block_size must be at least 1, got 0"),
 ]  # fmt: skip
 
 
@@ -133,4 +105,5 @@ REFUSED = [
 def test_wrong_arguments_are_refused_by_name_and_value(call, fact):
     with pytest.raises(ValueError) as refusal:
         call()
-    assert str(refusal.value).startswith(f"{call.__code__.co_names[0]}: ") and fact in str(refusal.value)
+    name = next(name for name in call.__code__.co_names if name != "F")  # the function is the first that is called
+    assert str(refusal.value).startswith(f"{name}: ") and fact in str(refusal.value)

@@ -29,13 +29,6 @@ def test_the_defaults_are_the_documented_ones():
     )
 
 
-def test_a_spec_is_a_value():
-    assert QuantSpec(bits=4) == QuantSpec(bits=4) != QuantSpec(bits=5)
-    assert len({QuantSpec(bits=4), QuantSpec(bits=4), QuantSpec(bits=5)}) == 2
-    with pytest.raises(AttributeError):
-        QuantSpec().bits = 4  # type: ignore[misc]
-
-
 EVERY_FORM = {
     "new": QuantSpec(bits=4, init="mse"),
     "replaced": replace(QuantSpec(bits=4), init="mse"),
@@ -166,8 +159,3 @@ def test_a_wrong_spec_is_refused(wrong, fact):
 
 def test_the_ends_of_the_percentile_are_allowed():
     assert QuantSpec(percentile=100).percentile == 100 and QuantSpec(percentile=50.01).percentile == 50.01
-
-
-def test_an_unknown_field_is_refused():
-    with pytest.raises(TypeError, match="'n_bits'"):
-        QuantSpec(n_bits=4)

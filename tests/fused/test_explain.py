@@ -180,33 +180,34 @@ def test_what_became_of_a_module(model: Any, change: Callable[[Any], object], na
 
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
-OF_WEIGHT = [
-    (QuantSpec(rule="power_of_two"), "PowerOfTwoQuantizer"),
-    (QuantSpec(ewgs="fixed"), "ewgs='fixed'"),
-    (QuantSpec(bits=12), "12 bits"),
-    (QuantSpec(granularity="group", group_size=4), "per group"),
+LINEAR, REFLECTING = (nn.Linear(16, 16),), nn.Conv2d(3, 16, 3, padding=1, padding_mode="reflect")
+OF_MODELS: list[tuple[tuple[nn.Module, ...], Tensor, dict[str, QuantSpec], str, str]] = [
+    # layers, input, recipe, the row that names the fact, the fact
+    (LINEAR, X, {"weight": QuantSpec(rule="power_of_two")}, "0", "its weight_quantizer: .*PowerOfTwoQuantizer"),
+    (LINEAR, X, {"weight": QuantSpec(ewgs="fixed")}, "0", "its weight_quantizer: .*ewgs='fixed'"),
+    (LINEAR, X, {"weight": QuantSpec(bits=12)}, "0", "its weight_quantizer: .*12 bits"),
+    (LINEAR, X, {"weight": QuantSpec(granularity="group", group_size=4)}, "0", "its weight_quantizer: .*per group"),
+    (LINEAR, X, {"activation": QuantSpec(bits=12)}, "input_quantizer", "12 bits"),
+    ((nn.ConvTranspose2d(3, 16, 3),), images(), {}, "0", "convolutions and linear layers only"),
+    ((REFLECTING,), images(), {}, "0", "padding"),
+    ((nn.Conv2d(3, 4, 1), nn.GroupNorm(1, 4)), images(), {}, "0_quantizer", "nothing that computes on codes reads it"),
 ]
 
 
-@pytest.mark.parametrize(("spec", "fact"), OF_WEIGHT, ids=[fact for _, fact in OF_WEIGHT])
-def test_rules_and_grids(spec: QuantSpec, fact: str) -> None:
-    how, why = row(of_model(nn.Linear(16, 16), x=X, weight=spec), "0")
-    assert how == PLAINLY and why.startswith("its weight_quantizer: ") and fact in why
+@pytest.mark.parametrize(("layers", "x", "recipe", "name", "fact"), OF_MODELS, ids=[fact for *_, fact in OF_MODELS])
+def test_rules_grids_and_layers(
+    layers: tuple[nn.Module, ...], x: Tensor, recipe: dict[str, QuantSpec], name: str, fact: str
+) -> None:
+    how, why = row(of_model(*layers, x=x, **recipe), name)
+    assert how == PLAINLY and re.match(fact if fact.startswith("its") else f".*{fact}", why)
 
 
-def test_grids_of_activations_and_affine_weights() -> None:
-    assert_plain(row(of_model(nn.Linear(16, 16), x=X, activation=QuantSpec(bits=12)), "input_quantizer"), "12 bits")
+def test_an_affine_weight() -> None:
     model = of_model(nn.Linear(16, 16), x=X)
     assert row(model, "0")[1] == ""
     quantizer: Any = model.get_submodule("0.weight_quantizer")
     quantizer.spec = dataclasses.replace(quantizer.spec, symmetric=False)
     assert_plain(row(model, "0"), "affine")
-
-
-def test_layers_that_multiply_in_no_kernel() -> None:
-    x = images()
-    assert_plain(row(of_model(nn.ConvTranspose2d(3, 16, 3), x=x), "0"), "convolutions and linear layers only")
-    assert_plain(row(of_model(nn.Conv2d(3, 16, 3, padding=1, padding_mode="reflect"), x=x), "0"), "padding")
 
 
 def test_methods_that_somebody_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,11 +258,6 @@ def test_what_a_quantizer_is_computed_with() -> None:
     for name, fused in (("first", "norm"), ("silu", "silu"), ("add", "add, relu")):
         assert row(model, f"{name}_quantizer") == ("on codes", f"in one pass with {fused}")
     assert "leaky" not in row(model, "leaky_quantizer")[1]
-
-
-def test_what_nothing_on_codes_reads() -> None:
-    model = of_model(nn.Conv2d(3, 4, 1), nn.GroupNorm(1, 4), x=images())
-    assert_plain(row(model, "0_quantizer"), "nothing that computes on codes reads it")
 
 
 def test_layers_outside_of_graphs_and_inside_of_layers() -> None:

@@ -250,22 +250,6 @@ def test_what_a_clip_hides_is_seen(name: str, changed: Callable[..., Any], monke
     assert distrusted(model) == [("a_quantizer", "b_quantizer")]
 
 
-def test_a_frozen_norm_is_another_kernel_and_checked_anew(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def changed(grad: Tensor, *rest: Any) -> Any:
-        found = list(norms.norm_quantize_backward(grad, *rest))
-        follows_batch = rest[-2]
-        return (found[0] if follows_batch else found[0] * 2, *found[1:])
-
-    monkeypatch.setattr(norm_activation, "norm_quantize_backward", changed)
-    model: Any = calibrated(Deep(), x)
-    assert distrusted(model) == [()]
-    model.norm_a.eval()
-    model(x)
-    first, second = distrusted(model)
-    assert first == () and second is not None and "a_quantizer" in second
-
-
 def test_inputs_of_different_lengths_are_checked_with_integers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     class Biased(Deep):
         def forward(self, x: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]

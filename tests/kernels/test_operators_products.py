@@ -5,26 +5,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases_kernels import FORMULA, GRIDS, C, Quantized, dense, draw, draw_codes, near, weight_of
+from cases_kernels import FORMULA, GRIDS, Quantized, dense, draw, draw_codes, near, ops, steps_of, weight_of
 from torch import Tensor
 
-from qat.kernels.cpu import compiler
 from qat.kernels.formulas import products as f_products
 from qat.kernels.geometry import Geometry
+
+__all__ = ["ops"]  # a fixture
 
 NEAREST = {4: torch.channels_last, 5: torch.channels_last_3d}
 QPARAMS = torch.tensor([0.0123, 94.0])
 STEP, ZERO = QPARAMS.double().tolist()
 ROUNDING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 ROWS = Geometry([], [], [], 1)
-
-
-@pytest.fixture(params=["C", "formula"])
-def ops(request: pytest.FixtureRequest) -> Any:
-    """The operators by name."""
-    if request.param == "C" and compiler.library() is None:
-        pytest.skip("no C compiler here")
-    return C if request.param == "C" else FORMULA
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +54,7 @@ def arrange(x: Tensor, nearest: bool) -> Tensor:
 def on_grid(weight: Any) -> tuple[Tensor, Tensor, Tensor]:
     """In float64: the values of a weight, where its gradient passes, and the slope; rounding is decided in float32."""
     w, (scales, smallest, _), _ = weight
-    steps = torch.maximum(scales, smallest)
+    steps = steps_of(scales, smallest)
     v = w.float() / steps
     inside = v.abs() <= 127
     slope = torch.where(inside, v.round() - v, v.clamp(-127, 127))
@@ -117,7 +110,7 @@ def test_gradients(name: str, nearest: tuple[bool, bool], needs: tuple[bool, boo
         if needs[1]:
             near(found[1], torch.where(inside, of_values, 0.0), 1e-5 * terms[1])
             assert dense(found[1]) == dense(weight[0]) and (found[1][~inside] == 0).all()
-            steps = torch.maximum(*weight[1][:2]).double()
+            steps = steps_of(*weight[1][:2]).double()
             factor = 0.1 * (steps**2 if nearest[0] else 1.0)
             total = (of_values * slope).flatten(1).sum(1), (terms[1] * slope.abs()).flatten(1).sum(1)
             exact, size = (each.view(scales.shape) if per_row else each.sum().view(scales.shape) for each in total)

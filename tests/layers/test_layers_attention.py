@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from rule_specs import plain
 from torch import Tensor, nn
-from twin_case import ATTENTIONS, Array, activations, grid_codes, grid_product
+from twin_case import ATTENTIONS, Array, fine_twin, grid_codes, grid_product
 
 import qat
 from qat.layers.attention import QuantMultiheadAttention, operand_spec, probability_spec
@@ -16,10 +16,8 @@ from qat.layers.attention_core import additive_mask, attend
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec, default_activation_spec
 
-FINE_WEIGHT = QuantSpec(bits=16)
 NARROW = plain(bits=4, narrow_range=True, rule="minmax")
 AFFINE_PLUS = plain(signed=False, symmetric=False, rule="lsq_plus")
-FINE = QuantSpec(bits=16, signed=False, symmetric=False, init="minmax")
 N, L, S = 3, 4, 6
 EARLIER = torch.ones(L, S, dtype=torch.bool).triu(1)
 SHORTER = torch.arange(S)[None] >= torch.tensor([6, 2, 4])[:, None]
@@ -55,13 +53,9 @@ def float_layer(module: str, **changes: Any) -> nn.MultiheadAttention:
 
 
 def fine_pair(module: str, **changes: Any) -> tuple[nn.MultiheadAttention, QuantMultiheadAttention, Any]:
-    """A float layer, its twin on 16-bit grids with range 6, and 1 for probabilities, and inputs."""
+    """A float layer, its `fine_twin`, and inputs."""
     layer = float_layer(module, **changes)
-    twin = QuantMultiheadAttention.from_float(layer, FINE_WEIGHT, FINE)
-    for quantizer in activations(twin):
-        reach = 6.0 if not quantizer.spec.symmetric or quantizer.spec.signed else 1.0
-        quantizer.set_range(torch.tensor(-reach), torch.tensor(reach))
-    return layer, twin, inputs_for(layer)
+    return layer, fine_twin(layer), inputs_for(layer)
 
 
 def inputs_for(layer: nn.MultiheadAttention, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,20 +96,6 @@ def test_masks_of_each_head_and_inputs_without_a_batch(module: str) -> None:
         assert_same(twin(*alone, **options), layer(*alone, **options))
     options = {"attn_mask": each[: layer.num_heads], "need_weights": False}
     assert_same(twin(*alone, **options), layer(*alone, **options))
-
-
-@modules
-@pytest.mark.parametrize("call", ["no mask", "both masks, no weights"])
-def test_fine_grids_give_the_gradients_that_torch_gives(module: str, call: str) -> None:
-    layer, twin, inputs = fine_pair(module)
-    gradients = []
-    for one in (layer, twin):
-        layer.zero_grad()
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        one(*leaves, **CALLS[call])[0].square().sum().backward()
-        gradients.append([x.grad for x in (*leaves, *layer.parameters())])
-    for theirs, ours in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0.01, atol=0.01 * float(theirs.abs().max()))
 
 
 # --- the same grids in NumPy, float64 ---
@@ -275,18 +255,3 @@ def test_torchs_encoder_layer_takes_no_way_around_it() -> None:
         plain = layer(x)
     torch.testing.assert_close(evaluated, trained, rtol=0, atol=1e-3)
     assert not torch.allclose(evaluated, plain, atol=0.05)
-
-
-@pytest.mark.parametrize("module", ["batch first", "bias_kv and zero attention", "other widths"])
-def test_export_runs(module: str) -> None:
-    layer, twin, inputs = fine_pair(module)
-    twin.eval()
-    axis = {0 if layer.batch_first else 1: torch.export.Dim("batch")}
-    options = {"key_padding_mask": SHORTER}
-    shapes = {"query": axis, "key": axis, "value": axis, "key_padding_mask": {0: axis[next(iter(axis))]}}
-    program = torch.export.export(twin, inputs, options, dynamic_shapes=shapes)
-    batch = 0 if layer.batch_first else 1
-    inputs = tuple(torch.cat([x, 0.5 * x], batch) for x in inputs)
-    options = {"key_padding_mask": SHORTER.repeat(2, 1)}
-    for got, expected in zip(program.module()(*inputs, **options), twin(*inputs, **options), strict=True):
-        torch.testing.assert_close(got, expected)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from twin_case import CASES, SHAPES, Case, convolution, grid_for, trained_norm
 
 import qat
@@ -174,12 +174,6 @@ def test_without_two_integer_grids_it_is_evaluated_as_trained() -> None:
     assert not torch.equal(layer.eval()(*inputs, **grids), trained)
     for name, grid in grids.items():
         assert torch.equal(layer(*inputs, **{name: grid}), trained)
-
-
-def test_from_float_with_an_activation_spec_gives_both_inputs_a_quantizer() -> None:
-    layer = QuantBilinear.from_float(nn.Bilinear(5, 7, 4), activation_spec=QuantSpec(bits=4))
-    qat.calibrate(layer, [{"x1": torch.randn(8, 5), "x2": 30 * torch.rand(8, 7)}])
-    assert layer.other_quantizer.scale.item() > 3 * layer.input_quantizer.scale.item()
 
 
 # The integers of a layer

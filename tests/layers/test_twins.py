@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from twin_case import CASES, Case, activations, assert_learns
+from torch.utils import _pytree as pytree
+from twin_case import CASES, Case, activations, assert_learns, fine_twin
 
 import qat
 from qat.layers import QuantLayer
@@ -215,7 +216,26 @@ def test_a_grid_in_an_argument_of_torchs_is_refused(case: Case) -> None:
 COMPOSITES = [case for case in CASES.values() if not issubclass(case.twin_type, QuantLayer)]
 
 
-@pytest.mark.parametrize("case", COMPOSITES, ids=lambda case: f"{case.float_type.__name__} {case.arguments}")
+composites = pytest.mark.parametrize(
+    "case", COMPOSITES, ids=[f"{c.float_type.__name__} {c.arguments}" for c in COMPOSITES]
+)
+
+
+@composites
+def test_fine_grids_give_the_gradients_that_torch_gives(case: Case) -> None:
+    torch.manual_seed(0)
+    layer, inputs = case.float_type(**case.arguments), case.inputs()
+    gradients = []
+    for module in (layer, fine_twin(layer)):
+        layer.zero_grad()
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        sum(part.square().sum() for part in pytree.tree_leaves(module(*leaves))).backward()
+        gradients.append([x.grad for x in (*leaves, *layer.parameters())])
+    for theirs, ours in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.01, atol=0.01 * float(theirs.abs().max()))
+
+
+@composites
 def test_without_an_activation_spec_weights_alone_are_quantized(case: Case) -> None:
     torch.manual_seed(0)
     twin, inputs = case.twin_type(**case.arguments, activation_spec=None), case.inputs()
@@ -235,10 +255,7 @@ def test_dropout_is_torchs(kind: Any) -> None:
     case = FIRST[kind.__name__]
     arguments = {**case.arguments, "dropout": 0.5, **({} if kind is nn.MultiheadAttention else {"num_layers": 3})}
     layer, inputs = kind(**arguments), case.inputs()
-    twin = case.twin_type.from_float(layer, QuantSpec(bits=16), QuantSpec(bits=16, init="minmax"))
-    for quantizer in activations(twin):
-        quantizer.set_range(torch.tensor(-6.0), torch.tensor(6.0))
-    drawn = []
+    twin, drawn = fine_twin(layer), []
     for module in (twin, layer):
         torch.manual_seed(7)
         drawn.append(result(module, inputs))

@@ -121,6 +121,16 @@ def activations(model: nn.Module) -> list[Quantizer]:
     return [part for part in model.modules() if isinstance(part, Quantizer) and part.role == "activation"]
 
 
+def fine_twin(layer: nn.Module) -> Any:
+    """The twin of a float layer on 16-bit grids that reach to 6, and to 1 for probabilities."""
+    kind: Any = getattr(qat.layers, f"Quant{type(layer).__name__}")
+    twin = kind.from_float(layer, QuantSpec(bits=16), QuantSpec(bits=16, signed=False, symmetric=False, init="minmax"))
+    for quantizer in activations(twin):
+        reach = 6.0 if not quantizer.spec.symmetric or quantizer.spec.signed else 1.0
+        quantizer.set_range(torch.tensor(-reach), torch.tensor(reach))
+    return twin
+
+
 def grid_for(x: Tensor, bits: int = 8) -> Quantizer:
     """A calibrated unsigned affine quantizer for x."""
     quantizer = create_quantizer(QuantSpec(bits=bits, signed=False, symmetric=False))

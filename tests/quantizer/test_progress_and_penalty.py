@@ -7,11 +7,10 @@ import pytest
 import rule_specs as specs
 import torch
 from rule_specs import fitted, tensor_of
-from rule_training import answer_loss, quantizers_of, same_state, state_of
+from rule_training import same_state, state_of
 from torch import nn
 
 import qat
-from qat.layers import QuantLayer
 from qat.training.loop.aids import Aids
 
 
@@ -112,39 +111,3 @@ def test_the_trainer_does_what_penalty_and_set_progress_do():
     assert list(added) == ["penalty_loss"]
     torch.testing.assert_close(added["penalty_loss"], qat.penalty(twin))
     Aids(nn.Linear(2, 2)).before_epoch(pytest.fail, iter(()))  # nothing to do without quantizers
-
-
-def learned_widths(cost: float) -> torch.fx.GraphModule:
-    """A model after thirty steps with learned widths everywhere."""
-    model = specs.prepared(
-        specs.weight("learned_bits", cost=cost), specs.activation("learned_bits", 8, specs.SIGNED, cost=cost)
-    )
-    widths = [parameter for name, parameter in model.named_parameters() if name.endswith(".bits")]
-    rest = [parameter for name, parameter in model.named_parameters() if not name.endswith(".bits")]
-    optimizer = torch.optim.SGD([{"params": rest}, {"params": widths, "lr": 0.1}], lr=1e-4)
-    for seed in range(30):
-        optimizer.zero_grad()
-        (answer_loss(model(specs.images(seed))) + qat.penalty(model)).backward()
-        optimizer.step()
-    return model.eval()
-
-
-def test_a_cost_drives_the_bits_down():
-    model = learned_widths(cost=2000.0)
-    widths = {name: round(q.bits.item()) for name, q in quantizers_of(model).items()}
-    elements = {name: int(q.elements) for name, q in quantizers_of(model).items()}
-    assert elements["conv1.weight_quantizer"] == 288 and elements["conv2.weight_quantizer"] == 576
-    assert elements["input_quantizer"] == 100 and elements["conv1_quantizer"] == 200
-    assert widths["conv2.weight_quantizer"] < widths["conv1.weight_quantizer"] < 8, "the larger weight costs more"
-    assert widths["fc.weight_quantizer"] >= 7 and min(widths.values()) >= 2
-    # What is exported are these widths, see DEPLOYED in test_rule_models.py.
-    for name, layer in ((n, m) for n, m in model.named_modules() if isinstance(m, QuantLayer)):
-        highest = 2 ** (widths[f"{name}.weight_quantizer"] - 1) - 1
-        assert layer.weight_quantizer.bounds() == (-highest, highest)
-        assert highest / 2 < layer.weight_quantizer.codes(layer.weight).abs().max() <= highest, name
-
-
-def test_without_a_cost_nothing_drives_the_bits():
-    model = learned_widths(cost=0.0)
-    assert qat.penalty(model).item() == 0.0 and not qat.penalty(model).requires_grad
-    assert {round(q.bits.item()) for q in quantizers_of(model).values()} == {8}

@@ -10,7 +10,6 @@ import torch
 from rule_specs import plain
 from torch import Tensor, nn
 
-import qat
 from qat.functional import round_ste
 from qat.quantizer import (
     LSQQuantizer,
@@ -21,7 +20,6 @@ from qat.quantizer import (
     scale_shape,
 )
 from qat.quantizer import registry as registry_module
-from qat.ranges import initial_range
 from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
 
 SPECS = {
@@ -101,18 +99,6 @@ def test_set_range_writes_into_the_optimizers_parameters(spec, shape):
     optimizer.step()
     assert quantizer.grid()[0].flatten()[0].item() != pytest.approx(expected[0], rel=1e-6)
     assert all(parameter.requires_grad for parameter in quantizer.parameters())
-
-
-@every_spec
-def test_set_range_takes_what_initial_range_returns(spec, shape):
-    """Per tensor that is one value of shape (1,), per channel (channels,)."""
-    quantizer = create_quantizer(spec, shape=shape)
-    ranges = initial_range(data(3, 40).reshape(quantizer.scale.numel(), -1), spec)
-    quantizer.set_range(*ranges)
-    found = zip(*(part.flatten().tolist() for part in (*ranges, *quantizer.grid())), strict=True)
-    for low, high, scale, zero_point in found:
-        expected = reference.grid_of(low, high, spec.qmin, spec.qmax, spec.symmetric)
-        assert (scale, zero_point) == (pytest.approx(expected[0], rel=1e-6), expected[1])
 
 
 @pytest.mark.parametrize(
@@ -208,28 +194,6 @@ def test_a_rule_without_quantize_is_refused():
     bare.set_range(torch.tensor(-1.0), torch.tensor(1.0))
     with pytest.raises(TypeError, match="must implement quantize"):
         bare(torch.ones(2))
-
-
-@pytest.mark.parametrize(("grad_scale", "kept"), [("sample", False), ("relative", True)])
-def test_the_scale_of_a_few_pooled_features_survives_its_first_step_with_the_relative_factor_only(grad_scale, kept):
-    """docs/measurements.md says so: 8 elements share the scale, and all are pushed the same way."""
-    torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
-    )  # fmt: skip
-    images, labels = torch.randn(16, 3, 8, 8), torch.arange(16) % 5
-    activation = replace(default_activation_spec(), grad_scale=grad_scale)
-    model = qat.prepare(net, qat.QuantRecipe(activation=activation))
-    qat.calibrate(model, [images])
-    scale = model.get_submodule("3_quantizer").scale
-    before = scale.item()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(5):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-    assert (0.5 * before < scale.item() < 2 * before) == kept
 
 
 def test_a_relative_step_multiplies_the_scale():

@@ -83,6 +83,13 @@ def test_bounds_are_the_integers_of_the_rule(role, spec):
     else:
         expected = (-spec.qmax if spec.rule in mirrored else spec.qmin, spec.qmax)
     assert quantizer.bounds() == expected
+    if spec.rule == "learned_bits":  # and of the width that it has learned
+        width = max(3, spec.options.get("least", 2))
+        with torch.no_grad():
+            quantizer.bits.fill_(width + 0.3)
+        assert quantizer.bounds() == (
+            (1 - 2 ** (width - 1), 2 ** (width - 1) - 1) if spec.signed else (0, 2**width - 1)
+        )
 
 
 @quantizers(lambda role, spec: spec.rule.startswith("mx"))

@@ -3,7 +3,8 @@
 `qat.testing.ste_gradcheck` has to catch every one of them; see test_testing.py.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,31 @@ from qat.functional.tensors import as_dtype
 QMIN, QMAX = -8, 7
 
 
+class Parts(NamedTuple):
+    """What a backward pass is made of."""
+
+    x: Tensor
+    scale: Tensor
+    v: Tensor
+    inside: Tensor
+    slope: Tensor
+
+
+def parts(ctx: Any) -> Parts:
+    x, scale = ctx.saved_tensors
+    wide = torch.promote_types(x.dtype, torch.float32)
+    v = x.to(wide) / scale.to(wide)
+    inside = (v >= QMIN) & (v <= QMAX)
+    slope = torch.where(inside, (torch.round(v) - v).detach(), torch.clamp(v, QMIN, QMAX).detach())
+    return Parts(x, scale, v, inside, slope)
+
+
+def summed(grad: Tensor, parameter: Tensor) -> Tensor:
+    return grad.sum_to_size(parameter.shape).to(parameter.dtype)
+
+
 class Right(torch.autograd.Function):
-    """The rule without a mistake; each broken one overrides what it gets wrong."""
+    """The rule without a mistake; each broken one replaces what it gets wrong."""
 
     generate_vmap_rule = True
 
@@ -31,53 +55,75 @@ class Right(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        _, scale, _, inside, slope = parts(ctx)
-        grad_x = torch.where(inside, grad, 0) if ctx.needs_input_grad[0] else None
-        grad_scale = summed(grad * slope, scale) if ctx.needs_input_grad[1] else None
+        found = parts(ctx)
+        grad_x = torch.where(found.inside, grad, 0) if ctx.needs_input_grad[0] else None
+        grad_scale = summed(grad * found.slope, found.scale) if ctx.needs_input_grad[1] else None
         return grad_x, grad_scale
 
 
-def parts(ctx: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    x, scale = ctx.saved_tensors
-    wide = torch.promote_types(x.dtype, torch.float32)
-    v = x.to(wide) / scale.to(wide)
-    inside = (v >= QMIN) & (v <= QMAX)
-    slope = torch.where(inside, (torch.round(v) - v).detach(), torch.clamp(v, QMIN, QMAX).detach())
-    return x, scale, v, inside, slope
+def broken(name: str, **methods: Callable[..., Any]) -> type[torch.autograd.Function]:
+    return type(name, (Right,), {key: staticmethod(method) for key, method in methods.items()})
 
 
-def summed(grad: Tensor, parameter: Tensor) -> Tensor:
-    return grad.sum_to_size(parameter.shape).to(parameter.dtype)
+def of_x(gradient: Callable[[Tensor, Parts], Tensor]) -> Callable[..., Any]:
+    """A backward with this gradient of x."""
 
-
-class MissingMask(Right):
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return grad if ctx.needs_input_grad[0] else None, Right.backward(ctx, grad)[1]
+        return gradient(grad, parts(ctx)) if ctx.needs_input_grad[0] else None, Right.backward(ctx, grad)[1]
+
+    return backward
 
 
-class StrictBounds(Right):
-    @staticmethod
+def of_scale(gradient: Callable[[Tensor, Parts], Tensor | None]) -> Callable[..., Any]:
+    """A backward with this gradient of the scale."""
+
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        v = parts(ctx)[2]
-        grad_x = torch.where((v > QMIN) & (v < QMAX), grad, 0) if ctx.needs_input_grad[0] else None
-        return grad_x, Right.backward(ctx, grad)[1]
+        return Right.backward(ctx, grad)[0], gradient(grad, parts(ctx)) if ctx.needs_input_grad[1] else None
+
+    return backward
 
 
-class WrongScaleGradient(Right):
-    """The residual everywhere, outside the range too."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        _, scale, v, _, _ = parts(ctx)
-        grad_scale = summed(grad * (torch.round(v) - v).detach(), scale) if ctx.needs_input_grad[1] else None
-        return Right.backward(ctx, grad)[0], grad_scale
-
-
-class ForgetsTheScale(Right):
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return Right.backward(ctx, grad)[0], None
+MissingMask = broken("MissingMask", backward=of_x(lambda grad, p: grad))
+StrictBounds = broken(
+    "StrictBounds", backward=of_x(lambda grad, p: torch.where((p.v > QMIN) & (p.v < QMAX), grad, 0))
+)  # fmt: skip
+# The residual everywhere, outside the range too.
+WrongScaleGradient = broken(
+    "WrongScaleGradient", backward=of_scale(lambda grad, p: summed(grad * (torch.round(p.v) - p.v).detach(), p.scale))
+)
+ForgetsTheScale = broken("ForgetsTheScale", backward=of_scale(lambda grad, p: None))
+# Right for one scale, the same sum in every channel for many.
+NoSumOverChannels = broken(
+    "NoSumOverChannels",
+    backward=of_scale(lambda grad, p: (grad * p.slope).sum().to(p.scale.dtype).expand(p.scale.shape)),
+)
+ResidualNotDetached = broken(
+    "ResidualNotDetached",
+    backward=of_scale(lambda grad, p: summed(grad * torch.where(p.inside, torch.round(p.v) - p.v, p.slope), p.scale)),
+)
+DifferentiableOnce = broken("DifferentiableOnce", backward=once_differentiable(Right.backward))
+# `view` takes no incoming gradient with other strides.
+ViewsTheGradient = broken(
+    "ViewsTheGradient", backward=lambda ctx, grad: Right.backward(ctx, grad.view(grad.numel()).view(grad.shape))
+)
+# Divides in the dtype of x: in bfloat16 many values land on the next level.
+NarrowArithmetic = broken(
+    "NarrowArithmetic",
+    forward=lambda x, scale: torch.clamp(torch.round(x / scale.to(x.dtype)), QMIN, QMAX) * scale.to(x.dtype),
+)
+ReturnsFloat32 = broken(
+    "ReturnsFloat32",
+    forward=lambda x, scale: Right.forward(x.to(torch.promote_types(x.dtype, torch.float32)), scale),
+)
+ForgetsTheDevice = broken(
+    "ForgetsTheDevice", forward=lambda x, scale: Right.forward(x, scale) + torch.zeros(x.shape[-1:], dtype=x.dtype)
+)
+NoNaN = broken("NoNaN", forward=lambda x, scale: Right.forward(torch.nan_to_num(x, nan=0.0), scale))
+DensifiesItsOutput = broken(
+    "DensifiesItsOutput",
+    forward=lambda x, scale: Right.forward(x, scale).clone(memory_format=torch.contiguous_format),
+)
+WritesIntoX = broken("WritesIntoX", forward=lambda x, scale: x.copy_(Right.forward(x, scale)).clone())
 
 
 class AsksNobody(Right):
@@ -85,33 +131,8 @@ class AsksNobody(Right):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        _, scale, _, inside, slope = parts(ctx)
-        return torch.where(inside, grad, 0), summed(grad * slope, scale)
-
-
-class NoSumOverChannels(Right):
-    """Right for one scale, the same sum in every channel for many."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        _, scale, _, _, slope = parts(ctx)
-        grad_scale = (grad * slope).sum().to(scale.dtype).expand(scale.shape) if ctx.needs_input_grad[1] else None
-        return Right.backward(ctx, grad)[0], grad_scale
-
-
-class ResidualNotDetached(Right):
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        _, scale, v, inside, slope = parts(ctx)
-        slope = torch.where(inside, torch.round(v) - v, slope)
-        return Right.backward(ctx, grad)[0], summed(grad * slope, scale) if ctx.needs_input_grad[1] else None
-
-
-class DifferentiableOnce(Right):
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return Right.backward(ctx, grad)
+        found = parts(ctx)
+        return torch.where(found.inside, grad, 0), summed(grad * found.slope, found.scale)
 
 
 class BranchesOnTheData(Right):
@@ -119,25 +140,9 @@ class BranchesOnTheData(Right):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        inside = parts(ctx)[3]
-        if inside.all():
+        if parts(ctx).inside.all():
             return grad if ctx.needs_input_grad[0] else None, Right.backward(ctx, grad)[1]
         return Right.backward(ctx, grad)
-
-
-class ReturnsFloat32(Right):
-    @staticmethod
-    def forward(x: Tensor, scale: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return torch.clamp(torch.round(x.to(wide) / scale.to(wide)), QMIN, QMAX) * scale.to(wide)
-
-
-class NarrowArithmetic(Right):
-    """Divides in the dtype of x: in bfloat16 many values land on the next level."""
-
-    @staticmethod
-    def forward(x: Tensor, scale: Tensor) -> Tensor:
-        return torch.clamp(torch.round(x / scale.to(x.dtype)), QMIN, QMAX) * scale.to(x.dtype)
 
 
 class ReadsTheScale(Right):
@@ -150,40 +155,13 @@ class ReadsTheScale(Right):
         return Right.forward(x, scale)
 
 
-class ForgetsTheDevice(Right):
-    @staticmethod
-    def forward(x: Tensor, scale: Tensor) -> Tensor:
-        return Right.forward(x, scale) + torch.zeros(x.shape[-1:], dtype=x.dtype)
-
-
-class NoNaN(Right):
-    @staticmethod
-    def forward(x: Tensor, scale: Tensor) -> Tensor:
-        return Right.forward(torch.nan_to_num(x, nan=0.0), scale)
-
-
 class DisturbsItsNeighbours(Right):
     """A guard over the whole tensor: one NaN, and every gradient is NaN."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x = ctx.saved_tensors[0]
         grad_x, grad_scale = Right.backward(ctx, grad)
-        return None if grad_x is None else grad_x + 0 * x.sum().detach(), grad_scale
-
-
-class DensifiesItsOutput(Right):
-    @staticmethod
-    def forward(x: Tensor, scale: Tensor) -> Tensor:
-        return Right.forward(x, scale).clone(memory_format=torch.contiguous_format)
-
-
-class ViewsTheGradient(Right):
-    """`view` takes no incoming gradient with other strides."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return Right.backward(ctx, grad.view(grad.numel()).view(grad.shape))
+        return None if grad_x is None else grad_x + 0 * ctx.saved_tensors[0].sum().detach(), grad_scale
 
 
 class AveragesTheGradient(Right):
@@ -196,16 +174,8 @@ class AveragesTheGradient(Right):
         return grad_x, None if grad_scale is None else grad_scale / count * count
 
 
-class WritesIntoX(Right):
-    @staticmethod
-    def forward(x: Tensor, scale: Tensor) -> Tensor:
-        return x.copy_(Right.forward(x, scale)).clone()
-
-
 class WrongTangent(Right):
     """A jvp of its own, without the mask."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -214,7 +184,7 @@ class WrongTangent(Right):
 
     @staticmethod
     def jvp(ctx: Any, x: Tensor | None, scale: Tensor | None) -> Tensor:
-        slope = parts(ctx)[4]
+        slope = parts(ctx).slope
         return (0 if x is None else x) + (0 if scale is None else slope * scale)  # type: ignore[return-value]
 
 
@@ -246,10 +216,8 @@ class Alias(torch.autograd.Function):
         return grad
 
 
-class SavesItsSlope(torch.autograd.Function):
+class SavesItsSlope(Alias):
     """Bi-Real's sign, whose slope 2 - 2|x| is computed in the forward pass: a constant for the second derivative."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -263,25 +231,3 @@ class SavesItsSlope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * ctx.slope
-
-
-class SwappedBounds(torch.autograd.Function):
-    """clamp(x, low, high) with the gradients of low and high in each other's place."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        return as_dtype(torch.minimum(torch.maximum(x, low), high), x.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, low, high = ctx.saved_tensors
-        grads = [torch.where((x >= low) & (x <= high), grad, 0)]
-        grad = grad.to(torch.promote_types(x.dtype, torch.float32))
-        grads += [summed(torch.where(x > high, grad, 0), low), summed(torch.where(x < low, grad, 0), high)]
-        return tuple(each if asked else None for each, asked in zip(grads, ctx.needs_input_grad, strict=True))

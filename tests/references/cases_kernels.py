@@ -5,10 +5,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from qat.kernels import formulas, operators
+from qat.kernels.cpu import compiler
 from qat.kernels.cpu import quantizers as cpu_quantizers
 from qat.kernels.formulas import curves as f_curves
 from qat.kernels.formulas import norms as f_norms
@@ -35,6 +37,15 @@ def _gathered(package: Any, *modules: Any) -> SimpleNamespace:
 C = _gathered(operators, cpu_quantizers, curves, norms, pools, products, quantizers)
 FORMULA = _gathered(formulas, f_curves, f_norms, f_pools, f_products, f_quantizers)
 C.dequantize = cpu_quantizers.dequantize
+
+
+@pytest.fixture(params=["C", "formula"])
+def ops(request: pytest.FixtureRequest) -> Any:
+    """The operators by name."""
+    if request.param == "C" and compiler.library() is None:
+        pytest.skip("no C compiler here")
+    return C if request.param == "C" else FORMULA
+
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "flat": lambda x: x.flatten(),
@@ -68,9 +79,17 @@ GRIDS: dict[str, Grid] = {
     "signed affine": grid(0.17, -3.0, -8, 7, 128),
     "broken": grid(-0.02, None, -128, 127, 128, relative=True),
     "broken affine": grid(0.01, 120.0),
+    "no number": grid(math.nan, None, -128, 127, 128, relative=True),
+    "infinite": grid(math.inf, 94.0),
+    "below all": grid(-math.inf, None, -128, 127, 128),
     "huge": grid(1e13, None, -128, 127, 128),
     "two bits": grid(0.9, None, 0, 3, relative=True),
 }
+
+
+def steps_of(scales: Tensor, smallest: Tensor) -> Tensor:
+    """What broken scales act as: NaN as the smallest one."""
+    return torch.minimum(torch.maximum(scales.nan_to_num(0.0, math.inf), smallest), torch.tensor(1e12))
 
 
 class Quantized:
@@ -94,7 +113,8 @@ class Quantized:
     def __init__(self, z: Tensor, given: Grid) -> None:
         (scale, smallest, zero), (low, high, shift, factor, relative) = given
         assert scale is not None and smallest is not None
-        self.step, self.zero = scale.clamp(float(smallest), 1e12), 0.0 if zero is None else float(zero)
+        self.step, self.zero = steps_of(scale, smallest), 0.0 if zero is None else float(zero)
+        self.only_rises = bool(scale < smallest)
         v = (z / self.step.to(z.dtype)).double()
         self.near = near = 0.0 if z.dtype is torch.float32 else 1e-4
         bounds = low - self.zero, high - self.zero
@@ -120,7 +140,9 @@ class Quantized:
         terms = grad.double() * self.slope
         size = grad.double().abs()
         slack = float(1e-5 * terms.abs().sum() + size[self.unsure].sum() + self.near * size.sum())
-        near(found, terms.sum().view(found.shape) * self.factor, slack * self.factor)
+        total = terms.sum().view(found.shape)
+        total = total.clamp(max=0.0) if self.only_rises else total  # a broken scale is not lowered further
+        near(found, total * self.factor, slack * self.factor)
 
 
 def near(found: Tensor, expected: Tensor, allowed: Tensor | float) -> None:
@@ -140,10 +162,10 @@ def dense(tensor: Tensor) -> tuple[int, ...]:
 
 
 def weight_of(*shape: int, per_row: bool = True, relative: bool = False) -> tuple[Tensor, list[Any], list[float]]:
-    """A weight, its grid, of which one scale is broken and one clips, and its levels."""
+    """A weight, its grid, of which two scales are broken and one clips, and its levels."""
     scales = torch.full((shape[0] if per_row else 1, *[1] * (len(shape) - 1)), 0.02)
     if per_row:
-        scales[0], scales[1] = -1.0, 0.005
+        scales[0], scales[1], scales[2] = -1.0, 0.005, math.nan
     levels = [-127.0, 127.0, 0.0, 0.1, float(relative)]
     return draw(*shape, seed=3), [scales, torch.full_like(scales, 0.004), None], levels
 

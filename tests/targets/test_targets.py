@@ -34,14 +34,6 @@ def test_every_target_has_its_profile() -> None:
 
 
 @EACH
-def test_a_profile_runs_its_own_grids(profile) -> None:
-    for tensor in TENSORS:
-        assert profile.refusal(tensor, getattr(profile, tensor)) is None
-        for bits in range(2, getattr(profile, tensor).bits + 1):
-            assert profile.refusal(tensor, replace(getattr(profile, tensor), bits=bits)) is None
-
-
-@EACH
 def test_every_choice_has_a_reason_and_a_source(profile) -> None:
     described = {"shared_grids", "float_operations"}
     described |= {f"{tensor}{limit}" for tensor in TENSORS for limit in ("", ".most_bits", ".granularities")}

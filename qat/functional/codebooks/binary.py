@@ -13,11 +13,7 @@ BinaryGradient = Literal["clipped", "approximate", "error_decay", "straight_thro
 
 
 class BinaryFunction(STEFunction):
-    """The sign of every weight times a scale that does not show in the gradient.
-
-    Forward:    y = scale where weight >= 0, else -scale
-    Backward:   dy/dweight as `binary_quantize` lists it by gradient
-    """
+    """The sign of every weight times a scale that does not show in the gradient, which is as in `binary_quantize`."""
 
     @staticmethod
     def forward(weight: Tensor, scale: Tensor, gradient: BinaryGradient, progress: Tensor | None) -> Tensor:
@@ -95,13 +91,7 @@ def binary_quantize(
 def binary_scale(weight: Tensor, channel_axis: ChannelAxis = 0) -> Tensor:
     """The level of every channel: mean|weight|, and the smallest normal number where the whole channel is zero.
 
-    Returns:
-        Tensor > 0, with 1 in the place of every axis that is not a channel axis; float32, float64 for a float64 weight.
-
-    Source: Rastegari et al., "XNOR-Net", arXiv:1603.05279.
-
-    >>> binary_scale(torch.tensor([[0.5, -1.5], [0.0, 0.25]])).tolist()
-    [[1.0], [0.125]]
+    It is > 0, with 1 in the place of every axis that is not a channel axis, in float32, or float64 as the weight.
     """
     require_floating(weight, "binary_scale")
     mean = mean_magnitude(weight, axes_within_channel(weight, channel_axis, "binary_scale"))

@@ -10,19 +10,12 @@ from qat.functional.tensors import STEFunction, apply, as_dtype, check_known, re
 
 
 class FloatFormat(NamedTuple):
-    """A binary floating-point format: sign, exponent, mantissa.
-
-    Attributes:
-        exponent_bits: bits of the exponent.
-        mantissa_bits: bits of the mantissa, without the leading one.
-        bias: what is subtracted from the stored exponent.
-        largest: largest finite number.
-    """
+    """A binary floating-point format: sign, exponent, mantissa."""
 
     exponent_bits: int
-    mantissa_bits: int
-    bias: int
-    largest: float
+    mantissa_bits: int  # without the leading one
+    bias: int  # what is subtracted from the stored exponent
+    largest: float  # the largest finite number
 
     @property
     def lowest_exponent(self) -> int:
@@ -108,9 +101,6 @@ def leading_power(magnitude: Tensor, lowest: int, highest: int) -> Tensor:
     """The largest of 2^lowest .. 2^highest that is not above magnitude; 2^lowest for what is smaller, any for NaN.
 
     Integers are shifted to make it: log2, exp2 and pow are an ulp off on some devices, which is a whole binade here.
-
-    >>> leading_power(torch.tensor([0.0, 3.9, 4.0, 1e9]), -1, 5).tolist()
-    [0.5, 2.0, 4.0, 32.0]
     """
     bounded = magnitude.clamp(2.0**lowest, 2.0**highest)
     above = torch.frexp(bounded)[1] - (1 + lowest)
@@ -202,15 +192,7 @@ def mx_quantize(x: Tensor, format: str, block_size: int = 32, axis: int = -1) ->
 def mx_scale(blocks: Tensor, format: str) -> Tensor:
     """The shared power of two of every block, a block being the last axis: 2^-127 .. 2^127, 1 for zeros, or NaN.
 
-    Args:
-        blocks: (..., block), floating point, block > 0.
-        format: a name of ELEMENT_FORMATS.
-
-    Returns:
-        Tensor (..., 1), float32, float64 for float64 blocks.
-
-    >>> mx_scale(torch.tensor([[0.3, -7.9], [0.0, 0.0]]), "e2m1").tolist()
-    [[1.0], [1.0]]
+    blocks are (..., block), the result (..., 1) in float32, or float64 as the blocks.
     """
     wide = torch.promote_types(blocks.dtype, torch.float32)
     limit = torch.finfo(blocks.dtype).max  # of its own dtype, so that an infinite element stays finite in it

@@ -10,11 +10,7 @@ from qat.functional.tensors import STEFunction, apply, as_dtype, broadcasts, req
 
 
 class TernaryFunction(STEFunction):
-    """Three levels whose scale and threshold do not show in the gradient.
-
-    Forward:    y = scale * sign(weight) where |weight| > threshold, else 0
-    Backward:   dy/dweight = 1
-    """
+    """Three levels as in `ternary_quantize`; scale and threshold do not show in the gradient: dy/dweight = 1."""
 
     @staticmethod
     def forward(weight: Tensor, scale: Tensor, threshold: Tensor) -> Tensor:
@@ -85,19 +81,10 @@ def ternary_quantize(weight: Tensor, channel_axis: ChannelAxis = 0) -> Tensor:
 
 
 def ternary_scale(weight: Tensor, channel_axis: ChannelAxis = 0) -> tuple[Tensor, Tensor]:
-    """The level of every channel and the magnitude up to which its weights become 0.
+    """(scale, threshold) of every channel, in float32, or float64 as the weight, and 1 in place of the other axes.
 
-    threshold = 0.7 * mean|weight|; scale = mean of |weight| over the weights with |weight| > threshold.
-
-    Returns:
-        (scale, threshold), with 1 in the place of every axis that is not a channel axis; float32, float64 for a float64
-        weight. The scale is > 0: the smallest normal number where the whole channel is zero.
-
-    Source: Li et al., "Ternary Weight Networks", arXiv:1605.04711.
-
-    >>> scale, threshold = ternary_scale(torch.tensor([1.0, -3.0, 0.1, -0.1]), channel_axis=None)
-    >>> scale.item(), round(threshold.item(), 3)
-    (2.0, 0.735)
+    threshold = 0.7 * mean|weight|; scale = mean of |weight| over the weights with |weight| > threshold, or the smallest
+    normal number where the whole channel is zero.
     """
     require_floating(weight, "ternary_scale")
     return _scale_and_threshold(weight, axes_within_channel(weight, channel_axis, "ternary_scale"))

@@ -37,8 +37,7 @@ class Learned(NamedTuple):
 class UnquantizedInput(NamedTuple):
     """The float tensor behind codes, if it needs no gradient but the scale of its quantizer does.
 
-    Its readers compute the scale's gradient without that of the tensor, which for an image is the most expensive one:
-    that of a convolution at full resolution.
+    The gradient of an image, a convolution at full resolution, would be the most expensive one.
     """
 
     x: Tensor
@@ -77,13 +76,8 @@ NOT_TAKEN = "its scale or zero point is not a contiguous float32 tensor on a dev
 def learned_by(quantizer: Quantizer, x: Tensor, scales: int | None = 1) -> Learned | None:
     """What kernels need to put x on a quantizer's grid; None if they do not take its tensors.
 
-    They take contiguous tensors of the types of `is_supported`. Each attribute is read once, since a model of 50 layers
-    asks 100 times a step.
-
-    Args:
-        quantizer: its scale is finite.
-        x: what will be quantized.
-        scales: how many scales the kernel takes; None: as many as there are.
+    Each attribute is read once, since a model of 50 layers asks 100 times a step. scales: how many the kernel takes;
+    None: as many as there are.
     """
     scale, smallest, zero_point = quantizer.scale, quantizer.smallest_scale, quantizer.zero_point
     takes = is_supported if uses_formulas(scale) else is_plain
@@ -150,12 +144,7 @@ class _EndFunction(torch.autograd.Function):
 
 
 def first_derivative(backward: Backward) -> Backward:
-    """Decorator for a Function's backward that calls kernels.
-
-    Raises:
-        RuntimeError: for several gradients at once, and if its result is differentiated again; create_graph=True
-            alone raises nothing.
-    """
+    """Decorator for a Function's backward that calls kernels: an error if its result is differentiated again."""
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
@@ -178,11 +167,11 @@ def first_derivative(backward: Backward) -> Backward:
 
 
 class PreQuantizer(NamedTuple):
-    """What torch's operations compute before a quantizer: the inputs of the clip (y) and of the quantizer (z)."""
+    """What torch's operations compute before a quantizer, of floats: the plain form of a function that quantizes."""
 
-    y: Tensor
-    z: Tensor
-    bounds: tuple[float, float] = NO_CLIP
+    y: Tensor  # the input of the clip
+    z: Tensor  # the input of the quantizer
+    bounds: tuple[float, float] = NO_CLIP  # of the clip
 
 
 class QuantizeFunction(torch.autograd.Function):
@@ -208,10 +197,9 @@ class QuantizeFunction(torch.autograd.Function):
 
 
 class DecodeFunction(torch.autograd.Function):
-    """The float tensor that codes stand for.
+    """y = (codes - zero) * step, with dy/dcarrier = 1.
 
-    Forward:    y = (codes - zero) * step
-    Backward:   dy/dcarrier = 1: the gradient of the step belongs to the quantizer that made the codes
+    The gradient of the step belongs to the quantizer that made the codes.
     """
 
     @staticmethod
@@ -227,11 +215,7 @@ class DecodeFunction(torch.autograd.Function):
 
 
 class EncodeFunction(torch.autograd.Function):
-    """The codes of a float tensor that lies on a grid already (behind max pooling, say).
-
-    Forward:    codes = round(x / step) + zero
-    Backward:   dcarrier/dx = 1
-    """
+    """codes = round(x / step) + zero of x on a grid already (behind max pooling, say), with dcarrier/dx = 1."""
 
     @staticmethod
     def forward(
@@ -274,9 +258,9 @@ def decode(x: Codes | Tensor) -> Tensor:
 
 
 def encode(x: Codes | Tensor, quantizer: Quantizer, *dropouts: Any) -> Codes | Tensor:
-    """Codes of a tensor that lies on this quantizer's grid; the tensor itself where kernels do not apply.
+    """Codes of a tensor on this quantizer's grid; the tensor itself where kernels do not apply.
 
-    An active dropout between the two moves values off the grid.
+    An active one of the dropouts between the two moves values off the grid.
     """
     if not isinstance(x, Tensor) or not (is_supported(x) and x.numel() and is_dense(x)):
         return x

@@ -23,10 +23,7 @@ from qat.quantizer import Quantizer
 
 
 class QuantizeCurveFunction(torch.autograd.Function):
-    """codes = clamp(round(curve(x) / step) + zero, low, high).
-
-    Backward:   dx = curve'(x) * the quantizer's gradient at curve(x), which is computed again from x
-    """
+    """codes = clamp(round(curve(x) / step) + zero, low, high); the backward computes the curve again from x."""
 
     @staticmethod
     def forward(
@@ -74,7 +71,7 @@ class QuantizeSoftmaxFunction(torch.autograd.Function):
 def quantize_curve(
     x: Codes | Tensor, quantizer: Quantizer, curve: str, activation: nn.Module | None = None
 ) -> Codes | Tensor:
-    """quantizer(curve(x)), as codes where kernels apply; `activation` is the layer that computes it, if one does."""
+    """quantizer(curve(x)), as codes where kernels apply; the curve is one of `PLAIN_CURVES`."""
     x = decode(x)
     learned = learned_by(quantizer, x) if is_supported(x) and x.numel() and is_dense(x) else None
     if learned is not None:
@@ -95,7 +92,7 @@ def quantize_softmax(
     x: Codes | Tensor, quantizer: Quantizer, axis: int, multiplier: float = 1.0,
     softmax: nn.Module | None = None,
 ) -> Codes | Tensor:  # fmt: skip
-    """quantizer(softmax(x * multiplier)), as codes where kernels apply; `softmax` is its layer, if there is one."""
+    """quantizer(softmax(x * multiplier)), as codes where kernels apply; softmax is the layer, None for a function."""
     x = decode(x)
     last = axis in (-1, x.dim() - 1)
     learned = learned_by(quantizer, x) if last and is_supported(x) and x.numel() and x.is_contiguous() else None

@@ -93,7 +93,7 @@ def quantize_chain(
     y: Codes | Tensor, quantizer: Quantizer, norm: nn.Module | None = None, floor: float = -math.inf,
     ceiling: float = math.inf, activation: nn.Module | None = None,
 ) -> Codes | Tensor:  # fmt: skip
-    """quantizer(clip(norm(y))), as codes where kernels apply; `activation` is the layer that clips, if one does."""
+    """quantizer(clip(norm(y))), as codes where kernels apply; activation: the layer that clips, None for a function."""
     y = decode(y)
     learned = learned_by(quantizer, y) if is_supported(y) and y.numel() else None
     if learned is not None:

@@ -14,11 +14,7 @@ from qat.kernels.operators.pools import LARGEST_WINDOW, max_pool_codes, max_pool
 
 
 class MaxPoolFunction(torch.autograd.Function):
-    """Max pooling of codes.
-
-    Forward:    y = the largest of every window
-    Backward:   dy/dx = 1 for the first largest element of the window, else 0
-    """
+    """Max pooling of codes; the gradient goes to the first largest element of every window."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, codes: Tensor, window: Window) -> tuple[Tensor, Tensor]:
@@ -39,7 +35,7 @@ class MaxPoolFunction(torch.autograd.Function):
 
 
 def max_pool(x: Codes | Tensor, window: tuple[Any, ...], module: nn.Module | None = None) -> Codes | Tensor:
-    """Max pooling of (N, C, H, W), a tensor or its codes; `module` is the layer that pools, if one does."""
+    """Max pooling of an (N, C, H, W) tensor or its codes, by the fields of `Window`; module is None for a function."""
     dense = isinstance(x, Codes) and (
         x.codes.is_contiguous() or (x.dim() == 4 and x.codes.is_contiguous(memory_format=torch.channels_last))
     )

@@ -109,12 +109,8 @@ def multiply(
 ) -> Tensor:  # fmt: skip
     """layer(x, *operands, input_quantizer=input_quantizer) without a norm, on codes where kernels apply.
 
-    Args:
-        layer: a quantized convolution or linear layer.
-        x: its input.
-        input_quantizer: the quantizer of x.
-        operands: weight and bias of a `QuantFunction`.
-        batch_factor: x is a slice of a batch that is so many times as large; its size decides whether integers pay.
+    Operands are weight and bias of a `QuantFunction`. Where x is a slice of a batch `batch_factor` times as large, the
+    size of that batch decides whether integers pay.
     """
     weight, bias = _parameters(layer, operands)
     geometry = _geometry(layer)
@@ -171,14 +167,7 @@ def weight_refusal(weight: Tensor) -> str | None:
 
 
 def integers_refusal(layer: QuantLayer, x: torch.Size | None, weight: torch.Size, zero: float) -> str | None:
-    """Why a layer on codes multiplies in float; None if it multiplies integers (where it pays, if x is None).
-
-    Args:
-        layer: one that `layer_refusal` accepts.
-        x: the shape of its input; None: any.
-        weight: the shape of its weight.
-        zero: the code that stands for 0.
-    """
+    """Why a layer on codes multiplies in float; None if it multiplies integers (where it pays, if x is None)."""
     geometry = _geometry(layer)
     assert geometry is not None
     if not integers_allowed():

@@ -63,13 +63,8 @@ SAMPLES = 2
 def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict | None:
     """Find out what of a model may train on codes: all of it, or what is left without the kernels that are wrong.
 
-    Args:
-        model: a prepared model in training. Copies of it run, and it stays as it was.
-        args, kwargs: of its forward; a slice of the batch is used.
-
-    Returns:
-        The verdict; None if the check cannot run: the plain graph fails on this batch, memory is short, or the model
-        runs in inference mode.
+    Copies of the model run on a slice of the batch. None if the check cannot run: the plain graph fails on this batch,
+    memory is short, or the model runs in inference mode.
     """
     if torch.is_inference_mode_enabled():
         return None

@@ -23,7 +23,7 @@ TOLERANCE, NEGLIGIBLE = 2e-3, 1e-5
 
 
 class ValueAndCodes(NamedTuple):
-    """The result of torch's operations, the codes of this value, and the quantizer on whose grid it lies."""
+    """A quantized tensor in a self-check: the result of torch's operations, and the codes of this value."""
 
     value: Tensor
     codes: Codes
@@ -32,18 +32,12 @@ class ValueAndCodes(NamedTuple):
 
 @dataclass
 class PairedArguments:
-    """The same arguments for a function on codes and for its reference.
-
-    Attributes:
-        coded, plain: arguments.
-        pairs: tensors of both whose gradients are compared.
-        learned: scales that inputs of the model were quantized with.
-    """
+    """The same arguments for a function on codes and for its reference."""
 
     coded: list[Any]
     plain: list[Any]
-    pairs: list[tuple[Tensor, Tensor]]
-    learned: list[Tensor]
+    pairs: list[tuple[Tensor, Tensor]]  # whose gradients are compared
+    learned: list[Tensor]  # scales that inputs of the model were quantized with
 
     @classmethod
     def of(cls, args: tuple[Any, ...]) -> "PairedArguments":

@@ -29,11 +29,7 @@ class NoGradientsError(Exception):
 
 
 def training_step(interpreter: fx.Interpreter, inputs: list[Any]) -> Results:
-    """Forward and backward, without the optimizer.
-
-    Raises:
-        NoGradientsError: if forward runs and backward does not.
-    """
+    """Forward and backward of a graph, without the optimizer; the state of its module may change."""
     model = interpreter.module
     wanted: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     copied = pytree.tree_map(detached, inputs)

@@ -89,8 +89,7 @@ KINDS = {"dense": 1, "grouped": 6, "depthwise": 96}
 def are_exact(kind: str) -> bool:
     """Whether integer products may be used: they are exact here, extremes included, and QAT_PROCESSOR allows them.
 
-    Args:
-        kind: one of `KINDS`; matrix products belong to the dense ones. Where these are not exact, none is used.
+    Matrix products belong to the dense kind. Where that is not exact, none is used.
     """
     if kind != "dense" and not are_exact("dense"):
         return False

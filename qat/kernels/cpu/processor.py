@@ -17,9 +17,6 @@ def asked_for() -> Processor | None:
 
     `vnni` on a machine without it: integer products are emulated, slowly and with the same results. `no-vnni` on a
     machine with it: integer products are not used, and ONNX Runtime's default session counts as inexact.
-
-    Raises:
-        ValueError: for another value.
     """
     value = os.environ.get(VARIABLE)
     if value not in (None, *get_args(Processor)):

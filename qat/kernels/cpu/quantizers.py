@@ -133,15 +133,9 @@ def quantize_rows(
     w: Tensor, scales: Tensor, qmin: float, qmax: float, smallest: Tensor | None = None, codes: Tensor | None = None,
     values: Tensor | None = None, steps: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Round a weight to symmetric grids, one per row of axis 0: to int8 codes, to values, or both.
+    """Round a dense weight to symmetric grids, one per row of axis 0: to int8 codes, to values, or both.
 
-    Args:
-        w: (channels, ...), dense, the channels outermost in memory.
-        scales: channels numbers, contiguous, as are smallest and steps.
-        qmin, qmax: lowest and highest integer.
-        smallest: lower bounds of the scales; None: the scales are > 0 and used as they are.
-        codes, values: int8 and float32, with w's strides; written to.
-        steps: the bounded scales are written there.
+    codes, values and steps (the scales, bounded by `smallest` if it is given) are written to, in the strides of w.
     """
     rows = scales.numel()
     compiled().quantize_rows(
@@ -170,20 +164,13 @@ NO_CLIP = (-math.inf, math.inf)
 
 
 class Levels(NamedTuple):
-    """The numbers of a quantizer that are not tensors; all floats, as operators take them.
-
-    Attributes:
-        low, high: lowest and highest code.
-        shift: added to codes and zero point, so that they fit uint8.
-        factor: multiplies the scale's gradient.
-        relative: 1 if the square of the step multiplies it too, else 0.
-    """
+    """The numbers of a quantizer that are not tensors; all floats, as operators take them."""
 
     low: float
     high: float
-    shift: float
-    factor: float
-    relative: float
+    shift: float  # added to codes and zero point, so that they fit uint8
+    factor: float  # of the scale's gradient
+    relative: float  # 1 if the square of the step multiplies it too, else 0
 
 
 def learned_grid(grid: list[Tensor | None], levels: Sequence[float]) -> LearnedGrid:

@@ -64,11 +64,7 @@ def integers_again(codes: Tensor, zero: Tensor) -> Tensor:
 
 
 def slopes(v: Tensor, low: Any, high: Any) -> tuple[Tensor, Tensor]:
-    """Whether the gradient passes at v = x / step, and the derivative by the step.
-
-    inside:  low <= v <= high, numbers or tensors without axes
-    slope:   round(v) - v inside, the bound outside
-    """
+    """Whether the gradient passes at v = x / step, low <= v <= high, and the slope: round(v) - v, or the bound."""
     bounded = torch.clamp(v, low, high)
     inside = bounded == v
     return inside, torch.where(inside, torch.round(v) - v, bounded)

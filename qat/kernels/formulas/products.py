@@ -94,10 +94,7 @@ def input_scale_gradient(
     grad: Tensor, x: Tensor, grid: list[Any], levels: list[float], weight: Tensor, weight_grid: list[Any],
     weight_levels: list[float], geometry: list[int],
 ) -> Tensor:  # fmt: skip
-    """sum(grad * product(dx/dscale, weight)): the gradient of the scale of x, an input of the model.
-
-    The product is computed in grad's dtype, its sum with grad in float32.
-    """
+    """sum(grad * product(dx/dscale, weight)): the product in grad's dtype, its sum with grad in float32."""
     _, slope = slopes_on(x.to(torch.float32), grid_of(grid, levels))
     rounded, steps = _on_grid(weight, weight_grid, weight_levels)
     values = (rounded * _along_rows(steps, weight)).to(grad.dtype)

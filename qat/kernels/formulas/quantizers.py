@@ -39,10 +39,7 @@ def add_quantize_backward(
     grad: Tensor, a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor, clip: list[float], grid: list[Any],
     levels: list[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradient of the sum, which is the gradient of both operands, and that of scale.
-
-    d(a + b) = grad inside the grid and strictly inside the clip;  dscale = factor * sum(grad * slope)
-    """
+    """The gradient of the sum, grad inside the grid and strictly inside the clip, and factor * sum(grad * slope)."""
     z = dequantize(a, a_qparams).add_(dequantize(b, b_qparams))
     passes, slope = clipped_slopes(z, clip, grid_of(grid, levels))
     total = (grad.to(torch.float32) * slope).sum()

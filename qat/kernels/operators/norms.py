@@ -13,10 +13,7 @@ from qat.kernels.operators.operator import operator
 
 
 def sizes_of(y: Tensor) -> tuple[int, int, int] | None:
-    """The fields of `Extent`: where the channels (axis 1, or the last of 2-D and 3-D tensors) lie in memory.
-
-    None if they are neither outermost nor innermost.
-    """
+    """The fields of `Extent`: where the channels lie in memory; None if they are neither outermost nor innermost."""
     if y.dim() < 4:
         return (y.numel() // y.shape[-1], y.shape[-1], 1) if y.is_contiguous() else None
     channels = y.shape[1]
@@ -69,10 +66,7 @@ def batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 def norm_quantize(
     y: Tensor, norm: list[Tensor], clip: list[float], grid: list[Tensor | None], levels: list[float]
 ) -> tuple[Tensor, Tensor]:
-    """Codes of clamp((y - mean) * inverse * gamma + beta, *clip), and their qparams.
-
-    norm holds gamma, beta, mean and inverse: 1 / sqrt(variance + eps).
-    """
+    """Codes of clamp((y - mean) * inverse * gamma + beta, *clip), and qparams; norm: gamma, beta, mean, inverse."""
     codes, qparams, extent = torch.empty_like(y, dtype=torch.uint8), y.new_empty(2), _extent_of(y)
     compiled().norm_quantize(
         elements_at("y", y, y), elements_at("codes", codes, y, torch.uint8), extent, _addresses(norm, extent),

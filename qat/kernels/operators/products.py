@@ -109,7 +109,7 @@ def input_scale_gradient(
 
 @operator(formulas.codes_matmul)
 def codes_matmul(a: Tensor, b: Tensor, a_qparams: Tensor, b_qparams: Tensor) -> Tensor:
-    """a @ b of two tensors of uint8 codes, made `dense_matrices`, in float32: (..., L, E) @ (..., E, S)."""
+    """a @ b of codes (..., L, E) and (..., E, S), both made `dense_matrices`, in float32."""
     y = torch.bmm(_matrices(a, a_qparams), _matrices(b, b_qparams))
     return y.view(*a.shape[:-1], b.shape[-1])
 
