@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.contexts import evaluating
-from qat.expected import expect_model
-from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
+from qat.inputs import Batch, as_batches, expect_model, inputs_and_labels, run_batch
 from qat.torch_internals import AnyBatchNorm
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.expected import expect_model
 from qat.text import first_line
 from qat.torch_internals import pytree
 
@@ -110,6 +109,20 @@ def as_batches(function: Callable[..., Any], model: Any, batches: Any) -> Iterab
             f"{function.__name__}: batches must be a loader, a list of batches or a tensor, got {described(batches)}"
         )
     return [batches] if isinstance(batches, (Tensor, Mapping)) else batches
+
+
+def expect_model(function: Callable[..., Any], model: Any) -> None:
+    """Raise a TypeError if the argument `model` of a public function, which it names, is not a model.
+
+    >>> import qat
+    >>> expect_model(qat.summary, nn.Linear(4, 2))
+    >>> expect_model(qat.summary, nn.Linear)
+    Traceback (most recent call last):
+    TypeError: summary: model must be a torch.nn.Module, got the class Linear
+    """
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"{function.__name__}: model must be a torch.nn.Module, got {kind}")
 
 
 def check_model(function: Callable[..., Any], model: Any) -> None:

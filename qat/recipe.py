@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
-from qat.expected import unknown_name
 from qat.spec import UNSET, QuantSpec, Role
 from qat.targets import TargetProfile, profile_of
+from qat.text import unknown_name
 
 if TYPE_CHECKING:
     from torch import nn

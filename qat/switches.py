@@ -5,7 +5,7 @@ from types import TracebackType
 
 from torch import fx, nn
 
-from qat.expected import expect_model
+from qat.inputs import expect_model
 from qat.layers import QuantLayer
 from qat.layers.twins import QuantTwin
 from qat.preparation.replacements import QUANTIZER_ARGUMENTS

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 
 def table(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
@@ -49,6 +50,27 @@ def did_you_mean(word: str, known: Iterable[str], count: int = 1, shown: Callabl
     originals = {name.lower(): name for name in known}
     found = [repr(shown(originals[match])) for match in get_close_matches(word.lower(), originals, count)]
     return f"did you mean {' or '.join(found)}?" if found else ""
+
+
+def unknown_name(given: Iterable[Any], known: Iterable[str], kind: str = "key") -> str:
+    """The end of a sentence about the first name that is not known: the most similar one, or all; "" if all are known.
+
+    Args:
+        given: what the user wrote.
+        known: the valid names, in the order in which to show them.
+        kind: what such a name is.
+
+    >>> unknown_name({"bit": 4}, ["bits", "signed"])
+    "unknown key 'bit'; did you mean 'bits'?"
+    >>> unknown_name(["bits", "scale"], ["bits", "signed"], "argument")
+    "unknown argument 'scale'; valid: bits, signed"
+    """
+    known = list(known)
+    wrong = next((name for name in given if name not in known), None)
+    if wrong is None:
+        return ""
+    hint = did_you_mean(str(wrong), known) or f"valid: {', '.join(known)}"
+    return f"unknown {kind} {wrong!r}; {hint}"
 
 
 def first_line(error: BaseException) -> str:

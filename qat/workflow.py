@@ -12,8 +12,7 @@ from torch import fx, nn
 
 from qat.analysis.table import summary
 from qat.contexts import evaluating
-from qat.expected import expect_model
-from qat.inputs import Examples, Inputs, bind_inputs, call_with
+from qat.inputs import Examples, Inputs, bind_inputs, call_with, expect_model
 from qat.layers import QuantLayer
 from qat.layers.twins import QuantTwin, is_composite
 from qat.preparation.attributes import Indexed, keep_attributes, scalar_attributes

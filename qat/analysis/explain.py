@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from qat.analysis.table import layers_in_order
 from qat.contexts import evaluating
-from qat.expected import expect_model
-from qat.inputs import bind_inputs, call_with
+from qat.inputs import bind_inputs, call_with, expect_model
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.proof import first_calls

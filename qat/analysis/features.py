@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx, nn
 
-from qat.expected import expect_model
+from qat.inputs import expect_model
 from qat.preparation.prepared_graph import PreparedGraph, class_of
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE
 from qat.quantizer import Quantizer

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from qat.expected import expect_model
+from qat.inputs import expect_model
 from qat.quantizer import Quantizer
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from torch import fx, nn
 
 from qat.analysis.float_results import float_results, said_of
-from qat.expected import expect_model
+from qat.inputs import expect_model
 from qat.layers import QuantLayer
 from qat.layers.twins import CompositeTwin, QuantTwin, layers_of
 from qat.preparation.operations import AVERAGING, JOINING, NONLINEAR, operation_of

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from qat.atomic_write import atomic_write
-from qat.expected import expect_model
 from qat.export.checks import (
     check_exportable,
     check_new_file,
@@ -31,7 +30,7 @@ from qat.export.onnxruntime.barriers import add_barriers
 from qat.export.onnxruntime.clips import fold_clips
 from qat.export.onnxruntime.rewriting import rewrite_for_runtime
 from qat.export.onnxruntime.sums import add_exactly
-from qat.inputs import Inputs
+from qat.inputs import Inputs, expect_model
 from qat.preparation.refusals import wrapped
 from qat.preparation.report import PROFILE
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.contexts import evaluating
-from qat.expected import expect_model
 from qat.finetuning.watching import LOGITS, watched
+from qat.inputs import expect_model
 
 
 class Distillation:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from qat.expected import expect_model
 from qat.finetuning.oscillation import Oscillations
+from qat.inputs import expect_model
 
 
 class EMA:

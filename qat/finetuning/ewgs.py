@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from qat.expected import expect_model
+from qat.inputs import expect_model
 from qat.kernels import plain_formulas
 from qat.quantizer import Quantizer
 from qat.quantizer.granularity import to_groups

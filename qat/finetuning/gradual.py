@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.expected import expect_model
+from qat.inputs import expect_model
 from qat.quantizer import Quantizer
 
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qat.expected import expect_model
 from qat.finetuning.grid_weights import GridWeight, grid_weights
+from qat.inputs import expect_model
 
 OSCILLATES = 0.005
 """A weight counts as oscillating from this frequency on, as in the paper's tables."""

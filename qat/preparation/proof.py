@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.contexts import evaluating
-from qat.expected import expect_model
+from qat.inputs import expect_model
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from qat.expected import expect_model
+from qat.inputs import expect_model
 from qat.quantizer.base import Quantizer
 from qat.torch_internals import BatchOrInstanceNorm
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.expected import unknown_name
 from qat.testing.derivatives import (
     check_broadcast,
     check_func_grad,
@@ -19,6 +18,7 @@ from qat.testing.derivatives import (
 from qat.testing.environments import check_compile, check_dtypes, check_empty, check_layouts, check_meta, check_nan_inf
 from qat.testing.estimator import Estimator, Inputs
 from qat.testing.report import CheckResult, GradcheckError, GradcheckReport, Skipped, first_line
+from qat.text import unknown_name
 
 Check = Callable[[Estimator, Inputs], str]
 

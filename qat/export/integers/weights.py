@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, fx, nn
 
-from qat.expected import expect_model
 from qat.export.checks import check_integers
 from qat.export.integers.evaluation import evaluation_copy, numbered
 from qat.export.integers.freezing import freeze
 from qat.export.integers.frozen import FreezingError, FrozenLayer, FrozenParameter, FrozenTable
 from qat.export.integers.operations import Operations
+from qat.inputs import expect_model
 
 Array = npt.NDArray[Any]
 
