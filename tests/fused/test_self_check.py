@@ -25,7 +25,7 @@ from qat.fused.self_check import judging
 from qat.fused.self_check.training_step import difference
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
-from qat.kernels.operators import norms
+from qat.kernels.operators import quantizers
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 
@@ -228,7 +228,7 @@ def test_one_sample_where_no_statistics_are_taken() -> None:
 
 def through_clip(grad: Tensor, y: Tensor, norm: Any, *rest: Any) -> Any:
     """The kernel's gradients, and one of what ReLU clips to zero."""
-    found = list(norms.norm_quantize_backward(grad, y, norm, *rest))
+    found = list(quantizers.norm_quantize_backward(grad, y, norm, *rest))
     gamma, beta, mean, inverse = norm
     shape = (1, -1, 1, 1)
     z = ((y - mean.view(shape)) * inverse.view(shape)) * gamma.view(shape) + beta.view(shape)
@@ -237,7 +237,7 @@ def through_clip(grad: Tensor, y: Tensor, norm: Any, *rest: Any) -> Any:
 
 
 def three_for_zero(*args: Any) -> Any:
-    codes, qparams = norms.norm_quantize(*args)
+    codes, qparams = quantizers.norm_quantize(*args)
     return torch.where(codes == 0, 3, codes).to(torch.uint8), qparams
 
 

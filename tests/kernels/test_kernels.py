@@ -11,7 +11,7 @@ from torch import Tensor
 from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize
 from qat.kernels import choose, plain_formulas
 from qat.kernels.cpu import compiler
-from qat.kernels.operators.norms import statistics
+from qat.kernels.operators.quantizers import statistics
 from qat.ranges import initial_range
 
 __all__ = ["two_threads"]  # a fixture

@@ -13,10 +13,16 @@ from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
 from qat.kernels.cpu.addresses import elements_at, numbers_at, rows_at
 from qat.kernels.cpu.quantizers import quantize_rows
-from qat.kernels.operators.norms import batch_statistics, norm_quantize, norm_quantize_backward, statistics
 from qat.kernels.operators.pools import max_pool_codes, max_pool_codes_backward
 from qat.kernels.operators.products import codes_product
-from qat.kernels.operators.quantizers import add_quantize, quantize_codes
+from qat.kernels.operators.quantizers import (
+    add_quantize,
+    batch_statistics,
+    norm_quantize,
+    norm_quantize_backward,
+    quantize_codes,
+    statistics,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_kernels = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.cpu import compiler
-from qat.kernels.operators.norms import norm_quantize_backward
+from qat.kernels.operators.quantizers import norm_quantize_backward
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 

@@ -13,12 +13,11 @@ from qat.kernels import formulas, operators
 from qat.kernels.cpu import compiler
 from qat.kernels.cpu import quantizers as cpu_quantizers
 from qat.kernels.formulas import curves as f_curves
-from qat.kernels.formulas import norms as f_norms
 from qat.kernels.formulas import pools as f_pools
 from qat.kernels.formulas import products as f_products
 from qat.kernels.formulas import quantizers as f_quantizers
 from qat.kernels.geometry import Geometry
-from qat.kernels.operators import curves, norms, pools, products, quantizers
+from qat.kernels.operators import curves, pools, products, quantizers
 
 Grid = tuple[list[Tensor | None], list[float]]
 """A quantizer's tensors and levels, as operators take them."""
@@ -34,8 +33,8 @@ def _gathered(package: Any, *modules: Any) -> SimpleNamespace:
     return SimpleNamespace(**own)
 
 
-C = _gathered(operators, cpu_quantizers, curves, norms, pools, products, quantizers)
-FORMULA = _gathered(formulas, f_curves, f_norms, f_pools, f_products, f_quantizers)
+C = _gathered(operators, cpu_quantizers, curves, pools, products, quantizers)
+FORMULA = _gathered(formulas, f_curves, f_pools, f_products, f_quantizers)
 C.dequantize = cpu_quantizers.dequantize
 
 

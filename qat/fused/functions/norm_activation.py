@@ -26,8 +26,15 @@ from qat.fused.functions.codes import (
 from qat.kernels.cpu.addresses import is_dense
 from qat.kernels.cpu.quantizers import NO_CLIP, Levels
 from qat.kernels.dispatch import is_supported, uses_formulas
-from qat.kernels.operators.norms import batch_statistics, norm_quantize, norm_quantize_backward, sizes_of, statistics
-from qat.kernels.operators.quantizers import add_quantize, add_quantize_backward
+from qat.kernels.operators.quantizers import (
+    add_quantize,
+    add_quantize_backward,
+    batch_statistics,
+    norm_quantize,
+    norm_quantize_backward,
+    sizes_of,
+    statistics,
+)
 from qat.quantizer import Quantizer
 from qat.torch_internals import AnyBatchNorm
 

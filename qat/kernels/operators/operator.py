@@ -13,7 +13,6 @@ A gradient that is not needed comes back empty.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -37,8 +36,7 @@ def operator(formula: Callable[..., Any]) -> Callable[[Callable[..., Result]], C
     """
 
     def decorated(function: Callable[..., Result]) -> Callable[..., Result]:
-        taken = (f"{function.__name__}_{number}" for number in itertools.count(2))  # by a module before its reload
-        name = next(n for n in (function.__name__, *itertools.islice(taken, 99)) if not hasattr(torch.ops.qat, n))
+        name = function.__name__
         library: Any = torch.library.Library("qat", "FRAGMENT")  # type: ignore[no-untyped-call]
         library.define(
             name + torch.library.infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,)

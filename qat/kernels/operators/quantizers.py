@@ -1,11 +1,14 @@
-"""Operators that quantize a tensor, or the sum of two quantized tensors; see `operator` for their arguments."""
+"""Operators that quantize in one pass: a tensor, the sum of two quantized ones, or what a BatchNorm and a clamp make of
+one; see `operator` for their arguments."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from qat.kernels.cpu.addresses import elements_at, numbers_at
 from qat.kernels.cpu.quantizers import compiled, empty_scale, in_layout_of, learned_grid, threads_for
-from qat.kernels.cpu.structures import Operand
+from qat.kernels.cpu.structures import Extent, Norm, Operand
 from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.operators.operator import operator
 
@@ -69,3 +72,84 @@ def add_quantize_backward(
         numbers_at("grad_scale", grad_scale, 1), threads_for(a.numel()),
     )  # fmt: skip
     return grad_sum, grad_scale
+
+
+def sizes_of(y: Tensor) -> tuple[int, int, int] | None:
+    """The fields of `Extent`: where the channels lie in memory; None if they are neither outermost nor innermost."""
+    if y.dim() < 4:
+        return (y.numel() // y.shape[-1], y.shape[-1], 1) if y.is_contiguous() else None
+    channels = y.shape[1]
+    if y.is_contiguous():
+        return y.shape[0], channels, y.numel() // (y.shape[0] * channels)
+    nearest = torch.channels_last if y.dim() == 4 else torch.channels_last_3d
+    return (y.numel() // channels, channels, 1) if y.is_contiguous(memory_format=nearest) else None
+
+
+def _extent_of(y: Tensor) -> Extent:
+    """The extent of a tensor that has one."""
+    sizes = sizes_of(y)
+    assert sizes is not None
+    return Extent(*sizes)
+
+
+def _addresses(norm: list[Tensor], extent: Extent) -> Norm:
+    names = ("gamma", "beta", "mean", "inverse")
+    return Norm(*[numbers_at(name, each, extent.channels) for name, each in zip(names, norm, strict=True)])
+
+
+def statistics(y: Tensor, eps: float, running: tuple[Tensor, Tensor], share: float) -> tuple[Tensor, Tensor]:
+    """Mean and 1 / sqrt(variance + eps) of every channel, summed in float64.
+
+    The running mean and variance are moved in place towards the batch's mean and unbiased variance by `share`.
+    """
+    mean, inverse, _ = _statistics(y, eps, running, share)
+    return mean, inverse
+
+
+def _statistics(y: Tensor, eps: float, running: Sequence[Tensor], share: float) -> tuple[Tensor, Tensor, Tensor]:
+    extent = _extent_of(y)
+    mean, inverse, variance = (y.new_empty(extent.channels) for _ in range(3))
+    written = [numbers_at("statistics", each, extent.channels) for each in (mean, inverse, variance)]
+    names = ("running_mean", "running_var")
+    moved = [numbers_at(name, each, extent.channels) for name, each in zip(names, running, strict=False)]
+    compiled().statistics(
+        elements_at("y", y, y), extent, eps, *written, *(moved or (None, None)), share, threads_for(y.numel())
+    )
+    return mean, inverse, variance
+
+
+@operator(formulas.batch_statistics)
+def batch_statistics(y: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean of every channel, 1 / sqrt(variance + eps), and the unbiased variance."""
+    return _statistics(y, eps, (), 0.0)
+
+
+@operator(formulas.norm_quantize)
+def norm_quantize(
+    y: Tensor, norm: list[Tensor], clip: list[float], grid: list[Tensor | None], levels: list[float]
+) -> tuple[Tensor, Tensor]:
+    """Codes of clamp((y - mean) * inverse * gamma + beta, *clip), and qparams; norm: gamma, beta, mean, inverse."""
+    codes, qparams, extent = torch.empty_like(y, dtype=torch.uint8), y.new_empty(2), _extent_of(y)
+    compiled().norm_quantize(
+        elements_at("y", y, y), elements_at("codes", codes, y, torch.uint8), extent, _addresses(norm, extent),
+        learned_grid(grid, levels), *clip, numbers_at("step and zero", qparams, 2), threads_for(y.numel()),
+    )  # fmt: skip
+    return codes, qparams
+
+
+@operator(formulas.norm_quantize_backward)
+def norm_quantize_backward(
+    grad: Tensor, y: Tensor, norm: list[Tensor], clip: list[float], grid: list[Tensor | None], levels: list[float],
+    follows_batch: bool, needs_y: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of y, gamma, beta and scale; follows_batch: mean and inverse are statistics of y."""
+    grad, grad_y = in_layout_of(grad, y), torch.empty_like(y) if needs_y else y.new_empty(0)
+    grad_gamma, grad_beta = torch.empty_like(norm[0]), torch.empty_like(norm[0])
+    grad_scale, extent = empty_scale(grid), _extent_of(y)
+    compiled().norm_quantize_backward(
+        elements_at("grad", grad, y), elements_at("y", y, y), elements_at("grad_y", grad_y, y) if needs_y else None,
+        extent, _addresses(norm, extent), learned_grid(grid, levels), *clip, follows_batch,
+        numbers_at("grad_gamma", grad_gamma, extent.channels), numbers_at("grad_beta", grad_beta, extent.channels),
+        numbers_at("grad_scale", grad_scale, 1), threads_for(y.numel()),
+    )  # fmt: skip
+    return grad_y, grad_gamma, grad_beta, grad_scale
