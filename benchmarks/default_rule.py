@@ -116,7 +116,7 @@ def run(rule: str, bits: int, seed: int, data: dict[str, Tensor], weights: dict[
         qat.calibrate(prepared, data["x_train"][:CALIBRATION].split(128))
     before = accuracy(prepared, data["x_val"], data["y_val"])
     losses = train(prepared, data["x_train"], data["y_train"], bits, RULES[rule].get("quantizer_lr", 1.0), seed)
-    floors = [int(m.resting_on_floor() or 0) for m in prepared.modules() if isinstance(m, Quantizer)]
+    floors = [int(m.scales_at_minimum() or 0) for m in prepared.modules() if isinstance(m, Quantizer)]
     return {
         "rule": rule,
         "bits": bits,

@@ -14,7 +14,7 @@ from qat.contexts import evaluating
 from qat.inputs import Inputs, call_model
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
-from qat.quantizer.base import taken_for_calibrated
+from qat.quantizer.base import without_range_warnings
 from qat.torch_internals import TorchDispatchMode, pytree, storage_id, writes_to_arguments
 from qat.tracing.nodes import scope_of
 from qat.tracing.patches import without_fast_path
@@ -85,7 +85,7 @@ def integer_work(model: nn.Module, example_inputs: Inputs) -> Work:
     """
     meter = _Meter()
     with (
-        taken_for_calibrated(model),
+        without_range_warnings(model),
         evaluating(model),
         torch.no_grad(),
         without_fast_path(),  # the fused operators hide the layers inside

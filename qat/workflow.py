@@ -23,7 +23,7 @@ from qat.preparation.refusals import check_float_model
 from qat.preparation.report import LAYERS, noted
 from qat.preparation.swapping import check_patterns
 from qat.quantizer import Quantizer
-from qat.quantizer.base import taken_for_calibrated
+from qat.quantizer.base import without_range_warnings
 from qat.recipe import QuantRecipe
 from qat.tracing.randomness import seeded
 from qat.tracing.side_effects import UntraceableError, restoring_state
@@ -99,11 +99,11 @@ def prepare(
         try:
             if is_composite(root) or isinstance(root, QuantTwin):
                 raise UntraceableError(f"{type(root).__name__} is one layer")
-            with taken_for_calibrated(root):
+            with without_range_warnings(root):
                 prepared = prepare_graph(root, recipe, examples, graph_class)
         except UntraceableError as error:
             root = _copy_of(model)  # a fresh one, since tracing may leave proxies in the model's attributes
-            with taken_for_calibrated(root):
+            with without_range_warnings(root):
                 prepared = prepare_parts(root, recipe, examples, str(error), graph_class)
         layers = noted(prepared, LAYERS)
         check_patterns(recipe, layers, model)
@@ -170,7 +170,7 @@ def probe(model: nn.Module, examples: Examples, own: set[str]) -> None:
     with ExitStack() as undo:
         for name, quantizer in quantizers.items():
             undo.enter_context(quantizer.register_forward_hook(lambda *_, name=name: silent.discard(name)))
-        with evaluating(model), torch.no_grad(), restoring_state(model), taken_for_calibrated(model):
+        with evaluating(model), torch.no_grad(), restoring_state(model), without_range_warnings(model):
             call_with(model, examples)
     if silent:
         raise ValueError(f"prepare: these quantizers never run: {', '.join(sorted(silent))}")

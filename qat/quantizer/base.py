@@ -364,7 +364,7 @@ class Quantizer(nn.Module):
         """The parameters of `add_positive`."""
         return [getattr(self, name) for name in self._positive]
 
-    def resting_on_floor(self) -> Tensor | None:
+    def scales_at_minimum(self) -> Tensor | None:
         """How many learned scales are below what they act as; None if none is learned."""
         below = [(getattr(self, name) < getattr(self, f"smallest_{name}")).sum() for name in self._positive]
         return torch.stack(below).sum() if below else None
@@ -400,7 +400,7 @@ class Quantizer(nn.Module):
 
 
 @contextmanager
-def taken_for_calibrated(model: nn.Module) -> Iterator[None]:
+def without_range_warnings(model: nn.Module) -> Iterator[None]:
     """A context in which no quantizer of the model warns that it has no range yet."""
     without = [each for each in model.modules() if isinstance(each, Quantizer) and not each.is_calibrated]
     try:

@@ -228,10 +228,10 @@ def set_progress(model: nn.Module, progress: float) -> None:
             module.set_progress(progress)
 
 
-def resting_scales(model: nn.Module) -> dict[str, tuple[int, int]]:
+def scales_at_minimum(model: nn.Module) -> dict[str, tuple[int, int]]:
     """How many learned scales rest on their floor, and how many there are, by the name of their quantizer."""
     found = {name: each for name, each in model.named_modules() if isinstance(each, Quantizer)}
-    counts = {name: count for name, each in found.items() if (count := each.resting_on_floor()) is not None}
+    counts = {name: count for name, each in found.items() if (count := each.scales_at_minimum()) is not None}
     resting = torch.stack(list(counts.values())).tolist() if counts else []  # one device synchronisation
     return {
         name: (int(count), sum(p.numel() for p in found[name].positive_parameters()))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qat.quantizer import Quantizer
-from qat.quantizer.training import resting_scales
+from qat.quantizer.training import scales_at_minimum
 from qat.training.loop.evaluation import Evaluation
 from qat.training.loop.progressive import rate_key
 from qat.training.loop.stage import StageRun
@@ -99,7 +99,7 @@ def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation
 
 def _floor_note(run: StageRun) -> str:
     """How many learned scales rest on their floor; "" if none does."""
-    counts = resting_scales(run.model)
+    counts = scales_at_minimum(run.model)
     resting, total = (sum(each) for each in zip(*counts.values(), strict=True)) if counts else (0, 0)
     if not resting:
         return ""

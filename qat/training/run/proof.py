@@ -19,7 +19,7 @@ from qat.export import (
     optimized_operators,
 )
 from qat.export.onnxruntime.default_session import default_is_exact, needs_option
-from qat.quantizer.training import resting_scales
+from qat.quantizer.training import scales_at_minimum
 from qat.text import table
 from qat.training.errors import UserError
 from qat.training.run.report import integers_results, onnx_results, session_results
@@ -158,7 +158,7 @@ def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
             qat.verify_onnx(path, model, batches, default_session=True),
             compare_layers(path, model, images, default_session=True),
         )
-    resting = frozenset(name for name, (count, learned) in resting_scales(model).items() if count == learned)
+    resting = frozenset(name for name, (count, learned) in scales_at_minimum(model).items() if count == learned)
     return Proof(results, layers, saturation, differences, resting)
 
 
