@@ -87,69 +87,23 @@ def test_a_run_leaves_everything(folder: Path, capsys: pytest.CaptureFixture[str
     assert "was trained with seed: 0, now it is 3" in capsys.readouterr().err and times(run) == before
 
 
-@pytest.mark.parametrize(("stage", "epoch"), [("float", 1), ("qat", 1)])
-def test_a_resumed_run_ends_like_an_uninterrupted_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str, epoch: int
-) -> None:
-    assert start("run_dir=whole") == 0
-    real = stages.train_stage
-
-    def stop_in(run: stages.StageRun, state: object = None) -> object:
-        if run.name == stage:
-            real_set_epoch = run.train.set_epoch
-
-            def set_epoch(number: int) -> None:
-                if number == epoch:
-                    raise KeyboardInterrupt
-                real_set_epoch(number)
-
-            run.train.set_epoch = set_epoch  # type: ignore[method-assign]
-        return real(run, state)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(stages, "train_stage", stop_in)
-    assert start("run_dir=parts") == 130
-    monkeypatch.setattr(stages, "train_stage", real)
-    assert start("run_dir=parts", "resume=auto") == 0
-    whole, parts = (torch.load(folder / name / "last.pt", weights_only=True) for name in ("whole", "parts"))
-    assert all(torch.equal(value, parts["model"][key]) for key, value in whole["model"].items())
-    assert summary(folder / "whole")["qat"] == summary(folder / "parts")["qat"]
-    assert summary(folder / "whole")["float"] == summary(folder / "parts")["float"]
-
-
-def test_a_run_stopped_before_its_first_checkpoint_starts_again_in_its_folder(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stages, "train_stage", stop)
-        assert start("run_dir=early") == 130
-    assert start("run_dir=early", "resume=auto", "qat.epochs=1") == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "facts"),
     [
-        (["qat.lrr=0.1"], ("qat.lrr=0.1: unknown key; did you mean 'lr'?",)),
         (["quantization.weight.rule=lqs"], ("quantization.weight.rule: unknown quantizer 'lqs'", "'lsq'?")),
         (["quantization.overrides.conv9.skip=true"], ("the recipe's pattern 'conv9' names no layer", "0, 4, 8")),
         (["quantization.weight.bits=12"], ("'0.weight_quantizer'", "-2047 to 2047", "export.onnx=false")),
         (["model.name=tinymodels:wrapped"], ("tinymodels:wrapped: prepare: DataParallel wraps the model",)),
-        (["run_dir=occupied"], ("run_dir: 'occupied' is not empty; choose another",)),
         (["quantization.activation.granularity=channel"], ("granularity 'channel' has no integer kernel",)),
     ],
 )
 def test_mistakes_are_one_sentence_and_status_2(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], facts: tuple[str, ...]
 ) -> None:
-    (folder / "occupied").mkdir()
-    (folder / "occupied" / "thesis.txt").write_text("precious")
     assert start(*arguments) == 2
     said = capsys.readouterr().err
     assert all(fact in said for fact in facts) and len(said.splitlines()) == 1
     assert not (folder / "runs").exists()
-    assert [path.name for path in (folder / "occupied").iterdir()] == ["thesis.txt"]
 
 
 def test_a_failed_proof_is_status_1(
@@ -213,13 +167,6 @@ def test_the_exporter_is_blamed_for_its_own_errors_only(
     assert start("run_dir=x", "float.epochs=0", "qat.epochs=0") == 2
     assert capsys.readouterr().err.startswith(sentence.format(folder=folder))
     assert not list((folder / "x").glob("*model.onnx*"))
-
-
-def test_the_command_line_itself(folder: Path) -> None:
-    shown = subprocess.run([sys.executable, str(ROOT / "train.py"), "--config", "resnet_int9"],
-                           capture_output=True, text=True)  # fmt: skip
-    assert shown.returncode == 2 and "Traceback" not in shown.stderr
-    assert "did you mean" in shown.stderr and len(shown.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.slow
