@@ -1,7 +1,4 @@
-"""`load`: from a run folder or a checkpoint of `train.py` back to the model.
-
-It imports the training script's parts late, so that `import qat` stays light.
-"""
+"""`load`: from a run back to the model; the training script is imported late, so that `import qat` is light."""
 
 import copy
 import os

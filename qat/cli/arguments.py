@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from qat.cli.runs import Run
 from qat.training.errors import UserError
 
 
@@ -55,8 +54,3 @@ def check_folder_of(option: str, path: Path) -> None:
     """Refuse a file to write whose folder is missing, before any work."""
     if not path.absolute().parent.is_dir():
         raise UserError(f"{option}: '{path}': there is no folder '{path.parent}' to write to; create it first")
-
-
-def chosen_runtime(opened: Run, runtime: str | None) -> str:
-    """ONNX Runtime where there is a file for it, unless another one is asked for."""
-    return runtime or ("onnxruntime" if opened.has_onnx else "torch")

@@ -14,11 +14,7 @@ VERBS = {each.__name__.rpartition(".")[2]: each for each in (train, predict, eva
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read the command line and run one verb.
-
-    Returns:
-        0; 1 if a comparison fails; 2 for what the user can fix; 70 for a bug of the program (see `exit_status`).
-    """
+    """Read the command line and run one verb; the status is as of `exit_status`, and 1 if a comparison fails."""
     parser = build_parser()
     given, more = parser.parse_known_args(arguments)
     if more and not (hasattr(given, "overrides") and all(OVERRIDE.match(each) for each in more)):

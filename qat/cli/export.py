@@ -47,12 +47,12 @@ def run(given: argparse.Namespace) -> int:
     model = opened.quantized
     assert isinstance(model, fx.GraphModule)
     data = None if given.no_proof else opened.data(given.overrides)
-    size = opened.config.data.image_size
+    size, kept = opened.config.data.image_size, opened.transform.preprocessing
     options = {
         "exact_sums": given.exact_sums,
         "packed": not given.unpacked,
         "opset": given.opset,
-        "normalization": _normalization(opened) if given.pixels else None,
+        "normalization": (kept.mean, kept.std) if given.pixels else None,
         "input_names": None if given.input is None else [given.input],
         "output_names": None if given.output is None else [given.output],
     }
@@ -70,11 +70,6 @@ def run(given: argparse.Namespace) -> int:
     if problem:
         print(f"{path}: {problem}")
     return int(bool(problem))
-
-
-def _normalization(opened: Run) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    kept = opened.transform.preprocessing
-    return kept.mean, kept.std
 
 
 def _prove_pixels(opened: Run, path: Path, batches: Iterable[Any]) -> int:

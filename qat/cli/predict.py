@@ -6,7 +6,7 @@ import json
 import torch
 from torch import Tensor
 
-from qat.cli.arguments import add_run, chosen_runtime, count
+from qat.cli.arguments import add_run, count
 from qat.cli.runs import open_run
 from qat.text import table
 from qat.training.data.pictures import read_picture
@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Print a table for each picture."""
     opened = open_run(given.run_path, given.model)
-    runtimes = [chosen_runtime(opened, given.runtime), *(["float"] if given.compare else [])]
+    chosen = given.runtime or ("onnxruntime" if opened.has_onnx else "torch")
+    runtimes = [chosen, *(["float"] if given.compare else [])]
     engines = {runtime: opened.engine(runtime) for runtime in runtimes}
     found = []
     for file in given.images:

@@ -32,12 +32,7 @@ Engine: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder, or a file of `export_onnx` alone.
-
-    Attributes:
-        path: what the user named.
-        builder: `package.module:callable` of the float model, where the run's is the user's own and he names it.
-    """
+    """A run folder, or a file of `export_onnx` alone; `builder` names the user's own float model, where needed."""
 
     path: Path
     builder: str | None = None
@@ -103,14 +98,15 @@ class Run:
         return about
 
     def engine(self, runtime: str, *, exact: bool = True) -> Engine:
-        """The model in a runtime: torch, onnxruntime, openvino; `float` is the float model before QAT, in torch.
-
-        `exact`: as for `open_file`.
-        """
+        """The model in a runtime; `float` is the float model before QAT, in torch. `exact` is as for `open_file`."""
         if runtime in RUNTIMES:
             session = open_file(self.onnx, runtime, exact=exact)
-            ready = self.as_pixels if session.pixels else _as_they_are
-            return lambda images: torch.from_numpy(session.run(ready(images).contiguous().numpy()))
+
+            def run(images: Tensor) -> Tensor:
+                given = self.as_pixels(images) if session.pixels else images.contiguous()
+                return torch.from_numpy(session.run(given.numpy()))
+
+            return run
         model = self.float_model if runtime == "float" else self.quantized
         return lambda images: in_torch(model, images)
 
@@ -161,10 +157,6 @@ def open_run(path: str, builder: str | None = None) -> Run:
     if file.is_file() and file.suffix != ".onnx":
         raise UserError(f"RUN: '{path}' is not an .onnx file; give the folder of a run of train.py, or a model.onnx")
     return Run(file, builder)
-
-
-def _as_they_are(images: Tensor) -> Tensor:
-    return images
 
 
 def in_torch(model: nn.Module, images: Tensor) -> Tensor:

@@ -26,13 +26,7 @@ of products in 16 bits on x86 without VNNI, as ONNX Runtime's do, and it has no 
 
 @dataclass(frozen=True)
 class Session:
-    """A file of one input of images.
-
-    Attributes:
-        shape: of the input; 0 for a free axis.
-        pixels: whether it takes uint8 pixels, as of an export with `normalization`, and not float32.
-        run: from such an array to the first output.
-    """
+    """A file of one input of images: its shape (0 for a free axis), whether it takes uint8 pixels, and how it runs."""
 
     shape: tuple[int, ...]
     pixels: bool
@@ -40,14 +34,7 @@ class Session:
 
 
 def open_file(path: Path, runtime: str, *, exact: bool = True, threads: int = 0) -> Session:
-    """A session on the CPU.
-
-    Args:
-        path: the file.
-        runtime: one of `RUNTIMES`.
-        exact: with exact integer products on every processor; false: as the runtime multiplies by default.
-        threads: 0 for as many as the runtime takes.
-    """
+    """A session on the CPU; without `exact` it multiplies as the runtime does by default. `threads` 0: its choice."""
     import onnx
 
     try:

@@ -1,15 +1,22 @@
 """`Distillation`: the quantized model learns what a float model answers, beside the labels."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qat.analysis.features import feature_extractor
 from qat.contexts import evaluating
-from qat.finetuning.watching import LOGITS, watched
 from qat.inputs import expect_model
+from qat.preparation.prepared_graph import PreparedGraph
+from qat.text import did_you_mean
+
+LOGITS = "logits"
+"""The key of the model's own output beside its features."""
 
 
 class Distillation:
@@ -65,15 +72,12 @@ class Distillation:
             if not share >= 0:
                 raise ValueError(f"Distillation: weight must be at least 0, got {share!r}")
         self.features = dict(features or {})
-        self._asked = watched(teacher, list(self.features))
+        self._asked = _watched(teacher, list(self.features))
         self.teacher, self.temperature, self.weight, self.amp = teacher, temperature, weight, amp
 
     def watching(self, model: nn.Module) -> nn.Module:
-        """The student to call in training: the model itself, or with features one that returns them too.
-
-        It shares the model's modules; set it to `train()` and `eval()` as the model.
-        """
-        return watched(model, list(self.features))
+        """The student to call in training: the model, or with features one of its modules that returns them too."""
+        return _watched(model, list(self.features))
 
     def __call__(self, output: Tensor | Mapping[str, Tensor], images: Tensor) -> Tensor:
         """The loss of the student's output for these images: logits, or what `watching(model)` returns."""
@@ -107,3 +111,38 @@ class Distillation:
             kind = type(answers[LOGITS]).__name__
             raise TypeError(f"Distillation: the teacher must return a tensor of logits, got {kind}")
         return answers
+
+
+def _watched(model: nn.Module, names: list[str]) -> nn.Module:
+    """The model itself if there are no names, else one with its modules that returns a dictionary of their outputs."""
+    if not names:
+        return model
+    if isinstance(model, PreparedGraph):  # calls the layers in a block and not the block, so that no hook on it fires
+        return feature_extractor(model, {"": LOGITS, **{name: name for name in names}})
+    return _Watching(model, names)
+
+
+class _Watching(nn.Module):
+    """Collects outputs by hooks."""
+
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+        modules = dict(model.named_modules())
+        for name in names:
+            if name not in modules:
+                hint = did_you_mean(name, modules, count=3) or f"modules are called {', '.join(list(modules)[1:4])} ..."
+                raise ValueError(f"features: {type(model).__name__} has no module {name!r}; {hint}")
+        self.train(model.training)
+
+    def forward(self, *inputs: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+
+        def keep(_module: nn.Module, _inputs: Any, output: Any, name: str) -> None:
+            found[name] = output
+
+        with ExitStack() as hooks:  # for this call alone: a copy of the model would keep them
+            for name in self.names:
+                hooks.enter_context(self.model.get_submodule(name).register_forward_hook(partial(keep, name=name)))
+            output = self.model(*inputs)
+        return {LOGITS: output, **found}

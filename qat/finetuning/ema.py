@@ -92,11 +92,7 @@ class EMA:
         return dict(self._averages)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load the averages of a model with the same names and shapes.
-
-        Raises:
-            ValueError: if a name is missing or unknown.
-        """
+        """Load the averages of a model with the same names and shapes; ValueError for another one."""
         different = sorted(self._averages.keys() ^ state.keys())
         if different:
             raise ValueError(f"EMA: the averages are of another model; they differ in {different[0]!r}")

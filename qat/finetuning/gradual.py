@@ -75,11 +75,7 @@ class GradualQuantization:
         self._hooks: list[Any] = []
 
     def set_progress(self, progress: float) -> None:
-        """Quantize what is due at this progress of the training, 0 to 1; call it before each training step.
-
-        Raises:
-            ValueError: if progress is outside.
-        """
+        """Quantize what is due at this progress of the training, 0 to 1; call it before each training step."""
         if not 0 <= progress <= 1:
             raise ValueError(f"GradualQuantization: progress must be from 0 to 1, got {progress!r}")
         self._switch(progress >= self.activations_from)

@@ -16,12 +16,7 @@ from qat.quantizer.granularity import from_groups, to_groups
 
 @dataclass(frozen=True)
 class GridWeight:
-    """A weight whose integers are clamp(round(weight / scale) + zero_point, qmin, qmax).
-
-    Args:
-        layer: what holds its quantizer.
-        read: returns the weight in torch's layout, as it is now: a parameter, or a view of one.
-    """
+    """A weight, as `read` returns it, whose integers are clamp(round(weight / scale) + zero_point, qmin, qmax)."""
 
     layer: QuantLayer
     read: Callable[[], Tensor]
@@ -53,10 +48,7 @@ class GridWeight:
 
 
 def grid_weights(model: nn.Module, most_bits: int) -> tuple[dict[str, GridWeight], dict[str, str]]:
-    """The weights of a model on integer grids of so many bits, and why the others are not, by the name of their layer.
-
-    A tensor that several layers read on grids of their own counts for the first.
-    """
+    """The weights on integer grids of so many bits, and why the others are not, by layer; a shared one counts once."""
     owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     found, left_out, first = dict[str, GridWeight](), dict[str, str](), dict[tuple[int, int], str]()
     for name, each in _weights(model):

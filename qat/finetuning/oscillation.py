@@ -121,11 +121,7 @@ class Oscillations:
         self._holds = False  # whether a weight may be frozen, which the device need not be asked
 
     def penalty(self, progress: float) -> Tensor:
-        """What dampening adds to the loss of a step: a scalar, 0 before it begins.
-
-        Args:
-            progress: how far the training is, 0 to 1.
-        """
+        """What dampening adds to the loss of a step at this progress, 0 to 1: a scalar, 0 before it begins."""
         share = _share(progress, self.after)
         strength = 0.0 if share is None else self.dampen * (1 - math.cos(math.pi * share)) / 2
         parts = [_distance(each) for each in self.weights.values() if strength and not each.quantizer.passes]
@@ -133,11 +129,7 @@ class Oscillations:
 
     @torch.no_grad()
     def update(self, progress: float) -> None:
-        """Take note of the weights after the optimizer's step, and hold the frozen ones.
-
-        Args:
-            progress: how far the training is, 0 to 1; it decides the threshold.
-        """
+        """Take note of the weights after the optimizer's step at this progress, 0 to 1, and hold the frozen ones."""
         codes = self._codes()
         change = torch.sign(codes - self.integer).to(torch.int8)
         oscillates = change * self.direction < 0
@@ -174,11 +166,7 @@ class Oscillations:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict` of a model with the same layers, whose weights the model holds already.
-
-        Raises:
-            ValueError: if it is of another model, or no such state.
-        """
+        """Go on from a `state_dict` of a model with the same layers, whose weights the model holds already."""
         own = dict(zip(self.weights, self._sizes, strict=True))
         missing = sorted({"layers", *STATE} - state.keys())
         if missing:
@@ -221,11 +209,7 @@ def _distance(each: GridWeight) -> Tensor:
 
 
 def _share(progress: float, after: float) -> float | None:
-    """How much of what follows `after` is done, 0 to 1; None before.
-
-    Raises:
-        ValueError: if progress is outside 0 to 1.
-    """
+    """How much of what follows `after` is done, 0 to 1; None before."""
     if not 0 <= progress <= 1:
         raise ValueError(f"Oscillations: progress must be from 0 to 1, got {progress!r}")
     return None if progress < after else (progress - after) / (1 - after)

@@ -1,4 +1,1 @@
-"""The training script's parts: config, data, the training loop, and the run's files.
-
-This package knows the library; the library does not know it.
-"""
+"""The training script's parts: config, data, training loop, run files. The library does not know this package."""

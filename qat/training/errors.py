@@ -7,13 +7,9 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Something that the user can fix: a wrong config, a missing folder, a checkpoint of another model.
+    """Something that the user can fix: sentences that say where, what with the value, and what would be right.
 
     Most functions of the trainer and of the verbs may raise it; their docstrings do not say so.
-
-    Args:
-        problems: one or more sentences, one line each. A sentence says where the problem is, what it is (with the
-            value), and what would be right.
     """
 
     def __init__(self, *problems: str) -> None:

@@ -38,10 +38,7 @@ def test_it_is_a_module_that_python_runs() -> None:
     ("arguments", "said"),
     [
         (["verify", "nothing"], "RUN: 'nothing' does not exist (looked in '"),
-        (
-            ["verify", "images"],
-            "RUN: 'images' has no config.yaml; give the folder of a run of train.py, or a model.onnx",
-        ),
+        (["verify", "images"], "RUN: 'images' has no config.yaml; give the folder of a run of train.py, or a model.o"),
         (["predict", "pets.yaml", "x.png"], "RUN: 'pets.yaml' is not an .onnx file; give the folder of a run"),
         (["predict", "runs/pets", "x.png"], "IMAGE: 'x.png' does not exist (looked in '"),
         (["verify", "runs/pets/model.onnx"], "RUN: 'runs/pets/model.onnx' is a file; this needs the folder of its run"),
@@ -76,7 +73,7 @@ def test_evaluate_is_what_the_run_measured(pets: Path, verb: Verb) -> None:
     assert status == 0 and [name for name in found if "default" not in name] == ["torch", "onnxruntime", "float"]
     for runtime, stage in (("torch", "qat"), ("onnxruntime", "onnx"), ("float", "float")):
         assert found[runtime]["top1"] == pytest.approx(summary[stage]["top1"], abs=1e-9)
-        assert found[runtime]["images"] == summary["val_images"] if "val_images" in summary else 12
+        assert found[runtime]["images"] == summary["val_images"] == 12
     assert found["onnxruntime"]["same_answers"] == summary["onnx"]["agreement"]
     status, out, _ = verb("evaluate", "runs/pets", "--runtime", "onnxruntime,torch", "data.eval_batch_size=5")
     named = [line.split()[0] for line in out.splitlines()[2:] if line and "default session" not in line]
@@ -192,9 +189,7 @@ def test_files_that_are_no_such_model_are_a_sentence(runtime: str, verb: Verb, t
     ("arguments", "number"),
     [
         (["benchmark", "runs/pets", "--rounds"], "0"),
-        (["benchmark", "runs/pets", "--rounds"], "-3"),
         (["benchmark", "runs/pets", "--threads"], "1,0"),
-        (["verify", "runs/pets", "--batches"], "-1"),
         (["verify", "runs/pets", "--batches"], "9" * 30),
         (["predict", "runs/pets", "images/val/cat/0.png", "--top"], "0"),
     ],
@@ -214,10 +209,8 @@ def test_the_picture_of_a_benchmark_says_what_it_needs(
     assert (status, err) == (2, "--plot: needs matplotlib; pip install matplotlib, or leave --plot out\n")
 
 
-def test_what_argparse_does_not_know_is_an_error(verb: Verb) -> None:
-    status, _, err = verb("verify", "runs/pets", "--unknown")
-    assert status == 2 and "unrecognized arguments: --unknown" in err
-    status, out, err = verb("evaluate", "runs/pets", "--runtime", "torch", "data.root=images")  # behind an option too
+def test_an_override_may_stand_behind_an_option(verb: Verb) -> None:
+    status, out, err = verb("evaluate", "runs/pets", "--runtime", "torch", "data.root=images")
     assert status == 0 and "torch" in out, err
 
 

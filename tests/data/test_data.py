@@ -119,11 +119,7 @@ def test_batches_have_the_shape_type_and_range_that_the_config_says() -> None:
     assert images.max() == pytest.approx(240 / 255 * 2 - 1)
     assert (len(data.train), [len(labels) for _, labels in data.val]) == (14, [200, 160])
     assert (data.classes, data.image_shape) == ([str(digit) for digit in range(10)], (3, 24, 24))
-
-
-def test_a_training_set_smaller_than_a_batch_is_one_batch() -> None:
-    data = load(limit_train=10)
-    assert [len(labels) for _, labels in data.train] == [10]
+    assert [len(labels) for _, labels in load(limit_train=10).train] == [10]  # fewer than a batch
 
 
 @pytest.mark.parametrize("workers", [0, min(2, os.cpu_count() or 1)])
@@ -276,19 +272,8 @@ def test_npz_reads_colour_and_grey(tmp_path: Path) -> None:
     [
         ({"y_val": None, "x_train": None}, "has no x_train, y_val"),
         ({"y_val": np.array([0, 7])}, "val: labels go from 0 to 7, but classes has length 3"),
-        ({"classes": np.array(["a", "b"])}, "train: labels go from 0 to 2, but classes has length 2"),
-        ({"y_train": np.array([0, 1, -1, 2])}, "train: labels go from -1 to 2"),
-        ({"y_train": np.array([0, 1])}, "train: labels must be an int64 tensor (4,), got Tensor torch.int64 (2,)"),
-        ({"x_val": np.zeros((0, 8, 8), np.uint8), "y_val": np.zeros(0, int)}, "val has no images"),
-        (
-            {"x_train": np.zeros((4, 8, 8))},
-            "train: images must be a uint8 tensor (N, 1 or 3, H, W), got Tensor",
-        ),
         ({"x_val": np.zeros((2, 3, 8, 8), np.uint8)}, "val: images must be a uint8 tensor"),
-        (
-            {"x_val": np.zeros((2, 8), np.uint8)},
-            "images must be (N, H, W) or (N, H, W, C) and labels integers, got (2,",
-        ),
+        ({"x_val": np.zeros((2, 8), np.uint8)}, "images must be (N, H, W) or (N, H, W, C) and labels integers, got (2"),
         ({"y_train": np.zeros(4)}, "labels integers, got (4, 8, 8, 3) and float64"),
         ({"y_val": np.array([0, "a"], object)}, "Object arrays cannot be loaded when allow_pickle=False"),
     ],
@@ -319,8 +304,7 @@ def test_the_digest_tells_other_images_and_other_labels(tmp_path: Path) -> None:
 
 def test_files_that_are_not_npz_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
-    said = refusal(name="npz", root=str(path))
-    assert said == f"data.root: '{path}' is not a file; it must be an .npz with x_train, y_train, x_val, y_val"
+    assert refusal(name="npz", root=str(path)).startswith(f"data.root: '{path}' is not a file; it must be an .npz")
     with path.open("wb") as file:
         np.save(file, np.zeros(3))
     assert refusal(name="npz", root=str(path)).startswith(f"data.root: '{path}' is not an .npz of plain arrays")
@@ -337,11 +321,10 @@ def write_mnist(raw: Path, split: str, images: int, labels: Sequence[int]) -> No
         (raw / f"{split}-{name}-ubyte").write_bytes(header + array.tobytes())
 
 
-@pytest.mark.parametrize(("name", "folder_name"), [("fashion_mnist", "FashionMNIST")])
-def test_mnist_files_are_read(tmp_path: Path, name: str, folder_name: str) -> None:
+def test_mnist_files_are_read(tmp_path: Path) -> None:
     for split, count in (("train", 6), ("t10k", 4)):
-        write_mnist(tmp_path / folder_name / "raw", split, count, range(count))
-    data = load(name=name, root=str(tmp_path), image_size=28)
+        write_mnist(tmp_path / "FashionMNIST" / "raw", split, count, range(count))
+    data = load(name="fashion_mnist", root=str(tmp_path), image_size=28)
     images, labels = next(iter(data.val))
     mean, std = 0.2860, 0.3530
     assert images.shape == (4, 3, 28, 28)
@@ -350,10 +333,9 @@ def test_mnist_files_are_read(tmp_path: Path, name: str, folder_name: str) -> No
     assert (len(data.classes), sorted(epoch_of(data, 0)[1].tolist())) == (10, list(range(6)))
 
 
-@pytest.mark.parametrize("labels", [[0, 1, 200], [0, 1]])
-def test_labels_without_a_class_count_as_damage(tmp_path: Path, labels: list[int]) -> None:
+def test_labels_without_a_class_count_as_damage(tmp_path: Path) -> None:
     for split in ("train", "t10k"):
-        write_mnist(tmp_path / "MNIST" / "raw", split, 3, labels)
+        write_mnist(tmp_path / "MNIST" / "raw", split, 3, [0, 1, 200])
     said = refusal(name="mnist", root=str(tmp_path))
     assert said.startswith(f"data.root: '{tmp_path}': the files of mnist are damaged: Dataset: train: labels ")
 
@@ -378,10 +360,7 @@ def test_cifar_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert images[0, :, 0, 0].tolist() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "folder_name"),
-    [("cifar100", "cifar-100-python"), ("mnist", "MNIST/raw")],
-)
+@pytest.mark.parametrize(("name", "folder_name"), [("cifar100", "cifar-100-python"), ("mnist", "MNIST/raw")])
 def test_an_absent_set_suggests_to_download_it(tmp_path: Path, name: str, folder_name: str) -> None:
     assert refusal(name=name, root=str(tmp_path)) == (
         f"data.root: '{tmp_path}' has no complete {name} (expected in '{tmp_path / folder_name}'); "

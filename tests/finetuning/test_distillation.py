@@ -1,6 +1,5 @@
 """Distillation: its loss and gradient by the published formula, and the teacher of a run."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -90,19 +89,12 @@ def test_features_of_float_students_and_unknown_modules() -> None:
     output = distillation.watching(student)(images)
     assert torch.equal(output["0"], student[0](images)) and torch.equal(output["logits"], student(images))
     assert Distillation(teacher).watching(student) is student
+    assert not any(each._forward_hooks for model in (teacher, student) for each in model.modules())
     with pytest.raises(ValueError, match=r"features: Sequential has no module 'layer3'; modules are called 0, 0\.0"):
         Distillation(teacher, features={"layer3": 1.0})
 
 
-def test_watching_leaves_nothing_in_the_models() -> None:
-    teacher, student = (nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)) for _ in range(2))
-    distillation = Distillation(teacher, features={"0": 1.0})
-    distillation(distillation.watching(student)(torch.randn(2, 4)), torch.randn(2, 4))
-    assert not any(each._forward_hooks for model in (teacher, student) for each in model.modules())
-
-
 def test_a_feature_of_zeros_divides_by_no_zero() -> None:
-    """Such as a dead ReLU of the teacher, whose share of the loss would be infinite, or NaN."""
     silent, student = (nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)) for _ in range(2))
     nn.init.zeros_(silent[0].weight)  # type: ignore[arg-type]
     nn.init.constant_(silent[0].bias, -1.0)  # type: ignore[arg-type]
@@ -110,25 +102,6 @@ def test_a_feature_of_zeros_divides_by_no_zero() -> None:
     for model in (silent, student):
         distillation = Distillation(silent, features={"1": 0.1})
         assert bool(distillation(distillation.watching(model)(images), images).isfinite())
-
-
-def losses(run: Path) -> dict[str, float]:
-    found = json.loads((run / "summary.json").read_text())
-    return {key: found[key]["loss"] for key in ("float_finetune", "qat")}
-
-
-def test_a_run_learns_from_its_float_model_or_from_another(folder: Path) -> None:
-    def start(name: str, *arguments: str) -> dict[str, float]:
-        assert train.main(["--config", "tiny.yaml", f"run_dir={name}", "float_finetune=true", *arguments]) == 0
-        return losses(folder / name)
-
-    alone, own = start("alone"), start("own", "qat.distillation={features: {'2': 0.5}}")
-    assert own["float_finetune"] == alone["float_finetune"]  # it is its own teacher
-    assert own["qat"] != alone["qat"]
-    start("large", "model.kwargs={channels: 12}", "qat.epochs=0")
-    teacher = "{name: 'tinyaids:tiny', kwargs: {channels: 12}, checkpoint: large/float.safetensors}"
-    other = start("other", f"qat.distillation={{teacher: {teacher}}}")
-    assert other["qat"] != own["qat"] and other["float_finetune"] != alone["float_finetune"]
 
 
 @pytest.mark.parametrize(

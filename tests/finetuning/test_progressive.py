@@ -49,7 +49,7 @@ def test_each_stage_has_its_grids_and_starts_from_the_weights_of_the_last(
         assert not all(torch.equal(value, later[5][name]) for name, value in earlier[5].items())
 
 
-@pytest.mark.parametrize(("stage", "epoch"), [("qat_1", 1), ("qat", 0)])
+@pytest.mark.parametrize(("stage", "epoch"), [("float", 1), ("qat_1", 1), ("qat", 0)])
 def test_a_run_stopped_in_any_stage_ends_as_if_it_had_not_been(
     folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str, epoch: int
 ) -> None:
@@ -73,17 +73,17 @@ def test_a_run_stopped_in_any_stage_ends_as_if_it_had_not_been(
 
     real, stop = stages.train_stage, False
     monkeypatch.setattr(stages, "train_stage", train_stage)
-    assert start("run_dir=whole") == 0
+    assert start("run_dir=whole", "float.epochs=2") == 0
     assert (orders["qat_1"], orders["qat_2"], orders["qat"]) == ([0, 1], [2], [3, 4])  # no order of images twice
     stop = True
-    assert start("run_dir=parts") == 130
+    assert start("run_dir=parts", "float.epochs=2") == 130
     stop = False
-    assert start("run_dir=parts", "resume=auto") == 0
+    assert start("run_dir=parts", "float.epochs=2", "resume=auto") == 0
     whole, parts = (torch.load(folder / name / "last.pt", weights_only=True) for name in ("whole", "parts"))
     assert whole["model"].keys() == parts["model"].keys()
     assert all(torch.equal(value, parts["model"][key]) for key, value in whole["model"].items())
     found = [json.loads((folder / name / "summary.json").read_text()) for name in ("whole", "parts")]
-    assert all(found[0][key] == found[1][key] for key in ("calibrated", "qat"))
+    assert all(found[0][key] == found[1][key] for key in ("float", "calibrated", "qat"))
 
 
 def test_a_stage_leaves_what_it_does_not_name_as_it_is(folder: Path) -> None:
@@ -136,15 +136,3 @@ def test_advice_names_the_key_of_the_stage() -> None:
     config = load_config("resnet_int8.yaml", ["qat.progressive=[{bits: 8}, {bits: 6, lr: 0.1}]"], train.CONFIGS)
     keys = [rate_key(config, name) for name in ("float", "float_finetune", "qat_1", "qat_2", "qat")]
     assert keys == ["float.lr", "qat.lr", "qat.lr", "qat.progressive[1].lr", "qat.lr"]
-
-
-@pytest.mark.parametrize(
-    ("stage", "rate"),
-    [("{weight: {bits: 4}}", 0.0005), ("{activation: {bits: 3}}", 0.002), ("{bits: 8, weight: {bits: 3}}", 0.001)],
-)
-def test_a_stage_gets_the_rate_of_its_own_bits(stage: str, rate: float, tmp_path: Path) -> None:
-    """What it does not change is as in the last one: there weights have 2 bits and activations 4."""
-    (tmp_path / "a.yaml").write_text(
-        f"quantization: {{weight: {{bits: 2}}, activation: {{bits: 4}}}}\nqat: {{progressive: [{stage}]}}"
-    )
-    assert load_config(str(tmp_path / "a.yaml")).qat.progressive[0].lr == rate

@@ -8,7 +8,6 @@ from torch import nn
 
 from qat import QuantLinear
 from qat.spec import QuantSpec
-from qat.training import script as train
 from qat.training.config.stages import GradualConfig, OscillationConfig, QATStageConfig, StageConfig
 from qat.training.loop.advice import without_effect
 
@@ -96,11 +95,3 @@ def test_rates_and_decays_of_what_the_model_lacks_have_no_effect(quantized: bool
     assert without_effect(run) == ([] if quantized else [*keys, decay])
     run.stage = stage.model_copy(update={"weight_decay": 0.0})
     assert without_effect(run)[-1].endswith("qat.weight_decay is 0")
-
-
-def test_a_run_says_it_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    late = ["--config", "tiny.yaml", "run_dir=run", "resume=auto", "qat.freeze_bn_epoch=2"]
-    assert train.main(late) == 0
-    assert capsys.readouterr().out.count("qat: qat.freeze_bn_epoch: 2 has no effect") == 1
-    assert train.main([*late, "qat.epochs=3"]) == 0  # now it has one
-    assert "no effect" not in capsys.readouterr().out

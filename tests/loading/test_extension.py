@@ -115,13 +115,8 @@ def test_another_place_of_the_data_and_another_way_to_compute_change_nothing(
     assert found["qat"]["epoch"] == 4 and not [each for each in found["warnings"] if each.startswith("data:")]
     (tmp_path / "x" / "moved" / "train" / "cat" / "0.png").unlink()
     assert again(*free, "qat.epochs=5") == 0
-    said = "data: the train images are others than before (24 then, 23 now); accuracies before and after do not compare"
-    assert said in summary(tmp_path / "x" / "runs" / "pets")["warnings"]
-    for split in ("train", "val"):
-        (tmp_path / "x" / "moved" / split / "dog").rename(tmp_path / "x" / "moved" / split / "wolf")
-    capsys.readouterr()
-    assert again(*free, "qat.epochs=6") == 2
-    assert "data: 3 classes, the run was trained with 3: without dog and with wolf" in capsys.readouterr().err
+    warnings = summary(tmp_path / "x" / "runs" / "pets")["warnings"]
+    assert any("the train images are others than before (24 then, 23 now)" in each for each in warnings)
 
 
 def test_a_run_needs_only_its_own_weights_to_go_on(tmp_path: Path, own: Path) -> None:
@@ -131,22 +126,6 @@ def test_a_run_needs_only_its_own_weights_to_go_on(tmp_path: Path, own: Path) ->
     assert in_place(tmp_path / "x", *arguments) == 0
     (tmp_path / "x" / "w.safetensors").unlink()
     assert in_place(tmp_path / "x", *arguments, "qat.epochs=3") == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "fact"),
-    [
-        (["qat.epochs=1"], "qat.epochs: 1 is fewer than the 2 that it was trained with"),
-        (["qat.epochs=4", "qat.lr=0.1"], "was trained with qat.lr: 0.05, now it is 0.1"),
-    ],
-)
-def test_other_changes_are_refused(
-    place: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], fact: str
-) -> None:
-    files = {path.name: path.read_bytes() for path in (place / "runs" / "own").iterdir()}
-    assert go_on(place, *arguments) == 2
-    assert fact in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in (place / "runs" / "own").iterdir()} == files
 
 
 def make_the_first_epoch_best(run: Path) -> float:
@@ -169,9 +148,8 @@ def test_the_best_epoch_is_exported_and_reported_on_demand(
     assert (found["qat"]["weights"], found["qat"]["epoch"], found["qat"]["epochs"]) == ("best", 1, 2)
     assert found["onnx"]["top1"] == zeros != last["top1"] and found["onnx"]["agreement"] == 1
     said = capsys.readouterr().out
-    assert "QAT, best epoch (1 of 2)" in said and "going on" not in said and "scales learn" not in said
-    replaced = "epoch 1 of 2 (best) replaces epoch 2 of 2 (last) in model.onnx; export.weights=last brings that back\n"
-    assert "qat: all 2 epochs are trained; evaluating the last one\n" in said and f"\nexport: {replaced}" in said
+    assert "QAT, best epoch (1 of 2)" in said and "going on" not in said
+    assert "export: epoch 1 of 2 (best) replaces epoch 2 of 2 (last) in model.onnx" in said
     metadata = {each.key: json.loads(each.value) for each in onnx.load(run / "model.onnx").metadata_props}
     assert (metadata["weights"], metadata["epoch"], metadata["accuracy"]["qat"]) == ("best", 1, zeros)
     model: Any = qat.load(run, tiny())

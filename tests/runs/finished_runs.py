@@ -58,29 +58,21 @@ def in_place(place: Path, *arguments: str) -> int:
             sys.modules.pop("tinymodels", None)
 
 
-def run_pets(place: Path) -> Path:
-    """Make pets.yaml, images/ and the run runs/pets in a folder."""
+@pytest.fixture(scope="package", name="pets")
+def pets_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with pets.yaml, images/ and the run runs/pets."""
+    place = tmp_path_factory.mktemp("pets")
     (place / "pets.yaml").write_text(PETS)
     write_images(place / "images")
     assert in_place(place, "--config", "pets.yaml") == 0
     return place
 
 
-def run_own(place: Path) -> Path:
-    """Make own.yaml, tinymodels.py and the run runs/own: averaged weights, statistics estimated anew."""
+@pytest.fixture(scope="package", name="own")
+def own_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with own.yaml, tinymodels.py and the run runs/own: averaged weights, statistics estimated anew."""
+    place = tmp_path_factory.mktemp("own")
     (place / "own.yaml").write_text(OWN)
     (place / "tinymodels.py").write_text(TINY_MODEL)
     assert in_place(place, "--config", "own.yaml") == 0
     return place
-
-
-@pytest.fixture(scope="package", name="pets")
-def pets_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with pets.yaml, images/ and the run runs/pets."""
-    return run_pets(tmp_path_factory.mktemp("pets"))
-
-
-@pytest.fixture(scope="package", name="own")
-def own_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with own.yaml, tinymodels.py and the run runs/own: averaged weights, statistics estimated anew."""
-    return run_own(tmp_path_factory.mktemp("own"))

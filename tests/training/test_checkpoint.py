@@ -13,7 +13,7 @@ from tiny_training import CPU, user_error
 from torch import nn
 
 from qat.training.config.schema import RunConfig
-from qat.training.run.archive import DamagedError, read_archive
+from qat.training.run.archive import read_archive
 from qat.training.run.checkpoint import (
     StageState,
     capture_rng,
@@ -212,18 +212,6 @@ def flip_a_bit(path: Path, tensor: torch.Tensor) -> None:
     path.write_bytes(content)
 
 
-def test_a_flipped_weight_is_named_although_torch_does_not_see_it(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    torch.save(STATE, path)
-    torch.testing.assert_close(read_archive(path), STATE, rtol=0, atol=0)
-    flip_a_bit(path, STATE["weight"])
-    assert torch.load(path, weights_only=True)["weight"].shape == (3, 4)
-    with pytest.raises(DamagedError, match=r"^the checksum of x/data/0 is wrong$"):
-        read_archive(path)
-    torch.save(STATE, path, _use_new_zipfile_serialization=False)  # torch before 1.6 has no checksums
-    torch.testing.assert_close(read_archive(path), STATE, rtol=0, atol=0)
-
-
 def test_a_file_with_a_flipped_bit_loads_unchanged_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save(STATE, path)
@@ -237,3 +225,5 @@ def test_a_file_with_a_flipped_bit_loads_unchanged_or_not_at_all(tmp_path: Path)
         else:  # the bit is padding, or metadata that is not read
             torch.testing.assert_close(found, STATE, rtol=0, atol=0, msg=f"byte {position}")
     assert refused > len(whole) / 7 / 4
+    torch.save(STATE, path, _use_new_zipfile_serialization=False)  # torch before 1.6 has no checksums
+    torch.testing.assert_close(read_archive(path), STATE, rtol=0, atol=0)

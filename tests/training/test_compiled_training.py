@@ -55,21 +55,14 @@ def test_a_compiled_model_with_other_results_is_not_used(
     assert reason in said and said.endswith("; training goes on without torch.compile, slower")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. "),
-    ],
-)
-def test_memory_shortage_is_not_blamed_on_the_compiler(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_shortage_is_not_blamed_on_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def starving(images: Tensor) -> Any:
-        raise error
+        raise MemoryError
 
     monkeypatch.setattr(torch, "compile", lambda model, mode: starving)
     forward, x = CompiledModel(nn.Linear(3, 2), None), torch.ones(5, 3)
     for call in (lambda: forward(x), lambda: forward.prove(x, lambda run: run(x).sum())):
-        with pytest.raises(type(error)):
+        with pytest.raises(MemoryError):
             call()
 
 

@@ -32,27 +32,15 @@ def problems(text: str, *overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_config_is_on_the_page_of_configs(name: str) -> None:
-    assert f"| `{name}` |" in (CONFIGS.parent / "docs" / "config.md").read_text()
-
-
-@pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_config_is_a_recipe_and_survives_a_round_trip_through_yaml(name: str) -> None:
     config = load_config(name, config_folder=CONFIGS)
-    assert config.name == Path(name).stem
+    assert config.name == Path(name).stem and f"| `{name}` |" in (CONFIGS.parent / "docs" / "config.md").read_text()
     text = dump_config(config)
     Path("resolved.yaml").write_text(text, encoding="utf-8")
     assert load_config("resolved.yaml") == config
     assert RunConfig.model_validate(yaml.safe_load(text)) == config  # other readers of YAML see the same
     recipe, grids = build_recipe(config.quantization), config.quantization
     assert (recipe.weight.bits, recipe.activation.bits) == (grids.weight.bits, grids.activation.bits)
-
-
-def test_the_default_config_says_what_the_command_promises() -> None:
-    config = load_config("resnet_int8", config_folder=CONFIGS)
-    assert (config.model.name, config.model.weights, config.data.name, config.seed) == ("resnet18", None, "digits", 0)
-    assert (config.quantization.weight.bits, config.quantization.activation.bits) == (8, 8)
-    assert config.float.epochs > 0 and config.qat.epochs > 0 and config.export.onnx
 
 
 def test_w4a4_keeps_the_first_and_the_last_layer_at_8_bits() -> None:
@@ -183,11 +171,6 @@ def test_first_and_last_bits_and_overrides_by_type_reach_the_recipe() -> None:
     linear = recipe.for_layer("mlp", nn.Linear)
     assert (linear.weight.bits, linear.activation.bits) == (6, 5)
     assert recipe.for_layer("stem", nn.Conv2d, "first").weight.bits == 8
-    resolved = yaml.safe_load(dump_config(config))["quantization"]
-    assert (resolved["target"], resolved["first_bits"], resolved["last_bits"]) == ("qnnpack", 8, 7)
-    assert resolved["overrides"]["type:Linear"]["activation"]["bits"] == 5
-    Path("resolved.yaml").write_text(dump_config(config), encoding="utf-8")
-    assert load_config("resolved.yaml") == config
 
 
 @pytest.mark.parametrize(
@@ -218,10 +201,7 @@ def test_a_grid_that_the_target_does_not_run(text: str, sentence: str) -> None:
 BAD_FILES = [
     # not YAML, or not a config
     ("", "is empty; name at least a data set"),
-    ("---\n", "is empty"),
     ("qat: {lr: 1", "line 1, column 12: not valid YAML: expected ',' or '}'"),
-    ("seed: 1\nqat: a: b", "line 2, column 7: not valid YAML: mapping values are not allowed here"),
-    ("qat:\n\tlr: 1", "line 2, column 1: not valid YAML: found character '\\t'"),
     ("seed: 1\n---\nseed: 2", "line 2, column 1: not valid YAML: but found another document"),
     ("{{ a }}", "line 1, column 2: not valid YAML: a key must be a single word"),
     ("qat: !!python/name:os.system", "line 1, column 6: not valid YAML: could not determine a constructor"),
@@ -246,17 +226,12 @@ BAD_FILES = [
      "did you mean 'skip'?"),
     ("qat: {progressive: [{bitts: 4}]}", "qat.progressive[0].bitts: unknown key; did you mean 'bits'?"),
     # types and ranges
-    ("qat: {epochs: ten}", 'qat.epochs: input should be a valid integer, got "ten"'),
     ("qat: {epochs: 3.0}", "qat.epochs: input should be a valid integer, got 3.0"),
     ("qat: {epochs: true}", "qat.epochs: input should be a valid integer, got true"),
-    ("qat: {epochs:}", "qat.epochs: input should be a valid integer, got null"),
     ("data: {download: yes}", 'data.download: input should be a valid boolean, got "yes"'),
-    ("name: 2024", "name: input should be a valid string, got 2024"),
-    ("qat: 3", "qat: input should be an object, got 3"),
     ("data: {mean: [0, 0.5, a]}", 'data.mean[2]: input should be a valid number, got "a"'),
     ("qat: {epochs: -1}", "qat.epochs: input should be greater than or equal to 0, got -1"),
     ("qat: {lr: .nan}", "qat.lr: input should be a finite number, got NaN"),
-    ("quantization: {weight: {percentile: 50}}", "quantization.weight.percentile: input should be greater than 50"),
     # choices
     ("amp: bf61", "amp: input should be 'none', 'bf16' or 'fp16', got \"bf61\"; did you mean 'bf16'?"),
     ("data: {name: cifar}", "data.name: expected digits, imagefolder, cifar10"),
@@ -280,11 +255,8 @@ BAD_FILES = [
     ("qat: {epochs: 2, warmup_epochs: 2.5}", "qat.warmup_epochs: 2.5 is longer than qat.epochs: 2"),
     ("data: {batch_size: 1}\nfloat: {cutmix_alpha: 1}", "float.cutmix_alpha: 1 mixes images of a batch"),
     ("data: {resize_size: 30}", "data.resize_size: 30 is smaller than data.image_size: 32"),
-    ("data: {std: [0.5, 0, 0.5]}", "data.std[1]: input should be greater than 0, got 0"),
     ("data: {augment: {cutout: 32}}", "data.augment.cutout: 32 leaves little or nothing of images"),
     ("compile: false\ncuda_graphs: true", "cuda_graphs: true is about compiled models"),
-    ("device: cpu\ncompile: true\ncuda_graphs: true", "cuda_graphs: true needs a CUDA device"),
-    ("amp: fp16\ndevice: cpu", "amp: 'fp16' needs a CUDA device"),
 ]  # fmt: skip
 
 
@@ -302,12 +274,10 @@ BAD_OVERRIDES = [
     ("qat..lr=3", "qat..lr=3: expected key.path=value, such as qat.lr=0.01"),
     ("seed=[1", "seed=[1: line 1, column 3: not valid YAML: expected ',' or ']', but got '<stream end>'"),
     ("qat={lr: 1, lr: 2}", "qat={lr: 1, lr: 2}: line 1: 'lr' is already set on line 1; keep one of them"),
-    ("qat.lrr=0.1", "qat.lrr=0.1: unknown key; did you mean 'lr'?"),
     ("qat.lr.x=1", 'qat.lr.x=1: qat.lr: input should be a valid number, got {"x": 1}'),
     ("model.kwargs.a.b=1", "model.kwargs.a.b=1: 'model.kwargs.a' is 3, which has no keys of its own"),
-    ("qat={epochs: ten}", 'qat={epochs: ten}: qat.epochs: input should be a valid integer, got "ten"'),
     ("data.mean=[1, a, 1]", 'data.mean=[1, a, 1]: data.mean[1]: input should be a valid number, got "a"'),
-    ("amp=fp16", "amp=fp16: 'fp16' needs a CUDA device; on device 'cpu' use 'bf16' or 'none'"),
+    ("data.resize_size=30", "data.resize_size=30: 30 is smaller than data.image_size: 32, which is cropped from it"),
     (
         "quantization.overrides.layer1.0.conv1.weight.bits=40",
         "quantization.overrides.layer1.0.conv1.weight.bits=40: input should be less than or equal to 16, got 40",
@@ -317,7 +287,7 @@ BAD_OVERRIDES = [
 
 @pytest.mark.parametrize(("override", "line"), BAD_OVERRIDES)
 def test_a_bad_override(override: str, line: str) -> None:
-    assert problems("device: cpu\nmodel: {kwargs: {a: 3}}", override) == [line]
+    assert problems("model: {kwargs: {a: 3}}", override) == [line]
 
 
 def test_all_problems_are_reported_at_once_and_the_file_is_blamed_for_its_own_alone() -> None:
@@ -344,9 +314,9 @@ def test_what_qat_leaves_out_follows_the_bits(tmp_path: Path) -> None:
         (tmp_path / "run.yaml").write_text("quantization: {weight: {bits: 2}, activation: {bits: 4}}\n")
         return load_config(str(tmp_path / "run.yaml"), overrides)
 
-    two = read("qat.progressive=[{bits: 8}, {weight: {bits: 3}, lr: 0.1}, {weight: {bits: 3}, activation: {bits: 8}}]")
+    two = read("qat.progressive=[{bits: 8}, {weight: {bits: 3}, lr: 0.1}, {activation: {bits: 3}}]")
     assert (two.qat.optimizer, two.qat.lr) == ("adamw", 0.002)
-    assert [stage.lr for stage in two.qat.progressive] == [3.125e-05, 0.1, 0.001]
+    assert [stage.lr for stage in two.qat.progressive] == [3.125e-05, 0.1, 0.002]
     (tmp_path / "resolved.yaml").write_text(dump_config(two))
     assert load_config(str(tmp_path / "resolved.yaml")) == two  # and an own choice of bits does not move it
     assert load_config(str(tmp_path / "resolved.yaml"), ["quantization.weight.bits=8"]).qat == two.qat

@@ -71,39 +71,6 @@ def test_training_learns_and_logs_its_curves(tmp_path: Path, capsys: pytest.Capt
     assert f"; val loss {result.loss:.3f}, top1 100.00 %; " in lines[-1]
 
 
-STAGES = [
-    QATStageConfig(epochs=3, lr=0.05, warmup_epochs=0.5, ema_decay=0.7, clip_grad_norm=1.0, freeze_bn_epoch=2),
-    QATStageConfig(epochs=3, optimizer="adamw", lr=0.01, freeze_scales_epoch=1, label_smoothing=0.1),
-    QATStageConfig(epochs=3, lr=0.05, quantizer_optimizer="adamw", quantizer_lr=0.001, clip_grad_norm=1.0),
-]
-
-
-@pytest.mark.parametrize("stage", STAGES, ids=["sgd", "adamw", "both"])
-def test_an_interrupted_run_ends_like_an_uninterrupted_one(stage: QATStageConfig, tmp_path: Path) -> None:
-    whole = stage_run(tmp_path / "whole", tiny_model(), stage)
-    expected = train(whole)
-    after = torch.rand(3)
-
-    interrupted = stage_run(tmp_path / "cut", tiny_model(), stage, train=TinyBatches(fail_at=(1, 4)))
-    with pytest.raises(KeyboardInterrupt):
-        train(interrupted)
-    checkpoint = load_checkpoint(tmp_path / "cut/last.pt")
-    assert (checkpoint["stage"], checkpoint["epochs"]) == ("qat", 1)
-    for folder in ("cut", "whole"):  # in the second, nothing is left to do
-        resumed = stage_run(tmp_path / folder, tiny_model(seed=9), stage)
-        result = resume(resumed)
-        assert torch.equal(torch.rand(3), after)
-        assert (result.top1, result.loss) == (expected.top1, expected.loss)
-        torch.testing.assert_close(dict(resumed.model.state_dict()), dict(whole.model.state_dict()), rtol=0, atol=0)
-    for file in ("last.pt", "best.pt"):
-        both = [load_checkpoint(tmp_path / folder / file) for folder in ("cut", "whole")]
-        torch.testing.assert_close(both[0]["model"], both[1]["model"], rtol=0, atol=0)
-        assert both[0]["epochs"] == both[1]["epochs"]
-    drawn, uncut = curves(tmp_path / "cut"), curves(tmp_path / "whole")
-    assert drawn.pop("qat/images_per_second") and uncut.pop("qat/images_per_second")
-    assert drawn == uncut
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_compiled_run_learns_like_a_plain_one(accumulate: int, tmp_path: Path) -> None:
     torch.compiler.reset()
@@ -159,45 +126,26 @@ def test_the_averages_are_evaluated_saved_as_best_and_left_in_the_model(tmp_path
     assert not torch.equal(last["model"]["fc.weight"], start["fc.weight"])
 
 
-def test_results_travel_in_the_checkpoint_and_best_can_be_left_out(tmp_path: Path) -> None:
-    results = {"float": {"top1": 97.5}, "qat_model": {"w": torch.ones(2)}}
-    train(stage_run(tmp_path, tiny_model(), QATStageConfig(), results=results, keep_best=False))
-    loaded = load_checkpoint(tmp_path / "last.pt")["results"]
-    assert loaded["float"] == {"top1": 97.5}
-    assert torch.equal(loaded["qat_model"]["w"], torch.ones(2))
-    assert not (tmp_path / "best.pt").exists()
-
-
-def test_frozen_batch_norms_keep_their_statistics_and_train_their_affine(tmp_path: Path) -> None:
+def test_frozen_statistics_and_scales_stay_while_gammas_and_weights_learn(tmp_path: Path) -> None:
     model = tiny_model()
-    seen: list[tuple[list[float], list[float]]] = []
+    seen: list[tuple[float, list[float], list[float], Tensor]] = []
 
     class Spy(TinyBatches):
         def set_epoch(self, epoch: int) -> None:
             super().set_epoch(epoch)
-            seen.append((model.bn.running_mean.tolist(), model.bn.weight.tolist()))
+            weight = model.fc.weight.detach().clone()
+            seen.append(
+                (model.quantizer.scale.item(), model.bn.running_mean.tolist(), model.bn.weight.tolist(), weight)
+            )
 
-    run = stage_run(tmp_path, model, QATStageConfig(epochs=3, lr=0.1, freeze_bn_epoch=1), train=Spy())
-    train(run)
-    seen.append((model.bn.running_mean.tolist(), model.bn.weight.tolist()))
-    means, gammas = zip(*seen, strict=True)
-    assert means[0] != means[1] == means[2] == means[3]
-    assert len({tuple(gamma) for gamma in gammas}) == 4
-
-
-def test_frozen_scales_stay_from_their_epoch_on_and_weights_learn(tmp_path: Path) -> None:
-    model = tiny_model()
-    seen: list[tuple[float, Tensor]] = []
-
-    class Spy(TinyBatches):
-        def set_epoch(self, epoch: int) -> None:
-            super().set_epoch(epoch)
-            seen.append((model.quantizer.scale.item(), model.fc.weight.detach().clone()))
-
-    train(stage_run(tmp_path, model, QATStageConfig(epochs=3, lr=0.1, freeze_scales_epoch=1), train=Spy()))
-    assert seen[0][0] != seen[1][0] == seen[2][0] == model.quantizer.scale.item()
-    assert not torch.equal(seen[1][1], seen[2][1])
-    assert load_checkpoint(tmp_path / "last.pt")["model"]["quantizer.frozen"]
+    spy, stage = Spy(), QATStageConfig(epochs=3, lr=0.1, freeze_bn_epoch=1, freeze_scales_epoch=1)
+    train(stage_run(tmp_path, model, stage, train=spy, keep_best=False))
+    spy.set_epoch(3)
+    scales, means, gammas, weights = zip(*seen, strict=True)
+    for kept in (scales, means):
+        assert kept[0] != kept[1] == kept[2] == kept[3]
+    assert len({tuple(gamma) for gamma in gammas}) == 4 and not torch.equal(weights[1], weights[2])
+    assert load_checkpoint(tmp_path / "last.pt")["model"]["quantizer.frozen"] and not (tmp_path / "best.pt").exists()
 
 
 def test_no_epochs_only_evaluates(tmp_path: Path) -> None:
@@ -293,7 +241,8 @@ def test_a_step_does_not_wait_for_the_device(optimizer: str, tmp_path: Path, mon
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("amp", ["fp16", "bf16", "none"])
 def test_training_on_cuda_resumes(amp: str, tmp_path: Path) -> None:
-    fields = {"stage": STAGES[0], "device": torch.device("cuda", 0), "config": {"amp": amp}}
+    stage = QATStageConfig(epochs=3, lr=0.05, warmup_epochs=0.5, ema_decay=0.7, clip_grad_norm=1.0, freeze_bn_epoch=2)
+    fields = {"stage": stage, "device": torch.device("cuda", 0), "config": {"amp": amp}}
     whole = stage_run(tmp_path / "whole", tiny_model(), **fields)
     train(whole)
     with pytest.raises(KeyboardInterrupt):

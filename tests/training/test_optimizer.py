@@ -1,6 +1,5 @@
 """Parameter groups, optimizers and schedules against their formulas."""
 
-import copy
 import math
 from typing import Any
 
@@ -38,15 +37,6 @@ def test_scales_learn_at_the_rate_of_their_bits_or_of_the_config(stage: StageCon
     assert {g["name"]: g["lr"] for g in optimizer.param_groups[3:]} == pytest.approx(rates)
 
 
-def test_weights_on_few_bits_decay_less_if_the_config_says_so() -> None:
-    layers = [QuantLinear(2, 2, weight_spec=QuantSpec(bits=bits)) for bits in (2, 4, 3)]
-    stage = QATStageConfig(weight_decay=0.04, weight_decay_by_bits=True, quantizer_lr_factor=1.0)
-    optimizer = build_optimizer(nn.Sequential(*layers, nn.Linear(2, 2)), stage)
-    found = {group["name"]: (len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups}
-    assert found["weights"] == (2, 0.04)
-    assert (found["weights_3_bits"], found["weights_2_bits"]) == ((1, 0.02), (1, 0.01))
-
-
 def test_the_log_has_every_group() -> None:
     stage = QATStageConfig(optimizer="adamw", lr=0.2, quantizer_optimizer="sgd", quantizer_lr=0.3)
     optimizer = build_optimizer(tiny_model(), stage)
@@ -81,33 +71,6 @@ def test_scales_have_an_optimizer_of_their_own(weights: str, scales: str) -> Non
         alone = scales if "quantizer" in name else weights
         assert torch.equal(value, trained[alone, alone][name])
     assert not torch.equal(trained[weights, weights]["weight"], trained[scales, scales]["weight"])
-
-
-def test_two_optimizers_load_what_they_saved() -> None:
-    parameters = [nn.Parameter(torch.tensor(value)) for value in (1.0, 2.0)]
-
-    def build() -> tuple[torch.optim.Optimizer, Any]:
-        both = TwoOptimizers([torch.optim.SGD(parameters[:1], 0.1, momentum=0.9), torch.optim.Adam(parameters[1:])])
-        return both, torch.optim.lr_scheduler.ExponentialLR(both, 0.5)
-
-    def step(optimizer: torch.optim.Optimizer, schedule: Any) -> list[float]:
-        (parameters[0] ** 2 + parameters[1] ** 3).backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        return [parameter.item() for parameter in parameters]
-
-    optimizer, schedule = build()
-    before = step(optimizer, schedule)
-    states = copy.deepcopy((optimizer.state_dict(), schedule.state_dict()))
-    expected = step(optimizer, schedule)
-    for parameter, value in zip(parameters, before, strict=True):
-        parameter.data.fill_(value)
-    resumed, schedule = build()
-    resumed.load_state_dict(states[0])
-    schedule.load_state_dict(states[1])
-    assert step(resumed, schedule) == expected
-    assert [group["lr"] for group in resumed.param_groups] == [0.025, 0.00025]
 
 
 @pytest.mark.parametrize("factor", [1.0, math.inf])
@@ -156,13 +119,6 @@ def test_optimizers_follow_their_formulas(optimizer: str) -> None:
     run_steps(model, StageConfig(optimizer=optimizer, lr=lr, momentum=0.9, weight_decay=0.02), gradients)
     for parameter, value in zip(model.parameters(), expected, strict=True):
         np.testing.assert_allclose(parameter.detach().numpy(), value, rtol=1e-5, atol=1e-6)
-
-
-def test_sgd_without_momentum_is_plain_sgd() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 1.0)
-    run_steps(model, StageConfig(lr=0.5, momentum=0.0, weight_decay=0.0), [[np.array([[0.5]], np.float32)]] * 2)
-    assert model.weight.item() == 0.5
 
 
 @pytest.mark.parametrize(

@@ -19,25 +19,16 @@ from qat.training.run.report import onnx_results, report_lines, session_results,
 
 DEFAULT_ROW = "ONNX Runtime, default session"
 FILES = {"tinymodels.py": TINY_MODEL, "tiny.yaml": CONFIG}
-UNTRAINED = ("run_dir=run", "float.epochs=0", "qat.epochs=0")
-
-
 Finish: TypeAlias = Callable[..., tuple[dict[str, Any], str, str]]
-
-
-def take_for(processors: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(processor.VARIABLE, raising=False)
-    if processors is not None:
-        monkeypatch.setenv(processor.VARIABLE, processors)
 
 
 @pytest.fixture
 def finish(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Finish:
     """A run on a kind of processor: the summary's `onnx`, what was printed, and layers.txt."""
 
-    def run(processors: str | None, *overrides: str) -> tuple[dict[str, Any], str, str]:
-        take_for(processors, monkeypatch)
-        assert start(*UNTRAINED, "float.epochs=1", *overrides) == 0
+    def run(processors: str, *overrides: str) -> tuple[dict[str, Any], str, str]:
+        monkeypatch.setenv(processor.VARIABLE, processors)
+        assert start("run_dir=run", "float.epochs=1", "qat.epochs=0", *overrides) == 0
         found = summary(folder / "run")["onnx"]
         return found, capsys.readouterr().out, (folder / "run" / "layers.txt").read_text()
 
@@ -56,13 +47,6 @@ def test_without_vnni_the_default_session_has_a_row_and_a_sentence(finish: Finis
     assert list(found["saturation"]["by_layer"]) == ["0", "4", "8"]
     assert "3 layers may saturate where two products are added in 16 bits (x86 without VNNI): exact are" in table
     assert table.startswith("name") and "largest sum" in table
-
-
-def test_a_model_that_cannot_saturate_needs_no_sentence(finish: Finish) -> None:
-    found, printed, table = finish("no-vnni", "quantization.target=onnxruntime_x86")
-    assert found["saturation"]["layers"] == 0 and found["default_session"]["agreement"] >= 0.995
-    assert DEFAULT_ROW in printed and "may saturate" not in printed
-    assert table.endswith("sums of two products fit 16 bits in every layer: exact on x86 without VNNI in any session\n")
 
 
 def test_with_vnni_there_is_one_row_and_the_summary_names_the_processor(finish: Finish, folder: Path) -> None:
@@ -86,6 +70,8 @@ def test_the_summary_is_json_or_nothing(tmp_path: Path) -> None:
             tmp_path / "summary.json", RunConfig(), {"versions": {}}, {"qat": {"loss": float("nan")}}, 1.0, ""
         )
     assert list(tmp_path.iterdir()) == []
+    found = session_results(Verification(4, 0.0, None, None, float("nan")), [])
+    assert found["max_logit_difference"] is None and found["top1"] is None
 
 
 def test_an_unknown_kind_of_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +127,6 @@ def test_a_collapsed_grid_is_named() -> None:
     )
 
 
-def test_numbers_that_json_lacks_become_null() -> None:
-    found = session_results(Verification(4, 0.0, None, None, float("nan")), [])
-    assert found["max_logit_difference"] is None and found["top1"] is None
-
-
 def test_a_layer_in_float_is_named() -> None:
     saturation = [Saturation("a", (40_000, 3))]
     results = onnx_results(Verification(4, 1.0, None, None, 0.0), [], {"Conv": 2, "QGemm": 1}, 1, saturation)
@@ -155,6 +136,8 @@ def test_a_layer_in_float_is_named() -> None:
         "ONNX Runtime computes these in float: 2 Conv; layers.txt says which layers stay float",
     ]
     assert proof.saturation_table().splitlines()[-1].split() == ["a", "2", "1", "40,000"]
+    exact = Proof(onnx_results(Verification(4, 1.0, None, None, 0.0), [], {}, 1, []), [], [])
+    assert exact.saturation_table().startswith("sums of two products fit 16 bits in every layer: exact on x86")
 
 
 def test_the_table_says_what_it_is_worth() -> None:

@@ -89,55 +89,23 @@ def test_a_run_leaves_everything(folder: Path, capsys: pytest.CaptureFixture[str
     assert "was trained with seed: 0, now it is 3" in capsys.readouterr().err and times(run) == before
 
 
-def test_a_resumed_run_ends_like_an_uninterrupted_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert start("run_dir=whole") == 0
-    whole, real = torch.load(folder / "whole" / "last.pt", weights_only=True), stages.train_stage
-    for stage in ("float", "qat"):
-
-        def stop_in(run: stages.StageRun, state: object = None, stage: str = stage) -> object:
-            if run.name == stage:
-                real_set_epoch = run.train.set_epoch
-
-                def set_epoch(number: int) -> None:
-                    if number == 1:
-                        raise KeyboardInterrupt
-                    real_set_epoch(number)
-
-                run.train.set_epoch = set_epoch  # type: ignore[method-assign]
-            return real(run, state)  # type: ignore[arg-type]
-
-        with monkeypatch.context() as patch:
-            patch.setattr(stages, "train_stage", stop_in)
-            assert start(f"run_dir={stage}") == 130
-        assert start(f"run_dir={stage}", "resume=auto") == 0
-        parts = torch.load(folder / stage / "last.pt", weights_only=True)
-        torch.testing.assert_close(parts["model"], whole["model"], rtol=0, atol=0)
-        for part in ("qat", "float"):
-            assert summary(folder / "whole")[part] == summary(folder / stage)[part]
-
-
 @pytest.mark.parametrize(
     ("arguments", "facts"),
     [
-        (["qat.lrr=0.1"], ("qat.lrr=0.1: unknown key; did you mean 'lr'?",)),
         (["quantization.weight.rule=lqs"], ("quantization.weight.rule: unknown quantizer 'lqs'", "'lsq'?")),
         (["quantization.overrides.conv9.skip=true"], ("the recipe's pattern 'conv9' names no layer", "0, 4, 8")),
         (["quantization.weight.bits=12"], ("'0.weight_quantizer'", "-2047 to 2047", "export.onnx=false")),
         (["model.name=tinymodels:wrapped"], ("tinymodels:wrapped: prepare: DataParallel wraps the model",)),
-        (["run_dir=occupied"], ("run_dir: 'occupied' is not empty; choose another",)),
         (["quantization.activation.granularity=channel"], ("granularity 'channel' has no integer kernel",)),
     ],
 )
 def test_mistakes_are_one_sentence_and_status_2(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], facts: tuple[str, ...]
 ) -> None:
-    (folder / "occupied").mkdir()
-    (folder / "occupied" / "thesis.txt").write_text("precious")
     assert start(*arguments) == 2
     said = capsys.readouterr().err
     assert all(fact in said for fact in facts) and len(said.splitlines()) == 1
     assert not (folder / "runs").exists()
-    assert [path.name for path in (folder / "occupied").iterdir()] == ["thesis.txt"]
 
 
 def test_a_failed_proof_is_status_1(
@@ -198,13 +166,6 @@ def test_the_exporter_is_blamed_for_its_own_errors_only(
     with RunLog(tmp_path) as log, pytest.raises(kind) as caught:
         export_and_prove(model, tmp_path / "model.onnx", torch.zeros(1), [], RunConfig(), {}, log)
     assert sentence in str(caught.value) and not list(tmp_path.glob("*model.onnx*"))
-
-
-def test_the_command_line_itself(folder: Path) -> None:
-    shown = subprocess.run([sys.executable, str(ROOT / "train.py"), "--config", "resnet_int9"],
-                           capture_output=True, text=True)  # fmt: skip
-    assert shown.returncode == 2 and "Traceback" not in shown.stderr
-    assert "did you mean" in shown.stderr and len(shown.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.slow

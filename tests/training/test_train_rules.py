@@ -100,7 +100,6 @@ def test_a_finished_float_stage_continues_with_another_quantization(folder: Path
 @pytest.mark.parametrize(
     ("arguments", "facts"),
     [
-        (["imports=own_rules"], ('imports=own_rules: input should be a valid array, got "own_rules"',)),
         (["imports=[no_such_rules]"], ("imports[0]: no module 'no_such_rules'", "'{folder}'")),
         (
             ["imports=[own_rules]", "quantization.weight.rule=falls_over"],
@@ -114,7 +113,6 @@ def test_a_finished_float_stage_continues_with_another_quantization(folder: Path
             ["imports=[own_rules]", "quantization.activation.rule=half_up"],
             ("'input_quantizer': the rule 'half_up' has other integers than", "export.onnx=false"),
         ),
-        (["quantization.weight.rule=dsq", "quantization.weight.options.alfa=0.3"], ("'alfa'; did you mean 'alpha'?",)),
         (["quantization.weight.ewgs_delta=0.1"], ("quantization.weight: QuantSpec: ewgs_delta=0.1 has no effect",)),
         (["quantization.weight.rule=apot"], ("'0.weight_quantizer' uses the rule 'apot'", "on no integer grid")),
     ],

@@ -70,7 +70,7 @@ def _key_hint(location: Location) -> str:
 
 
 def _of_validator(location: Location, message: str) -> tuple[Location, str]:
-    """Move the key that a validator's message begins with (`amp: 'fp16' needs ...`) into the location."""
+    """Move the key that a validator's message begins with (`data.resize_size: 30 is ...`) into the location."""
     key, separator, rest = message.partition(": ")
     named = (*location, *key.split("."))
     return (named, rest) if separator and named[-1] in keys_at(named[:-1]) else (location, message)

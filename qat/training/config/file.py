@@ -22,15 +22,10 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 def load_config(path: str, overrides: Sequence[str] = (), config_folder: Path | None = None) -> RunConfig:
-    """Read a config file, apply the overrides and check the result.
+    """Read a config file, apply the overrides and check the result; paths stay relative to the current folder.
 
-    Paths in the config stay as written; they are relative to the current folder. `name` defaults to the file's stem.
-
-    Args:
-        path: the file, with or without `.yaml`; a bare name is also looked up in `config_folder`.
-        overrides: `key.path=value`, with the value in YAML. Later ones win, and a section given as a whole replaces
-            the file's. Layer patterns may contain dots: `quantization.overrides.layer1.0.conv1.weight.bits=8`.
-        config_folder: the folder of the shipped configs.
+    A bare name is also looked up in `config_folder`. An override is `key.path=value`, with the value in YAML. Later
+    ones win, and a section given as a whole replaces the file's.
     """
     file = _find(path, config_folder)
     source = _relative(file)

@@ -39,10 +39,7 @@ def import_extensions(modules: Sequence[str]) -> None:
 
 @contextmanager
 def users_callable(key: str, name: str) -> Iterator[Callable[..., Any]]:
-    """Yield the callable that `package.module:callable` names; errors of the calls in the context become a sentence.
-
-    The errors name the key of the config (`model.name`), of which `name` is the value.
-    """
+    """Yield what `package.module:callable` names; errors of calls in the context become a sentence about the key."""
     with current_folder_importable():
         function = _import_callable(key, name)
         try:

@@ -177,10 +177,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
-        if self.amp == "fp16" and self.device == "cpu":
-            raise ValueError("amp: 'fp16' needs a CUDA device; on device 'cpu' use 'bf16' or 'none'")
-        if self.cuda_graphs and self.device == "cpu":
-            raise ValueError("cuda_graphs: true needs a CUDA device; on device 'cpu' leave it out")
         if self.cuda_graphs and self.compile is False:
             raise ValueError("cuda_graphs: true is about compiled models; leave compile: false out, or cuda_graphs")
         compiled = self.compile is True or self.cuda_graphs

@@ -45,12 +45,7 @@ def _shifted(bits: Tensor, by: int) -> Tensor:
 
 
 class BatchTransform:
-    """From stored images to the model's input: `train_transform`, for the augmentations that need no interpolation.
-
-    Args:
-        augment: none of `ONE_BY_ONE`.
-        plain: the images' shorter side must have its `resize_size` already.
-    """
+    """`train_transform` for whole batches, of `resize_size` already, without the augmentations of `ONE_BY_ONE`."""
 
     def __init__(self, augment: AugmentConfig, plain: Preprocessing) -> None:
         self.augment, self.size = augment, plain.image_size

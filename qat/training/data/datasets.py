@@ -22,9 +22,8 @@ from qat.training.config.imports import users_callable
 from qat.training.config.schema import WITHOUT_FILES, DataConfig
 from qat.training.data.image_folder import read_image_folder
 from qat.training.data.images import Dataset, ImageArray
-from qat.training.data.npz import array, read_npz
 from qat.training.data.transforms import Channels
-from qat.training.errors import UserError, value_errors_reported
+from qat.training.errors import UserError, looked_in, value_errors_reported
 from qat.training.run.logging import on_terminal
 
 logger = logging.getLogger("qat")
@@ -66,7 +65,7 @@ def _digits(config: DataConfig, seed: int) -> Dataset:
     images, labels = read_digits()
     in_val = np.zeros(len(labels), bool)
     in_val[np.argsort(labels, kind="stable")[::5]] = True
-    train, val = (array(images[chosen], labels[chosen]) for chosen in (~in_val, in_val))
+    train, val = (_array(images[chosen], labels[chosen]) for chosen in (~in_val, in_val))
     return Dataset(train, val, [str(digit) for digit in range(10)])
 
 
@@ -159,12 +158,42 @@ def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
             "set data.download: true"
         ) from error
     with value_errors_reported(f"data.root: '{root}': the files of {config.name} are damaged: "):
-        train, val = (array(np.asarray(split.data), np.asarray(split.targets)) for split in splits)
+        train, val = (_array(np.asarray(split.data), np.asarray(split.targets)) for split in splits)
         return Dataset(train, val, list(splits[0].classes), known.mean, known.std)
 
 
 def _npz(config: DataConfig, seed: int) -> Dataset:
-    return read_npz(_root(config))
+    """x_train, x_val: uint8 images (N, H, W), (N, H, W, 1) or (N, H, W, 3); y_train, y_val: integer labels (N,); and
+    classes, their names; without these, the numbers up to the largest label in y_train."""
+    path = _root(config)
+    where = f"data.root: '{path}'"
+    if not path.is_file():
+        raise UserError(f"{where} is not a file{looked_in(path)}; it must be an .npz with {', '.join(_NPZ_ARRAYS)}")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in (*_NPZ_ARRAYS, "classes") if name in archive}
+    except Exception as error:  # for a damaged archive, zipfile, zlib and NumPy raise different errors
+        raise UserError(f"{where} is not an .npz of plain arrays ({first_line(error)})") from error
+    absent = [name for name in _NPZ_ARRAYS if name not in arrays]
+    if absent:
+        raise UserError(f"{where} has no {', '.join(absent)}")
+    with value_errors_reported(f"{where}: "):
+        train, val = (_array(arrays[f"x_{name}"], arrays[f"y_{name}"]) for name in ("train", "val"))
+        numbers = np.arange(arrays["y_train"].max(initial=0) + 1)
+        return Dataset(train, val, arrays.get("classes", numbers).astype(str).tolist())
+
+
+_NPZ_ARRAYS = ("x_train", "y_train", "x_val", "y_val")
+
+
+def _array(images: np.ndarray, labels: np.ndarray) -> ImageArray:
+    """Images (N, H, W) or (N, H, W, C), and labels, without copying the images."""
+    if images.ndim not in (3, 4) or labels.dtype.kind not in "iu":
+        raise ValueError(
+            f"images must be (N, H, W) or (N, H, W, C) and labels integers, got {images.shape} and {labels.dtype}"
+        )
+    first = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+    return ImageArray(torch.from_numpy(first), torch.from_numpy(labels.astype(np.int64)))
 
 
 def _root(config: DataConfig) -> Path:

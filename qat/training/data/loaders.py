@@ -22,10 +22,7 @@ from qat.training.errors import UserError
 
 
 class EpochOrder(Sampler[SampleKey]):
-    """The order of an epoch: (index, augmentation seed) for each image.
-
-    The indices are in a fixed order; or only their number is given, for a new random order every epoch.
-    """
+    """(index, augmentation seed) for each image: of given indices, or of a number in a new random order every epoch."""
 
     def __init__(self, indices: Sequence[int] | int, seed: int = 0) -> None:
         self.indices = indices
@@ -45,11 +42,7 @@ class EpochOrder(Sampler[SampleKey]):
 
 
 class Loader:
-    """Batches of one split: float32 normalised images (N, 3, H, W) and int64 labels (N,).
-
-    They are on the CPU; those of a training set that lies in the memory of a CUDA device are there.
-    An iteration is one epoch; it raises UserError if an image cannot be read. `len` is the number of batches.
-    """
+    """Batches of float32 images (N, 3, H, W) and int64 labels (N,); UserError if an image cannot be read."""
 
     def __init__(self, batches: DataLoader[Batch], order: EpochOrder) -> None:
         self._batches = batches
@@ -91,11 +84,7 @@ class Data:
 
 
 def load_data(config: DataConfig, seed: int, device: torch.device, channels_last: bool) -> Data:
-    """Open the data set that `config` names and make its loaders.
-
-    The training order, the augmentation and the choice of calibration images depend on the seed. For a CUDA device
-    training images that fit are moved there and augmented there; other batches are in pinned memory.
-    """
+    """Open the data set that `config` names and make its loaders; training images that fit move to a CUDA device."""
     dataset = datasets.build_dataset(config, seed)
     preprocessing = Preprocessing(
         image_size=config.image_size,

@@ -83,10 +83,7 @@ def pixels_of(image: Image.Image) -> Tensor:
 
 
 class ToInput:
-    """Turn a picture into a float32 tensor (3, H, W), normalised per channel: (pixel/255 - mean) / std.
-
-    A uint8 tensor may have an axis of images before.
-    """
+    """A picture as float32 (3, H, W), or uint8 images (..., C, H, W), normalised: (pixel/255 - mean) / std."""
 
     def __init__(self, mean: Channels, std: Channels) -> None:
         self.mean = torch.tensor(mean).mul(255).view(3, 1, 1)
@@ -118,11 +115,7 @@ class Cutout:
 
 
 def train_transform(augment: AugmentConfig, plain: Preprocessing) -> Transform:
-    """Return the training pipeline: the augmentation, with the normalisation of validation.
-
-    Without `random_resized_crop`, images are resized as for validation. They are then cropped at random with
-    `crop_padding`, otherwise at the centre.
-    """
+    """The training pipeline: crop (random, or as in validation), augmentation, normalisation."""
     from torchvision.transforms import InterpolationMode, v2  # late, since it takes seconds
 
     size = plain.image_size

@@ -102,11 +102,9 @@ def _too_slow(run: StageRun, key: str) -> list[str]:
 
 
 def warnings_about(name: str, key: str, stage: StageConfig, evaluation: Evaluation, start: float | None) -> list[str]:
-    """Return a warning if the result of a stage is at chance level, or worse than the stage's starting model.
+    """A warning if a stage's result is at chance level, or worse than `start`, the top1 before it.
 
-    Chance level is the share of the most common label, which a constant prediction reaches. A result is above chance if
-    it exceeds it by two standard deviations of a share among that many images. `start` is top1 on the same images
-    before the stage, None if there was no trained model, and `key` that of its learning rate.
+    Chance level is the share of the most common label, which a constant prediction reaches, and two deviations.
     """
     advice = f"; try a lower {key} (now {stage.lr:g}) or more epochs" if stage.epochs else ""
     found = f"{name}: val top1 {evaluation.top1:.2f} %"

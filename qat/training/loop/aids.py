@@ -19,11 +19,7 @@ Mixing: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def build_mixing(stage: StageConfig, classes: int) -> Mixing | None:
-    """What mixes the stage's batches: mixup, cutmix, or for each batch one of the two, evenly; None for nothing.
-
-    Image i is mixed with image i - 1 of its batch, and their labels in the same shares. The random numbers are of
-    torch's generator on the CPU, whose state is in the checkpoints; nothing is read from the device.
-    """
+    """Mixup, cutmix, or for each batch one of the two, by torch's generator on the CPU; None for nothing."""
     if not (stage.mixup_alpha or stage.cutmix_alpha):
         return None
     from torchvision.transforms import v2  # late, since it takes seconds
@@ -51,16 +47,7 @@ def build_gradual(model: nn.Module, stage: StageConfig | None) -> GradualQuantiz
 
 
 class Aids:
-    """Calls the hooks of a model's quantizers that define them, found once at construction, and the stage's aids.
-
-    Args:
-        model: the model of the stage.
-        stage: its settings; None for the rules alone.
-        distillation: what it learns from besides labels; None for nothing.
-
-    Attributes:
-        student: what a training step calls: the model, or one that returns what the distillation needs too.
-    """
+    """Calls the hooks of a model's quantizers that define them, and the stage's aids; a step calls `student`."""
 
     def __init__(
         self, model: nn.Module, stage: StageConfig | None = None, distillation: Distillation | None = None

@@ -40,11 +40,9 @@ class CompiledModel:
         return self._compiled(images)
 
     def prove(self, images: Tensor, loss_of: Callable[[Callable[[Tensor], Any]], Tensor]) -> None:
-        """Before the first step, compare a compiled trial step with one of the model: loss and gradients.
+        """Before the first step, compare a compiled trial step with one of the model, without changing anything.
 
-        `loss_of` computes the loss of the first batch, which has these images, with a forward function. The step
-        changes nothing. A prepared model runs its self-check first, unless calibration did, because compiled code
-        cannot run it.
+        A prepared model runs its self-check first, unless calibration did, because compiled code cannot run it.
         """
         if self._proven:
             return

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qat.batch_norm import copied_statistics, freeze_batch_norm
 from qat.finetuning import EMA, grouped
-from qat.finetuning.watching import LOGITS
+from qat.finetuning.distillation import LOGITS
 from qat.kernels import float_products
 from qat.quantizer import Quantizer
 from qat.switches import freeze_scales
@@ -40,9 +40,8 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     """Train the model for the epochs of the stage; after each epoch evaluate it and save last.pt (and best.pt).
 
-    With `ema_decay`, the averages are evaluated after each epoch, and the model holds them at the end. The last
-    evaluation is returned. With a `state`, training resumes from its checkpoint, whose weights the model already holds.
-    If a loss is not finite, the run ends, and last.pt is from the last good epoch.
+    With a `state`, training resumes from its checkpoint, whose weights the model already holds. If a loss is not
+    finite, the run ends, and last.pt is from the last good epoch.
     """
     run.model.to(run.device)
     if run.config.channels_last:
@@ -187,11 +186,7 @@ class _Training:
         return to_device(batch, self.run.device, channels_last=self.run.config.channels_last)
 
     def step(self, group: list[Batch]) -> tuple[Tensor, list[str]]:
-        """Run one optimizer step over its batches.
-
-        Returns on the device (loss, correct predictions, gradient norm, what was added to the loss ...), and the names
-        of the latter.
-        """
+        """One optimizer step: (loss, correct, gradient norm, added losses ...) on the device, and their names."""
         if self.compiled is not None:
             self.compiled.prove(group[0][0], lambda forward: self.loss_of(group[0], forward)[0])
         if self.run.config.cuda_graphs:
@@ -214,11 +209,7 @@ class _Training:
         return torch.stack((loss, correct, norm.to(loss.dtype), *added)), rows[0][1]
 
     def backward(self, batch: Batch, share: float) -> tuple[list[Tensor], list[str]]:
-        """Add a batch's share to the gradients.
-
-        Returns on the device its share of the loss, correct predictions, its share of what was added to the loss, and
-        the names of the latter.
-        """
+        """Add a batch's share to the gradients; (loss, correct, added losses ...) on the device, and their names."""
         images, labels = batch
         loss, output = self.loss_of(batch, self.compiled or self.aids.student)
         added = self.aids.added(output, images)
@@ -232,10 +223,7 @@ class _Training:
         return [shown * share, correct.to(loss.dtype), *parts], list(added)
 
     def loss_of(self, batch: Batch, forward: Callable[[Tensor], Any] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of a batch, with auxiliary classifiers, and the logits with what a distillation watches.
-
-        `forward` may be the compiled model, or `Aids.student`.
-        """
+        """The loss of a batch, with auxiliary classifiers, and the logits with what a distillation watches."""
         images, labels = batch
         products = float_products() if self.run.config.integer_forward == "off" else nullcontext()
         with autocast(self.run.device, self.run.config.amp), products:

@@ -15,11 +15,7 @@ from qat.training.run.folder import BEST_CHECKPOINT
 
 
 def load_evaluated(path: Path, payload: dict[str, Any], model: nn.Module) -> None:
-    """Load the payload of the checkpoint at `path` into a model built and prepared as then.
-
-    last.pt holds the weights that are trained; evaluated were their averages, if there are any, with BatchNorm's
-    statistics for them.
-    """
+    """Load a checkpoint as evaluated: averages in place of trained weights, and BatchNorm's statistics for them."""
     restore_model(path, payload, model)
     averages = payload["state"] and payload["state"]["ema"]
     if averages:
@@ -31,11 +27,7 @@ def load_evaluated(path: Path, payload: dict[str, Any], model: nn.Module) -> Non
 
 
 def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
-    """At the end of QAT, load the best epoch into the model if `export.weights` says so.
-
-    Returns:
-        The epoch whose weights the model holds, and their evaluation.
-    """
+    """At the end of QAT, load the best epoch if `export.weights` says so; return the epoch and its evaluation."""
     path, epochs = run.folder / BEST_CHECKPOINT, run.stage.epochs
     if run.config.export.weights == "last" or epochs == 0:
         return epochs, last

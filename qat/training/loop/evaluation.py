@@ -30,14 +30,7 @@ class TrainBatches(Batches, Protocol):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of a model on a split.
-
-    Args:
-        top1: share of correct predictions, in percent.
-        loss: mean cross-entropy, without label smoothing.
-        count: number of images.
-        most_common: share of the most common label, in percent; a constant prediction reaches it.
-    """
+    """Results on a split: top1 and the share of the most common label in percent, mean cross-entropy, and images."""
 
     top1: float
     loss: float
@@ -53,14 +46,7 @@ def evaluate(
     channels_last: bool = True,
     progress: str | None = None,
 ) -> Evaluation:
-    """Run a model over a split in eval mode. The model's mode and torch's random state are restored afterwards.
-
-    Args:
-        model: the model, on the device; it returns logits, or a dict or tuple with logits.
-        loader: the batches, at least one.
-        device, channels_last: where, and in which memory format the model runs, always in full precision.
-        progress: text before the progress bar; None for no bar.
-    """
+    """Run a model over a split in eval mode; its mode and torch's random state are restored afterwards."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     truths: list[Tensor] = []
     # Not inference_mode, because a tensor that a module keeps from it could not be used in training afterwards.
@@ -94,10 +80,8 @@ def to_device(batch: Any, device: torch.device, *, channels_last: bool) -> tuple
 def split_output(output: Any, batch_size: int) -> tuple[Tensor, list[Tensor]]:
     """Split a classifier's output into its logits and the logits of its auxiliary classifiers.
 
-    Args:
-        output: a tensor; a dict with the key logits or out; or a tuple or list, whose `.logits` or first entry is
-            used. Other tensors of the same shape are auxiliary logits (GoogLeNet and Inception v3 in training).
-        batch_size: number of input images.
+    The output is a tensor, a dict with the key logits or out, or a tuple or list, whose `.logits` or first entry is
+    used. Other tensors of the same shape are auxiliary logits (GoogLeNet and Inception v3 in training).
     """
     logits: Any = output
     others: list[Any] = []

@@ -29,12 +29,7 @@ def settle_statistics(run: StageRun, epochs: int) -> str:
     The images are training batches as training sees them, augmented and mixed: a network is normalised in training by
     their statistics, and those of plain images are of another function (MobileNetV2 at 4 bits: 2.9 points worse, since
     the crops of CIFAR-10 have black borders). With `auto`, a trial of a few batches comes first, and new statistics are
-    kept if they clearly lower the loss on plain training images: evaluation and training disagreed. The same random
-    numbers are drawn again by a resumed run, and none of them are training's.
-
-    Args:
-        run: the stage, with its model as it will be evaluated.
-        epochs: how many epochs the model was trained; untrained it stays as it is, unless `always` is asked for.
+    kept if they clearly lower the loss on plain training images. A resumed run draws the same random numbers again.
     """
     choice, frozen_from = run.stage.bn_reestimate, getattr(run.stage, "freeze_bn_epoch", None)
     unwanted = choice == "never" or (choice == "auto" and epochs == 0)

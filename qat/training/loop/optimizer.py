@@ -89,15 +89,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, stage: StageConfig, steps_p
 class TwoOptimizers(torch.optim.Optimizer):
     """Optimizers of different parameters that step together, for a schedule, a gradient scaler and a checkpoint.
 
-    The groups are those of the parts, the same dictionaries: a rate that is set here is set there. Under amp=fp16 each
-    step waits for the device, since the scaler has to know by then whether the gradients are finite.
-
-    >>> weight, scale = (nn.Parameter(torch.ones(1)) for _ in range(2))
-    >>> both = TwoOptimizers([torch.optim.SGD([weight], lr=0.1), torch.optim.Adam([scale], lr=1e-3)])
-    >>> (weight + 5 * scale).backward()
-    >>> both.step()
-    >>> round(weight.item(), 4), round(scale.item(), 4)
-    (0.9, 0.999)
+    The groups are those of the parts, the same dictionaries: a rate that is set here is set there.
     """
 
     def __init__(self, parts: Iterable[torch.optim.Optimizer]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import qat
 from qat.contexts import evaluating
@@ -41,16 +41,14 @@ def build_recipe(config: QuantizationConfig) -> QuantRecipe:
 
 
 def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, int, int]) -> nn.Module:
-    """Call `qat.prepare` with the config's recipe. A run calls it before the float training too, to find errors early.
-
-    Code in the model that depends on sizes is traced with `image_shape`, (channels, height, width) of the data.
-    """
+    """Call `qat.prepare` with the config's recipe; a run does so before the float training too, to find errors."""
     recipe = build_recipe(config.quantization)
     for tensor, spec in (("weight", recipe.weight), ("activation", recipe.activation)):
         with value_errors_reported(f"quantization.{tensor}.rule: "):
             quantizer_class(spec.rule)
+    example = torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0))
     try:
-        prepared = qat.prepare(model, recipe, _example(image_shape))
+        prepared = qat.prepare(model, recipe, example)
         qat.enable_fake_quant(prepared)  # layers of one's own computed in float till now
     except ValueError as error:
         raise UserError(f"{config.model.name}: {error}") from error
@@ -58,10 +56,6 @@ def prepare_model(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
         raise UserError(f"model.name: {config.model.name} cannot be prepared ({reason(error)})") from error
     _rehearse(prepared, config.export.onnx)
     return prepared
-
-
-def _example(image_shape: tuple[int, int, int]) -> Tensor:
-    return torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0))
 
 
 def _rehearse(prepared: nn.Module, exports: bool) -> None:

@@ -55,10 +55,7 @@ def training_of(config: QATStageConfig, stage: ProgressiveConfig) -> QATStageCon
 
 
 def float_counterpart(config: QATStageConfig) -> QATStageConfig:
-    """How the float model is fine-tuned for comparison: for all epochs of QAT, and not from itself as a teacher.
-
-    It has no integers, so nothing oscillates.
-    """
+    """How the float model is fine-tuned for comparison: for all epochs of QAT, and not from itself as a teacher."""
     epochs = config.epochs + sum(stage.epochs for stage in config.progressive)
     own_teacher = config.distillation is not None and config.distillation.teacher is None
     return config.model_copy(

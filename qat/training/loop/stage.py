@@ -25,23 +25,9 @@ def steps_per_epoch(stage: StageConfig, train: TrainBatches) -> int:
 class StageRun:
     """Everything that one stage of training needs.
 
-    Args:
-        name: name of the stage; it groups the curves and is saved in the checkpoints.
-        stage: the settings of the stage.
-        config: the config of the whole run: amp, channels_last, log_every; saved in the checkpoints.
-        model: the model, which is moved to the device and trained in place.
-        train, val: the batches.
-        device: the device from `pick_device`.
-        log: an open log, for the curves and one line per epoch.
-        folder: the folder for last.pt and best.pt.
-        results: plain values (or tensors) from earlier stages, saved in the checkpoints.
-        first_step: training steps of the run before this stage, so that the curves of the stages join.
-        epochs_before: epochs of earlier stages that this one continues, so that no order of images repeats.
-        keep_best: whether to write best.pt, the weights of the stage's best epoch as evaluated.
-        sample: some training images without augmentation, on which `settle_statistics` compares; None for none.
-        distillation: what the model learns from besides labels; None for nothing.
-        mixing: mixes the images and labels of training batches on the device; None to leave them as they are.
-        about: what a program that loads the checkpoints has to know of the model, see `about_model`.
+    `first_step` counts the training steps of the run before it, so that curves join; `epochs_before` the epochs that it
+    continues, so that no order of images repeats. `sample` has training images without augmentation, on which
+    `settle_statistics` compares.
     """
 
     name: str

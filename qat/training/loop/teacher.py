@@ -8,7 +8,7 @@ from torch import nn
 
 from qat.contexts import evaluating
 from qat.finetuning import Distillation
-from qat.finetuning.watching import LOGITS
+from qat.finetuning.distillation import LOGITS
 from qat.training.config.imports import reason
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import ModelConfig, QATStageConfig, StageConfig
@@ -47,13 +47,7 @@ def check_distillation(
     *,
     with_weights: bool = True,
 ) -> None:
-    """Learn once from a copy of the teacher: what is wrong with it, or with its features, shows before any training.
-
-    Args:
-        model: the float model, which stays as it is.
-        prepared: the model that will learn; only the names of its modules count.
-        with_weights: whether another teacher's weights are read; a run that goes on reads them if it still learns.
-    """
+    """Learn once from a copy of the teacher, so that what is wrong with it shows before any training."""
     wanted = config.qat.distillation
     if wanted is None:
         return

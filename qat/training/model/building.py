@@ -32,8 +32,7 @@ OWN_FIELDS = {"num_classes": "model.num_classes", "weights": "model.weights", "p
 def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = True) -> nn.Module:
     """Build the float model that `config` names, on the CPU, with its weights.
 
-    The config's `num_classes` takes precedence over the argument, the number of classes of the data set. Without
-    weights, the same layers are built, and no file of weights is read or downloaded.
+    Without weights, the same layers are built, and no file of weights is read or downloaded.
     """
     if config.weights is not None and config.checkpoint is not None:
         raise UserError(

@@ -21,11 +21,10 @@ FORMATS = ".safetensors, or a dict of tensors written by torch.save"
 
 
 def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model.checkpoint") -> None:
-    """Load the weights in `path` into `model`, which keeps the devices and types of its parameters.
+    """Load the weights in `path` into `model`; errors call the model `model_name` and the file `key`.
 
     The file is a .safetensors, or a dict of tensors written by torch.save, possibly under the key `state_dict` or
-    `model`. Prefixes of DataParallel and torch.compile are dropped. Step counters of batch norms may be missing, as in
-    old files. Errors call the model `model_name` and the file `key`.
+    `model`. Prefixes of DataParallel and torch.compile are dropped; step counters of batch norms may be missing.
     """
     where = f"{key}: '{path}'"
     file = Path(os.path.expanduser(path))
@@ -39,10 +38,7 @@ def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model
 
 
 def last_layer(model: nn.Module) -> tuple[str, nn.Module]:
-    """Return name and module of the last linear or 2d convolutional layer, the classifier of a classification model.
-
-    For a model without such layers, return an empty name and the model.
-    """
+    """Name and module of the last linear or 2d convolutional layer, the classifier; without one "" and the model."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     return layers[-1] if layers else ("", model)
 

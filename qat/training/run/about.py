@@ -14,10 +14,7 @@ from qat.training.data.transforms import Preprocessing
 
 
 def about_model(config: RunConfig, classes: list[str], preprocessing: Preprocessing) -> dict[str, Any]:
-    """Plain values: model (name), classes (names), the fields of `Preprocessing`, target, recipe, versions.
-
-    The recipe is the config's section `quantization`, without what it leaves to the target.
-    """
+    """Plain values: model, classes, the fields of `Preprocessing`, target, recipe as in the config, versions."""
     kept = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(preprocessing).items()}
     return {
         "model": config.model.name,
@@ -34,11 +31,7 @@ PACKAGES = ("torch", "torchvision", "onnx", "onnxruntime")
 
 
 def preprocessing_of(about: dict[str, Any]) -> Preprocessing:
-    """The preprocessing that `about_model` noted.
-
-    Raises:
-        ValueError: if a field is missing or of another form.
-    """
+    """The preprocessing that `about_model` noted; ValueError if it is incomplete."""
     try:
         kept = {field.name: about[field.name] for field in fields(Preprocessing)}
         mean, std = (tuple(float(value) for value in kept[name]) for name in ("mean", "std"))
@@ -48,11 +41,7 @@ def preprocessing_of(about: dict[str, Any]) -> Preprocessing:
 
 
 def export_metadata(about: dict[str, Any], results: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """For `qat.export_onnx(metadata=...)`: about_model, and what is known of the weights when they are exported.
-
-    accuracy has the top-1 of the stages in percent; epoch and epochs say which epoch of QAT the weights are of;
-    state_sha256 is `state_digest` of the model.
-    """
+    """For `qat.export_onnx(metadata=...)`: `about`, the stages' accuracies, the epoch, and `state_digest`."""
     stages = {name: result["top1"] for name, result in results.items() if isinstance(result, dict) and "top1" in result}
     known = {key: results["qat"][key] for key in ("weights", "epoch", "epochs")}
     return {**about, "accuracy": stages, **known, "state_sha256": state_digest(model)}

@@ -17,13 +17,7 @@ class DamagedError(Exception):
 
 
 def read_archive(path: Path) -> Any:
-    """Read a file of torch.save onto the CPU, with tensors and plain values only.
-
-    Raises:
-        DamagedError: if a checksum is wrong.
-        OSError: if the file cannot be read.
-        Exception: of almost any type, from torch.load, if torch.save did not write the file.
-    """
+    """Read a file of torch.save onto the CPU, tensors and plain values only; torch.load raises many kinds of errors."""
     if zipfile.is_zipfile(path):  # torch before 1.6 wrote no archives
         try:
             with zipfile.ZipFile(path) as archive:

@@ -32,15 +32,7 @@ EPOCHS = "qat.epochs"
 
 @dataclass
 class StageState:
-    """The state of a training stage, without the state of the model; a checkpoint holds its `vars`.
-
-    Args:
-        epoch: number of finished epochs.
-        best_top1: best validation accuracy so far, in percent.
-        optimizer, schedule, scaler, ema: state_dicts; ema is None without averaging.
-        rng: states of torch's generators, see `capture_rng`.
-        aids: state_dicts of the aids that have one, by name.
-    """
+    """The state of a stage after `epoch` epochs, without the model's; `ema` is None without averaging."""
 
     epoch: int
     best_top1: float
@@ -83,10 +75,7 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
 def load_checkpoint(
     path: Path, way_out: str = "restore a copy of it, or start anew in another run_dir"
 ) -> dict[str, Any]:
-    """Read a file of `save_checkpoint` onto the CPU, with tensors and plain values only.
-
-    The sentence for a file that is not a whole checkpoint ends with the way out.
-    """
+    """Read a file of `save_checkpoint` onto the CPU; the sentence for a damaged one ends with the way out."""
     try:
         payload = read_archive(path)
     except DamagedError as error:
@@ -104,11 +93,7 @@ def load_checkpoint(
 
 
 def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahead: tuple[str, ...] = ()) -> None:
-    """Refuse to resume if the config differs from `saved`, a JSON dump, with which the checkpoint was trained.
-
-    Only `KEYS_FREE_ON_RESUME` and the sections in `ahead`, of stages that have not begun, may differ; `EPOCHS` may
-    grow.
-    """
+    """Refuse another config than `saved`, but for keys free on resume and stages `ahead`; epochs may grow."""
     before, now = dict(_flat(saved)), dict(_flat(config.model_dump(mode="json")))
     for key in [*now, *(key for key in before if key not in now)]:
         if any(key == free or key.startswith(f"{free}.") for free in (*KEYS_FREE_ON_RESUME, *ahead)):
@@ -128,10 +113,7 @@ def check_same_config(path: Path, saved: dict[str, Any], config: RunConfig, ahea
 
 
 def check_same_data(payload: dict[str, Any], classes: list[str], contents: dict[str, Any]) -> list[str]:
-    """Compare the data with those of the checkpoint's payload; return a warning for each split that has other images.
-
-    `classes` and `contents` are those of `Data`.
-    """
+    """A warning for each split that has other images than the checkpoint's; other classes are refused."""
     before, saved = payload["about"]["classes"], payload["results"]["data"]
     if before != classes:
         gone, new = sorted({*before} - {*classes}), sorted({*classes} - {*before})

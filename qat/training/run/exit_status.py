@@ -1,7 +1,4 @@
-"""The end of a command: one sentence on standard error, and the exit status that a shell expects.
-
-The training up to the last finished epoch is in last.pt, from which resume=auto continues.
-"""
+"""The end of a command: one sentence on standard error, and the exit status that a shell expects."""
 
 import signal
 import sys
@@ -36,13 +33,8 @@ class SignalledError(KeyboardInterrupt):
 def exit_status(run: Callable[[], int], way_on: str = HOW_TO_RESUME) -> int:
     """Run a program, and turn errors and signals into a sentence and an exit status.
 
-    Args:
-        run: the program; its own status is returned if it ends normally.
-        way_on: what a user does next who was interrupted; "" if he only starts it again.
-
-    Returns:
-        2 for what the user can fix (a config, a disk, memory), 70 for a bug of the program, and 128 plus the signal if
-        the run was asked to end: 130 for Ctrl-C, 143 for SIGTERM.
+    It is the program's own, 2 for what the user can fix (a config, a disk, memory), 70 for a bug of the program, and
+    128 plus the signal if the run was asked to end: 130 for Ctrl-C, 143 for SIGTERM. `way_on` is for the interrupted.
     """
     resume = f"; {way_on}" if way_on else ""
     try:

@@ -38,12 +38,7 @@ SUMMARY = "summary.json"
 class RunFolder:
     """The folder of a run; a context manager that releases the lock at the end.
 
-    Args:
-        path: the folder; it exists and is new or empty, or contains the checkpoint. The path of a locked folder is
-            absolute, so that a chdir does not matter.
-        checkpoint: its last.pt to resume from, or None for a new run.
-        finished: the exit status of the finished run in the folder, or None if there is something left to do.
-        lock: keeps other runs out; None for a finished run.
+    `finished` is the exit status of the finished run in it. The path of a locked one is absolute: a user may chdir.
     """
 
     path: Path
@@ -146,10 +141,7 @@ def _nothing_trained(path: Path, resume: bool) -> bool:
 
 
 def _finished(path: Path, config: RunConfig) -> int | None:
-    """The exit status of the run in this folder, if it has done everything that the config asks for.
-
-    More epochs of QAT, or another `export`, are something left to do.
-    """
+    """The exit status of the run in this folder, if it has done everything that the config asks for."""
     summary = read_summary(path)
     if summary is None:  # the run repeats its end
         return None

@@ -28,14 +28,10 @@ class FolderInUseError(UserError):
 
 
 class RunLock:
-    """The right to write into a folder, held from construction to `release`.
+    """The right to write into a folder, held from construction to `release`; FolderInUseError if another has it.
 
     It is a POSIX lock (`lockf`), which loader processes do not inherit: they survive a killed parent for seconds. They
     would inherit that of the library filelock (`flock`).
-
-    Raises:
-        FolderInUseError: if another run holds the lock.
-        UserError: if the lock file cannot be written, or the platform has no such locks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,12 +63,9 @@ class RunLock:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder, where this process holds its lock or that of one above it, is still the one that was locked.
+    """Refuse to write into a folder that is no longer the one that this process locked.
 
     Folders are compared by name, because a link may lead elsewhere by now.
-
-    Raises:
-        UserError: if it was moved, deleted or replaced, so that another run may write there.
     """
     for lock in list(_held.values()):
         if lock.folder in (folder.absolute(), *folder.absolute().parents) and not _is_file(lock.descriptor, lock.path):

@@ -9,14 +9,7 @@ from tqdm import tqdm
 
 
 class RunLog:
-    """The curves, in an existing run folder, and the text output of one run; a context manager that closes its file.
-
-    Steps are counted over the whole run, so that the curves of a resumed run join (see `resume`).
-
-    Args:
-        folder: the run folder.
-        anew: hide the curves that an earlier start left in the folder.
-    """
+    """The curves and the text of a run; `anew` hides the curves that an earlier start left in the folder."""
 
     def __init__(self, folder: Path, anew: bool = False) -> None:
         self.folder, self._purge_step = folder, 0 if anew else None
@@ -55,9 +48,6 @@ def on_terminal() -> bool:
 
 
 def progress_bar(batches: Iterable[Any], description: str | None) -> "tqdm[Any]":
-    """Iterate with a bar on the terminal that disappears at the end; a context manager, so that errors clear it too.
-
-    The description is the text before the bar; None for no bar.
-    """
+    """Iterate with a bar on the terminal, if there is a description; a context manager, so that errors clear it too."""
     hidden = description is None or not on_terminal()  # a log has a line for every epoch
     return tqdm(batches, desc=description, disable=hidden, unit="batch", leave=False, dynamic_ncols=True)

@@ -41,14 +41,10 @@ WAYS_OUT = (
 
 @dataclass(frozen=True)
 class Proof:
-    """The results of the comparison.
+    """The results of the comparison, with exact products.
 
-    Attributes:
-        results: the `onnx` section of summary.json.
-        layers: the differences of every layer's integers, with exact products.
-        saturation: which layers may saturate in 16-bit sums.
-        differences: what is behind predictions that differ; None if enough are equal.
-        collapsed: quantizers of activations whose scale rests on its floor.
+    `differences` says what is behind predictions that differ, None if enough are equal; `collapsed` has the quantizers
+    of activations whose scale rests on its floor.
     """
 
     results: dict[str, Any]
@@ -134,10 +130,9 @@ class Proof:
 
 
 def prove(path: Path, model: fx.GraphModule, batches: Iterable[Any]) -> Proof:
-    """Run the file of `export_onnx` over the batches, (images, labels), and compare it with the exported model.
+    """Compare the file of `export_onnx` with the model: predictions on all batches, integers on the first.
 
-    Predictions are compared on all batches, every layer's integers on the first; they are iterated several times. If
-    too few predictions are equal, `qat.export.explain_differences` looks for the reason.
+    If too few predictions are equal, `qat.export.explain_differences` looks for the reason.
     """
     try:
         needs_option()

@@ -37,11 +37,7 @@ def onnx_results(
     size: int,
     saturation: list[Saturation],
 ) -> dict[str, Any]:
-    """The `onnx` section of summary.json.
-
-    The predictions are verified on the whole validation split, the layers on one batch. The operators are those that
-    ONNX Runtime runs after its optimisation, with their counts; the size is in bytes.
-    """
+    """The `onnx` section of summary.json; the operators are those that ONNX Runtime runs after its optimisation."""
     return {
         **session_results(verification, layers),
         "size_bytes": size,
@@ -92,12 +88,7 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def write_summary(
     path: Path, config: RunConfig, about: dict[str, Any], results: dict[str, Any], seconds: float, problem: str
 ) -> dict[str, Any]:
-    """Write summary.json atomically, and return it: results, what is needed to reproduce them, and the exit status.
-
-    `problem` says why the proof failed, "" if it did not; `about` is what `about_model` returns.
-
-    It also records what multiplies integers exactly on the processor, and the value of QAT_PROCESSOR.
-    """
+    """Write summary.json: results, what is needed to reproduce them, and the exit status; `problem` is "" if proven."""
     summary = {
         "name": config.name,
         "seed": config.seed,

@@ -147,10 +147,7 @@ class Stages:
         self._write_layers(model)
 
     def export(self, model: nn.Module) -> str:
-        """Write model.onnx, run it over the whole validation split, and compare every layer's integers.
-
-        Returns why the proof failed, "" if it holds, or if nothing is exported.
-        """
+        """Write and prove model.onnx; return why the proof failed, "" if it holds, or if nothing is exported."""
         if not self.config.export.onnx:
             if (self.folder.path / MODEL).exists():
                 self.warn([f"{MODEL} is of an earlier export: export.onnx is false"])
