@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "references")]
+sys.path.insert(0, str(ROOT))
 
-import estimator_proof as proof  # noqa: E402
 import torch  # noqa: E402
-from estimator_case import PROPERTIES, Case  # noqa: E402
 
 from qat.testing import CHECKS  # noqa: E402
+from tests.references import estimator_proof as proof  # noqa: E402
+from tests.references.estimator_case import PROPERTIES, Case  # noqa: E402
 
 TABLE = ROOT / "docs" / "estimators_matrix.md"
 COMMAND = "python tests/estimator_matrix.py"
@@ -105,8 +105,7 @@ def without_versions(text: str) -> list[str]:
 
 
 def all_cases() -> list[Case]:
-    import cases_codebooks
-    import cases_uniform
+    from tests.references import cases_codebooks, cases_uniform
 
     return [*cases_uniform.CASES, *cases_codebooks.CASES]
 

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import Plain, draw
 from torch import Tensor, nn
 from torchvision.ops import DeformConv2d
 
@@ -22,6 +21,7 @@ from qat.layers.embedding import QuantEmbedding
 from qat.layers.recurrent import QuantLSTM
 from qat.quantizer import Quantizer, create_quantizer
 from qat.spec import QuantSpec
+from tests.references.prepared_case import Plain, draw
 
 SEQUENCE = (5, 2, 8)
 RECURRENT = 5 * 2 * (8 * 16 + 16 * 16)

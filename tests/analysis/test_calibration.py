@@ -4,16 +4,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
 import torch
-from rule_specs import plain
-from tiny_training import on_two_ranks
 from torch import Tensor, nn
 
 from qat import QuantLinear, calibrate
 from qat.quantizer import create_quantizer
 from qat.ranges import initial_range, scale_and_zero_point
 from qat.spec import QuantSpec
+from tests.references import reference
+from tests.references.rule_specs import plain
+from tests.runs.tiny_training import on_two_ranks
 
 AFFINE = plain(signed=False, symmetric=False)
 INITS = ("minmax", "percentile", "mse", "lsq")

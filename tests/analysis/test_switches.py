@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases_fused import Block, assert_same, counted, images, prepared
-from prepared_case import refused
 from torch import Tensor, nn
 
 import qat
 from qat.kernels import plain_formulas
 from qat.quantizer import Quantizer
+from tests.references.cases_fused import Block, assert_same, counted, images, prepared
+from tests.references.prepared_case import refused
 
 __all__ = ["counted"]  # a fixture
 

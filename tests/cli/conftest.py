@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from finished_runs import own_fixture, pets_fixture  # noqa: F401
 
 from qat.cli.command import main
+from tests.runs.finished_runs import own_fixture, pets_fixture  # noqa: F401
 
 
 @pytest.fixture

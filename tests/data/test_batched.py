@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_training import CPU
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.transforms import v2
@@ -18,6 +17,7 @@ from qat.training.data.images import ImageArray
 from qat.training.data.loaders import load_data
 from qat.training.data.transforms import Cutout, Preprocessing, train_transform
 from qat.training.data.views import BatchedImages, TransformedImages, View, training_view
+from tests.runs.tiny_training import CPU
 
 PLAIN = Preprocessing(6, 8, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 AS_STORED = Preprocessing(8, 8, (0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255))

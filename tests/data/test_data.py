@@ -15,7 +15,6 @@ import pytest
 import torch
 import torchvision
 from PIL import Image
-from tiny_training import CPU, user_error
 from torchvision.transforms import v2
 
 from qat.training.config.schema import AugmentConfig, DataConfig
@@ -25,6 +24,7 @@ from qat.training.data.images import ImageArray, ImageFiles
 from qat.training.data.loaders import Data, load_data
 from qat.training.data.transforms import cropped, pixels_of, resized
 from qat.training.errors import UserError
+from tests.runs.tiny_training import CPU, user_error
 
 EVERY_AUGMENTATION = AugmentConfig(
     random_resized_crop=True, crop_padding=2, horizontal_flip=0.5, affine=True, trivial_augment=True, random_erasing=0.5

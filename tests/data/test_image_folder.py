@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-from tiny_training import user_error
 
 from qat.training.data.image_folder import read_image_folder
+from tests.runs.tiny_training import user_error
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
-from prepared_case import activation_quantizers, draw
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
@@ -19,6 +18,7 @@ from qat.export import compare_layers
 from qat.export.onnx.containers import stored_arrays
 from qat.layers import QuantFunction, QuantLayer
 from qat.quantizer import Quantizer
+from tests.references.prepared_case import activation_quantizers, draw
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -10,8 +10,6 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import Net, Plain, draw
-from test_export_layers import assert_exports, assert_same, exported, part_of, quantized
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 from torchvision.ops import SqueezeExcitation
@@ -21,6 +19,8 @@ from qat.export import compare_layers, optimized_operators
 from qat.export.onnxruntime.verification import compare_layers_and_outputs
 from qat.preparation.parts import prepared_parts, record_calls
 from qat.quantizer import Quantizer
+from tests.export.test_export_layers import assert_exports, assert_same, exported, part_of, quantized
+from tests.references.prepared_case import Net, Plain, draw
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

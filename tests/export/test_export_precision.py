@@ -8,15 +8,15 @@ from typing import Any
 import onnx
 import onnxruntime as ort
 import pytest
-import test_export_layers as layers
 import torch
-from prepared_case import Plain
 from torch import Tensor, nn
 
 import qat
 from qat.export import compare_layers
 from qat.export.onnxruntime import default_session, session, verification
 from qat.kernels.cpu import processor
+from tests.export import test_export_layers as layers
+from tests.references.prepared_case import Plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -9,12 +9,12 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
-from prepared_case import draw, refused
-from test_export_layers import quantized
 from torch import Tensor, nn
 
 import qat
 from qat.export import IntegerArrays
+from tests.export.test_export_layers import quantized
+from tests.references.prepared_case import draw, refused
 
 
 class Layers(nn.Module):

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from prepared_case import draw
-from test_export_layers import quantized
 from torch import Tensor, nn
 
 from qat.export import integers
@@ -14,6 +12,8 @@ from qat.export.integers.evaluation import evaluation_copy
 from qat.export.integers.freezing import freeze, frozen_grids
 from qat.export.integers.frozen import FrozenLayer, FrozenParameter, FrozenTable
 from qat.export.integers.operations import Operations
+from tests.export.test_export_layers import quantized
+from tests.references.prepared_case import draw
 
 SOURCES = sorted(Path(integers.__file__).parent.glob("*.py"))
 

@@ -8,13 +8,13 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from prepared_case import Plain, draw, refused
-from test_export_layers import quantized
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import qat
 from qat.preparation.parts import prepared_parts
+from tests.export.test_export_layers import quantized
+from tests.references.prepared_case import Plain, draw, refused
 
 X = draw(4, 8)
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_export_layers as layers
 import torch
 from torch import Tensor, nn
 
 import qat
 from qat.export import find_saturation
 from qat.export.integers.saturation import worst_pair
+from tests.export import test_export_layers as layers
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
-from prepared_case import Plain
 from torch import nn
 
 import qat
 from qat.export import Differences, explain_differences
 from qat.export import exporter as exporter_module
 from qat.quantizer import create_quantizer
+from tests.references.prepared_case import Plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_training import TinyBatches, curves, stage_run, train
 from torch import nn
 
 from qat.finetuning import Distillation, grouped
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
 from qat.training.config.stages import QATStageConfig
+from tests.runs.tiny_training import TinyBatches, curves, stage_run, train
 
 STAGE = {"epochs": 3, "lr": 0.05, "warmup_epochs": 1, "clip_grad_norm": 0.3, "ema_decay": 0.8, "label_smoothing": 0.1}
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_training import curves
 from torch import Tensor, nn
 
 import qat
 from qat.finetuning import Distillation
 from qat.training import script as train
+from tests.runs.tiny_training import curves
 
 
 class Answers(nn.Module):

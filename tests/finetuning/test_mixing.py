@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_training import TinyBatches, curves, stage_run, train
 from torch import Tensor, nn
 
 from qat.finetuning import Distillation
 from qat.training.config.stages import StageConfig
 from qat.training.loop.aids import build_mixing
+from tests.runs.tiny_training import TinyBatches, curves, stage_run, train
 
 
 class Batches(TinyBatches):

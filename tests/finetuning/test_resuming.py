@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_training import TinyBatches, curves, resume, stage_run, train
 from torch import nn
 
 import qat
@@ -13,6 +12,7 @@ from qat.finetuning import Distillation
 from qat.training.config.stages import QATStageConfig
 from qat.training.loop.aids import build_mixing
 from qat.training.run.checkpoint import load_checkpoint
+from tests.runs.tiny_training import TinyBatches, curves, resume, stage_run, train
 
 AIDS: dict[str, dict[str, Any]] = {
     "averages": {"warmup_epochs": 0.5, "ema_decay": 0.7, "clip_grad_norm": 1.0, "freeze_bn_epoch": 2},

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from tiny_training import stage_run, tiny_model
 from torch import nn
 
 from qat import QuantLinear
 from qat.spec import QuantSpec
 from qat.training.config.stages import GradualConfig, OscillationConfig, QATStageConfig, StageConfig
 from qat.training.loop.advice import without_effect
+from tests.runs.tiny_training import stage_run, tiny_model
 
 
 @pytest.mark.parametrize(

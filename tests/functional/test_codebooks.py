@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from leaves import leaf, same, slopes
 
 from qat.functional.codebooks.binary import binary_quantize, binary_scale
 from qat.functional.codebooks.floats import FLOAT_FORMATS, cast, leading_power, mx_quantize, mx_scale
 from qat.functional.codebooks.n2uq import n2uq_quantize
 from qat.functional.codebooks.ternary import ternary_quantize, ternary_scale, ttq_quantize
+from tests.references.leaves import leaf, same, slopes
 
 INF, NAN = math.inf, math.nan
 ONE = torch.tensor(1.0)

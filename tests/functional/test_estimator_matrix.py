@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-import estimator_matrix as matrix
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from qat import functional
 from qat.functional.lsq import lsq_quantize
 from qat.functional.soft import dsq_round
+from tests import estimator_matrix as matrix
 
 CASES = matrix.all_cases()
 

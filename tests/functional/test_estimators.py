@@ -6,13 +6,9 @@ one rule alone promises in test_primitives.py, test_learned_ranges.py and test_c
 
 import math
 
-import estimator_matrix as matrix
-import estimator_proof as proof
 import numpy as np
 import pytest
-import reference
 import torch
-from estimator_case import PROPERTIES, Case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,6 +17,10 @@ from qat.functional.lsq import lsq_plus_quantize, lsq_quantize
 from qat.testing import CHECKS
 from qat.testing.estimator import as_leaves
 from qat.testing.report import uneven
+from tests import estimator_matrix as matrix
+from tests.references import estimator_proof as proof
+from tests.references import reference
+from tests.references.estimator_case import PROPERTIES, Case
 
 CASES = matrix.all_cases()
 FEW = settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))

@@ -1,12 +1,12 @@
 """update_ewgs: its delta against exact Hessians, and the state that it does not change."""
 
 import pytest
-import rule_specs as specs
 import torch
-from rule_specs import HESSIAN, activation, weight
 from torch import Tensor, nn
 
 import qat
+from tests.references import rule_specs as specs
+from tests.references.rule_specs import HESSIAN, activation, weight
 
 ROWS = {
     "lsq": ("weight", weight("lsq", 4, HESSIAN)),

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from leaves import cotangent, leaf, same
 
 from qat.functional.codebooks.apot import normalize_weight
 from qat.functional.dorefa import dorefa_quantize_weight
 from qat.functional.learned_bits import bit_cost, learned_bits_quantize
 from qat.functional.pact import pact_quantize
 from qat.functional.power_of_two import power_of_two_scale
+from tests.references.leaves import cotangent, leaf, same
 
 INF = math.inf
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -7,14 +7,14 @@ every tie of every format go through both.
 import ml_dtypes
 import numpy as np
 import pytest
-import reference_codebooks as reference
 import torch
-from leaves import gradients, leaf
 from torch import Tensor
 
 from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize
 from qat.functional.codebooks.apot import apot_levels
 from qat.functional.codebooks.floats import FLOAT_FORMATS, float_quantize, mx_quantize
+from tests.references import reference_codebooks as reference
+from tests.references.leaves import gradients, leaf
 
 TORCH_CASTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 CASTS = {

@@ -5,11 +5,9 @@ defaults, extreme parameters, narrow types, random noise.
 import math
 import warnings
 
-import estimator_proof as proof
 import numpy as np
 import pytest
 import torch
-from leaves import cotangent, gradients, leaf
 from torch import nan
 
 from qat.functional.clamping import clamp_ste
@@ -20,6 +18,8 @@ from qat.functional.rounding import StochasticRoundSTEFunction, stochastic_round
 from qat.functional.sign import error_decay_sign, sign_ste, ternary_sign_ste
 from qat.functional.soft import dsq_round, soft_round
 from qat.functional.tensors import apply, positive_scale
+from tests.references import estimator_proof as proof
+from tests.references.leaves import cotangent, gradients, leaf
 
 inf = math.inf
 # Inside, outside, on bounds and thresholds, on ties of both parities, on integers.

@@ -4,16 +4,16 @@ import dataclasses
 
 import numpy as np
 import pytest
-import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rule_specs import plain
 from torch import Tensor
 
 from qat.functional import lsq_plus_quantize, lsq_quantize
 from qat.ranges import initial_range, scale_and_zero_point
 from qat.spec import QuantSpec
+from tests.references import reference
+from tests.references.rule_specs import plain
 
 GRIDS = {
     "int8": plain(bits=8),

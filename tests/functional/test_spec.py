@@ -5,10 +5,10 @@ import pickle
 from dataclasses import replace
 
 import pytest
-import reference
-from rule_specs import plain
 
 from qat.spec import QuantSpec, default_activation_spec, default_spec, default_weight_spec
+from tests.references import reference
+from tests.references.rule_specs import plain
 
 
 @pytest.mark.parametrize("bits", range(2, 17))

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import broken_estimators as broken
 import pytest
 import torch
-from cases_primitives import positive_scale_gradient
-from cases_uniform import lsq_surrogate
 from torch import Tensor
 
 from qat.functional import lsq_quantize, positive_scale, round_ste
 from qat.functional.tensors import apply
 from qat.testing import CHECKS, CheckResult, GradcheckError, GradcheckReport, grid_points, ste_gradcheck
 from qat.testing.estimator import Estimator
+from tests.references import broken_estimators as broken
+from tests.references.cases_primitives import positive_scale_gradient
+from tests.references.cases_uniform import lsq_surrogate
 
 X = grid_points(0.5, 0, -8, 7)
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from cases_fused import counted, images
 from torch import Tensor
+
+from tests.references.cases_fused import counted, images
 
 __all__ = ["counted"]  # a fixture
 

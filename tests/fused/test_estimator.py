@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from cases_fused import Block, assert_same, images, prepared
 from torch import Tensor, nn
 
 from qat.fused.plan import CodesPlan
@@ -12,6 +11,7 @@ from qat.quantizer.base import estimator_of
 from qat.spec import QuantSpec
 from qat.tracing.in_place import has_own_memory
 from qat.tracing.nodes import submodule_of
+from tests.references.cases_fused import Block, assert_same, images, prepared
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 

@@ -11,9 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_fused import Block, images, prepared
-from prepared_case import Plain
-from processors import as_processor, untried
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -28,6 +25,9 @@ from qat.kernels import float_products, kernels_by_formula, plain_formulas
 from qat.kernels.cpu import compiler
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import LSQQuantizer, create_quantizer
+from tests.references.cases_fused import Block, images, prepared
+from tests.references.prepared_case import Plain
+from tests.references.processors import as_processor, untried
 
 __all__ = ["as_processor", "untried"]  # fixtures
 

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_fused import Block, assert_same, images, prepared, results, two_threads
-from prepared_case import Plain
 from torch import Tensor, nn
 
 import qat
@@ -19,6 +17,8 @@ from qat.fused.rewriting import fused_forward
 from qat.kernels import float_products, plain_formulas
 from qat.kernels.cpu import compiler, onednn
 from qat.quantizer import Quantizer
+from tests.references.cases_fused import Block, assert_same, images, prepared, results, two_threads
+from tests.references.prepared_case import Plain
 
 __all__ = ["two_threads"]  # a fixture
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_fused import assert_same, images, prepared, results, two_threads
-from prepared_case import Plain
 from torch import Tensor, nn
 
 from benchmarks.speed_memory import saved_bytes
 from qat.fused.functions.codes import DecodeFunction
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
+from tests.references.cases_fused import assert_same, images, prepared, results, two_threads
+from tests.references.prepared_case import Plain
 
 __all__ = ["two_threads"]  # a fixture
 

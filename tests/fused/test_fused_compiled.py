@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases_compiled import assert_near, images, prepared, step
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from benchmarks.speed_memory import saved_bytes
 from qat.kernels import float_products, plain_formulas
 from qat.kernels.cpu import compiler
+from tests.references.cases_compiled import assert_near, images, prepared, step
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_compiled import Everything, assert_near, differences, images, prepared, step
-from cases_waiting import WAITING, Watch
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -22,6 +20,8 @@ from qat.kernels import float_products, kernels_by_formula, plain_formulas
 from qat.kernels.cpu import compiler, quantizers
 from qat.kernels.dispatch import _switches
 from qat.kernels.formulas import products
+from tests.references.cases_compiled import Everything, assert_near, differences, images, prepared, step
+from tests.references.cases_waiting import WAITING, Watch
 
 
 @pytest.fixture(autouse=True)

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_fused import assert_same, images, prepared, two_threads
-from prepared_case import Plain
 from torch import Tensor, nn
 
 from qat.fused.functions.codes import Codes, carrier_for, decode
 from qat.fused.functions.pools import max_pool
 from qat.fused.movement import window_of
 from qat.kernels.cpu import compiler
+from tests.references.cases_fused import assert_same, images, prepared, two_threads
+from tests.references.prepared_case import Plain
 
 __all__ = ["two_threads"]  # a fixture
 

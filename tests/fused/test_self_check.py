@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_fused import Block, images, results
-from prepared_case import Plain
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
@@ -26,6 +24,8 @@ from qat.fused.self_check.training_step import difference
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
 from qat.kernels.operators import quantizers
+from tests.references.cases_fused import Block, images, results
+from tests.references.prepared_case import Plain
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 

@@ -1,9 +1,9 @@
 """What the house promises about itself, counted."""
 
-import counts
 import pytest
 
 from qat.kernels.cpu import compiler
+from tests.house import counts
 
 
 def test_a_layer_alone_reaches_torch_round_in_six_files() -> None:

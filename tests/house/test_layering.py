@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import counts
 import pytest
+
+from tests.house import counts
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -2,10 +2,7 @@
 
 import numpy as np
 import pytest
-import rule_specs
 import torch
-from cases_fused import two_threads
-from cases_kernels import draw
 from torch import Tensor
 
 from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize
@@ -13,6 +10,9 @@ from qat.kernels import choose, plain_formulas
 from qat.kernels.cpu import compiler
 from qat.kernels.operators.quantizers import statistics
 from qat.ranges import initial_range
+from tests.references import rule_specs
+from tests.references.cases_fused import two_threads
+from tests.references.cases_kernels import draw
 
 __all__ = ["two_threads"]  # a fixture
 

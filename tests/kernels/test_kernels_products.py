@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_fused import prepared, two_threads
-from processors import untried
 from torch import Tensor, nn
 
 import qat
 from qat.kernels import float_products, plain_formulas
 from qat.kernels.cpu import compiler, onednn
 from qat.kernels.geometry import ROWS_AS_MATRICES, Geometry, to_layout
+from tests.references.cases_fused import prepared, two_threads
+from tests.references.processors import untried
 
 __all__ = ["two_threads", "untried"]  # fixtures
 

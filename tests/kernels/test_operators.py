@@ -6,11 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from cases_fused import two_threads
-from cases_kernels import FORMULA, GRIDS, LAYOUTS, NO_CLIP, Quantized, draw, draw_codes, grid, near, ops, same
 from torch import Tensor
 
 from qat.kernels.operators.curves import CURVE_NUMBERS
+from tests.references.cases_fused import two_threads
+from tests.references.cases_kernels import (
+    FORMULA,
+    GRIDS,
+    LAYOUTS,
+    NO_CLIP,
+    Quantized,
+    draw,
+    draw_codes,
+    grid,
+    near,
+    ops,
+    same,
+)
 
 __all__ = ["ops", "two_threads"]  # fixtures
 

@@ -5,11 +5,22 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases_kernels import FORMULA, GRIDS, Quantized, dense, draw, draw_codes, near, ops, steps_of, weight_of
 from torch import Tensor
 
 from qat.kernels.formulas import products as f_products
 from qat.kernels.geometry import Geometry
+from tests.references.cases_kernels import (
+    FORMULA,
+    GRIDS,
+    Quantized,
+    dense,
+    draw,
+    draw_codes,
+    near,
+    ops,
+    steps_of,
+    weight_of,
+)
 
 __all__ = ["ops"]  # a fixture
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases_kernels import FORMULA, C, calls, dense, same
-from cases_waiting import Watch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qat.kernels.cpu import compiler
 from qat.kernels.formulas.products import try_int_mm
+from tests.references.cases_kernels import FORMULA, C, calls, dense, same
+from tests.references.cases_waiting import Watch
 
 CALLS = calls()
 NAMES = sorted({case.split()[0] for case in CALLS})

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from processors import untried
 from torch import Tensor, nn
 
 import qat
 from qat.kernels.cpu import compiler, onednn, processor
+from tests.references.processors import untried
 
 __all__ = ["untried"]  # a fixture
 

@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from rule_specs import plain
 from torch import nn
-from twin_case import grid_for
 
 from qat.layers import (
     QuantBilinear,
@@ -21,6 +19,8 @@ from qat.layers import (
     QuantRNN,
 )
 from qat.spec import QuantSpec
+from tests.layers.twin_case import grid_for
+from tests.references.rule_specs import plain
 
 X, ROWS, APOT = torch.zeros(4, 3, 8), torch.zeros(2, 3, 4), QuantSpec(bits=4, rule="apot")
 ONE_BIT = plain(bits=1, signed=False)

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_specs import plain
 from torch import Tensor, nn
-from twin_case import ATTENTIONS, Array, fine_twin, grid_codes, grid_product
 
 import qat
 from qat.layers.attention import QuantMultiheadAttention, operand_spec, probability_spec
 from qat.layers.attention_core import additive_mask, attend
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec, default_activation_spec
+from tests.layers.twin_case import ATTENTIONS, Array, fine_twin, grid_codes, grid_product
+from tests.references.rule_specs import plain
 
 NARROW = plain(bits=4, narrow_range=True, rule="minmax")
 AFFINE_PLUS = plain(signed=False, symmetric=False, rule="lsq_plus")

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_specs import plain
 from torch import Tensor, nn
-from twin_case import assert_learns
 
 from qat.layers import QuantEmbedding, QuantEmbeddingBag
 from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
+from tests.layers.twin_case import assert_learns
+from tests.references.rule_specs import plain
 
 SPECS = {
     "row": None,

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from twin_case import CASES, SHAPES, Case, convolution, grid_for, trained_norm
 
 import qat
 from qat.layers import QuantBilinear, QuantConv2d, QuantLayer, QuantLinear, fold_weight
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec
+from tests.layers.twin_case import CASES, SHAPES, Case, convolution, grid_for, trained_norm
 
 PRODUCTS = {name: case for name, case in CASES.items() if getattr(case.twin_type, "quantizer_arguments", ())}
 every_product = pytest.mark.parametrize("case", PRODUCTS.values(), ids=PRODUCTS)

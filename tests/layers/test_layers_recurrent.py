@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from twin_case import RECURRENT, Array, activations, fine_twin, grid_product
 
 import qat
 from qat.layers.recurrent import QuantGRU, QuantLSTM, QuantRecurrent, QuantRNN, StepProduct
 from qat.spec import QuantSpec
+from tests.layers.twin_case import RECURRENT, Array, activations, fine_twin, grid_product
 
 FINE = QuantSpec(bits=16, signed=False, symmetric=False, init="minmax")
 TWINS: dict[Any, type[QuantRecurrent]] = {nn.LSTM: QuantLSTM, nn.GRU: QuantGRU, nn.RNN: QuantRNN}

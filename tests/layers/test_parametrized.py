@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import Plain, activation_quantizers, assert_close_to_float, assert_computes_as, calls, draw
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
@@ -15,6 +14,14 @@ import qat
 from qat.layers import QuantConv2d, QuantLayer, QuantLinear
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer
+from tests.references.prepared_case import (
+    Plain,
+    activation_quantizers,
+    assert_close_to_float,
+    assert_computes_as,
+    calls,
+    draw,
+)
 
 
 class Symmetric(nn.Module):

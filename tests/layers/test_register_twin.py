@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import draw
 from torch import Tensor, nn
 
 import qat
 from qat.layers import QuantLayer, QuantLinear, register_twin
 from qat.preparation.report import LEFT_IN_FLOAT, noted
+from tests.references.prepared_case import draw
 
 
 class ScaledLinear(nn.Module):

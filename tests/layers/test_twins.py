@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils import _pytree as pytree
-from twin_case import CASES, Case, activations, assert_learns, fine_twin
 
 import qat
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.spec import QuantSpec
+from tests.layers.twin_case import CASES, Case, activations, assert_learns, fine_twin
 
 # torch's own
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")

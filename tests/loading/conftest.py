@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from finished_runs import own_fixture, pets_fixture  # noqa: F401
+
+from tests.runs.finished_runs import own_fixture, pets_fixture  # noqa: F401
 
 
 @pytest.fixture

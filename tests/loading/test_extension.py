@@ -9,13 +9,13 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from finished_runs import in_place
-from tiny_training import curves
 from torch import nn
 
 import qat
 from qat.training.run import stages
 from tests.loading.test_loading import loss_of, summary
+from tests.runs.finished_runs import in_place
+from tests.runs.tiny_training import curves
 
 
 @pytest.fixture

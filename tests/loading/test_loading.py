@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from finished_runs import in_place
 from PIL import Image
 from torch import nn
 from torchvision.transforms.v2.functional import pil_to_tensor
@@ -23,6 +22,7 @@ from qat.training.data.pictures import InputTransform
 from qat.training.data.transforms import Preprocessing
 from qat.training.loop.evaluation import evaluate
 from qat.training.run.checkpoint import load_checkpoint
+from tests.runs.finished_runs import in_place
 
 CPU = torch.device("cpu")
 

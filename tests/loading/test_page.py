@@ -11,11 +11,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from finished_runs import PETS
 
 import qat
 from qat.training import script as train
 from qat.training.data.loaders import load_data
+from tests.runs.finished_runs import PETS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "run_folder.md").read_text()

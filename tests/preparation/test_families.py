@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from prepared_case import activation_quantizers, assert_takes_float_state, without_quantizers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -13,6 +12,7 @@ from benchmarks.work import integer_work
 from benchmarks.zoo_models import Case, build
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer
+from tests.references.prepared_case import activation_quantizers, assert_takes_float_state, without_quantizers
 
 QUICK = ("googlenet", "mobilenet_v3_small", "shufflenet_v2_x0_5")
 SLOW = (

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import (
+from torch import Tensor, nn
+
+import qat
+from qat.layers import QuantFunction, QuantLayer, QuantLinear
+from qat.preparation.report import LEFT_IN_FLOAT, noted
+from tests.references.prepared_case import (
     Plain,
     activation_quantizers,
     assert_close_to_float,
@@ -15,11 +20,6 @@ from prepared_case import (
     draw,
     refused,
 )
-from torch import Tensor, nn
-
-import qat
-from qat.layers import QuantFunction, QuantLayer, QuantLinear
-from qat.preparation.report import LEFT_IN_FLOAT, noted
 
 
 def parameter(*shape: int) -> nn.Parameter:

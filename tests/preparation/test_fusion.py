@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import Plain, assert_close_to_float, assert_computes_as, draw
 from torch import Tensor, fx, nn
 from torchvision.ops import FrozenBatchNorm2d
 
 import qat
 from qat.preparation.report import LEFT_IN_FLOAT, noted
+from tests.references.prepared_case import Plain, assert_close_to_float, assert_computes_as, draw
 
 
 def convs(**others: nn.Module) -> dict[str, nn.Module]:

@@ -7,14 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import (
-    Plain,
-    activation_quantizers,
-    assert_computes_as,
-    draw,
-    refused,
-    without_quantizers,
-)
 from torch import Tensor, fx, nn
 
 import qat
@@ -22,6 +14,14 @@ from qat.layers import QuantLayer
 from qat.preparation.parts import prepared_parts, record_calls
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer
+from tests.references.prepared_case import (
+    Plain,
+    activation_quantizers,
+    assert_computes_as,
+    draw,
+    refused,
+    without_quantizers,
+)
 
 CONTROL_FLOW = "the way through the model depends on the values of a tensor"
 

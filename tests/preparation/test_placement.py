@@ -6,13 +6,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import Net, Plain, activation_quantizers, assert_close_to_float, assert_computes_as, calls, draw
 from torch import Tensor, nn
 from torchvision.ops import SqueezeExcitation
 
 import qat
 from benchmarks.work import integer_work
 from qat.preparation.report import LEFT_IN_FLOAT, noted
+from tests.references.prepared_case import (
+    Net,
+    Plain,
+    activation_quantizers,
+    assert_close_to_float,
+    assert_computes_as,
+    calls,
+    draw,
+)
 
 
 def test_one_quantizer_a_tensor_placed_at_the_end_of_its_producer() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import assert_close_to_float, assert_computes_as, draw, input_grid
 from torch import Tensor, fx, nn
 from torchvision.ops import SqueezeExcitation
 
@@ -14,6 +13,7 @@ import qat
 from qat.quantizer import Quantizer
 from qat.targets import PROFILES
 from qat.tracing.nodes import tensor_nodes
+from tests.references.prepared_case import assert_close_to_float, assert_computes_as, draw, input_grid
 
 EACH = pytest.mark.parametrize("target", list(PROFILES))
 

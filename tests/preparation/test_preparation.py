@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import (
+from torch import Tensor, nn
+
+import qat
+from qat.layers import QuantLayer
+from qat.preparation.report import LEFT_IN_FLOAT, noted
+from qat.quantizer import Quantizer, create_quantizer, registered_quantizers
+from qat.workflow import probe
+from tests.references.prepared_case import (
     Net,
     Plain,
     assert_close_to_float,
@@ -16,13 +23,6 @@ from prepared_case import (
     draw,
     refused,
 )
-from torch import Tensor, nn
-
-import qat
-from qat.layers import QuantLayer
-from qat.preparation.report import LEFT_IN_FLOAT, noted
-from qat.quantizer import Quantizer, create_quantizer, registered_quantizers
-from qat.workflow import probe
 
 
 def test_the_float_model_is_untouched_and_its_keys_stay() -> None:

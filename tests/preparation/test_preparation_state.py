@@ -9,13 +9,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import Net, Plain, assert_close_to_float, assert_computes_as, assert_takes_float_state, draw, refused
 from torch import Tensor, nn
 
 import qat
 from qat.layers import QuantLayer
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer
+from tests.references.prepared_case import (
+    Net,
+    Plain,
+    assert_close_to_float,
+    assert_computes_as,
+    assert_takes_float_state,
+    draw,
+    refused,
+)
 
 
 class Attends(nn.Module):

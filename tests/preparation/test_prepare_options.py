@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import Net, Plain, draw, input_grid, refused
 from torch import Tensor, fx, nn
 
 import qat
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
+from tests.references.prepared_case import Net, Plain, draw, input_grid, refused
 
 
 class Doubled(nn.Linear):

@@ -4,12 +4,12 @@ from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
-from prepared_case import refused
 from torch import nn
 
 from qat.recipe import LayerRecipe, QuantRecipe
 from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
 from qat.targets import PROFILES
+from tests.references.prepared_case import refused
 
 VALID_KEYS = (
     "bits, ewgs, ewgs_delta, grad_scale, granularity, group_size, init, max_magnitude, narrow_range, options,"

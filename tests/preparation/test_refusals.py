@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import refused
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import qat
 from benchmarks.work import integer_work
+from tests.references.prepared_case import refused
 
 
 def imitation(module: str, name: str, base: type[nn.Module] = nn.Module) -> Any:

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_fused import assert_same, counted, images, results
-from prepared_case import Plain, refused
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +17,8 @@ import qat
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
 from qat.preparation.prepared_graph import PreparedGraph
+from tests.references.cases_fused import assert_same, counted, images, results
+from tests.references.prepared_case import Plain, refused
 
 __all__ = ["counted"]  # a fixture
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from prepared_case import Plain, assert_computes_as, assert_takes_float_state, draw
 from torch import Tensor, nn
 
 import qat
 from benchmarks.work import integer_work
 from qat.preparation.report import LEFT_IN_FLOAT, noted
+from tests.references.prepared_case import Plain, assert_computes_as, assert_takes_float_state, draw
 
 WORDS, LENGTH, WIDTH = 12, 6, 16
 

@@ -4,14 +4,14 @@ import copy
 
 import numpy as np
 import pytest
-import rule_specs as specs
 import torch
-from rule_specs import fitted, tensor_of
-from rule_training import same_state, state_of
 from torch import nn
 
 import qat
 from qat.training.loop.aids import Aids
+from tests.references import rule_specs as specs
+from tests.references.rule_specs import fitted, tensor_of
+from tests.runs.rule_training import same_state, state_of
 
 
 def test_annealed_rules_follow_the_progress():

@@ -5,9 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import reference
 import torch
-from rule_specs import plain
 from torch import Tensor, nn
 
 from qat.functional import round_ste
@@ -21,6 +19,8 @@ from qat.quantizer import (
 )
 from qat.quantizer import registry as registry_module
 from qat.spec import QuantSpec, default_activation_spec, default_weight_spec
+from tests.references import reference
+from tests.references.rule_specs import plain
 
 SPECS = {
     "lsq symmetric": (plain(bits=4), ()),

@@ -4,13 +4,13 @@ import dataclasses
 import math
 
 import pytest
-import rule_specs as specs
 import torch
-from rule_specs import activation, every_quantizer, in_groups, tensor_of
-from rule_training import same_state, state_of
 from torch import nn
 
 import qat
+from tests.references import rule_specs as specs
+from tests.references.rule_specs import activation, every_quantizer, in_groups, tensor_of
+from tests.runs.rule_training import same_state, state_of
 
 NAN, INF = math.nan, math.inf
 

@@ -6,17 +6,17 @@ import pickle
 from typing import Any
 
 import pytest
-import rule_specs as specs
 import torch
 import torch.nn.functional as F
-from rule_specs import every_layer, every_model, fitted, tensor_of
-from rule_training import answer_loss, quantizers_of, state_of, train
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 import qat
 from qat.export import compare_layers
 from qat.layers import QuantLinear
+from tests.references import rule_specs as specs
+from tests.references.rule_specs import every_layer, every_model, fitted, tensor_of
+from tests.runs.rule_training import answer_loss, quantizers_of, state_of, train
 
 # Layers and models.
 

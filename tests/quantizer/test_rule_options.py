@@ -4,13 +4,13 @@ import dataclasses
 import math
 
 import pytest
-import rule_specs as specs
 import torch
-from rule_specs import AFFINE_WEIGHT, EWGS, GROUPS, SIGNED, TENSOR, activation, weight
 from torch import nn
 
 import qat
 from qat.quantizer import create_quantizer
+from tests.references import rule_specs as specs
+from tests.references.rule_specs import AFFINE_WEIGHT, EWGS, GROUPS, SIGNED, TENSOR, activation, weight
 
 NAN, INF = math.nan, math.inf
 

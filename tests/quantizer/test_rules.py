@@ -6,17 +6,17 @@ import pickle
 
 import numpy as np
 import pytest
-import reference
-import rule_specs as specs
 import torch
-from rule_specs import every_quantizer, fitted, grid_values, in_groups, quantizers, tensor_of
-from rule_training import same_state, state_of
 
 import qat
 from qat.quantizer import create_quantizer, registered_quantizers, scale_shape
 from qat.quantizer import registry as registry_module
 from qat.quantizer.base import Role
 from qat.spec import QuantSpec
+from tests.references import reference
+from tests.references import rule_specs as specs
+from tests.references.rule_specs import every_quantizer, fitted, grid_values, in_groups, quantizers, tensor_of
+from tests.runs.rule_training import same_state, state_of
 
 
 def table() -> list[tuple[Role, QuantSpec]]:

@@ -5,15 +5,15 @@ import warnings
 from typing import Any
 
 import pytest
-import rule_specs as specs
 import torch
-from rule_training import Layers, images_for
-from tiny_training import on_two_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qat
 from qat.spec import QuantSpec
+from tests.references import rule_specs as specs
+from tests.runs.rule_training import Layers, images_for
+from tests.runs.tiny_training import on_two_ranks
 
 STEPS = 2
 

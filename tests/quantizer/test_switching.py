@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from rule_specs import every_quantizer, fitted, tensor_of
 from torch import nn
 
 from qat import QuantLinear, QuantSpec, calibrate, freeze_scales
 from qat.quantizer import Quantizer
 from qat.quantizer.base import Role
+from tests.references.rule_specs import every_quantizer, fitted, tensor_of
 
 
 @every_quantizer

@@ -9,18 +9,18 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import cases_weights
 import numpy as np
-import reference_codebooks as reference
 import torch
-from estimator_case import Case
-from surrogates import clip, straight_through, tensor
 from torch import Tensor
 
 from qat.functional.codebooks.apot import apot_quantize
 from qat.functional.codebooks.floats import float_quantize, mx_quantize
 from qat.functional.codebooks.n2uq import n2uq_quantize
 from qat.functional.dorefa import dorefa_quantize_activation
+from tests.references import cases_weights
+from tests.references import reference_codebooks as reference
+from tests.references.estimator_case import Case
+from tests.references.surrogates import clip, straight_through, tensor
 
 
 def dorefa_activation_case(bits: int) -> Case:

@@ -3,10 +3,7 @@
 import functools
 
 import numpy as np
-import reference_primitives as ref
 import torch
-from estimator_case import Array, Case
-from surrogates import clip, straight_through, tensor
 from torch import Tensor
 
 from qat.functional.clamping import clamp_ste
@@ -22,6 +19,9 @@ from qat.functional.rounding import (
 from qat.functional.sign import error_decay_sign, sign_ste, ternary_sign_ste
 from qat.functional.soft import dsq_round, soft_round
 from qat.functional.tensors import apply, positive_scale
+from tests.references import reference_primitives as ref
+from tests.references.estimator_case import Array, Case
+from tests.references.surrogates import clip, straight_through, tensor
 
 UNBOUNDED = "the levels are all integers: there is no range"
 CONTINUOUS = "the rule has no levels: it is continuous"

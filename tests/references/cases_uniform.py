@@ -5,19 +5,18 @@ the primitives too.
 import functools
 import math
 
-import cases_primitives
 import numpy as np
-import reference
-import reference_primitives as ref
 import torch
-from estimator_case import Case
-from surrogates import straight_through, tensor
 from torch import Tensor
 
 from qat.functional.learned_bits import learned_bits_quantize
 from qat.functional.lsq import fake_quantize, lsq_plus_quantize, lsq_quantize
 from qat.functional.pact import pact_quantize
 from qat.functional.power_of_two import power_of_two_scale
+from tests.references import cases_primitives, reference
+from tests.references import reference_primitives as ref
+from tests.references.estimator_case import Case
+from tests.references.surrogates import straight_through, tensor
 
 # v = x / scale far outside, half a step beyond, a quarter, on the bound, and on ties of both parities.
 SIGNED_V = (-20.0, -8.75, -8.5, -8.25, -8.0, -7.75, -7.5, -2.5, -1.5, -0.5, -0.25, -0.0)

@@ -8,18 +8,18 @@ Input points are multiples of small powers of two, so that bounds and ties stay 
 from functools import partial
 from typing import Any
 
-import reference_codebooks as reference
-import reference_primitives as signs
 import torch
-from cases_primitives import SIGN_SURROGATES, error_decay_surrogate
-from estimator_case import Case
-from surrogates import clip, straight_through, tensor
 from torch import Tensor
 
 from qat.functional.codebooks.apot import normalize_weight
 from qat.functional.codebooks.binary import binary_quantize
 from qat.functional.codebooks.ternary import ternary_quantize, ttq_quantize
 from qat.functional.dorefa import dorefa_quantize_weight
+from tests.references import reference_codebooks as reference
+from tests.references import reference_primitives as signs
+from tests.references.cases_primitives import SIGN_SURROGATES, error_decay_surrogate
+from tests.references.estimator_case import Case
+from tests.references.surrogates import clip, straight_through, tensor
 
 WEIGHT = (-1.5, -1.25, -1.0, -0.75, -0.4375, -0.125, -0.0625, -0.0, 0.0, 0.03125, 0.21875, 0.5625, 0.875, 1.0, 1.125)
 WEIGHT += (1.5, 0.3125, -0.28125, -0.9375, 0.6875, 0.34375, -0.53125, 1.3125, -1.1875)

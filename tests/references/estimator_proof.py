@@ -9,10 +9,10 @@ from itertools import islice
 
 import numpy as np
 import torch
-from estimator_case import PROPERTIES, Array, Case
 from torch import Tensor
 
 from qat.testing import CheckResult, ste_gradcheck
+from tests.references.estimator_case import PROPERTIES, Array, Case
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 FACTORS = (1.0, 0.5, 0.25, 0.5, 1.0, 0.25)

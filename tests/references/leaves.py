@@ -1,8 +1,9 @@
 """Leaves of a graph and their gradients, as the tests of single estimators write them."""
 
-import estimator_proof as proof
 import torch
 from torch import Tensor
+
+from tests.references import estimator_proof as proof
 
 
 def leaf(values: object, dtype: torch.dtype = torch.float64) -> Tensor:

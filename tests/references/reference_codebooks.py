@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
-from reference import Array, Rule, Slopes, rint, sum_to, within
+
+from tests.references.reference import Array, Rule, Slopes, rint, sum_to, within
 
 ChannelAxis = int | tuple[int, ...] | None
 

@@ -7,7 +7,8 @@ reference.py.
 import math
 
 import numpy as np
-from reference import Rule, Slopes, rint, within
+
+from tests.references.reference import Rule, Slopes, rint, within
 
 
 def sech_squared(z: float) -> float:

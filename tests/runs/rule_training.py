@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-import rule_specs as specs
+from tests.references import rule_specs as specs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

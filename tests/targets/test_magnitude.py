@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from rule_specs import plain
 from torch import nn
 
 import qat
@@ -16,6 +15,7 @@ from qat.layers import QuantLayer
 from qat.quantizer import create_quantizer, registered_quantizers
 from qat.spec import QuantSpec
 from qat.targets import PROFILES
+from tests.references.rule_specs import plain
 
 X86 = PROFILES["onnxruntime_x86"]
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_targets import SHIPPED
 
 import qat
 from qat.spec import QuantSpec
 from qat.targets import profile_of, register_target, registry
 from qat.training import script as train
+from tests.targets.test_targets import SHIPPED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "targets.md"
 MODEL = """

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from rule_specs import plain
 from torch import nn
 
 import qat
@@ -18,6 +17,7 @@ from qat.spec import QuantSpec
 from qat.targets import PROFILES, profile_of
 from qat.training.config.schema import RunConfig
 from qat.training.loop.preparation import build_recipe
+from tests.references.rule_specs import plain
 
 ROOT = Path(__file__).resolve().parents[2]
 EACH = pytest.mark.parametrize("profile", PROFILES.values(), ids=list(PROFILES))

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from prepared_case import Plain, assert_computes_as, calls, draw
 from torch import Tensor, nn
 
 import qat
 from qat.preparation.report import LEFT_IN_FLOAT, noted
+from tests.references.prepared_case import Plain, assert_computes_as, calls, draw
 
 
 def reason(model: nn.Module) -> str | None:

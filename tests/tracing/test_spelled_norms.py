@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import assert_computes_as, assert_takes_float_state, calls, draw
 from torch import Tensor, nn
 
 import qat
 from qat.preparation.report import LEFT_IN_FLOAT, noted
+from tests.references.prepared_case import assert_computes_as, assert_takes_float_state, calls, draw
 
 
 class NormAct(nn.BatchNorm2d):

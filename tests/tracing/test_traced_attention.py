@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import (
+from torch import Tensor, nn
+
+import qat
+from benchmarks.work import integer_work
+from qat.layers import QuantLayer
+from qat.preparation.report import LEFT_IN_FLOAT, noted
+from tests.references.prepared_case import (
     Plain,
     activation_quantizers,
     assert_close_to_float,
@@ -16,12 +22,6 @@ from prepared_case import (
     draw,
     without_quantizers,
 )
-from torch import Tensor, nn
-
-import qat
-from benchmarks.work import integer_work
-from qat.layers import QuantLayer
-from qat.preparation.report import LEFT_IN_FLOAT, noted
 
 LENGTH = 5
 FORBIDDEN = torch.ones(LENGTH, LENGTH).triu(1).bool()

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prepared_case import Plain, assert_computes_as, draw, without_quantizers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import qat
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.tracing.randomness import python_state
+from tests.references.prepared_case import Plain, assert_computes_as, draw, without_quantizers
 
 
 class Reverse(torch.autograd.Function):

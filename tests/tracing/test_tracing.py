@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import (
+from torch import Tensor, nn
+
+import qat
+from qat.preparation.report import LEFT_IN_FLOAT, noted
+from tests.references.prepared_case import (
     Plain,
     activation_quantizers,
     assert_close_to_float,
@@ -17,10 +21,6 @@ from prepared_case import (
     refused,
     without_quantizers,
 )
-from torch import Tensor, nn
-
-import qat
-from qat.preparation.report import LEFT_IN_FLOAT, noted
 
 
 def linear(inputs: int = 8, outputs: int = 8) -> nn.Linear:

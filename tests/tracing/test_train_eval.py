@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from prepared_case import (
+from torch import Tensor, nn
+from torchvision.ops import StochasticDepth, stochastic_depth
+
+import qat
+from qat.preparation.report import LEFT_IN_FLOAT, noted
+from tests.references.prepared_case import (
     Plain,
     activation_quantizers,
     assert_close_to_float,
@@ -16,11 +21,6 @@ from prepared_case import (
     draw,
     without_quantizers,
 )
-from torch import Tensor, nn
-from torchvision.ops import StochasticDepth, stochastic_depth
-
-import qat
-from qat.preparation.report import LEFT_IN_FLOAT, noted
 
 Outputs = namedtuple("Outputs", "main aux")
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import CPU, user_error
 from torch import nn
 
 from qat.training.config.schema import RunConfig
@@ -25,6 +24,7 @@ from qat.training.run.checkpoint import (
     save_checkpoint,
     save_float_weights,
 )
+from tests.runs.tiny_training import CPU, user_error
 
 
 def payload(model: nn.Module, **changes: Any) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine import stage_run, train
-from tiny_training import curves, tiny_model
 from torch import Tensor, nn
 
 from qat.training.config.stages import QATStageConfig
 from qat.training.loop.compiled import CompiledModel
+from tests.runs.tiny_training import curves, tiny_model
+from tests.training.test_engine import stage_run, train
 
 
 class BrokenError(Exception):

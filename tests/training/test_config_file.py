@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_training import user_error
 from torch import nn
 
 from qat.recipe import QuantRecipe
@@ -13,6 +12,7 @@ from qat.targets import PROFILES
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.schema import RunConfig
 from qat.training.loop.preparation import build_recipe
+from tests.runs.tiny_training import user_error
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(file.name for file in CONFIGS.glob("*.yaml"))

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from tiny_training import CPU, user_error
 
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
+from tests.runs.tiny_training import CPU, user_error
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_training import CPU, Outputs, Returns, TinyBatches, curves, resume, stage_run, tiny_model, train, user_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop.evaluation import evaluate
 from qat.training.run.checkpoint import load_checkpoint
+from tests.runs.tiny_training import (
+    CPU,
+    Outputs,
+    Returns,
+    TinyBatches,
+    curves,
+    resume,
+    stage_run,
+    tiny_model,
+    train,
+    user_error,
+)
 
 
 def test_a_step_is_smoothed_cross_entropy_with_auxiliary_losses_and_clipping(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_training import CPU, Outputs, Returns, TinyBatches, stage_run, tiny_model, train, user_error
 from torch import nn
 
 from qat.batch_norm import reestimate_batch_norm
@@ -17,6 +16,7 @@ from qat.training.loop import norm_statistics
 from qat.training.loop.advice import warnings_about
 from qat.training.loop.evaluation import Evaluation, evaluate
 from qat.training.loop.norm_statistics import EPOCH_OFFSET, settle_statistics
+from tests.runs.tiny_training import CPU, Outputs, Returns, TinyBatches, stage_run, tiny_model, train, user_error
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from tiny_training import curves
-
 from qat.training.run.logging import RunLog
+from tests.runs.tiny_training import curves
 
 
 def test_tensorboard_reads_a_point_as_soon_as_it_is_added(tmp_path: Path) -> None:

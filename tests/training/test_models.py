@@ -14,11 +14,11 @@ import pytest
 import torch
 import torchvision
 from safetensors.torch import save_file
-from tiny_training import user_error
 from torch import Tensor, nn
 
 from qat.training.config.stages import ModelConfig
 from qat.training.model.building import build_model
+from tests.runs.tiny_training import user_error
 
 OWN_NETS = """\
 from torch import nn

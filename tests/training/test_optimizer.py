@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_training import tiny_model, user_error
 from torch import nn
 
 from qat import QuantLinear
@@ -14,6 +13,7 @@ from qat.quantizer import create_quantizer
 from qat.spec import QuantSpec
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop.optimizer import TwoOptimizers, build_optimizer, build_schedule, describe_groups
+from tests.runs.tiny_training import tiny_model, user_error
 
 
 def test_nothing_to_train_is_a_sentence() -> None:

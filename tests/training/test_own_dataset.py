@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_train import start, summary
 
 from qat.training.config.schema import DATASETS
 from qat.training.data import datasets
 from qat.training.data.images import Dataset, ImageArray
+from tests.training.test_train import start, summary
 
 MODULE = """
 import torch

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-from test_train import CONFIG, TINY_MODEL, start, summary
-from tiny_training import user_error
 
 from qat.export import Differences, LayerDifference, Saturation, Verification
 from qat.export.onnxruntime import default_session
@@ -16,6 +14,8 @@ from qat.training.loop.device import pick_device
 from qat.training.run import proof as proof_module
 from qat.training.run.proof import Proof
 from qat.training.run.report import onnx_results, report_lines, session_results, write_summary
+from tests.runs.tiny_training import user_error
+from tests.training.test_train import CONFIG, TINY_MODEL, start, summary
 
 DEFAULT_ROW = "ONNX Runtime, default session"
 FILES = {"tinymodels.py": TINY_MODEL, "tiny.yaml": CONFIG}

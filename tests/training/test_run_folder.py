@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_training import user_error
 
 from qat.training.config.file import dump_config
 from qat.training.config.schema import RunConfig
 from qat.training.run import folder as run_folder
 from qat.training.run.folder import RunFolder, open_run_folder
+from tests.runs.tiny_training import user_error
 
 pytestmark = pytest.mark.usefixtures("folder")
 

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tiny_training import user_error
 
 from qat.training.run.files import write_text
 from qat.training.run.lock import LOCK, RunLock, check_folder
+from tests.runs.tiny_training import user_error
 
 HOLDER = """
 import os, sys, time

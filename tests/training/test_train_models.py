@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_train import start, summary
 
 import qat
+from tests.training.test_train import start, summary
 
 MODELS = """
 import torch

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import CONFIG, TINY_MODEL, start, summary
-from tiny_training import curves
 
 from qat.quantizer import registry
+from tests.runs.tiny_training import curves
+from tests.training.test_train import CONFIG, TINY_MODEL, start, summary
 
 OWN_RULES = """
 import qat
