@@ -78,6 +78,7 @@ def rules_table() -> str:
             found = accepted(rule)
             sections = "<br>".join(section for role in ROLES if (section := in_yaml(rule, role)) != "no")
             summary = (quantizer_class(rule).__doc__ or "").split("\n")[0].rstrip(".")
+            summary = summary.replace("|", "\\|")
             summary = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", summary)
             cells = (
                 f"`{rule}`", summary, bits_of(found["weight"]), bits_of(found["activation"]), sections,

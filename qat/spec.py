@@ -11,7 +11,7 @@ GradScale = Literal["sample", "batch", "none", "relative"]
 EWGS = Literal["none", "fixed", "hessian"]
 
 UNSET: Any = None
-"""Value of a field that the spec does not choose."""
+"""Value of a field that the spec does not choose. It is None; where None is a choice of its own, the field says so."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -142,11 +142,11 @@ TwinClass = TypeVar("TwinClass", bound=type[QuantTwin])
 def register_twin(float_class: type[nn.Module]) -> Callable[[TwinClass], TwinClass]:
     """Class decorator: make a quantized layer the twin that `prepare` puts in place of a float layer.
 
-    The twin is a `QuantLayer` and usually a subclass of the float layer. It implements `constructor_arguments` and
-    `operate`, which must be linear in the input and in the weight and must add the bias last, unscaled: evaluation and
-    export call it with integers. A layer that scales its bias overrides `compute`, and `integers` for its own bias
-    (`weight is None`): `compute` hands it the scaled one. The float layer has the attributes `weight` and
-    `bias` (None for none).
+    The twin is a `QuantLayer` and usually a subclass of the float layer. It sets `argument_names`, or overrides
+    `constructor_arguments`, and implements `operate`, which must be linear in the input and in the weight and must add
+    the bias last, unscaled: evaluation and export call it with integers. A layer that scales its bias overrides
+    `compute`, and `integers` for its own bias (`weight is None`): `compute` hands it the scaled one. The float layer
+    has the attributes `weight` and `bias` (None for none).
 
     Args:
         float_class: the class of the float layers.

@@ -120,8 +120,10 @@ class Placement:
         """Whether it runs in integers if its result does; it must have no parameter or number among its operands."""
         averages = operation_of(node, self.graph_module, AVERAGING)
         joins = operation_of(node, self.graph_module, JOINING)
-        if averages or joins in self.profile.float_operations or joins is None:
-            return averages is not None and averages not in self.profile.float_operations
+        if averages:
+            return averages not in self.profile.float_operations
+        if joins is None or joins in self.profile.float_operations:
+            return False
         operands = [operand for operand in node.all_input_nodes if operand in self.tensors]
         return len(operands) > 1 and not self.constants.intersection(operands)
 

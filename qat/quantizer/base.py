@@ -46,7 +46,8 @@ class Quantizer(nn.Module):
     """Base of all rules: owns scale and zero_point, knows its grid, and can be calibrated.
 
     A rule derives from it, implements `quantize(x)` and registers itself; see `register_quantizer`. One that learns
-    something else than a scale overrides `add_parameters`, `set_range`, and `grid` and `codes` if it has a grid.
+    something else than a scale overrides `add_parameters` (which calls `add_zero_point` in any case), `set_range`, and
+    `grid` and `compute_codes` if it has a grid.
 
     Args:
         spec: the grid, the rule and its options; what it leaves open is that of the role.
