@@ -53,7 +53,8 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.M
     module = types.ModuleType("session")
     monkeypatch.setitem(sys.modules, "session", module)  # the compiler of torch 2.11 imports what it traces
     for name in ("my_rules", "my_data", "my_model"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setitem(sys.modules, name, module)  # so that what the page imports is gone afterwards
+        monkeypatch.delitem(sys.modules, name)
     torch.manual_seed(0)
     torch.compiler.reset()
     return module
