@@ -20,7 +20,7 @@ def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> 
         print(model.classes[scores.argmax()])
 
     The model is the prepared one, or the float model if the checkpoint is of a run's float stage. Nothing is
-    downloaded, and neither the data nor the config file is read; the folder may have been moved. It has
+    downloaded, and the data are not read; the folder may have been moved. It has
 
     - `model.classes`: the names of the classes, a list;
     - `model.transform`: called with a path, a PIL image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W), returns

@@ -16,7 +16,7 @@ from PIL import Image
 import qat
 from qat.cli import export, runs, sessions
 from qat.cli.command import VERBS
-from qat.training.run.about import state_digest
+from qat.training.run.archive import state_digest
 
 Verb = Callable[..., tuple[int, str, str]]
 
@@ -120,7 +120,11 @@ def test_export_writes_the_same_integers_again_and_proves_them(pets: Path, verb:
     weights = [sorted(each.raw_data for each in proto.graph.initializer) for proto in (first, second)]
     assert weights[0] == weights[1]
     noted = [{each.key: json.loads(each.value) for each in proto.metadata_props} for proto in (first, second)]
-    assert noted[0]["state_sha256"] == noted[1]["state_sha256"] == state_digest(qat.load(pets / "runs" / "pets"))
+    assert (
+        noted[0]["state_sha256"]
+        == noted[1]["state_sha256"]
+        == state_digest(qat.load(pets / "runs" / "pets").state_dict())
+    )
     assert noted[0]["classes"] == noted[1]["classes"] and noted[0]["accuracy"]["qat"] == noted[1]["accuracy"]["qat"]
     assert before == {path: path.read_bytes() for path in (pets / "runs" / "pets").iterdir()}
 
@@ -240,10 +244,10 @@ def test_the_digest_is_of_every_byte_of_the_state(own: Path, verb: Verb) -> None
     names: dict[str, Callable[..., torch.nn.Module]] = {}
     exec((own / "tinymodels.py").read_text(), names)
     model = qat.load(own / "runs" / "own", names["tiny"]())
-    assert state_digest(model) == noted["state_sha256"]
+    assert state_digest(model.state_dict()) == noted["state_sha256"]
     with torch.no_grad():
         next(model.parameters()).view(-1)[0].mul_(1 + 1e-6)
-    assert state_digest(model) != noted["state_sha256"]
+    assert state_digest(model.state_dict()) != noted["state_sha256"]
 
 
 def test_a_file_that_takes_pixels_serves_all_verbs(pets: Path, verb: Verb, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from qat.training.config.schema import RunConfig
+from qat.training.model.weights import load_weights
 from qat.training.run.archive import read_archive
 from qat.training.run.checkpoint import (
     StageState,
@@ -194,6 +195,15 @@ def test_float_weights_load_with_plain_tools(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "float.safetensors")
     torch.testing.assert_close(tensors, dict(model.state_dict()), rtol=0, atol=0)
     assert [file.name for file in tmp_path.iterdir()] == ["float.safetensors"]
+
+
+def test_float_weights_with_a_flipped_bit_are_refused(tmp_path: Path) -> None:
+    model, path = nn.Linear(4, 4), tmp_path / "float.safetensors"
+    save_float_weights(path, model)
+    load_weights(nn.Linear(4, 4), str(path), "x")
+    flip_a_bit(path, model.weight.detach())
+    said = user_error(load_weights, nn.Linear(4, 4), str(path), "x")
+    assert "its tensors are not those that were written" in said
 
 
 STATE = {

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from qat.torch_internals import layer_versions, set_layer_versions
 from qat.training.config.imports import reason
 from qat.training.errors import UserError, looked_in
-from qat.training.run.archive import load_state, read_archive
+from qat.training.run.archive import load_state, read_archive, read_safetensors
 
 State: TypeAlias = "OrderedDict[str, Tensor]"
 
@@ -47,7 +46,7 @@ def _read(file: Path, where: str) -> State:
     """Read a file's tensors by key, without running code from the file."""
     content: Any
     try:
-        content = load_file(file) if file.suffix == ".safetensors" else read_archive(file)
+        content = read_safetensors(file) if file.suffix == ".safetensors" else read_archive(file)
     except Exception as error:  # torch.load raises errors of many types for files that torch.save did not write
         raise UserError(f"{where} cannot be read ({reason(error)}); it must be {FORMATS}") from error
     if isinstance(content, dict):

@@ -1,16 +1,15 @@
-"""What a program has to know that uses a trained model: kept in the checkpoints, in summary.json and in model.onnx."""
+"""Metadata that a deployment needs (classes, preprocessing, versions), in checkpoints, summary.json and model.onnx."""
 
-import hashlib
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from typing import Any
 
-import torch
 from torch import nn
 
 import qat
 from qat.training.config.schema import RunConfig
 from qat.training.data.transforms import Preprocessing
+from qat.training.run.archive import state_digest
 
 
 def about_model(config: RunConfig, classes: list[str], preprocessing: Preprocessing) -> dict[str, Any]:
@@ -44,14 +43,4 @@ def export_metadata(about: dict[str, Any], results: dict[str, Any], model: nn.Mo
     """For `qat.export_onnx(metadata=...)`: `about`, the stages' accuracies, the epoch, and `state_digest`."""
     stages = {name: result["top1"] for name, result in results.items() if isinstance(result, dict) and "top1" in result}
     known = {key: results["qat"][key] for key in ("weights", "epoch", "epochs")}
-    return {**about, "accuracy": stages, **known, "state_sha256": state_digest(model)}
-
-
-def state_digest(model: nn.Module) -> str:
-    """A SHA-256 of a model's state_dict: every name, type, shape and byte. Files of equal digests are of one model."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        content = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {content.dtype} {tuple(content.shape)}".encode())
-        digest.update(content.reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+    return {**about, "accuracy": stages, **known, "state_sha256": state_digest(model.state_dict())}

@@ -1,5 +1,6 @@
 """States of models: files of torch.save, read with a look at their checksums, which torch.load ignores, and loaded."""
 
+import hashlib
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,9 +8,14 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from qat.training.errors import UserError
+
+DIGEST = "sha256"
+"""Key of a safetensors file's metadata, a format without checksums: the `state_digest` of what was written."""
 
 
 class DamagedError(Exception):
@@ -28,6 +34,26 @@ def read_archive(path: Path) -> Any:
             raise DamagedError(f"the checksum of {wrong} is wrong")
     with open(path, "rb") as file:
         return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file onto the CPU; its digest is checked, if it has one."""
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        digest = (file.metadata() or {}).get(DIGEST)
+    if digest not in (None, state_digest(tensors)):
+        raise DamagedError("its tensors are not those that were written")
+    return tensors
+
+
+def state_digest(state: Mapping[str, Tensor]) -> str:
+    """A SHA-256 of a state_dict: every name, type, shape and byte. Files of equal digests are of one model."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        content = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {content.dtype} {tuple(content.shape)}".encode())
+        digest.update(content.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def load_state(model: nn.Module, state: Mapping[str, Any], where: str) -> None:

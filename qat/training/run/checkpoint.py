@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
-from qat.training.run.archive import DamagedError, load_state, read_archive
+from qat.training.run.archive import DIGEST, DamagedError, load_state, read_archive, state_digest
 from qat.training.run.files import replacing
 
 FORMAT = 1
@@ -144,7 +144,7 @@ def save_float_weights(path: Path, model: nn.Module) -> None:
         for name, tensor in model.state_dict().items()
     }
     with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
+        save_file(tensors, temporary, metadata={"format": "pt", DIGEST: state_digest(tensors)})
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
