@@ -19,7 +19,6 @@ from qat.kernels.dispatch import is_supported, uses_formulas
 from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.operators.quantizers import quantize_codes, quantize_codes_backward
 from qat.quantizer import Quantizer
-from qat.torch_internals import is_batched
 
 SHIFT = 128
 """Added to the codes and zero points of signed grids, so that all codes are uint8."""
@@ -127,41 +126,17 @@ def detached_view(y: Tensor) -> Tensor:
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
-class _EndFunction(torch.autograd.Function):
-    """The identity, with a backward that raises an error."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, origin: Tensor) -> Tensor:
-        """A view, so that autograd records a new tensor."""
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            "a prepared model on kernels has first derivatives only; for second ones run its forward in"
-            " `with qat.kernels.plain_formulas():`"
-        )
-
-
 def first_derivative(backward: Backward) -> Backward:
-    """Decorator for a Function's backward that calls kernels: an error if its result is differentiated again."""
+    """Decorator for a Function's backward that calls kernels: an error where its result could be differentiated."""
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
-        if torch.compiler.is_compiling():  # which has no second derivatives, and says so itself
-            return backward(ctx, grad)
-        if is_batched(grad):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # which says so itself
             raise RuntimeError(
-                "a prepared model on kernels takes one gradient at a time (is_grads_batched, jacobian(vectorize=True));"
-                " for many at once run its forward in `with qat.kernels.plain_formulas():`"
+                "a prepared model on kernels has first derivatives only; for second ones (create_graph=True) run its"
+                " forward in `with qat.kernels.plain_formulas():`"
             )
-        again = torch.is_grad_enabled()
-        with torch.no_grad():
-            found = backward(ctx, grad)
-        if not again:
-            return found
-        origin = grad if grad.requires_grad else torch.zeros((), requires_grad=True)
-        return tuple(None if gradient is None else _EndFunction.apply(gradient, origin) for gradient in found)
+        return backward(ctx, grad)
 
     return wrapped
 
