@@ -12,7 +12,6 @@ from qat.atomic_write import atomic_write
 from qat.export.checks import (
     check_exportable,
     check_new_file,
-    check_path,
     warn_of_float_results,
     warn_of_hooks,
     why_not_exported,
@@ -88,7 +87,6 @@ def export_onnx(
     """
     import onnx
 
-    check_path("export_onnx", path, "model, path, example_inputs")
     expect_model(export_onnx, model)
     check_new_file(Path(path))
     if type(opset) is not int or opset not in OPSETS:

@@ -201,17 +201,6 @@ def test_a_rule_that_rounds_halves_up_is_for_weights_alone(tmp_path: Path, monke
         exported(tmp_path / "model.onnx", model)
 
 
-def test_a_path_in_another_place_says_the_order(small: tuple[torch.fx.GraphModule, Path]) -> None:
-    (model, path), x = small, torch.randn(2, 3, 8, 8)
-    for call, wrong, order in (
-        (qat.export_onnx, (model, x, path), "model, path, example_inputs"),
-        (qat.verify_onnx, (model, path, [x]), "path, model, batches"),
-        (compare_layers, (model, path, [x]), "path, model, inputs"),
-    ):
-        with pytest.raises(TypeError, match=f"^{call.__name__}: path must be .*; the order is {order}$"):
-            call(*wrong)
-
-
 def test_inputs_with_which_the_model_does_not_run_are_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as raised:
         qat.export_onnx(small_model(), tmp_path / "model.onnx", torch.randn(1, 4, 8, 8))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import qat
-from qat.export.integers.consistency import keeps_to_its_grid
+from qat.export.checks import keeps_to_its_grid
 from qat.layers import QuantLayer
 from qat.quantizer import create_quantizer, registered_quantizers
 from qat.spec import QuantSpec

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from qat.contexts import evaluating
 from qat.export.agreement import Pair, Verification, judge
-from qat.export.checks import check_path
 from qat.export.integers.evaluation import evaluation_copy, quantizer_calls
 from qat.export.integers.following import Follower, LayerDifference, no_quantizer
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
@@ -44,7 +43,6 @@ def verify_onnx(
             has other inputs or outputs than the model.
         FileNotFoundError: if there is no such file.
     """
-    check_path("verify_onnx", path, "path, model, batches")
     given = as_batches(verify_onnx, model, batches)
     session = open_session(Path(path).read_bytes(), exact=not default_session)
     with evaluating(model), torch.no_grad():
@@ -99,7 +97,6 @@ def compare_layers_and_outputs(
 
     Arguments and errors are those of `compare_layers`.
     """
-    check_path("compare_layers", path, "path, model, inputs")
     check_model(compare_layers, model)
     return LayerComparison(path, model, optimize, default_session=default_session).follow(inputs)
 
