@@ -20,15 +20,12 @@ from qat.export.integers.evaluation import evaluation_copy
 from qat.export.integers.freezing import freeze, frozen_grids
 from qat.export.integers.frozen import FreezingError
 from qat.export.onnx.containers import pack_weights
-from qat.export.onnx.initializers import own_initializers
-from qat.export.onnx.names import name_quantizers, name_weights, rename_inputs_outputs, strip_traces
+from qat.export.onnx.names import name_quantizers, name_weights, own_initializers, rename_inputs_outputs, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.pixels import take_pixels
 from qat.export.onnx.program import export_program, fix_sizes
-from qat.export.onnxruntime.barriers import add_barriers
-from qat.export.onnxruntime.clips import fold_clips
+from qat.export.onnxruntime.passes import add_barriers, add_exactly, fold_clips
 from qat.export.onnxruntime.rewriting import rewrite_for_runtime
-from qat.export.onnxruntime.sums import add_exactly
 from qat.inputs import Inputs, expect_model
 from qat.preparation.refusals import wrapped
 from qat.preparation.report import PROFILE

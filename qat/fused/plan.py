@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from qat.fused.activations import Activation, activation_of
+from qat.fused.functions.codes import codes_refusal, mode_refusal
 from qat.fused.functions.products import layer_refusal
-from qat.fused.functions.quantizers import codes_refusal, mode_refusal
 from qat.fused.modules import module_refusal
 from qat.fused.movement import DROPOUTS, RESHAPING_MODULES, reshapes, window
 from qat.layers import QuantLayer

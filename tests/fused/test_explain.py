@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import qat
 from qat import QuantSpec
+from qat.fused.functions.codes import codes_refusal
 from qat.fused.functions.products import weight_refusal
-from qat.fused.functions.quantizers import codes_refusal
 from qat.fused.graph import FusedGraph
 from qat.fused.modules import module_refusal
 from qat.fused.verdict import Verdict

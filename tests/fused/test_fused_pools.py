@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat.fused.functions.codes import Codes, carrier_for, decode
-from qat.fused.functions.pools import max_pool
+from qat.fused.functions.movement import max_pool
 from qat.fused.movement import window_of
 from qat.kernels.cpu import compiler
 from tests.references.cases_fused import assert_same, images, prepared, two_threads
