@@ -16,7 +16,7 @@ from torchvision.ops import SqueezeExcitation
 
 import qat
 from qat.export import compare_layers, optimized_operators
-from qat.export.onnxruntime.verification import compare_layers_and_outputs
+from qat.export.onnxruntime.verification import LayerComparison
 from qat.preparation.parts import prepared_parts, record_calls
 from qat.quantizer import Quantizer
 from tests.export.test_export_layers import assert_exports, assert_same, exported, part_of, quantized
@@ -448,7 +448,7 @@ def test_the_result_is_stored_and_the_runtime_computes_the_same_integers(tmp_pat
     torch.manual_seed(0)
     x, path = torch.randn(4, 5, 6), tmp_path / "model.onnx"
     model = exported(path, Biased(), {"x": x})
-    differences, outputs = compare_layers_and_outputs(path, model, x)
+    differences, outputs = LayerComparison(path, model).follow(x)
     assert {layer.name for layer in differences} == {"input_quantizer", "project_quantizer", "softmax_quantizer"}
     assert sum(layer.differing for layer in differences) == 0
     torch.testing.assert_close(*outputs[0])

@@ -149,7 +149,7 @@ def test_when_integers_pay(
     shape: tuple[int, ...], weight: tuple[int, ...], groups: int, zero: float, pays: bool
 ) -> None:
     geometry = Geometry(*([1] * (len(shape) - 2) for _ in range(3)), groups)  # type: ignore[call-arg, arg-type]
-    assert geometry.pays_in_integers(torch.Size(shape), torch.Size(weight), zero) is pays
+    assert (geometry.integers_refusal(torch.Size(shape), torch.Size(weight), zero) is None) is pays
 
 
 @pytest.mark.parametrize("weight_format", [torch.contiguous_format, torch.channels_last])
