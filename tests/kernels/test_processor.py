@@ -18,6 +18,8 @@ GEOMETRIES = {
     # images, input channels, output channels, groups, kernel, stride, height, width
     "dense": (2, 7, 12, 1, 3, 1, 9, 9),
     "grouped": (2, 12, 8, 4, 3, 2, 5, 6),
+    "grouped, odd": (3, 15, 21, 3, 5, 2, 13, 11),
+    "grouped 1x1": (3, 66, 34, 2, 1, 1, 13, 11),
     "depthwise": (1, 96, 96, 96, 3, 1, 9, 9),
     "rows": (1, 64, 48, 1, 1, 1, 40, 1),
     "one pixel": (3, 16, 4, 1, 1, 1, 1, 1),
@@ -31,13 +33,14 @@ def operands(name: str, zero: float, biased: bool) -> tuple[Any, ...]:
     codes = torch.randint(0, 256, (images, inputs, height, width), dtype=torch.uint8, generator=generator)
     shape = (outputs, inputs // groups, kernel, kernel)
     weight = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator)
+    codes[0], weight[0], weight[-1] = 255, 127, -127
     steps, bias = torch.rand(outputs, generator=generator) / 100, torch.randn(outputs, generator=generator)
-    geometry = ([stride] * 2, [kernel // 2] * 2, [1, 1], groups)
+    geometry = ([stride] * 2, [kernel // 2] * 2, [1 + (stride == 1)] * 2, groups)
     return codes, 0.0123, zero, weight, steps, bias if biased else None, *geometry
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("zero", [0.0, 7.0])
+@pytest.mark.parametrize("zero", [0.0, 7.0, 255.0])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_the_emulation_is_what_onednn_returns(name: str, zero: float, biased: bool) -> None:
     emulated = onednn._emulated_convolution(*operands(name, zero, biased))
