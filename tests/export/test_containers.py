@@ -120,17 +120,3 @@ def test_a_table_of_few_bits_is_packed_too(tmp_path: Path) -> None:
         assert verify_onnx(tmp_path / f"{packed}.onnx", model, [indices]).max_difference == 0
         sizes.append((tmp_path / f"{packed}.onnx").stat().st_size)
     assert sizes[1] - sizes[0] > 100
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-def test_the_size_of_a_file_follows_its_bits(bits: int, tmp_path: Path) -> None:
-    """A model of 100,000 weights and more is at most 0.16 of its float weights."""
-    model = nn.Sequential(
-        nn.Conv2d(64, 128, 3), nn.ReLU(), nn.Conv2d(128, 64, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    )
-    prepared = qat.prepare(model.eval(), qat.QuantRecipe({"bits": bits}, {"bits": 4}))
-    images = torch.randn(2, 64, 9, 9)
-    qat.calibrate(prepared, [images])
-    qat.export_onnx(prepared.eval(), tmp_path / "x.onnx", images)
-    floats = 4 * sum(parameter.numel() for parameter in model.parameters())
-    assert (tmp_path / "x.onnx").stat().st_size <= 0.16 * floats

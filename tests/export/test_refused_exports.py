@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import qat
-from qat.preparation.parts import prepared_parts
 from tests.export.test_export_layers import quantized
 from tests.references.prepared_case import Plain, draw, refused
 
@@ -60,34 +59,6 @@ def test_what_torch_cannot_export_is_one_line_of_its_reason(tmp_path: Path) -> N
         qat.export_onnx(model, tmp_path / "x.onnx", X)
     assert str(refusal.value).startswith("export_onnx: torch.onnx cannot export Plain: ")
     assert "\n" not in str(refusal.value) and "\x1b" not in str(refusal.value) and "eig" in str(refusal.value)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_model_in_less_than_float32_is_exported_as_float(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = quantized(net(lambda self, x: self.b(self.a(x).relu())), X).to(dtype)
-    with refused(
-        f"export_onnx: 'a.weight' is {dtype}, in which scales are too coarse to give the integers; call model.float()"
-        " first"
-    ):
-        qat.export_onnx(model, tmp_path / "x.onnx", X)
-    qat.export_onnx(model.float(), tmp_path / "x.onnx", X)
-    assert qat.verify_onnx(tmp_path / "x.onnx", model, X).agreement == 1
-
-
-def test_a_model_without_a_part_says_how_it_gets_one(tmp_path: Path) -> None:
-    alone = quantized(net(lambda self, x: self.b(self.a(x) if x.mean() > 0 else x)), X)
-    assert not prepared_parts(alone)
-    with refused(
-        "export_onnx: Plain was prepared in parts, since torch.fx cannot trace Plain: the way through the model depends"
-        " on the values of a tensor; no part of it is one graph; what runs between its decisions becomes a part if it"
-        " is a submodule"
-    ):
-        qat.export_onnx(alone, tmp_path / "x.onnx", X)
-    inner = net(lambda self, x: self.b(self.a(x)))
-    split = quantized(Plain(lambda self, x: self.inner(x if x.mean() > 0 else -x), inner=inner), X)
-    (part,) = prepared_parts(split).values()
-    qat.export_onnx(part, tmp_path / "x.onnx", X)
-    assert qat.verify_onnx(tmp_path / "x.onnx", part, X).agreement == 1
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, AveragedModel, torch.compile])

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 import qat
 from qat.fused.functions.codes import DecodeFunction
 from qat.fused.graph import FusedGraph
-from qat.fused.rewriting import fused_forward
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler, onednn
-from qat.quantizer import Quantizer
 from tests.references.cases_fused import Block, assert_same, images, prepared, results, two_threads
 from tests.references.prepared_case import Plain
 
@@ -235,13 +233,6 @@ def test_second_derivatives_are_refused_and_plain_formulas_have_them(x: Tensor, 
     assert weight.grad is not None and weight.grad.isfinite().all()
 
 
-def test_where_nothing_can_be_fused_the_graph_itself_runs(x: Tensor) -> None:
-    recipe = qat.QuantRecipe({"rule": "dorefa"}, {"rule": "minmax"})
-    model = prepared(Block(), x, recipe)
-    assert isinstance(model, torch.fx.GraphModule) and fused_forward(model, {}).run is None
-    model(x).sum().backward()
-
-
 def test_a_linear_layer_reads_rows(counted: list[str]) -> None:
     model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU6(), nn.Linear(48, 3))
     x = torch.randn(40, 20, 64)
@@ -261,20 +252,6 @@ def test_numbers_that_are_no_float32_are_not_read_as_such(x: Tensor, model: nn.M
     quantizer, _, held = name.rpartition(".")
     number = getattr(model.get_submodule(quantizer), held)
     number.data = number.data.double()
-    assert_same(model, x)
-
-
-@pytest.mark.parametrize("name", ["scale", "smallest_scale"])
-def test_nor_are_those_behind_a_sum(name: str) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y = F.relu(self.a(x))
-        return self.c(F.relu(self.b(y) + y))
-
-    x = torch.randn(40, 32)
-    model = prepared(Plain(forward, a=nn.Linear(32, 32), b=nn.Linear(32, 32), c=nn.Linear(32, 8)), x)
-    for each in model.children():
-        if isinstance(each, Quantizer):
-            getattr(each, name).data = getattr(each, name).double()
     assert_same(model, x)
 
 

@@ -1,15 +1,12 @@
 """QAT_PROCESSOR: this machine as the other kind of processor, with the numbers and strides that the other one has."""
 
 import logging
-import os
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-import qat
-from qat.kernels.cpu import compiler, onednn, processor
+from qat.kernels.cpu import onednn, processor
 from tests.references.processors import untried
 
 __all__ = ["untried"]  # a fixture
@@ -75,33 +72,6 @@ def test_without_vnni_one_calm_line_says_so(
     with caplog.at_level(logging.INFO, "qat.kernels"):
         assert {False} == set(map(onednn.are_exact, reversed(onednn.KINDS)))
     assert caplog.messages == ["no VNNI: training multiplies in float on the same grids"]
-
-
-@pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
-def test_as_either_kind_a_layer_trains_on_the_same_numbers(untried: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a processor without VNNI: integers by the emulation, or float products, which differ by rounding only."""
-    emulated, calls = onednn._emulated_convolution, []
-    monkeypatch.setattr(onednn, "_convolution", lambda *given: emulated(*given).clamp(-30000, 30000))
-
-    def counted(*given: Any) -> Tensor:
-        calls.append(os.environ[processor.VARIABLE])
-        return emulated(*given)
-
-    monkeypatch.setattr(onednn, "_emulated_convolution", counted)
-    torch.manual_seed(0)
-    x = torch.randn(8, 16, 28, 28)
-    model = qat.prepare(nn.Sequential(nn.Conv2d(16, 32, 3)))
-    qat.calibrate(model, [x])
-    found: dict[str, Tensor] = {}
-    for asked in ("vnni", "no-vnni"):
-        monkeypatch.setenv(processor.VARIABLE, asked)
-        onednn.are_exact.cache_clear()
-        onednn.is_exact_natively.cache_clear()
-        model.train()
-        calls.clear()
-        found[asked] = model(x)
-        assert bool(calls) is (asked == "vnni")
-    assert torch.allclose(found["vnni"], found["no-vnni"], rtol=1e-5, atol=1e-5)
 
 
 def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
