@@ -17,7 +17,6 @@ from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import LEFT_IN_FLOAT, WHOLE_MODEL
 from qat.quantizer import Quantizer
 from qat.text import first_line
-from qat.torch_internals import pytree
 
 ROUNDS_OTHERWISE = (
     "has other integers than round(x / scale) + zero_point, halves to even, as which runtimes compute those of"
@@ -27,21 +26,15 @@ ROUNDS_OTHERWISE = (
 
 FLOAT32_BYTES = 4
 
-PLAIN_RESULTS = (torch.Tensor, int, float, complex, bool, str, type(None))
-"""What torch.export takes in a model's result, in tuples, lists, dictionaries and whatever else is a pytree."""
-
 
 def check_exportable(model: nn.Module) -> None:
     """Check that the model is one graph, and that it has integers; see `check_integers`."""
     if WHOLE_MODEL in vars(model).get(LEFT_IN_FLOAT, {}):
-        parts = prepared_parts(model)
-        way = (
-            f"export each part ({', '.join(parts)}), see qat.preparation.parts.prepared_parts(model)"
+        raise ValueError(
+            f"export_onnx: {type(model).__name__} was {vars(model)[LEFT_IN_FLOAT][WHOLE_MODEL]}; export each part"
+            f" ({', '.join(prepared_parts(model)) or 'there is none'}), see qat.preparation.parts.prepared_parts(model)"
             ", or take the reason away as docs/timm_and_huggingface.md does"
-            if parts
-            else "no part of it is one graph; what runs between its decisions becomes a part if it is a submodule"
         )
-        raise ValueError(f"export_onnx: {type(model).__name__} was {vars(model)[LEFT_IN_FLOAT][WHOLE_MODEL]}; {way}")
     check_integers(model, "export_onnx")
     for name, quantizer in model.named_modules():
         if isinstance(quantizer, Quantizer) and not rounds_half_to_even(quantizer):
@@ -129,23 +122,16 @@ def check_new_file(path: Path) -> None:
 
 
 def why_not_exported(model: nn.Module, example_inputs: Inputs, error: Exception) -> ValueError:
-    """Explain an export that failed: the model does not run with the inputs, returns no tensors, or torch's reason."""
-    name = type(model).__name__
+    """Explain an export that failed: the model does not run with the inputs, or torch's reason."""
     try:
         with evaluating(model), torch.no_grad():
-            answer = call_model(model, example_inputs)
+            call_model(model, example_inputs)
     except Exception as failure:  # of the user's own code
         return does_not_run("export_onnx", model, f"the example_inputs {described(example_inputs)}", failure)
-    leaves = [type(leaf).__name__ for leaf in pytree.tree_leaves(answer) if not isinstance(leaf, PLAIN_RESULTS)]
-    if leaves:
-        return ValueError(
-            f"export_onnx: {name} returns {leaves[0]}, into which torch.export does not look; wrap the model in one"
-            " that returns its tensors, alone or in a tuple, a list or a dict"
-        )
     first: BaseException = error  # the last one is torch.onnx's, several lines about how to ask for help
     while first.__cause__ is not None:
         first = first.__cause__
-    return ValueError(f"export_onnx: torch.onnx cannot export {name}: {first_line(first)}")
+    return ValueError(f"export_onnx: torch.onnx cannot export {type(model).__name__}: {first_line(first)}")
 
 
 def warn_of_float_results(model: nn.Module) -> None:
