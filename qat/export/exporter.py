@@ -74,8 +74,7 @@ def export_onnx(
         input_names, output_names: of the file, in their order; None: torch's names of arguments and results.
 
     Raises:
-        TypeError: if the model holds no quantizer, the path is not a path, names are no list of texts, or the metadata
-            cannot be written as JSON.
+        TypeError: if the model holds no quantizer, the path is not a path, or the metadata cannot be written as JSON.
         FileNotFoundError: if the folder of the path is missing.
         ValueError: if the model was prepared in parts, if a quantizer is not calibrated, not exportable or wider than
             8 bits, if a parameter has fewer bits than float32, if the model does not run with the inputs or returns
@@ -88,10 +87,6 @@ def export_onnx(
     check_new_file(Path(path))
     if type(opset) is not int or opset not in OPSETS:
         raise ValueError(f"export_onnx: opset must be {OPSETS[0]} to {OPSETS[-1]}, got {opset!r}")
-    for key, names in (("input_names", input_names), ("output_names", output_names)):
-        listed = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
-        if names is not None and not listed:
-            raise TypeError(f"export_onnx: {key} must be a list of names, such as ['x'], got {names!r}")
     notes = _as_json(metadata or {})
     inside = wrapped(model)  # its batch axis would be fixed: the exporter gives free axes to arguments with names
     model = model if inside is None else inside[1]
@@ -140,8 +135,6 @@ def _as_json(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Each value as JSON."""
     notes = {}
     for key, value in metadata.items():
-        if not isinstance(key, str):
-            raise TypeError(f"export_onnx: the keys of metadata must be text, got {key!r}")
         try:
             notes[key] = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
