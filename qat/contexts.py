@@ -1,10 +1,12 @@
-"""States for a while: a model in evaluation mode, and warnings that are not for the user."""
+"""States for a while: a model in evaluation mode, calls that are recorded, warnings that are not for the user."""
 
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 
 _one_at_a_time = threading.RLock()
@@ -30,6 +32,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in flags:
             module.training = flag
+
+
+@contextmanager
+def first_calls(modules: Iterable[nn.Module]) -> Iterator[dict[Any, tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """A context that records the arguments of the first call of every one of these modules."""
+    calls: dict[Any, Any] = {}
+
+    def note(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(called, (args, kwargs))
+
+    with ExitStack() as hooks:
+        for module in modules:
+            if not isinstance(module, torch.jit.ScriptModule):  # these take no hooks
+                hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
+        yield calls
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from qat.layers import QuantFunction, QuantLayer, QuantLinear
 from qat.layers.function import FLOAT_TYPES
 from qat.layers.twins import float_type_of, is_composite
-from qat.recipe import AnyRecipe
+from qat.recipe import ScopedRecipe
 from qat.torch_internals import has_forward_hooks
 from qat.tracing.attention import LAYER_NAME
 from qat.tracing.nodes import constant_nodes, constant_values, free_name, given_by_name, scope_of
@@ -77,7 +77,7 @@ def find_functional_layers(graph_module: fx.GraphModule, root: nn.Module) -> lis
 
 
 def quantize_functional_layers(
-    graph_module: fx.GraphModule, layers: list[FunctionalLayer], recipe: AnyRecipe, left: dict[str, str]
+    graph_module: fx.GraphModule, layers: list[FunctionalLayer], recipe: ScopedRecipe, left: dict[str, str]
 ) -> None:
     """Replace every functional layer by a quantized one, in place.
 

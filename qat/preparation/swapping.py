@@ -16,14 +16,14 @@ from qat.layers.twins import QuantTwin, float_type_of, layers_of, make_twin, typ
 from qat.preparation.functional_weights import REASON_NOTED
 from qat.preparation.operations import FLOAT_PRODUCTS, grid_of
 from qat.quantizer import Quantizer
-from qat.recipe import TYPE_PREFIX, AnyRecipe, QuantRecipe, grid_refusal
+from qat.recipe import TYPE_PREFIX, QuantRecipe, ScopedRecipe, grid_refusal
 from qat.targets import TargetProfile
 from qat.text import did_you_mean
 from qat.torch_internals import AnyBatchNorm, AnyConvolution, has_backward_hooks, has_forward_hooks
 from qat.tracing.nodes import FACTS, attribute, constant_nodes, dimensions, submodule_of
 
 
-def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe) -> dict[str, str]:
+def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: ScopedRecipe) -> dict[str, str]:
     """Replace every called layer that has a quantized twin, in place.
 
     Returns:
@@ -66,7 +66,7 @@ def _check_own(name: str, layer: QuantTwin, profile: TargetProfile) -> None:
                 raise ValueError(f"prepare: '{name}.{path}': {why}")
 
 
-def refusal(name: str, layer: nn.Module, recipe: AnyRecipe) -> str | None:
+def refusal(name: str, layer: nn.Module, recipe: ScopedRecipe) -> str | None:
     """Why a layer stays in float; None if it has a twin."""
     if isinstance(layer, QuantTwin):
         return None
@@ -100,7 +100,7 @@ def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:
             left[str(node.target)] = f"{function} reads it as a plain tensor"
     handed = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
     for name, module in graph_module.named_modules():
-        owns = type(module) is not nn.Module and any(True for _ in module.parameters(recurse=False))
+        owns = type(module).forward is not nn.Module.forward and any(True for _ in module.parameters(recurse=False))
         inside = any(name == outer or name.startswith(f"{outer}.") for outer in left)
         if owns and name and not inside and name not in handed and not isinstance(module, (QuantTwin, Quantizer)):
             left[name] = f"{type(module).__name__} computes in float"
