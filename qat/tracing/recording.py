@@ -23,14 +23,7 @@ from qat.torch_internals import (
 from qat.tracing.nodes import FACTS, Facts, attribute
 from qat.tracing.patches import gradients_refused, torch_takes_proxies
 from qat.tracing.randomness import NoDraws, python_state, seeded
-from qat.tracing.side_effects import (
-    Change,
-    UntraceableError,
-    changed_by_mode,
-    is_equal,
-    restoring_state,
-    state_of,
-)
+from qat.tracing.side_effects import Change, UntraceableError, changed_by_mode, is_equal, restoring_state, state_of
 from qat.tracing.tracer import QuantTracer, is_foreign
 
 
