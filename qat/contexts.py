@@ -16,15 +16,7 @@ last would leave the other's behind for ever."""
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which the model is in evaluation mode; afterwards every module is in the mode that it was in.
-
-    >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
-    >>> with evaluating(model):
-    ...     [module.training for module in model]
-    [False, False]
-    >>> [module.training for module in model]
-    [True, False]
-    """
+    """A context in which the model is in evaluation mode; afterwards every module is in the mode that it was in."""
     flags = [(module, module.training) for module in model.modules()]
     try:
         model.eval()

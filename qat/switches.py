@@ -132,9 +132,7 @@ def _selected(caller: str, model: nn.Module, layers: Layers, weights: bool, acti
     for wanted in layers if isinstance(layers, Iterable) and not isinstance(layers, (str, nn.Module)) else [layers]:
         pattern = pattern_of(wanted)
         if pattern is None:
-            is_part = (name for name, module in model.named_modules() if module is wanted)
-            way = f"give its name, {name!r}" if (name := next(is_part, "")) else "several go in a list"
-            raise TypeError(f"{caller}: layers are given by name or by class, got {type(wanted).__name__}; {way}")
+            raise TypeError(f"{caller}: layers are given by name or by class, got {type(wanted).__name__}")
         matched = [owned for name, kind, owned in named if QuantRecipe.matches(pattern, name, kind)]
         if not matched:
             names = [name for name, _, _ in named]

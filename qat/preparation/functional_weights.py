@@ -33,21 +33,13 @@ RECIPE_NAME = "qat_recipe_name"
 
 @dataclass(frozen=True)
 class FunctionalLayer:
-    """A call of a function that reads a parameter as its weight.
-
-    Attributes:
-        node: the call.
-        given: its arguments by name.
-        name: the name of the quantized layer that replaces the call.
-        module: the linear layer whose whole weight the call reads; it becomes the quantized layer. Else None.
-        recipe_name: its name in a recipe: that of the layer that owns the weight, or its own.
-    """
+    """A call of a function that reads a parameter as its weight, and the quantized layer that replaces it."""
 
     node: fx.Node
-    given: dict[str, Any]
-    name: str
-    module: nn.Linear | None
-    recipe_name: str
+    given: dict[str, Any]  # its arguments by name
+    name: str  # of the quantized layer
+    module: nn.Linear | None  # the linear layer whose whole weight it reads; it becomes the quantized layer
+    recipe_name: str  # that of the layer that owns the weight, or its own
 
     @property
     def float_type(self) -> type[nn.Module]:

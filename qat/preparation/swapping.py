@@ -4,7 +4,6 @@ The quantizers of layers that were quantized by hand become calls in the graph i
 one for what its tensor is to be quantized with, or leaves it behind the tensor's. It keeps its name and its range.
 """
 
-import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -17,7 +16,6 @@ from qat.preparation.functional_weights import REASON_NOTED
 from qat.preparation.operations import FLOAT_PRODUCTS, grid_of
 from qat.quantizer import Quantizer
 from qat.recipe import TYPE_PREFIX, QuantRecipe, ScopedRecipe, grid_refusal
-from qat.targets import TargetProfile
 from qat.text import did_you_mean
 from qat.torch_internals import AnyBatchNorm, AnyConvolution, has_backward_hooks, has_forward_hooks
 from qat.tracing.nodes import FACTS, attribute, constant_nodes, dimensions, submodule_of
@@ -39,8 +37,9 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: ScopedRec
         if reason is None and name not in called:
             reason = "forward never calls it: unused, or its weight is read by a function"
         if reason is None:
-            if isinstance(layer, QuantTwin):
-                _check_own(recipe.full_name(name), layer, recipe.profile)
+            for path, own in layer.named_modules():
+                if isinstance(own, Quantizer) and (why := grid_refusal(recipe.profile, own.role, own.spec)):
+                    raise ValueError(f"prepare: '{recipe.full_name(name)}.{path}': {why}")
             composite = f"{name}."
             graph_module.set_submodule(
                 name, make_twin(recipe.full_name(name), layer, recipe.for_layer(name, float_type_of(layer)))
@@ -48,22 +47,6 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: ScopedRec
         elif type(layer) is not nn.MultiheadAttention:  # the tracer takes attention apart
             left[name] = reason
     return left
-
-
-def _check_own(name: str, layer: QuantTwin, profile: TargetProfile) -> None:
-    """Refuse a quantized layer of one's own that the graph cannot call, or whose grids the target does not run."""
-    taken = inspect.signature(type(layer).forward).parameters
-    missing = [key for key in getattr(layer, "quantizer_arguments", ()) if key not in taken]
-    if missing and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
-        raise ValueError(
-            f"prepare: {name!r}: {type(layer).__name__}.forward takes no {missing[0]}, which the graph hands it;"
-            " override operate or compute instead"
-        )
-    for path, quantizer in layer.named_modules():
-        if isinstance(quantizer, Quantizer):
-            why = grid_refusal(profile, quantizer.role, quantizer.spec)
-            if why is not None:
-                raise ValueError(f"prepare: '{name}.{path}': {why}")
 
 
 def refusal(name: str, layer: nn.Module, recipe: ScopedRecipe) -> str | None:

@@ -186,17 +186,9 @@ def test_an_override_of_ones_own_layers_alone_is_refused() -> None:
         assert str(refused.value) == f"prepare: the recipe's pattern {pattern!r} has no effect: {said}"
 
 
-class Rectified(QuantConv2d):
-    """A layer of one's own that changes its input, and not as `prepare` could call it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.relu(x))
-
-
 @pytest.mark.parametrize(
     ("layer", "target", "said"),
     [
-        (lambda: Rectified(3, 4, 3), "onnxruntime", "Rectified.forward takes no input_quantizer"),
         (lambda: QuantConv2d(3, 4, 3), "tensorrt", "an unsigned activation does not run on tensorrt"),
         (
             lambda: QuantConv2d(3, 4, 3, weight_spec=QuantSpec(symmetric=False)),
