@@ -35,6 +35,7 @@ from qat.spec import QuantSpec
 from qat.torch_internals import AnyConvolution
 from qat.tracing.in_place import Memory, written_by
 from qat.tracing.nodes import constant_nodes, free_name, join_groups, scope_of, submodule_of, tensor_nodes
+from qat.tracing.proxies import expect_default
 
 
 class Placement:
@@ -249,7 +250,10 @@ def _insert_call(node: fx.Node, name: str, placement: Placement) -> None:
     first = min(asking, default=len(order))
     last = max([order[node], *(change for change in changes if change < first)])
     until = min([change for change in changes if change > last], default=len(order))
-    with graph_module.graph.inserting_after(placement.nodes[last]):
+    place = placement.nodes[last]
+    while node.op == "placeholder" and (place.next.op == "placeholder" or place.next.target is expect_default):
+        place = place.next  # inputs and their guards come first when a pickled graph is recorded again
+    with graph_module.graph.inserting_after(place):
         quantized = graph_module.graph.call_module(name, (node,))
     for user in [user for user in node.users if last < order.get(user, -1) < until and user not in writers]:
         user.replace_input_with(node, quantized)
