@@ -16,20 +16,7 @@ import qat
 from qat.layers import QuantLayer
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer
-from tests.references.prepared_case import Net, assert_computes_as, assert_takes_float_state, draw, refused
-
-
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.mlp(x)
+from tests.references.prepared_case import Net, Plain, assert_computes_as, assert_takes_float_state, draw, refused
 
 
 class ByMode(nn.Module):
@@ -49,17 +36,6 @@ class ByMode(nn.Module):
         return (self.fc(y) + self.shift, self.aux(y)) if self.training else self.fc(y) * self.factor
 
 
-class InParts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.norm = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.BatchNorm1d(8)
-        self.last = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.body(x))
-        return self.last(y) if y.sum() > -1e9 else y
-
-
 class Tied(nn.Module):
     """Words in, words out, with one table; weights read in slices; constants made in forward."""
 
@@ -75,26 +51,25 @@ class Tied(nn.Module):
         return self.out(y.relu() * torch.arange(1.0, 9.0))
 
 
-class Pads(nn.Module):
+def in_parts(self: Any, x: Tensor) -> Tensor:
+    y = self.norm(self.body(x))
+    return self.last(y) if y.sum() > -1e9 else y
+
+
+def pad(self: Any, x: Tensor) -> Tensor:
     """It branches on a size, so its graph has a guard."""
+    return self.conv(F.pad(x, (0, -x.size(-1) % 3)) if x.size(-1) % 3 else x).mean((2, 3))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if x.size(-1) % 3:
-            x = F.pad(x, (0, -x.size(-1) % 3))
-        return self.conv(x).mean((2, 3))
-
+BODY = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
 NETS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "residual": (Net, draw(2, 3, 8, 8)),
-    "attention": (Attends, draw(2, 5, 8)),
+    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), draw(2, 5, 8)),
     "by mode": (ByMode, draw(2, 3, 8, 8)),
-    "in parts": (InParts, draw(4, 8)),
+    "in parts": (lambda: Plain(in_parts, body=BODY, norm=nn.BatchNorm1d(8), last=nn.Linear(8, 8)), draw(4, 8)),
     "tied": (Tied, torch.arange(10).view(2, 5)),
-    "guarded": (Pads, draw(2, 3, 8, 8)),
+    "guarded": (lambda: Plain(pad, conv=nn.Conv2d(3, 4, 3)), draw(2, 3, 8, 8)),
 }
 
 

@@ -12,21 +12,7 @@ from torch import Tensor, fx, nn
 import qat
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
-from tests.references.prepared_case import Plain, draw, input_grid, refused
-
-
-class Doubled(nn.Linear):
-    """A subclass with its own arithmetic around the layer's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-class Pointwise(nn.Conv2d):
-    """A subclass that only constructs differently."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, channels, 1)
+from tests.references.prepared_case import Net, Plain, draw, input_grid, refused
 
 
 class BranchesOnValues(nn.Module):
@@ -113,35 +99,8 @@ def test_a_model_in_parts_has_no_first_layer(name: str) -> None:
         qat.prepare(BranchesOnValues(), qat.QuantRecipe(**{name: 4}), draw(2, 3, 6, 6))
 
 
-# Overrides -> bits of the weights of `stem`, `body.a` (Doubled), `body.b`, `body.point` (Pointwise), `head`; 0: float.
-CLASSES: list[tuple[dict[Any, Any], tuple[int, int, int, int, int]]] = [
-    ({nn.Linear: {"weight": {"bits": 4}}}, (8, 4, 4, 8, 4)),
-    ({"type:Conv?d": {"weight": {"bits": 4}}}, (4, 8, 8, 4, 8)),
-    ({"body": {"weight": {"bits": 4}}}, (8, 4, 4, 4, 8)),
-    ({"body.*": {"weight": {"bits": 4}}, "*.b": {"weight": {"bits": 5}}}, (8, 4, 5, 4, 8)),
-    ({"body": SKIP, "body.b": {"skip": False}}, (8, 0, 8, 0, 8)),
-    ({"*": {"weight": {"bits": 3}}, nn.Conv2d: SKIP}, (0, 3, 3, 0, 3)),
-]
-
-
-def mixed() -> nn.Module:
-    inner = {"a": Doubled(6, 6), "b": nn.Linear(6, 6), "point": Pointwise(4)}
-    body = Plain(lambda self, x: self.point(torch.relu(self.b(self.a(x)))), **inner)
-    parts = {"stem": nn.Conv2d(3, 4, 1), "body": body, "head": nn.Linear(144, 2)}
-    return Plain(lambda self, x: self.head(self.body(self.stem(x)).flatten(1)), **parts).eval()
-
-
-@pytest.mark.parametrize(("overrides", "bits"), CLASSES)
-def test_overrides_by_class_and_subtree(overrides: dict[Any, Any], bits: tuple[int, ...]) -> None:
-    model = qat.prepare(mixed(), qat.QuantRecipe(overrides=overrides), draw(2, 3, 6, 6))
-    found = weight_bits(model)
-    names = ("stem", "body.a.linear", "body.b", "body.point", "head")
-    assert tuple(found.get(name, 0) for name in names) == bits
-    assert set(found) <= set(names)
-
-
 WHOLE: dict[str, tuple[Callable[[], nn.Module], Tensor, qat.QuantRecipe]] = {
-    "other bits": (mixed, draw(2, 3, 6, 6), qat.QuantRecipe(overrides={"body": SKIP}, first_bits=4)),
+    "other bits": (Net, draw(2, 3, 8, 8), qat.QuantRecipe(overrides={"block": SKIP}, first_bits=4)),
     "in parts": (BranchesOnValues, draw(2, 3, 6, 6), qat.QuantRecipe()),
 }
 

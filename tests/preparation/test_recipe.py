@@ -75,26 +75,6 @@ def test_a_wrong_recipe_is_refused(wrong, sentence):
         QuantRecipe(**wrong)
 
 
-def test_an_override_with_another_rule_or_granularity_drops_what_belonged_to_the_old_one():
-    grouped = QuantSpec(bits=4, granularity="group", group_size=8, rule="dsq", options={"alpha": 0.3})
-    recipe = QuantRecipe(
-        weight=grouped,
-        overrides={
-            "rule": {"weight": {"rule": "lsq"}},
-            "same": {"weight": {"rule": "dsq", "bits": 8}},
-            "coarse": {"weight": {"granularity": "channel"}},
-            "both": {"weight": {"granularity": "tensor", "rule": "dsq", "options": {"alpha": 0.5}}},
-        },
-    )
-    grouped = grouped.resolved(recipe.profile.weight)
-    assert recipe.for_layer("rule").weight == replace(grouped, rule="lsq", options={})
-    assert recipe.for_layer("same").weight == replace(grouped, bits=8)
-    assert recipe.for_layer("coarse").weight == replace(grouped, granularity="channel", group_size=None)
-    assert recipe.for_layer("both").weight == replace(
-        grouped, granularity="tensor", group_size=None, options={"alpha": 0.5}
-    )
-
-
 def test_residual_bits_are_at_least_eight_on_the_targets_own_grid():
     for given, bits in (({"bits": 2, "rule": "pact"}, 8), ({"bits": 8}, 8), ({"bits": 16}, 16)):
         recipe = QuantRecipe(activation=given)

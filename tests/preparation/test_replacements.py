@@ -236,17 +236,6 @@ def test_a_block_that_was_replaced_is_a_sentence(x: Tensor, model: Any) -> None:
         model(x)
 
 
-def test_features_of_a_tensor_that_is_written_into_through_a_view(x: Tensor) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y = self.a(x)
-        F.relu(y[:, :4], inplace=True)
-        return self.c(self.b(y))  # type: ignore[no-any-return]
-
-    layers = {"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(8, 8, 1), "c": nn.Conv2d(8, 4, 1)}
-    model = prepared(x, lambda: Plain(forward, **layers)).eval()
-    assert torch.equal(qat.feature_extractor(model, ["c"])(x)["c"], model(x))
-
-
 def test_hooks_that_the_file_does_not_hold_are_named(x: Tensor, model: Any, tmp_path: Path) -> None:
     model.eval()
     model.conv1.register_forward_hook(lambda *_: None)

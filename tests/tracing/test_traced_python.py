@@ -138,6 +138,7 @@ def test_what_is_drawn_beside_the_graph_is_drawn_at_every_call(case: str) -> Non
     function = CHANCE[case]
     net = Plain(lambda self, x: self.b(function(self, self.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
     assert in_parts(prepared(net, draw(5, 8)))
+    assert in_parts(qat.prepare(net))  # nor is there an answer to compare with
 
 
 def test_the_random_numbers_of_the_user_go_on_as_if_nothing_had_been_drawn() -> None:
@@ -189,19 +190,6 @@ def test_parts_may_have_names_that_a_graph_has_other_uses_for(names: tuple[str, 
     model = prepared(net, x)
     assert "rename it" in in_parts(model) and repr(names[0]) in in_parts(model)
     assert_computes_as(net, model, x)
-
-
-def test_mappings_are_asked_for_what_they_hold() -> None:
-    def forward(self: Any, given: dict[str, Tensor]) -> Tensor:
-        y = self.a(given["x"])
-        if given and "bias" in given and given.get("scale") is None:
-            y = y + given["bias"]
-        return self.b(y)
-
-    net, given = Plain(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 4)), {"x": draw(5, 8), "bias": draw(8)}
-    model = qat.prepare(net, example_inputs=(given,))
-    assert not in_parts(model)
-    torch.testing.assert_close(without_quantizers(model)(given), net(given))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")

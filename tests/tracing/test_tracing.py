@@ -157,6 +157,8 @@ class ByName(nn.Module):
         self.fc = nn.Linear(8, 4)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        if not batch or "a" not in batch or batch.get("c") is not None:
+            raise AssertionError
         done = {name: self.fc(tensor) for name, tensor in batch.items()}
         return {"all": done, "sum": [batch["a"].sum() + done["b"].mean()], "count": len(batch)}
 
