@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qat.analysis.float_results import float_results, said_of
+from qat.analysis.table import float_results, said_of
 from qat.contexts import evaluating
 from qat.export.integers.frozen import CONTAINER_BITS
 from qat.inputs import Inputs, call_model, described, does_not_run
 from qat.layers import QuantFunction, QuantLayer
-from qat.preparation.hooks import is_watched
 from qat.preparation.parts import prepared_parts
 from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.replacements import is_watched
 from qat.preparation.report import LEFT_IN_FLOAT, WHOLE_MODEL
 from qat.quantizer import Quantizer
 from qat.text import first_line
