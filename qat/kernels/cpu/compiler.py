@@ -1,7 +1,8 @@
 """The C kernels as a shared library, compiled into the user's cache on their first use.
 
-A file there is loaded as code. So folder and file have to belong to this user or root and be closed to others, and a
-hash in the file's name reveals a truncated or damaged one before it is loaded: loading one would crash the process.
+A file there is loaded as code. So folder and file have to belong to this user or root and be closed to others, and no
+folder above lets everyone replace them. A hash in the file's name reveals a truncated or damaged one before it is
+loaded: loading one would crash the process.
 """
 
 import atexit
@@ -119,9 +120,10 @@ def cache_folder() -> Path | None:
         folder = (chosen if chosen.is_absolute() else Path.home() / ".cache") / "qat" / "kernels"
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        if not _is_open(folder):
+        opened = next((part for part in (folder, *folder.resolve().parents) if _is_open(part, part != folder)), None)
+        if opened is None:
             return folder
-        reason = f"others can write to {folder}"
+        reason = f"others can write to {opened}"
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         reason = str(error)
     log.info("no private folder to keep the C kernels in (%s): they are compiled for this process only", reason)
@@ -151,9 +153,14 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:24]
 
 
-def _is_open(path: Path) -> bool:
-    """Whether someone who is neither this user nor root owns it or can write to it."""
+def _is_open(path: Path, above: bool = False) -> bool:
+    """Whether someone who is neither this user nor root owns it or can write to it.
+
+    Of a folder `above`, whether everyone can replace what is in it: in a sticky one (/tmp) users replace their own.
+    """
     state = path.stat()
+    if above:
+        return bool(state.st_mode & stat.S_IWOTH) and not state.st_mode & stat.S_ISVTX
     return state.st_uid not in (0, os.getuid()) or bool(state.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
