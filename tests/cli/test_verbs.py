@@ -16,7 +16,7 @@ from PIL import Image
 import qat
 from qat.cli import export, runs, sessions
 from qat.cli.command import VERBS
-from qat.training.run.archive import state_digest
+from qat.training.run.checkpoint import state_digest
 
 Verb = Callable[..., tuple[int, str, str]]
 

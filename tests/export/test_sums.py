@@ -11,9 +11,8 @@ import qat
 from qat.export import compare_layers, optimized_operators
 from qat.training.config.schema import RunConfig
 from qat.training.run import exporting
-from qat.training.run.exporting import export_and_prove
 from qat.training.run.logging import RunLog
-from qat.training.run.proof import Proof
+from qat.training.run.proof import Proof, export_and_prove
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

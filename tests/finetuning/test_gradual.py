@@ -146,8 +146,6 @@ def test_the_kernels_come_back_once_all_is_quantized(model: Any, images: Tensor)
     ("given", "fact"),
     [
         ({"activations_from": 1.0}, "activations_from must be from 0 to below 1, got 1.0"),
-        ({"weight_share": -0.1}, "weight_share must be from 0 to 1, got -0.1"),
-        ({"weight_share": 0.5, "weights_from": 0}, "weights_from must be above 0 to 1, got 0"),
         ({"weights_from": 0.2}, "nothing is gradual; set activations_from or weight_share"),
         ({"model": nn.Linear(2, 2), "weight_share": 0.5}, "the model has no quantizer of weights; call qat.prepare"),
         (

@@ -17,8 +17,8 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 import qat
 from qat.quantizer import Quantizer
+from qat.training.data.images import InputTransform
 from qat.training.data.loaders import load_data
-from qat.training.data.pictures import InputTransform
 from qat.training.data.transforms import Preprocessing
 from qat.training.loop.evaluation import evaluate
 from qat.training.run.checkpoint import load_checkpoint

@@ -85,11 +85,6 @@ def test_a_finished_run_keeps_its_exit_status(status: int, place: dict[str, str]
     assert sorted(Path().rglob("*")) == before
 
 
-def test_a_finished_run_of_another_config_is_refused() -> None:
-    finished(seed=3)
-    assert "seed: 3, now it is 0" in refusal(RunConfig(name="x", resume="auto"))
-
-
 @pytest.mark.parametrize("summary", ['{"exit_status": 0}', "", '{"onnx": {"top1"', "[]", "\0\0\0"])
 def test_a_run_without_an_export_or_a_whole_summary_is_not_finished(summary: str) -> None:
     make("runs/x/last.pt")
@@ -140,34 +135,9 @@ def test_a_config_of_the_users_own_is_never_overwritten() -> None:
         assert refusal(RunConfig(run_dir="x", resume=resume)).startswith("run_dir: 'x' is not empty")
 
 
-def test_a_folder_has_one_run_at_a_time() -> None:
-    make("runs/x/last.pt", "empty/")
-    for path, config in (
-        ("runs/x", RunConfig(name="x", resume="auto")),
-        ("empty", RunConfig(run_dir="empty")),
-        ("new", RunConfig(run_dir="new")),
-    ):
-        with open_run_folder(config):
-            resuming = config.model_copy(update={"resume": "auto"})
-            assert refusal(resuming).startswith(f"{Path(path).absolute()}: another run writes there; ")
-        assert not Path(path, ".lock").exists()
-        open_run_folder(resuming).__exit__(None, None, None)
-
-
-@pytest.mark.parametrize("how", ["created", "locked"])
-def test_a_numbered_folder_that_another_run_takes_is_skipped(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = run_folder.RunLock
-
-    def lock(path: Path) -> object:
-        if path == Path("runs/x"):
-            real(path)  # by run_dir=runs/x, in the moment between its creation and its lock
-        return real(path)
-
-    if how == "locked":
-        monkeypatch.setattr(run_folder, "RunLock", lock)
-    else:
-        make("runs/x/")
-        monkeypatch.setattr(run_folder, "_numbered_folders", lambda name: {})  # the view of the slower run
+def test_a_numbered_folder_that_another_run_takes_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    make("runs/x/")
+    monkeypatch.setattr(run_folder, "_numbered_folders", lambda name: {})  # the view of the slower run
     with open_run_folder(RunConfig(name="x")) as folder:
         assert folder == RunFolder(Path("runs/x-2").absolute(), None)
 

@@ -20,8 +20,7 @@ from PIL import Image
 from qat.text import first_line
 from qat.training.config.imports import users_callable
 from qat.training.config.schema import WITHOUT_FILES, DataConfig
-from qat.training.data.image_folder import read_image_folder
-from qat.training.data.images import Dataset, ImageArray
+from qat.training.data.images import Dataset, ImageArray, ImageFiles
 from qat.training.data.transforms import Channels
 from qat.training.errors import UserError, looked_in, value_errors_reported
 from qat.training.run.logging import on_terminal
@@ -34,14 +33,10 @@ IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
 
 def build_dataset(config: DataConfig, seed: int) -> Dataset:
     """Open the data set that `config` names; only the random images of `fake` depend on the seed."""
-    own, why = ":" in config.name, WITHOUT_FILES.get(config.name)
-    if why is not None and config.root is not None:
-        raise UserError(f"data.root: '{config.root}' has no effect: data.name '{config.name}' is {why}; leave it out")
-    if not (own or config.root or why):
+    own = ":" in config.name
+    if not (own or config.root or config.name in WITHOUT_FILES):
         where = "the .npz file" if config.name == "npz" else "the folder"
         raise UserError(f"data.root: missing; data.name '{config.name}' needs the path of {where}")
-    if config.download and config.name not in _DOWNLOADS:
-        raise UserError(f"data.download: true has no effect with '{config.name}'; it is for {', '.join(_DOWNLOADS)}")
     if not own:
         return _BUILDERS[config.name](config, seed)
     with users_callable("data.name", config.name) as builder:
@@ -94,13 +89,6 @@ def _fake(config: DataConfig, seed: int) -> Dataset:
 def _imagefolder(config: DataConfig, seed: int) -> Dataset:
     splits, classes = read_image_folder(_root(config))
     return Dataset(splits["train"], splits["val"], classes, IMAGENET_MEAN, IMAGENET_STD)
-
-
-def _imagenet(config: DataConfig, seed: int) -> Dataset:
-    dataset = _imagefolder(config, seed)
-    if len(dataset.classes) != 1000:
-        logger.warning("data.root: '%s' has %d classes; ImageNet has 1000", config.root, len(dataset.classes))
-    return dataset
 
 
 @dataclass(frozen=True)
@@ -204,8 +192,62 @@ def _root(config: DataConfig) -> Path:
 _BUILDERS: dict[str, Callable[[DataConfig, int], Dataset]] = {
     "digits": _digits,
     "imagefolder": _imagefolder,
-    "imagenet": _imagenet,
+    "imagenet": _imagefolder,
     "npz": _npz,
     "fake": _fake,
     **dict.fromkeys(_DOWNLOADS, _torchvision_set),
 }
+
+
+SPLITS = ("train", "val")
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+"""Of images, as in torchvision's ImageFolder."""
+
+
+def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
+    """List the images of both splits, by the name of the split, and the names of the classes."""
+    try:
+        found = {split: _class_folders(root / split) for split in SPLITS}
+        classes = found["train"]
+        differing = sorted({*classes} ^ {*found["val"]})
+        if differing:
+            raise UserError(f"data.root: '{root}': train and val need the same classes; they differ in {differing[:5]}")
+        return {split: _image_files(root / split, classes) for split in SPLITS}, classes
+    except OSError as error:
+        raise UserError(
+            f"data.root: '{error.filename}' cannot be read ({error.strerror}){looked_in(root)}; expected"
+            f" {root}/train/<class>/ and {root}/val/<class>/"
+        ) from error
+
+
+def _class_folders(folder: Path) -> list[str]:
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+    if not names:
+        raise UserError(f"data.root: '{folder}' holds no class folders")
+    return names
+
+
+def _image_files(folder: Path, classes: list[str]) -> ImageFiles:
+    """List a split's images by class, then by folder and name."""
+    found = [_images_below(folder / name) for name in classes]
+    empty = [name for name, paths in zip(classes, found, strict=True) if not paths]
+    if empty:
+        kinds = " ".join(EXTENSIONS)
+        raise UserError(f"data.root: '{folder}' has class folders without images ({kinds}): {', '.join(empty[:5])}")
+    labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(paths) for paths in found]))
+    return ImageFiles(np.array([os.fsencode(path) for paths in found for path in paths]), labels)
+
+
+def _images_below(folder: Path) -> list[str]:
+    def fail(error: OSError) -> None:
+        raise error
+
+    paths: list[str] = []
+    for place, subfolders, files in os.walk(folder, onerror=fail, followlinks=True):
+        subfolders[:] = [name for name in subfolders if name[0] != "."]  # os.walk then leaves the others out
+        for link in (Path(place, name) for name in subfolders if os.path.islink(os.path.join(place, name))):
+            if link.resolve() in (folder.resolve(), *folder.resolve().parents):
+                raise UserError(f"data.root: '{link}' is a link that leads back up to '{link.resolve()}'; remove it")
+        paths += [os.path.join(place, name) for name in files if name[0] != "." and name.lower().endswith(EXTENSIONS)]
+    return sorted(paths, key=os.path.split)

@@ -25,9 +25,6 @@ logger = logging.getLogger("qat")
 TIMM = "timm/"
 """How the names of timm's models begin."""
 
-OWN_FIELDS = {"num_classes": "model.num_classes", "weights": "model.weights", "pretrained": "model.weights"}
-"""Arguments of builders that the config has keys for."""
-
 
 def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = True) -> nn.Module:
     """Build the float model that `config` names, on the CPU, with its weights.
@@ -39,9 +36,6 @@ def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = T
             f"model.weights: '{config.weights}' and model.checkpoint: '{config.checkpoint}' exclude each other; "
             "keep one of them"
         )
-    for key, own in OWN_FIELDS.items():
-        if key in config.kwargs:
-            raise UserError(f"model.kwargs: {key} has a field of its own; set {own}")
     classes = num_classes if config.num_classes is None else config.num_classes
     if classes < num_classes:
         raise UserError(f"model.num_classes: {classes} is fewer than the data set's {num_classes} classes")
