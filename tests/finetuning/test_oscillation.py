@@ -271,24 +271,13 @@ def test_numbers_out_of_range_are_refused(arguments: dict[str, float], sentence:
         Oscillations(qat.QuantLinear(4, 2, weight_spec=qat.QuantSpec(bits=4))).update(2)
 
 
-def test_a_state_goes_on_in_a_new_object_and_in_no_other_model() -> None:
-    model, oscillations, _ = trained(30)
-    saved = {
-        key: value.clone() if isinstance(value, Tensor) else value for key, value in oscillations.state_dict().items()
-    }
-    other = Oscillations(model)  # without freezing: what was frozen is held all the same
-    other.load_state_dict(saved)
-    with torch.no_grad():
-        for each in other.weights.values():
-            each.read().neg_()
-    other.update(0.0)
-    assert torch.equal(other.integer[saved["frozen"]], saved["integer"][saved["frozen"]])
-    codes = torch.cat([each.codes().flatten() for each in other.weights.values()])
-    assert torch.equal(codes[saved["frozen"]], saved["integer"][saved["frozen"]])
+def test_a_state_goes_on_in_no_other_model() -> None:
+    _, oscillations, _ = trained(40)
+    saved = oscillations.state_dict()
     with pytest.raises(ValueError, match="the state is of another model; they differ in '0'"):
         Oscillations(two_layers(bits=3)).load_state_dict(saved)
     with pytest.raises(ValueError, match="the state has no 'average'; give what state_dict"):
-        other.load_state_dict({})
+        oscillations.load_state_dict({})
 
 
 FREEZING = "qat.oscillation={freeze: 0.1, freeze_from: 0.2, dampen: 0.01, momentum: 0.2}"

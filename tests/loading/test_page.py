@@ -18,7 +18,6 @@ from qat.training.data.loaders import load_data
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "run_folder.md").read_text()
 WITH_TORCH, WITHOUT_TORCH, EXPLAINED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-COMMANDS = [line.split() for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 SAVED = """
 import sys
 assert "torch" not in sys.modules and "qat" not in sys.modules

@@ -14,18 +14,15 @@ from torch import nn
 from qat.training.config.schema import RunConfig
 from qat.training.model.weights import load_weights
 from qat.training.run.checkpoint import (
-    StageState,
-    capture_rng,
     check_same_config,
     check_same_data,
     load_checkpoint,
     read_archive,
     restore_model,
-    restore_rng,
     save_checkpoint,
     save_float_weights,
 )
-from tests.runs.tiny_training import CPU, user_error
+from tests.runs.tiny_training import user_error
 
 
 def payload(model: nn.Module, **changes: Any) -> dict[str, Any]:
@@ -52,31 +49,6 @@ def full_disk(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    rng = capture_rng(CPU)
-    state = StageState(2, 97.5, optimizer.state_dict(), {"last_epoch": 3}, {}, {"weight": torch.ones(2)}, rng)
-    saved = payload(model, state=vars(state))
-    save_checkpoint(tmp_path / "last.pt", saved)
-    drawn = torch.rand(3)
-
-    loaded = load_checkpoint(tmp_path / "last.pt")
-    same = ("stage", "epochs", "results", "config")
-    assert {key: loaded[key] for key in ("format", *same)} == {"format": 1, **{key: saved[key] for key in same}}
-    restore_model(tmp_path / "last.pt", loaded, other)
-    assert torch.equal(other.weight, model.weight)
-    again = StageState(**loaded["state"])
-    assert (again.epoch, again.best_top1, again.schedule, again.scaler) == (2, 97.5, {"last_epoch": 3}, {})
-    torch.testing.assert_close(again.optimizer, optimizer.state_dict(), rtol=0, atol=0)
-    restore_rng(again.rng, CPU)
-    assert torch.equal(torch.rand(3), drawn)
-    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:

@@ -31,12 +31,6 @@ def refusal(config: RunConfig) -> str:
     return said
 
 
-def test_default_folders_are_numbered() -> None:
-    paths = [open_run_folder(RunConfig(name="x")).path for _ in range(3)]
-    assert paths == [Path(name).absolute() for name in ("runs/x", "runs/x-2", "runs/x-3")]
-    assert all(path.is_dir() for path in paths)
-
-
 @pytest.mark.parametrize(
     ("files", "config", "path", "checkpoint"),
     [

@@ -62,16 +62,6 @@ def test_loader_processes_that_outlive_their_parent_hold_no_lock(tmp_path: Path)
             os.kill(child, signal.SIGKILL)
 
 
-def test_two_runs_of_one_process_exclude_each_other(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path)
-    assert IN_USE in user_error(RunLock, tmp_path / ".." / tmp_path.name)
-    lock.release()
-    again = RunLock(tmp_path)
-    lock.release()  # a second release does nothing
-    assert IN_USE in user_error(RunLock, tmp_path)
-    again.release()
-
-
 def test_a_folder_that_was_moved_or_replaced_is_noticed(tmp_path: Path) -> None:
     folder, said = tmp_path / "x", []
     folder.mkdir()

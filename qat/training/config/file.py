@@ -186,9 +186,9 @@ def sentences_of(error: ValidationError, source: str, overrides: Sequence[str]) 
             hint = did_you_mean(str(value), choices)
             message = f"{message[0].lower()}{message[1:]}, got {as_text(value)}{hint and f'; {hint}'}"
         sentence = f"{dotted(location)}: {message}" if location else message
-        key = sentence.partition(":")[0]
-        dots = f"{key}.".replace("[", ".")
-        typed = [each for each in overrides if dots.startswith(f"{each.partition('=')[0].strip()}.")]
+        key = f"{dotted(location) or sentence.partition(':')[0]}.".replace("[", ".")
+        keys = {each: f"{each.partition('=')[0].strip()}." for each in overrides}
+        typed = [each for each in overrides if key.startswith(keys[each]) or keys[each].startswith(key)]
         lines.append(f"{typed[-1] if typed else source}: {sentence}")
     return lines
 

@@ -1,4 +1,4 @@
-"""The sections of a config that say what is trained and how: the model, the stages, and their grids."""
+"""The sections of a config that say what is trained and how: the model, the stages, and their grids; `Section`."""
 
 from typing import Annotated, Any, Literal
 

@@ -8,8 +8,6 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import dataclass
-from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -91,63 +89,31 @@ def _imagefolder(config: DataConfig, seed: int) -> Dataset:
     return Dataset(splits["train"], splits["val"], classes, IMAGENET_MEAN, IMAGENET_STD)
 
 
-@dataclass(frozen=True)
-class _Download:
-    """A set that torchvision downloads: its class, its folder below root, its archives, and the normalisation."""
-
-    reader: str
-    folder: str
-    archives_in: str
-    archives: tuple[str, ...]
-    mean: Channels
-    std: Channels
-
-
-_IDX = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-_IDX_ARCHIVES = tuple(f"{name}-ubyte.gz" for name in _IDX)
-_DOWNLOADS: dict[str, _Download] = {
-    "cifar10": _Download(
-        "CIFAR10", "cifar-10-batches-py", "", ("cifar-10-python.tar.gz",),
-        (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),
-    ),
-    "cifar100": _Download(
-        "CIFAR100", "cifar-100-python", "", ("cifar-100-python.tar.gz",),
-        (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762),
-    ),
-    "mnist": _Download(
-        "MNIST", "MNIST/raw", "MNIST/raw", _IDX_ARCHIVES,
-        (0.1307, 0.1307, 0.1307), (0.3081, 0.3081, 0.3081),
-    ),
-    "fashion_mnist": _Download(
-        "FashionMNIST", "FashionMNIST/raw", "FashionMNIST/raw", _IDX_ARCHIVES,
-        (0.2860, 0.2860, 0.2860), (0.3530, 0.3530, 0.3530),
-    ),
-}  # fmt: skip
+_TORCHVISION: dict[str, tuple[str, Channels, Channels]] = {
+    "cifar10": ("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ("CIFAR100", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "mnist": ("MNIST", (0.1307, 0.1307, 0.1307), (0.3081, 0.3081, 0.3081)),
+    "fashion_mnist": ("FashionMNIST", (0.2860, 0.2860, 0.2860), (0.3530, 0.3530, 0.3530)),
+}
+"""Sets that torchvision downloads: their classes there, mean and deviation."""
 
 
 def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
     """Read a set from torchvision's files; download them first if the config says so."""
     from torchvision import datasets  # late, since it takes seconds
 
-    known = _DOWNLOADS[config.name]
+    reader, mean, std = _TORCHVISION[config.name]
     root = _root(config)
     try:
         with nullcontext() if on_terminal() else redirect_stderr(io.StringIO()):  # bars of downloads
-            reader = partial(getattr(datasets, known.reader), root, download=config.download)
-            splits = [reader(train=train) for train in (True, False)]
+            splits = [getattr(datasets, reader)(root, train, download=config.download) for train in (True, False)]
     except (OSError, RuntimeError, ValueError, AssertionError, LookupError, EOFError) as error:
         if config.download:
-            raise UserError(
-                f"data.download: {config.name} could not be downloaded ({first_line(error).rstrip(':')}); put "
-                f"{' '.join(known.archives)} into '{root / known.archives_in}' and run again"
-            ) from error
-        raise UserError(
-            f"data.root: '{root}' has no complete {config.name} (expected in '{(root / known.folder).absolute()}'); "
-            "set data.download: true"
-        ) from error
+            raise UserError(f"data.download: {config.name} could not be downloaded ({first_line(error)})") from error
+        raise UserError(f"data.root: '{root}' has no complete {config.name}; set data.download: true") from error
     with value_errors_reported(f"data.root: '{root}': the files of {config.name} are damaged: "):
         train, val = (_array(np.asarray(split.data), np.asarray(split.targets)) for split in splits)
-        return Dataset(train, val, list(splits[0].classes), known.mean, known.std)
+        return Dataset(train, val, list(splits[0].classes), mean, std)
 
 
 def _npz(config: DataConfig, seed: int) -> Dataset:
@@ -195,7 +161,7 @@ _BUILDERS: dict[str, Callable[[DataConfig, int], Dataset]] = {
     "imagenet": _imagefolder,
     "npz": _npz,
     "fake": _fake,
-    **dict.fromkeys(_DOWNLOADS, _torchvision_set),
+    **dict.fromkeys(_TORCHVISION, _torchvision_set),
 }
 
 

@@ -1,4 +1,5 @@
-"""A data set: two splits of labelled images, in memory (`ImageArray`) or in files decoded one by one (`ImageFiles`)."""
+"""A data set: two splits of labelled images, in memory (`ImageArray`) or in files decoded one by one (`ImageFiles`);
+and one picture as the model's input."""
 
 import hashlib
 import os

@@ -212,10 +212,7 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
 def _limited(images: Images, limit: int | None, split: str) -> Images:
     """Return a random choice of `limit` images; it is the same for every seed, so that runs can be compared."""
     count = len(images.labels)
-    if limit is None:
-        return images
-    if limit >= count:
-        logger.warning("data.limit_%s: %d has no effect; there are %d images", split, limit, count)
+    if limit is None or limit >= count:
         return images
     chosen = torch.randperm(count, generator=seeded_generator(0, f"limit_{split}"))[:limit]
     return images.subset(chosen.sort().values)

@@ -62,13 +62,7 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     if training.ema is not None:
         training.ema.copy_to(run.model)
         settle_statistics(run, run.stage.epochs)
-    evaluation = evaluation or _validate(run)
-    if run.keep_best and run.config.export.weights == "last" and evaluation.top1 < training.best_top1:
-        run.log.say(
-            f"{run.name}: the best epoch, in {BEST_CHECKPOINT}, had val top1 {training.best_top1:.2f} %, the last"
-            f" {evaluation.top1:.2f} %; with resume=auto, export.weights=best takes that one"
-        )
-    return evaluation
+    return evaluation or _validate(run)
 
 
 class _Training:

@@ -1,4 +1,4 @@
-"""The inputs of one stage of training."""
+"""The inputs of one stage of training, and the stages on other grids that come before the last."""
 
 import math
 from dataclasses import dataclass, field

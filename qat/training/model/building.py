@@ -88,20 +88,12 @@ def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Mod
     except ModuleNotFoundError as error:
         raise UserError(f"model.name: '{config.name}' needs timm, which is not installed; pip install timm") from error
     name, weights = config.name.removeprefix(TIMM), config.weights
-    if not timm.is_model(name):
-        near = did_you_mean(name, timm.list_models())
-        raise UserError(f"model.name: timm has no model '{name}'{near and f'; {near}'}")
-    tags = [found.partition(".")[2] for found in timm.list_pretrained(f"{name}.*")]
-    if weights not in (None, "DEFAULT", *tags):
-        known = f"it has DEFAULT, {', '.join(tags)}" if tags else "it has none"
-        raise UserError(f"model.weights: {config.name} has no '{weights}'; {known}")
     pretrained = weights is not None and with_weights
-    full = f"{name}.{weights}" if weights in tags else name
+    full = name if weights in (None, "DEFAULT") else f"{name}.{weights}"
     try:
         model: nn.Module = timm.create_model(full, pretrained=pretrained, num_classes=classes, **config.kwargs)
-    except Exception as error:  # of the user's kwargs, or of the network
-        key = f"weights: {weights} or model.kwargs" if pretrained else "kwargs"
-        raise UserError(f"model.{key}: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
+    except Exception as error:  # of the name, the user's kwargs, or the network
+        raise UserError(f"model: timm cannot build {full} with {config.kwargs} ({reason(error)})") from error
     if pretrained:
         images: Any = model.pretrained_cfg
         (_, *size), mean, std = (images[key] for key in ("input_size", "mean", "std"))

@@ -1,4 +1,5 @@
-"""Checkpoints: written atomically, read without unpickling code, and resumed only by the run that they belong to."""
+"""Checkpoints and float weights: written atomically, read without unpickling code and with a look at their checksums,
+what they say of a model, and resuming only by the run that they belong to."""
 
 import hashlib
 import zipfile

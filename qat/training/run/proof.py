@@ -1,4 +1,4 @@
-"""The proof at the end of a run: a comparison of the exported file with the model, with exact products and in the
+"""The export at the end of a run and its proof: a comparison of the file with the model, with exact products and in the
 runtime's default session."""
 
 import logging

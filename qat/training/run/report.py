@@ -45,14 +45,6 @@ def onnx_results(
         "saturation": {
             "layers": sum(bool(each.channels) for each in saturation),
             "channels": sum(len(each.channels) for each in saturation),
-            "by_layer": {
-                each.layer: {
-                    "channels": len(each.sums),
-                    "may_saturate": len(each.channels),
-                    "largest_sum": each.largest,
-                }
-                for each in saturation
-            },
         },
     }
 
