@@ -174,6 +174,13 @@ BAD_FILES = [
     ("qat: {lr: 1", "line 1, column 12: not valid YAML: expected ',' or '}'"),
     ("seed: 1\n---\nseed: 2", "line 2, column 1: not valid YAML: but found another document"),
     ("qat: !!python/name:os.system", "line 1, column 6: not valid YAML: could not determine a constructor"),
+    ("a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
+    ), "it is longer than 1,000,000 characters, aliases (*) written out"),
+    ("a0: &a0 {x: 1}\n" + "".join(
+        f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 10)
+    ), "it is longer than 1,000,000 characters, aliases (*) written out"),
+    ("name: " + "x" * 1_000_000, "is longer than 1,000,000 characters"),
     ("qat: &a {lr: *a}", "not a config: Circular reference"),
     ("qat: {lr: 1}\nseed: 1\n\nqat: {epochs: 2}", "line 4: 'qat' is already set on line 1"),
     ("quantization:\n  overrides:\n    0: {skip: true}", "line 3: the key 0 is not text"),
@@ -194,12 +201,24 @@ BAD_FILES = [
     ("data: {name: cifar}", "data.name: expected digits, imagefolder, cifar10"),
     ("quantization: {target: tensort}", "quantization.target: unknown target 'tensort'; registered: "),
     # several keys together
+    ("qat: {distillation: {weight: 0, temperature: 4, features: {fc: 1}}}",
+     "qat.distillation.temperature: 4 has no effect with weight: 0"),
+    ("qat: {distillation: {features: {fc: 0}}}", "qat.distillation.features: fc: 0 has no effect"),
+    ("qat: {progressive: [{}]}", "qat.progressive[0]: it trains as the last stage does"),
     ("qat: {quantizer_lr: 1e-5, quantizer_lr_factor: 0.1}",
      "qat: quantizer_lr: 1e-05 and quantizer_lr_factor: 0.1 are two rates"),
+    ("qat: {gradual: {}}", "qat.gradual: it makes nothing gradual"),
+    ("qat: {gradual: {activations_from: 0.2, weights_from: 0.7}}", "qat.gradual.weights_from: 0.7 has no effect"),
+    ("qat: {oscillation: {after: 0.5}}", "qat.oscillation.after: 0.5 has no effect without dampen or freeze"),
+    ("qat: {oscillation: {freeze_from: 0.5}}", "qat.oscillation.freeze_from: 0.5 has no effect without freeze"),
+    ("qat: {oscillation: {freeze: 0.5}}", "qat.oscillation.freeze: 0.5 must be at most freeze_from: 0.1"),
+    ("cuda_graphs: true\nqat: {gradual: {weight_share: 0.5}}", "qat.gradual: compiled code does not follow its switch"),
     ("compile: true\nqat: {gradual: {weight_share: 0.5}}", "qat.gradual: compiled code does not follow its switches"),
     ("compile: true\nqat: {distillation: {features: {fc: 1}}}", "qat.distillation.features: compiled code does not"),
     ("qat: {quantizer_optimizer: adamw}", "qat: quantizer_optimizer: 'adamw' beside 'sgd' needs a rate of its own"),
     ("qat: {epochs: 2, warmup_epochs: 2.5}", "qat.warmup_epochs: 2.5 is longer than qat.epochs: 2"),
+    ("data: {batch_size: 1}\nfloat: {cutmix_alpha: 1}", "float.cutmix_alpha: 1 mixes images of a batch"),
+    ("compile: false\ncuda_graphs: true", "cuda_graphs: true is about compiled models"),
     ("data: {resize_size: 30}", "data.resize_size: 30 is smaller than data.image_size: 32"),
     ("data: {augment: {cutout: 32}}", "data.augment.cutout: 32 leaves little or nothing of images"),
 ]  # fmt: skip

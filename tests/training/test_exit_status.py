@@ -1,5 +1,8 @@
 """Errors and signals end the command with one sentence and the status that a shell expects, without a traceback."""
 
+import os
+import signal
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -48,3 +51,37 @@ def test_bugs_of_the_program_keep_their_traceback(capsys: pytest.CaptureFixture[
     assert exit_status(raises(error)) == 70
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "Traceback (most recent call last):" and lines[-1].startswith(type(error).__name__)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_schedulers_signal_ends_a_run_like_ctrl_c(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    number, ended = getattr(signal, name), []
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, and stays so in a run
+
+    def run() -> int:
+        try:
+            os.kill(os.getpid(), number)
+            raise AssertionError("the signal came too late")
+        finally:
+            os.kill(os.getpid(), number)  # a second signal changes nothing
+            ended.append(True)
+
+    try:
+        assert exit_status(run) == 128 + number and ended == [True]
+        assert capsys.readouterr().err == f"ended by {name}; {RESUME}\n"
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_handlers_that_others_set_stay() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert exit_status(lambda: os.kill(os.getpid(), signal.SIGHUP) or 5) == 5  # type: ignore[func-returns-value]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    statuses: list[int] = []
+    thread = threading.Thread(target=lambda: statuses.append(exit_status(lambda: 7)))
+    thread.start()
+    thread.join()
+    assert statuses == [7]

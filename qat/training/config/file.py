@@ -13,7 +13,7 @@ from qat.quantizer.training import FEW
 from qat.text import did_you_mean
 from qat.training.config.schema import OverrideConfig, RunConfig
 from qat.training.config.stages import Section
-from qat.training.config.yaml_subset import dump_yaml, parse_yaml
+from qat.training.config.yaml_subset import LARGEST, dump_yaml, parse_yaml
 from qat.training.errors import UserError, problems_of
 
 NULLS = "null leaves a choice to the target, the data set or the model; layers.txt shows every layer's grid"
@@ -77,7 +77,8 @@ def _configs_in(folder: Path) -> list[Path]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8-sig")
+        with open(file, encoding="utf-8-sig") as opened:
+            return opened.read(LARGEST + 1)  # not all of it: the file may be /dev/zero, or a checkpoint
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

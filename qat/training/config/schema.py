@@ -24,8 +24,8 @@ from qat.training.config.stages import (
 )
 
 DATASETS = ("digits", "imagefolder", "cifar10", "cifar100", "mnist", "fashion_mnist", "imagenet", "npz", "fake")
-WITHOUT_FILES = ("digits", "fake")
-"""Data sets that need no `data.root`."""
+WITHOUT_FILES = {"digits": "bundled", "fake": "made up"}
+"""Data sets that need no `data.root`, and why."""
 
 
 def _dataset_name(name: str) -> str:
@@ -187,6 +187,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
+        if self.cuda_graphs and self.compile is False:
+            raise ValueError("cuda_graphs: true is about compiled models; leave compile: false out, or cuda_graphs")
         compiled = self.compile is True or self.cuda_graphs
         if compiled and self.qat.distillation is not None and self.qat.distillation.features:
             raise ValueError(
@@ -216,4 +218,7 @@ class RunConfig(Section):
                 raise ValueError(
                     f"{name}.warmup_epochs: {stage.warmup_epochs:g} is longer than {name}.epochs: {stage.epochs}"
                 )
+            for key, alpha in (("mixup_alpha", stage.mixup_alpha), ("cutmix_alpha", stage.cutmix_alpha)):
+                if alpha and self.data.batch_size == 1:
+                    raise ValueError(f"{name}.{key}: {alpha:g} mixes images of a batch, data.batch_size is 1; use 0")
         return self

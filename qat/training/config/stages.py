@@ -90,6 +90,17 @@ class DistillationConfig(Section):
     amp: Literal["none", "bf16"] = "none"
     """Precision of the teacher's forward; bf16 halves its cost where the processor has it (avx512_bf16, AMX, CUDA)."""
 
+    @model_validator(mode="after")
+    def _effective(self) -> "DistillationConfig":
+        if not self.weight and not any(self.features.values()):
+            raise ValueError("weight: 0 without features has no effect; set one of them, or leave the block out")
+        if not self.weight and self.temperature != 1:
+            raise ValueError(f"temperature: {self.temperature:g} has no effect with weight: 0; leave it out")
+        idle = [name for name, weight in self.features.items() if not weight]
+        if idle:
+            raise ValueError(f"features: {idle[0]}: 0 has no effect; give it a weight, or leave it out")
+        return self
+
 
 class OscillationConfig(Section):
     """Weights that jump between two integers are counted, in a curve and in the epoch's line where they are many:
@@ -108,6 +119,17 @@ class OscillationConfig(Section):
     most_bits: Bits = 4
     """Weights of wider grids, such as 8-bit first and last layers, are left out: they turn around without harm."""
 
+    @model_validator(mode="after")
+    def _effective(self) -> "OscillationConfig":
+        usual = {name: field.default for name, field in type(self).model_fields.items()}  # in a run's own file too
+        if self.freeze is None and self.freeze_from != usual["freeze_from"]:
+            raise ValueError(f"freeze_from: {self.freeze_from:g} has no effect without freeze; set it, such as 0.01")
+        if self.freeze is not None and self.freeze > self.freeze_from:
+            raise ValueError(f"freeze: {self.freeze:g} must be at most freeze_from: {self.freeze_from:g}")
+        if self.after != usual["after"] and self.freeze is None and not self.dampen:
+            raise ValueError(f"after: {self.after:g} has no effect without dampen or freeze; set one, or leave it out")
+        return self
+
 
 class GradualConfig(Section):
     """A stage begins with a part of the model in float: `qat.finetuning.GradualQuantization`. Evaluations, and so
@@ -119,6 +141,14 @@ class GradualConfig(Section):
     """Share of each weight's elements, drawn anew in every step, that is quantized at the start (quant-noise)."""
     weights_from: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the stage's steps after which weights are quantized whole; weight_share rises to 1 until then."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> "GradualConfig":
+        if self.weight_share == 1 and self.weights_from != type(self).model_fields["weights_from"].default:
+            raise ValueError(f"weights_from: {self.weights_from:g} has no effect without a weight_share below 1")
+        if self.weight_share == 1 and self.activations_from == 0:
+            raise ValueError("it makes nothing gradual; set activations_from or weight_share, or leave it out")
+        return self
 
 
 class SpecConfig(Section):
@@ -161,6 +191,12 @@ class ProgressiveConfig(Section):
     epochs: Count = 1
     lr: Positive | None = None
     """Peak learning rate; left out: qat.lr, or by the stage's own bits if that is left out too."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> "ProgressiveConfig":
+        if self.bits is None and self.lr is None and self.weight == self.activation == SpecConfig():
+            raise ValueError("it trains as the last stage does; set bits, or raise qat.epochs")
+        return self
 
 
 class QATStageConfig(StageConfig):

@@ -13,6 +13,9 @@ import yaml
 from qat.text import first_line
 from qat.training.errors import UserError
 
+LARGEST = 1_000_000
+"""Most characters of a config. Aliases count expanded: a few lines of them can expand to more than all memory."""
+
 _PREFIX = "tag:yaml.org,2002:"
 _DIGITS = "0123456789"
 _FLOAT = re.compile(
@@ -36,7 +39,10 @@ def parse_yaml(text: str) -> Any:
     """Read one YAML document; None if it is empty. A UserError has a sentence for each problem."""
     try:
         loader = _Loader(text)
-        value = loader.get_single_data()
+        node = loader.get_single_node()
+        if node is not None and _size(node, {}) > LARGEST:
+            raise UserError(f"it is longer than {LARGEST:,} characters, aliases (*) written out")
+        value = None if node is None else loader.construct_document(node)
         if loader.problems:
             raise UserError(*loader.problems)
         # The way through JSON makes copies of aliased mappings, so that a change to one leaves the others alone. It
@@ -49,6 +55,17 @@ def parse_yaml(text: str) -> Any:
         raise UserError(f"{where}not valid YAML: {reason}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"not a config: {first_line(error)}") from None
+
+
+def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
+    """Count the characters of an expanded node, plus one per node; each node is measured once."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1 + len(node.value)
+    if id(node) not in sizes:
+        sizes[id(node)] = 0  # ends the recursion of a node that contains itself, which is reported elsewhere
+        parts = (part for item in node.value for part in (item if isinstance(item, tuple) else (item,)))
+        sizes[id(node)] = 1 + sum(_size(part, sizes) for part in parts)
+    return sizes[id(node)]
 
 
 def dump_yaml(value: Any) -> str:

@@ -31,10 +31,14 @@ IMAGENET_STD: Channels = (0.229, 0.224, 0.225)
 
 def build_dataset(config: DataConfig, seed: int) -> Dataset:
     """Open the data set that `config` names; only the random images of `fake` depend on the seed."""
-    own = ":" in config.name
-    if not (own or config.root or config.name in WITHOUT_FILES):
+    own, why = ":" in config.name, WITHOUT_FILES.get(config.name)
+    if why is not None and config.root is not None:
+        raise UserError(f"data.root: '{config.root}' has no effect: data.name '{config.name}' is {why}; leave it out")
+    if not (own or config.root or why):
         where = "the .npz file" if config.name == "npz" else "the folder"
         raise UserError(f"data.root: missing; data.name '{config.name}' needs the path of {where}")
+    if config.download and config.name not in _TORCHVISION:
+        raise UserError(f"data.download: true has no effect with '{config.name}'; it is for {', '.join(_TORCHVISION)}")
     if not own:
         return _BUILDERS[config.name](config, seed)
     with users_callable("data.name", config.name) as builder:

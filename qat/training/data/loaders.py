@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import datasets
 from qat.training.data.batched import BatchTransform
-from qat.training.data.datasets import seeded_generator
+from qat.training.data.datasets import logger, seeded_generator
 from qat.training.data.images import ImageArray, Images
 from qat.training.data.transforms import Preprocessing, Transform, is_random, resized_up_front, train_transform
 from qat.training.errors import UserError
@@ -212,7 +212,10 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
 def _limited(images: Images, limit: int | None, split: str) -> Images:
     """Return a random choice of `limit` images; it is the same for every seed, so that runs can be compared."""
     count = len(images.labels)
-    if limit is None or limit >= count:
+    if limit is None:
+        return images
+    if limit >= count:
+        logger.warning("data.limit_%s: %d has no effect; there are %d images", split, limit, count)
         return images
     chosen = torch.randperm(count, generator=seeded_generator(0, f"limit_{split}"))[:limit]
     return images.subset(chosen.sort().values)

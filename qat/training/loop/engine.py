@@ -17,11 +17,12 @@ from qat.quantizer import Quantizer
 from qat.switches import freeze_scales
 from qat.training.config.stages import QATStageConfig
 from qat.training.errors import UserError
+from qat.training.loop.advice import without_effect
 from qat.training.loop.aids import Aids
 from qat.training.loop.compiled import CompiledModel
 from qat.training.loop.device import autocast, compile_mode
 from qat.training.loop.evaluation import Evaluation, evaluate, split_output, to_device
-from qat.training.loop.metrics import Meter, log_epoch, log_window, too_slow
+from qat.training.loop.metrics import Meter, log_epoch, log_window
 from qat.training.loop.norm_statistics import settle_statistics
 from qat.training.loop.optimizer import build_optimizer, build_schedule, describe_groups
 from qat.training.loop.stage import StageRun, rate_key
@@ -45,14 +46,14 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     if run.config.channels_last:
         run.model.to(memory_format=torch.channels_last)
     if state is None:
-        for sentence in too_slow(run):
+        for sentence in without_effect(run):
             run.log.say(f"{run.name}: {sentence}")
     if run.stage.epochs == 0:
         return _validate_untrained(run)
     if len(run.train) == 0:
         raise UserError(f"data.batch_size: {run.config.data.batch_size} leaves no whole training batch; reduce it")
     training = _Training(run)
-    run.log.say(f"{run.name}: {describe_groups(training.optimizer)}")
+    training.say_what_is_special()
     if state is not None:
         training.load(state)
         run.log.resume(run.step(state.epoch))
@@ -79,6 +80,15 @@ class _Training:
         self.compiled = CompiledModel(run.model, mode) if run.is_compiled else None
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.best_top1 = -1.0
+
+    def say_what_is_special(self) -> None:
+        """The groups of parameters, and the weights that oscillation leaves out."""
+        self.run.log.say(f"{self.run.name}: {describe_groups(self.optimizer)}")
+        left_out = {} if self.aids.oscillations is None else self.aids.oscillations.left_out
+        for name, why in list(left_out.items())[:1]:
+            self.run.log.say(
+                f"{self.run.name}: qat.oscillation leaves out {len(left_out)} weights; that of {name!r} {why}"
+            )
 
     def state(self, epoch: int) -> StageState:
         """What a resumed run needs besides the model."""

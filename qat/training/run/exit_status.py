@@ -1,8 +1,12 @@
 """The end of a command: one sentence on standard error, and the exit status that a shell expects."""
 
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 import torch
 
@@ -11,21 +15,35 @@ from qat.training.errors import UserError
 
 HOW_TO_RESUME = "resume=auto goes on from the last finished epoch"
 
+ENDING_SIGNALS = [each for each in signal.Signals if each.name in ("SIGTERM", "SIGHUP")]
+"""Signals from schedulers and closing terminals; they are handled like Ctrl-C."""
+
 EX_SOFTWARE = 70
 """The status for bugs of the program, which are shown with their traceback (sysexits.h)."""
 
 
+class SignalledError(KeyboardInterrupt):
+    """One of `ENDING_SIGNALS` as an exception; it unwinds the program as Ctrl-C does."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 def exit_status(run: Callable[[], int], way_on: str = HOW_TO_RESUME) -> int:
-    """Run a program, and turn errors into a sentence and an exit status.
+    """Run a program, and turn errors and signals into a sentence and an exit status.
 
     It is the program's own, 2 for what the user can fix (a config, a disk, memory), 70 for a bug of the program, and
-    130 for Ctrl-C. `way_on` is for the interrupted.
+    128 plus the signal if the run was asked to end: 130 for Ctrl-C, 143 for SIGTERM. `way_on` is for the interrupted.
     """
     resume = f"; {way_on}" if way_on else ""
     try:
-        return run()
+        with _signals_raised():
+            return run()
     except UserError as error:
         status, message = 2, str(error)
+    except SignalledError as error:
+        status, message = 128 + error.number, f"ended by {signal.Signals(error.number).name}{resume}"
     except KeyboardInterrupt:
         status, message = 130, f"interrupted{resume}"
     except (Exception, SystemExit) as error:  # sys.exit(0) in a user's module does not make the run a success
@@ -46,3 +64,24 @@ def is_memory_shortage(error: BaseException) -> bool:
     """Whether an error says that memory is short, here or in a loader process; torch has a type for CUDA's alone."""
     words = ("DefaultCPUAllocator", "DataLoader worker (pid")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(each in str(error) for each in words)
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Raise `SignalledError` for the first signal, and ignore further ones."""
+    main = threading.current_thread() is threading.main_thread()  # other threads may not set handlers
+    # Only signals with the default handler: under nohup, SIGHUP stays ignored.
+    mine = [each for each in ENDING_SIGNALS if main and signal.getsignal(each) is signal.SIG_DFL]
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for each in mine:
+            signal.signal(each, signal.SIG_IGN)
+        raise SignalledError(number)
+
+    for each in mine:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each in mine:
+            signal.signal(each, signal.SIG_DFL)
