@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from qat.contexts import evaluating
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
-from qat.export.onnxruntime.verification import LayerDifference, compare_layers_and_outputs
+from qat.export.onnxruntime.verification import LayerComparison, LayerDifference
 from qat.inputs import call_model, moved_to
 from qat.preparation.parts import prepared_parts
 
@@ -89,7 +89,7 @@ def agreement(files: list[tuple[Part, Path]]) -> dict[str, Any]:
     for part, path in files:
         prefix = f"{part.name}." if part.name else ""
         x = part.inputs[0] if len(part.inputs) == 1 else part.inputs
-        differences, followed = compare_layers_and_outputs(path, part.module, x)
+        differences, followed = LayerComparison(path, part.module).follow(x)
         for layer in differences:
             layers.append(LayerDifference(prefix + layer.name, layer.elements, layer.differing, layer.largest))
         for ours, theirs in followed:

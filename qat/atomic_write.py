@@ -14,16 +14,6 @@ def atomic_write(path: Path, temporary: Path | None = None) -> Iterator[Path]:
         path: the file. If it exists, readers see either the old content or the new, never a part.
         temporary: a name in the same folder that no other writer uses; by default one with the process id, because
             every process of a distributed run may export.
-
-    Raises:
-        OSError: if the file cannot be written.
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "numbers.txt"
-    >>> with atomic_write(path) as temporary:
-    ...     _ = temporary.write_text("1 2 3")
-    >>> path.read_text()
-    '1 2 3'
     """
     temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

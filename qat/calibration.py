@@ -11,16 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from qat.contexts import evaluating
+from qat.contexts import evaluating, first_calls
 from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
 from qat.layers import QuantFunction, QuantLayer
-from qat.preparation.proof import check_own_twins, check_parts, first_calls
+from qat.preparation.proof import check_own_twins, check_parts, traced_parts
 from qat.quantizer import Quantizer, RangeObserver
 
 log = logging.getLogger("qat")
-
-MANY_BATCHES = 100
-"""Without a limit, so many batches are read before the log says that there is one: ranges need far fewer."""
 
 
 def calibrate(
@@ -57,7 +54,6 @@ def calibrate(
     >>> calibrate(layer, (torch.randn(16, 4) for _ in range(1000)), limit=8)
     """
     given = as_batches(calibrate, model, batches)
-    _check(limit)
     quantizers = {
         name: module
         for name, module in model.named_modules()
@@ -69,7 +65,7 @@ def calibrate(
     ]  # fmt: skip
     if not quantizers and not any(isinstance(module, QuantLayer) for module in model.modules()):
         raise ValueError("calibrate: the model has no quantized layer and no activation quantizer; call prepare first")
-    with _unchanged_on_error(model), first_calls(model) as calls:
+    with _unchanged_on_error(model), first_calls(traced_parts(model).values()) as calls:
         with evaluating(model):  # weights first: activations are observed behind the weights that will be used
             for name, module in open_weights:
                 with _naming(f"weight of {name!r}"):
@@ -132,21 +128,11 @@ def _not_frozen(model: nn.Module, quantizers: dict[str, Quantizer]) -> list[tupl
     return [(name, quantizer) for name, quantizer in quantizers.items() if not quantizer.is_frozen]
 
 
-def _check(limit: Any) -> None:
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"calibrate: limit must be a whole number of at least 1 or None, got {limit!r}")
-
-
 def _run(model: nn.Module, batches: Iterable[Batch], limit: int | None) -> None:
     count = 0
     with torch.no_grad():
         for batch in itertools.islice(batches, limit):
             count += 1
-            if count == MANY_BATCHES + 1 and limit is None:
-                log.warning(
-                    "calibrate: more than %d batches, all of which are read; ranges rarely need so many:"
-                    " calibrate(model, batches, limit=%d)", MANY_BATCHES, MANY_BATCHES,
-                )  # fmt: skip
             run_batch("calibrate", model, inputs_and_labels("calibrate", batch)[0])
     if not any(_of_all_ranks(count > 0)):
         raise ValueError("calibrate: batches is empty; at least one batch is needed to find the ranges")

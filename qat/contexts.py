@@ -1,10 +1,12 @@
-"""States for a while: a model in evaluation mode, and warnings that are not for the user."""
+"""States for a while: a model in evaluation mode, calls that are recorded, warnings that are not for the user."""
 
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 
 _one_at_a_time = threading.RLock()
@@ -14,15 +16,7 @@ last would leave the other's behind for ever."""
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which the model is in evaluation mode; afterwards every module is in the mode that it was in.
-
-    >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
-    >>> with evaluating(model):
-    ...     [module.training for module in model]
-    [False, False]
-    >>> [module.training for module in model]
-    [True, False]
-    """
+    """A context in which the model is in evaluation mode; afterwards every module is in the mode that it was in."""
     flags = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -30,6 +24,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in flags:
             module.training = flag
+
+
+@contextmanager
+def first_calls(modules: Iterable[nn.Module]) -> Iterator[dict[Any, tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """A context that records the arguments of the first call of every one of these modules."""
+    calls: dict[Any, Any] = {}
+
+    def note(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(called, (args, kwargs))
+
+    with ExitStack() as hooks:
+        for module in modules:
+            if not isinstance(module, torch.jit.ScriptModule):  # these take no hooks
+                hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
+        yield calls
 
 
 @contextmanager

@@ -88,16 +88,7 @@ def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def as_batches(function: Callable[..., Any], model: Any, batches: Any) -> Iterable[Batch]:
-    """The batches; a tensor, or a mapping of keyword arguments, is one batch.
-
-    Args:
-        function: the public function that reads them, for errors.
-        model: what it was given as the model.
-        batches: what it was given as the batches.
-
-    Raises:
-        TypeError: if model is not an nn.Module, or batches is not iterable.
-        ValueError: if the model is on the meta device.
+    """The batches that a public function was given beside a model; a tensor, or a mapping of arguments, is one batch.
 
     >>> from qat import calibrate
     >>> len(list(as_batches(calibrate, nn.ReLU(), torch.zeros(8, 3)))), len(as_batches(calibrate, nn.ReLU(), [1, 2]))
@@ -112,26 +103,14 @@ def as_batches(function: Callable[..., Any], model: Any, batches: Any) -> Iterab
 
 
 def expect_model(function: Callable[..., Any], model: Any) -> None:
-    """Raise a TypeError if the argument `model` of a public function, which it names, is not a model.
-
-    >>> import qat
-    >>> expect_model(qat.summary, nn.Linear(4, 2))
-    >>> expect_model(qat.summary, nn.Linear)
-    Traceback (most recent call last):
-    TypeError: summary: model must be a torch.nn.Module, got the class Linear
-    """
+    """Raise a TypeError if the argument `model` of a public function, which it names, is not a model."""
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"{function.__name__}: model must be a torch.nn.Module, got {kind}")
 
 
 def check_model(function: Callable[..., Any], model: Any) -> None:
-    """Check that what a public function was given as the model is one, and can compute.
-
-    Raises:
-        TypeError: if it is not an nn.Module.
-        ValueError: if it is on the meta device.
-    """
+    """Check that what a public function was given as the model is one, and can compute: not on the meta device."""
     expect_model(function, model)
     if model_device(model).type == "meta":
         raise ValueError(
@@ -145,14 +124,6 @@ def inputs_and_labels(caller: str, batch: Batch) -> tuple[Any, Any]:
 
     torchvision's loaders of detection data, `collate_fn=lambda batch: tuple(zip(*batch))`, give a tuple of images and
     one of targets. These images are one argument, a list.
-
-    Raises:
-        TypeError: for anything else than a `Batch`.
-
-    >>> inputs_and_labels("f", ({"x": 1}, "labels")), inputs_and_labels("f", {"x": 1})
-    (({'x': 1}, 'labels'), ({'x': 1}, None))
-    >>> inputs_and_labels("f", (("image", "image"), ({"boxes": 1}, {"boxes": 2})))[0]
-    ['image', 'image']
     """
     if isinstance(batch, (Tensor, Mapping)):
         return batch, None

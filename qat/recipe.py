@@ -146,10 +146,6 @@ class QuantRecipe:
                 layer = self._apply(layer, pattern)
         return layer
 
-    def full_name(self, name: str) -> str:
-        """The name itself; see `ScopedRecipe`."""
-        return name
-
     @staticmethod
     def matches(pattern: str, name: str, kind: "type[nn.Module] | str | None" = None) -> bool:
         """Whether a key of `overrides` matches a layer; a key that names a module matches all layers in it.
@@ -266,43 +262,26 @@ def _check_override(pattern: str, change: Mapping[str, Any]) -> None:
             _check_fields(f"{where}[{key!r}]", value)
 
 
-@dataclass(frozen=True)
 class ScopedRecipe:
-    """A recipe for one graph: it translates layer names to those in the whole model, and knows the order of execution.
+    """A recipe for the graph at a path of the model, whose layers have their names in the graph.
 
-    Args:
-        recipe: the recipe.
-        prefix: path of the graph in the model; "" for the model itself.
-        first: the first quantized layer of the graph in the order of execution; "" if it is not known.
-        last: the last one.
+    `first` and `last` are its first and last layer in the order of execution; "" until that is known.
     """
 
-    recipe: "AnyRecipe"
-    prefix: str = ""
-    first: str = ""
-    last: str = ""
+    first = last = ""
 
-    activation: QuantSpec = field(init=False)
-    residual: QuantSpec = field(init=False)
-    profile: TargetProfile = field(init=False)
-    first_bits: int | None = field(init=False)
+    def __init__(self, recipe: QuantRecipe, prefix: str = "") -> None:
+        self.recipe, self.prefix = recipe, prefix
+        self.activation, self.residual, self.profile = recipe.activation, recipe.residual, recipe.profile
 
-    def __post_init__(self) -> None:
-        for name in ("activation", "residual", "profile", "first_bits"):  # those of the whole model
-            object.__setattr__(self, name, getattr(self.recipe, name))
-
-    def for_layer(
-        self, name: str, kind: "type[nn.Module] | None" = None, position: Position | None = None
-    ) -> LayerRecipe:
+    def for_layer(self, name: str, kind: "type[nn.Module] | None" = None) -> LayerRecipe:
         """The grids of a layer of the graph."""
+        position: Position | None = None
         if name and name in (self.first, self.last):
             alone = self.first == self.last  # then first_bits wins, if it is set
-            position = "first" if name == self.first and not (alone and self.first_bits is None) else "last"
-        return self.recipe.for_layer(f"{self.prefix}.{name}" if self.prefix else name, kind, position)
+            position = "first" if name == self.first and not (alone and self.recipe.first_bits is None) else "last"
+        return self.recipe.for_layer(self.full_name(name), kind, position)
 
     def full_name(self, name: str) -> str:
-        """The name in the whole model of something in the graph, for errors."""
-        return self.recipe.full_name(f"{self.prefix}.{name}" if self.prefix else name)
-
-
-AnyRecipe = QuantRecipe | ScopedRecipe
+        """The name in the whole model of something in the graph."""
+        return f"{self.prefix}.{name}" if self.prefix else name

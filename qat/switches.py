@@ -1,7 +1,7 @@
 """Fake quantization off and on, and scales frozen: switches of a prepared model's quantizers."""
 
 from collections.abc import Iterable, Iterator
-from types import TracebackType
+from contextlib import ExitStack
 
 from torch import fx, nn
 
@@ -18,31 +18,9 @@ Layers = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 """Which layers of a model: a name, a pattern, a float class, or several of these."""
 
 
-class FakeQuantSwitch:
-    """What `disable_fake_quant` and `enable_fake_quant` return: a context that puts every switch back at its end."""
-
-    def __init__(self, quantizers: Iterable[Quantizer], disabled: bool) -> None:
-        self._before = [(quantizer, quantizer.is_disabled) for quantizer in quantizers]
-        self._disabled = disabled
-        for quantizer, _ in self._before:
-            quantizer.is_disabled = disabled
-
-    def __repr__(self) -> str:
-        return f"FakeQuantSwitch({'off' if self._disabled else 'on'}, quantizers={len(self._before)})"
-
-    def __enter__(self) -> None:
-        """Nothing: the call has switched already."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for quantizer, disabled in self._before:
-            quantizer.is_disabled = disabled
-
-
 def disable_fake_quant(
     model: nn.Module, layers: Layers = "*", *, weights: bool = True, activations: bool = True
-) -> FakeQuantSwitch:
+) -> ExitStack:
     """Switch quantization off for a layer, some layers, or all: they compute in float, in training and evaluation.
 
     It holds until `enable_fake_quant`; in a `with` statement until its end. Ranges stay as they are, and do not learn
@@ -77,12 +55,12 @@ def disable_fake_quant(
     False
     """
     expect_model(disable_fake_quant, model)
-    return FakeQuantSwitch(_selected("disable_fake_quant", model, layers, weights, activations), True)
+    return _switched(_selected("disable_fake_quant", model, layers, weights, activations), True)
 
 
 def enable_fake_quant(
     model: nn.Module, layers: Layers = "*", *, weights: bool = True, activations: bool = True
-) -> FakeQuantSwitch:
+) -> ExitStack:
     """Switch quantization on again; see `disable_fake_quant`, which has the arguments, the result and the errors.
 
     >>> import qat
@@ -93,7 +71,7 @@ def enable_fake_quant(
     ['input_quantizer']
     """
     expect_model(enable_fake_quant, model)
-    return FakeQuantSwitch(_selected("enable_fake_quant", model, layers, weights, activations), False)
+    return _switched(_selected("enable_fake_quant", model, layers, weights, activations), False)
 
 
 def freeze_scales(model: nn.Module, frozen: bool = True) -> int:
@@ -133,6 +111,15 @@ def freeze_scales(model: nn.Module, frozen: bool = True) -> int:
     return len(quantizers)
 
 
+def _switched(quantizers: list[Quantizer], disabled: bool) -> ExitStack:
+    """Switch quantizers; the context's end puts every one back."""
+    undo = ExitStack()
+    for quantizer in quantizers:
+        undo.callback(setattr, quantizer, "is_disabled", quantizer.is_disabled)
+        quantizer.is_disabled = disabled
+    return undo
+
+
 def _selected(caller: str, model: nn.Module, layers: Layers, weights: bool, activations: bool) -> list[Quantizer]:
     """The quantizers of these roles in what the patterns name, each once."""
     roles = {role for role, wanted in (("weight", weights), ("activation", activations)) if wanted}
@@ -145,9 +132,7 @@ def _selected(caller: str, model: nn.Module, layers: Layers, weights: bool, acti
     for wanted in layers if isinstance(layers, Iterable) and not isinstance(layers, (str, nn.Module)) else [layers]:
         pattern = pattern_of(wanted)
         if pattern is None:
-            is_part = (name for name, module in model.named_modules() if module is wanted)
-            way = f"give its name, {name!r}" if (name := next(is_part, "")) else "several go in a list"
-            raise TypeError(f"{caller}: layers are given by name or by class, got {type(wanted).__name__}; {way}")
+            raise TypeError(f"{caller}: layers are given by name or by class, got {type(wanted).__name__}")
         matched = [owned for name, kind, owned in named if QuantRecipe.matches(pattern, name, kind)]
         if not matched:
             names = [name for name, _, _ in named]

@@ -34,12 +34,6 @@ def table(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
 def did_you_mean(word: str, known: Iterable[str], count: int = 1, shown: Callable[[str], str] = str) -> str:
     """A question that offers the most similar known names; "" if none is similar. Case does not matter.
 
-    Args:
-        word: what the user wrote.
-        known: the valid names.
-        count: how many names to offer at most.
-        shown: what the question calls a name.
-
     >>> did_you_mean("LSG", ["lsq", "pact"])
     "did you mean 'lsq'?"
     >>> did_you_mean("conv", ["conv1", "conv2", "fc"], count=3)
@@ -54,11 +48,6 @@ def did_you_mean(word: str, known: Iterable[str], count: int = 1, shown: Callabl
 
 def unknown_name(given: Iterable[Any], known: Iterable[str], kind: str = "key") -> str:
     """The end of a sentence about the first name that is not known: the most similar one, or all; "" if all are known.
-
-    Args:
-        given: what the user wrote.
-        known: the valid names, in the order in which to show them.
-        kind: what such a name is.
 
     >>> unknown_name({"bit": 4}, ["bits", "signed"])
     "unknown key 'bit'; did you mean 'bits'?"

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor, maybe_current_level
+from torch._C._functorch import maybe_current_level
 from torch._functorch import utils as functorch_utils
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace as symbolic_trace
@@ -58,11 +58,6 @@ def _a_mode_sees_functions() -> bool:
         if not isinstance(torch._C._get_function_stack_at(place), DeviceContext):
             return True
     return False
-
-
-def is_batched(x: Tensor) -> bool:
-    """Whether a tensor stands for many: under torch.vmap, or among several gradients taken at once."""
-    return bool(is_batchedtensor(x) or is_legacy_batchedtensor(x))
 
 
 def load_dynamo() -> None:

@@ -8,23 +8,22 @@ from contextlib import ExitStack
 from typing import Literal, overload
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from qat.analysis.table import summary
 from qat.contexts import evaluating
 from qat.inputs import Examples, Inputs, bind_inputs, call_with, expect_model
 from qat.layers import QuantLayer
 from qat.layers.twins import QuantTwin, is_composite
-from qat.preparation.attributes import Indexed, keep_attributes, scalar_attributes
-from qat.preparation.graph import prepare_graph
-from qat.preparation.parts import prepare_parts
-from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.parts import prepare_graph, prepare_parts
+from qat.preparation.prepared_graph import Block, PreparedGraph, keep_attributes
 from qat.preparation.refusals import check_float_model
+from qat.preparation.replacements import scalar_attributes
 from qat.preparation.report import LAYERS, noted
 from qat.preparation.swapping import check_patterns
 from qat.quantizer import Quantizer
 from qat.quantizer.base import without_range_warnings
-from qat.recipe import QuantRecipe
+from qat.recipe import QuantRecipe, ScopedRecipe
 from qat.tracing.randomness import seeded
 from qat.tracing.side_effects import UntraceableError, restoring_state
 
@@ -93,34 +92,27 @@ def prepare(
     from qat.fused.graph import FusedGraph as graph_class  # noqa: N813, F811 - without this line models train plainly
 
     with seeded(0):
-        root = _copy_of(model)
+        root = copy.deepcopy(model)
         examples = None if example_inputs is None else bind_inputs("prepare", root, example_inputs)
         prepared: nn.Module
         try:
             if is_composite(root) or isinstance(root, QuantTwin):
                 raise UntraceableError(f"{type(root).__name__} is one layer")
             with without_range_warnings(root):
-                prepared = prepare_graph(root, recipe, examples, graph_class)
+                prepared = prepare_graph(root, ScopedRecipe(recipe), examples, graph_class)
         except UntraceableError as error:
-            root = _copy_of(model)  # a fresh one, since tracing may leave proxies in the model's attributes
+            root = copy.deepcopy(model)  # a fresh one, since tracing may leave proxies in the model's attributes
             with without_range_warnings(root):
                 prepared = prepare_parts(root, recipe, examples, str(error), graph_class)
         layers = noted(prepared, LAYERS)
         check_patterns(recipe, layers, model)
         if not any(isinstance(module, QuantLayer) for module in prepared.modules()):
-            raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize{_where_they_are(model)}")
+            raise ValueError(f"prepare: {type(model).__name__} has no layer to quantize")
         _keep_scalar_attributes(prepared, model)
         _set_modes(prepared, model)
         if examples is not None:
             probe(prepared, examples, {name for name, _ in model.named_modules()})
     return summary(prepared) if dry_run else prepared
-
-
-def _where_they_are(model: nn.Module) -> str:
-    """What to prepare instead of a graph of torch.export, which holds operators and no layers; "" for other models."""
-    nodes = model.graph.nodes if isinstance(model, fx.GraphModule) else ()
-    exported = any(type(node.target).__name__ == "OpOverload" for node in nodes)
-    return "; it comes from torch.export, whose graph holds operators: prepare the float model before" * exported
 
 
 def _set_modes(prepared: nn.Module, model: nn.Module) -> None:
@@ -141,26 +133,8 @@ def _keep_scalar_attributes(prepared: nn.Module, model: nn.Module) -> None:
     parts = dict(prepared.named_modules())
     for name, module in model.named_modules():
         twin = parts.get(name)
-        if type(twin) is nn.Module or isinstance(twin, (Indexed, fx.GraphModule)):
+        if isinstance(twin, Block):
             keep_attributes(dict(scalar_attributes(module)), twin)
-
-
-def _copy_of(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except RuntimeError as error:
-        if "graph leaves" not in str(error):
-            raise
-        old = [name for name, module in model.named_modules() if hasattr(module, "weight_g")]
-        if old:
-            raise ValueError(
-                f"prepare: {old[0]!r} cannot be copied, for torch.nn.utils.weight_norm made its weight; use"
-                " torch.nn.utils.parametrizations.weight_norm instead"
-            ) from error
-        raise ValueError(
-            f"prepare: {type(model).__name__} cannot be copied, for it keeps a tensor of an earlier forward that has a"
-            " gradient history; prepare it before its first forward, or run that under torch.no_grad()"
-        ) from error
 
 
 def probe(model: nn.Module, examples: Examples, own: set[str]) -> None:

@@ -1,19 +1,17 @@
 """`explain`: how every layer of a prepared model trains, and why not faster."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qat.analysis.table import layers_in_order
-from qat.contexts import evaluating
+from qat.contexts import evaluating, first_calls
 from qat.inputs import bind_inputs, call_with, expect_model
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
-from qat.preparation.proof import first_calls
+from qat.preparation.proof import traced_parts
 from qat.text import table as text_table
 
 HEADER = ("name", "kind", "trains", "why")
@@ -51,7 +49,7 @@ def explain(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping
     calls, shapes = _seen(model, example_inputs)
     sentences: list[str] = []
     rows: dict[str, Row] = {}
-    parts = {name: module for name, module in model.named_modules() if isinstance(module, PreparedGraph)}
+    parts = traced_parts(model)
     for name, part in parts.items():
         start = f"{name}." if name else ""
         inner = {path.removeprefix(start): shape for path, shape in shapes.items() if path.startswith(start)}
@@ -83,19 +81,12 @@ def _elsewhere(name: str, parts: Mapping[str, PreparedGraph]) -> str:
     return "no graph calls it"
 
 
-def _seen(model: nn.Module, example_inputs: Any) -> tuple[dict[PreparedGraph, Any], dict[str, torch.Size]]:
+def _seen(model: nn.Module, example_inputs: Any) -> tuple[dict[Any, Any], dict[str, torch.Size]]:
     """What a run with example inputs gives to the traced parts, and the shapes that it gives to layers."""
-    shapes: dict[str, torch.Size] = {}
     if example_inputs is None:
-        return {}, shapes
-
-    def note(name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor):
-            shapes.setdefault(name, args[0].shape)
-
-    with ExitStack() as hooks, evaluating(model), torch.no_grad(), first_calls(model) as calls:
-        for name, module in model.named_modules():
-            if isinstance(module, QuantLayer):
-                hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
+        return {}, {}
+    watched = [module for module in model.modules() if isinstance(module, (PreparedGraph, QuantLayer))]
+    with evaluating(model), torch.no_grad(), first_calls(watched) as calls:
         call_with(model, bind_inputs("explain", model, example_inputs))
-    return calls, shapes
+    layers = {name: calls[layer][0] for name, layer in model.named_modules() if layer in calls}
+    return calls, {name: args[0].shape for name, args in layers.items() if args and isinstance(args[0], Tensor)}

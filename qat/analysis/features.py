@@ -47,9 +47,8 @@ def feature_extractor(model: nn.Module, names: Sequence[str] | Mapping[str, str]
         )
     model._follow_changes()
     keys = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
-    twice = next((key for key in keys.values() if list(keys.values()).count(key) > 1), None)
-    if twice is not None:
-        raise ValueError(f"feature_extractor: {twice!r} is the key of several names; give each a key of its own")
+    if len({*keys.values()}) < len(keys):
+        raise ValueError(f"feature_extractor: several names have one key in {keys}; give each a key of its own")
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(model.graph, copied)

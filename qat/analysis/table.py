@@ -1,21 +1,27 @@
 """`summary`: a prepared model as a table."""
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
 
-from qat.analysis.float_results import float_results, said_of
 from qat.inputs import expect_model
 from qat.layers import QuantLayer
 from qat.layers.twins import CompositeTwin, QuantTwin, layers_of
-from qat.preparation.operations import AVERAGING, JOINING, NONLINEAR, operation_of
+from qat.preparation.operations import AVERAGING, JOINING, NONLINEAR, is_relu, operation_of
 from qat.preparation.parts import prepared_parts
+from qat.preparation.placement import is_convolution, readings
+from qat.preparation.prepared_graph import PreparedGraph
 from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE, VERDICTS, WHOLE_MODEL, noted
+from qat.preparation.swapping import call_own_quantizers
 from qat.quantizer import Quantizer
 from qat.targets import TargetProfile
 from qat.text import table
+from qat.torch_internals import AnyBatchNorm
 from qat.tracing.nodes import constant_nodes, submodule_of
+from qat.tracing.side_effects import UntraceableError
+from qat.tracing.train_eval import trace
 
 ALL = {**JOINING, **AVERAGING, **NONLINEAR}
 
@@ -183,3 +189,47 @@ def _counts(model: nn.Module, in_float: int) -> str:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def float_results(model: nn.Module) -> list[str]:
+    """The convolutions of an unprepared model that compute in float in an exported file.
+
+    Integer kernels need the grid of their result, right behind the activation. A BatchNorm in between does not fold
+    without `prepare`, either. Of a model that cannot be traced these are all convolutions but those that are modules by
+    themselves.
+    """
+    if any(isinstance(module, PreparedGraph) or LEFT_IN_FLOAT in vars(module) for module in model.modules()):
+        return []
+    named = [name for name, module in model.named_modules() if name and is_convolution(module)]
+    if not named:
+        return []
+    try:
+        graph_module, _ = trace(copy.deepcopy(model), None, fx.GraphModule)
+    except UntraceableError:
+        return named
+    call_own_quantizers(graph_module)
+    nodes = (node for node in graph_module.graph.nodes if is_convolution(submodule_of(graph_module, node)))
+    return list(dict.fromkeys(str(node.target) for node in nodes if any(_float_readers(node, graph_module))))
+
+
+def _float_readers(node: fx.Node, graph_module: fx.GraphModule, normalised: bool = False) -> Iterator[bool]:
+    """For each reader of a result, behind norms and ReLUs: whether the result is not read as it is by a quantizer.
+
+    An output of the model is no such reader: `prepare` leaves it in float too.
+    """
+    for reader, _ in readings(node, graph_module):
+        module = submodule_of(graph_module, reader)
+        if is_relu(reader, graph_module) or isinstance(module, AnyBatchNorm):
+            yield from _float_readers(reader, graph_module, normalised or isinstance(module, AnyBatchNorm))
+        else:
+            yield reader.op != "output" and (normalised or not isinstance(module, Quantizer))
+
+
+def said_of(names: list[str]) -> str:
+    """A sentence about `float_results`, with the way out."""
+    named = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+    return (
+        f"{named} {'computes' if len(names) == 1 else 'compute'} in float in an exported file, since no quantizer reads"
+        " the result right behind norm and activation; qat.prepare(model) keeps your layers with their ranges, and"
+        " places what is missing"
+    )

@@ -3,9 +3,8 @@
 from qat.export.agreement import Verification
 from qat.export.exporter import export_onnx
 from qat.export.integers.following import LayerDifference
-from qat.export.integers.saturation import Saturation
 from qat.export.integers.weights import IntegerArrays, integer_weights
-from qat.export.onnx.products import find_saturation
+from qat.export.onnx.saturation import Saturation, find_saturation
 from qat.export.onnxruntime.ties import Differences, explain_differences
 from qat.export.onnxruntime.verification import compare_layers, optimized_operators, verify_onnx
 

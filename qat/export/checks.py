@@ -1,26 +1,22 @@
 """What `export_onnx` refuses, and what it warns of, before it writes anything."""
 
-import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from qat.analysis.float_results import float_results, said_of
+from qat.analysis.table import float_results, said_of
 from qat.contexts import evaluating
-from qat.export.integers.consistency import keeps_to_its_grid, rounds_half_to_even, sample_for
 from qat.export.integers.frozen import CONTAINER_BITS
 from qat.inputs import Inputs, call_model, described, does_not_run
-from qat.layers import QuantLayer
-from qat.preparation.hooks import is_watched
+from qat.layers import QuantFunction, QuantLayer
 from qat.preparation.parts import prepared_parts
 from qat.preparation.prepared_graph import PreparedGraph
+from qat.preparation.replacements import is_watched
 from qat.preparation.report import LEFT_IN_FLOAT, WHOLE_MODEL
 from qat.quantizer import Quantizer
 from qat.text import first_line
-from qat.torch_internals import pytree
 
 ROUNDS_OTHERWISE = (
     "has other integers than round(x / scale) + zero_point, halves to even, as which runtimes compute those of"
@@ -30,21 +26,15 @@ ROUNDS_OTHERWISE = (
 
 FLOAT32_BYTES = 4
 
-PLAIN_RESULTS = (torch.Tensor, int, float, complex, bool, str, type(None))
-"""What torch.export takes in a model's result, in tuples, lists, dictionaries and whatever else is a pytree."""
-
 
 def check_exportable(model: nn.Module) -> None:
     """Check that the model is one graph, and that it has integers; see `check_integers`."""
     if WHOLE_MODEL in vars(model).get(LEFT_IN_FLOAT, {}):
-        parts = prepared_parts(model)
-        way = (
-            f"export each part ({', '.join(parts)}), see qat.preparation.parts.prepared_parts(model)"
+        raise ValueError(
+            f"export_onnx: {type(model).__name__} was {vars(model)[LEFT_IN_FLOAT][WHOLE_MODEL]}; export each part"
+            f" ({', '.join(prepared_parts(model)) or 'there is none'}), see qat.preparation.parts.prepared_parts(model)"
             ", or take the reason away as docs/timm_and_huggingface.md does"
-            if parts
-            else "no part of it is one graph; what runs between its decisions becomes a part if it is a submodule"
         )
-        raise ValueError(f"export_onnx: {type(model).__name__} was {vars(model)[LEFT_IN_FLOAT][WHOLE_MODEL]}; {way}")
     check_integers(model, "export_onnx")
     for name, quantizer in model.named_modules():
         if isinstance(quantizer, Quantizer) and not rounds_half_to_even(quantizer):
@@ -88,10 +78,39 @@ def check_integers(model: nn.Module, caller: str) -> None:
             )
 
 
-def check_path(caller: str, path: Any, order: str) -> None:
-    """Raise a TypeError if path is not a str or PathLike; the message shows the expected order of the arguments."""
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{caller}: path must be text or a Path, got {type(path).__name__}; the order is {order}")
+@torch.no_grad()
+def keeps_to_its_grid(quantizer: Quantizer, x: Tensor) -> bool:
+    """Whether quantize(x) = (codes(x) - zero_point) * scale."""
+    scale, zero_point = quantizer.grid(x)
+    expected = (quantizer.codes(x) - zero_point) * scale
+    # The difference of NaN weights is NaN and passes; they are refused when their integers are stored.
+    off = (quantizer.quantize(x) - expected).abs() > 1e-5 * expected.abs() + 1e-6 * scale
+    return not bool(off.any())
+
+
+@torch.no_grad()
+def rounds_half_to_even(quantizer: Quantizer) -> bool:
+    """Whether codes(x) = clamp(round(x / scale) + zero_point) between the levels too, halves to the even integer.
+
+    So every runtime computes an activation's integers from scale and zero point; a weight's are stored.
+    """
+    if quantizer.role == "weight":
+        return True
+    scale, zero_point = quantizer.grid()
+    low, high = quantizer.bounds()
+    x = (torch.arange(low, high, device=scale.device) + 0.5 - zero_point) * scale
+    return torch.equal(quantizer.codes(x), torch.clamp(torch.round(x / scale) + zero_point, low, high))
+
+
+def sample_for(model: nn.Module, name: str, quantizer: Quantizer) -> Tensor:
+    """A tensor to try a quantizer of a model on: its weight, or points on, between and outside the levels."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(owner, QuantLayer) and owner.weight_quantizer is quantizer and not isinstance(owner, QuantFunction):
+        return owner.channels_first(owner.weight.detach())
+    scale, zero_point = quantizer.grid()
+    low, high = quantizer.bounds()
+    points = torch.linspace(low - 1.3, high + 1.7, 61, device=scale.device)
+    return (points - zero_point.reshape(*zero_point.shape[:-1], -1)) * scale.reshape(*scale.shape[:-1], -1)
 
 
 def check_new_file(path: Path) -> None:
@@ -103,23 +122,16 @@ def check_new_file(path: Path) -> None:
 
 
 def why_not_exported(model: nn.Module, example_inputs: Inputs, error: Exception) -> ValueError:
-    """Explain an export that failed: the model does not run with the inputs, returns no tensors, or torch's reason."""
-    name = type(model).__name__
+    """Explain an export that failed: the model does not run with the inputs, or torch's reason."""
     try:
         with evaluating(model), torch.no_grad():
-            answer = call_model(model, example_inputs)
+            call_model(model, example_inputs)
     except Exception as failure:  # of the user's own code
         return does_not_run("export_onnx", model, f"the example_inputs {described(example_inputs)}", failure)
-    leaves = [type(leaf).__name__ for leaf in pytree.tree_leaves(answer) if not isinstance(leaf, PLAIN_RESULTS)]
-    if leaves:
-        return ValueError(
-            f"export_onnx: {name} returns {leaves[0]}, into which torch.export does not look; wrap the model in one"
-            " that returns its tensors, alone or in a tuple, a list or a dict"
-        )
     first: BaseException = error  # the last one is torch.onnx's, several lines about how to ask for help
     while first.__cause__ is not None:
         first = first.__cause__
-    return ValueError(f"export_onnx: torch.onnx cannot export {name}: {first_line(first)}")
+    return ValueError(f"export_onnx: torch.onnx cannot export {type(model).__name__}: {first_line(first)}")
 
 
 def warn_of_float_results(model: nn.Module) -> None:

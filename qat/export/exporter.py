@@ -12,7 +12,6 @@ from qat.atomic_write import atomic_write
 from qat.export.checks import (
     check_exportable,
     check_new_file,
-    check_path,
     warn_of_float_results,
     warn_of_hooks,
     why_not_exported,
@@ -21,15 +20,12 @@ from qat.export.integers.evaluation import evaluation_copy
 from qat.export.integers.freezing import freeze, frozen_grids
 from qat.export.integers.frozen import FreezingError
 from qat.export.onnx.containers import pack_weights
-from qat.export.onnx.initializers import own_initializers
-from qat.export.onnx.names import name_quantizers, name_weights, rename_inputs_outputs, strip_traces
+from qat.export.onnx.names import name_quantizers, name_weights, own_initializers, rename_inputs_outputs, strip_traces
 from qat.export.onnx.operators import OPSET, OPSETS, OnnxOperations
 from qat.export.onnx.pixels import take_pixels
 from qat.export.onnx.program import export_program, fix_sizes
-from qat.export.onnxruntime.barriers import add_barriers
-from qat.export.onnxruntime.clips import fold_clips
+from qat.export.onnxruntime.passes import add_barriers, add_exactly, fold_clips
 from qat.export.onnxruntime.rewriting import rewrite_for_runtime
-from qat.export.onnxruntime.sums import add_exactly
 from qat.inputs import Inputs, expect_model
 from qat.preparation.refusals import wrapped
 from qat.preparation.report import PROFILE
@@ -78,8 +74,7 @@ def export_onnx(
         input_names, output_names: of the file, in their order; None: torch's names of arguments and results.
 
     Raises:
-        TypeError: if the model holds no quantizer, the path is not a path, names are no list of texts, or the metadata
-            cannot be written as JSON.
+        TypeError: if the model holds no quantizer, the path is not a path, or the metadata cannot be written as JSON.
         FileNotFoundError: if the folder of the path is missing.
         ValueError: if the model was prepared in parts, if a quantizer is not calibrated, not exportable or wider than
             8 bits, if a parameter has fewer bits than float32, if the model does not run with the inputs or returns
@@ -88,15 +83,10 @@ def export_onnx(
     """
     import onnx
 
-    check_path("export_onnx", path, "model, path, example_inputs")
     expect_model(export_onnx, model)
     check_new_file(Path(path))
     if type(opset) is not int or opset not in OPSETS:
         raise ValueError(f"export_onnx: opset must be {OPSETS[0]} to {OPSETS[-1]}, got {opset!r}")
-    for key, names in (("input_names", input_names), ("output_names", output_names)):
-        listed = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
-        if names is not None and not listed:
-            raise TypeError(f"export_onnx: {key} must be a list of names, such as ['x'], got {names!r}")
     notes = _as_json(metadata or {})
     inside = wrapped(model)  # its batch axis would be fixed: the exporter gives free axes to arguments with names
     model = model if inside is None else inside[1]
@@ -145,8 +135,6 @@ def _as_json(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Each value as JSON."""
     notes = {}
     for key, value in metadata.items():
-        if not isinstance(key, str):
-            raise TypeError(f"export_onnx: the keys of metadata must be text, got {key!r}")
         try:
             notes[key] = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:

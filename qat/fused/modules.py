@@ -16,8 +16,7 @@ from torch.nn.utils import parametrize
 
 from qat.fused import activations
 from qat.layers import QuantConv1d, QuantConv2d, QuantConv3d, QuantFunction, QuantLayer, QuantLinear
-from qat.preparation.hooks import METHODS, is_watched, watch
-from qat.preparation.replacements import ModuleSnapshot
+from qat.preparation.replacements import METHODS, ModuleSnapshot, is_watched, watch
 from qat.quantizer import LSQQuantizer, Quantizer
 
 LAYERS = (QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear, QuantFunction)

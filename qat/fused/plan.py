@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import fx
 
 from qat.fused.activations import Activation, activation_of
+from qat.fused.functions.codes import codes_refusal, mode_refusal
 from qat.fused.functions.products import layer_refusal
-from qat.fused.functions.quantizers import codes_refusal, mode_refusal
 from qat.fused.modules import module_refusal
 from qat.fused.movement import DROPOUTS, RESHAPING_MODULES, reshapes, window
 from qat.layers import QuantLayer
-from qat.preparation.hooks import may_write
 from qat.preparation.operations import JOINING, grid_of, operation_of, passes_grid
+from qat.preparation.replacements import may_write
 from qat.quantizer import Quantizer
 from qat.tracing.in_place import Memory
 from qat.tracing.nodes import fixed_nodes, submodule_of

@@ -13,9 +13,8 @@ from torch import fx
 
 from qat.fused.functions.codes import decode, encode
 from qat.fused.functions.curves import quantize_curve, quantize_softmax
-from qat.fused.functions.movement import drop, reshape, reshape_by, shape_of
+from qat.fused.functions.movement import drop, max_pool, reshape, reshape_by, shape_of
 from qat.fused.functions.norm_activation import quantize_chain, quantize_sum
-from qat.fused.functions.pools import max_pool
 from qat.fused.functions.products import matmul, multiply
 from qat.fused.functions.scale_repair import repair
 from qat.fused.modules import Watched, module_tree

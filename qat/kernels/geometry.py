@@ -59,12 +59,11 @@ class Geometry(NamedTuple):
             rows *= max((size + 2 * pad - spread * (kernel - 1) - 1) // step + 1, 0)
         return rows
 
-    def pays_in_integers(self, x: torch.Size, weight: torch.Size, zero: float, copies: int = 1) -> bool:
-        """Whether integers pay for a batch of `copies` times x: by a rule, so that a resumed run computes alike."""
-        return self.integers_refusal(x, weight, zero, copies) is None
-
     def integers_refusal(self, x: torch.Size | None, weight: torch.Size, zero: float, copies: int = 1) -> str | None:
-        """Why integers do not pay, None if they do; without the shape x: why they never do."""
+        """Why integers do not pay for a batch of `copies` times x, None if they do; without x: why they never do.
+
+        A rule, so that a resumed run computes alike.
+        """
         kind, inputs = self.kind(weight), math.prod(weight[1:])
         if kind is None:
             return "it is depthwise with several outputs for an input"

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from qat.layers import QuantFunction, QuantLayer, QuantLinear
 from qat.layers.function import FLOAT_TYPES
 from qat.layers.twins import float_type_of, is_composite
-from qat.recipe import AnyRecipe
+from qat.recipe import ScopedRecipe
 from qat.torch_internals import has_forward_hooks
 from qat.tracing.attention import LAYER_NAME
 from qat.tracing.nodes import constant_nodes, constant_values, free_name, given_by_name, scope_of
@@ -33,21 +33,13 @@ RECIPE_NAME = "qat_recipe_name"
 
 @dataclass(frozen=True)
 class FunctionalLayer:
-    """A call of a function that reads a parameter as its weight.
-
-    Attributes:
-        node: the call.
-        given: its arguments by name.
-        name: the name of the quantized layer that replaces the call.
-        module: the linear layer whose whole weight the call reads; it becomes the quantized layer. Else None.
-        recipe_name: its name in a recipe: that of the layer that owns the weight, or its own.
-    """
+    """A call of a function that reads a parameter as its weight, and the quantized layer that replaces it."""
 
     node: fx.Node
-    given: dict[str, Any]
-    name: str
-    module: nn.Linear | None
-    recipe_name: str
+    given: dict[str, Any]  # its arguments by name
+    name: str  # of the quantized layer
+    module: nn.Linear | None  # the linear layer whose whole weight it reads; it becomes the quantized layer
+    recipe_name: str  # that of the layer that owns the weight, or its own
 
     @property
     def float_type(self) -> type[nn.Module]:
@@ -77,7 +69,7 @@ def find_functional_layers(graph_module: fx.GraphModule, root: nn.Module) -> lis
 
 
 def quantize_functional_layers(
-    graph_module: fx.GraphModule, layers: list[FunctionalLayer], recipe: AnyRecipe, left: dict[str, str]
+    graph_module: fx.GraphModule, layers: list[FunctionalLayer], recipe: ScopedRecipe, left: dict[str, str]
 ) -> None:
     """Replace every functional layer by a quantized one, in place.
 

@@ -1,41 +1,94 @@
-"""Prepares models that torch.fx cannot trace as a whole: their largest traceable submodules, then single layers."""
+"""From a float model to quantized graphs: one for all of it, else one for each of its largest traceable submodules.
+
+`prepare_graph` swaps layers, quantizes functional weights and places grids. `prepare_parts` is for models that torch.fx
+cannot trace as a whole: layers outside of the parts are quantized one by one.
+"""
 
 from collections.abc import Mapping
-from contextlib import ExitStack
-from functools import partial
-from typing import Any
 
 import torch
 from torch import fx, nn
 
-from qat.contexts import evaluating
-from qat.inputs import bind_arguments, call_with, copied, described, does_not_run, model_device
+from qat.contexts import evaluating, first_calls
+from qat.inputs import Arguments, Examples, bind_arguments, call_with, described, does_not_run, model_device
 from qat.layers import QuantLayer
 from qat.layers.twins import QuantTwin, float_type_of, is_composite, is_layer, layers_of, make_twin, type_name
-from qat.preparation.attributes import keep_attributes, keep_class, plain_attributes
-from qat.preparation.graph import prepare_graph
-from qat.preparation.prepared_graph import PreparedGraph
-from qat.preparation.report import LAYERS, LEFT_IN_FLOAT, WHOLE_MODEL
-from qat.preparation.swapping import refusal
+from qat.preparation.functional_weights import FunctionalLayer, find_functional_layers, quantize_functional_layers
+from qat.preparation.placement import place_quantizers
+from qat.preparation.prepared_graph import PreparedGraph, keep_attributes, keep_class, plain_attributes
+from qat.preparation.report import COMPROMISES, LAYERS, LEFT_IN_FLOAT, PROFILE, WHOLE_MODEL
+from qat.preparation.swapping import fuse_batch_norms, name_float_rest, refusal, swap_layers
 from qat.quantizer import create_quantizer
-from qat.recipe import AnyRecipe, QuantRecipe, ScopedRecipe
+from qat.recipe import QuantRecipe, ScopedRecipe
 from qat.torch_internals import children_of
+from qat.tracing.in_place import copy_before_writes, mark_later_writes
 from qat.tracing.side_effects import UntraceableError, restoring_state
+from qat.tracing.train_eval import trace
 
-Calls = Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]
+
+def prepare_graph(
+    root: nn.Module, recipe: ScopedRecipe, examples: Examples | None, graph_class: type[PreparedGraph]
+) -> PreparedGraph:
+    """Trace a float model, or a submodule of one, and quantize the graph, which takes over the model's own layers.
+
+    The recipe's layer names are those in root.
+
+    Raises:
+        UntraceableError: if it cannot be traced; the model is then unchanged.
+        ValueError: if a grid of the recipe does not fit.
+    """
+    graph_module, opaque = trace(root, examples, graph_class)
+    mark_later_writes(graph_module)
+    functional = find_functional_layers(graph_module, root)
+    layers = {
+        name: type_name(layer)
+        for name, layer in layers_of(root)
+        if type(layer) is not nn.MultiheadAttention  # the graph calls its projections instead
+    }
+    layers |= {layer.recipe_name: layer.float_type.__name__ for layer in functional}
+    recipe.first, recipe.last = _first_and_last(graph_module, root, functional, recipe)
+    left = swap_layers(graph_module, root, recipe)
+    quantize_functional_layers(graph_module, functional, recipe, left)
+    left |= fuse_batch_norms(graph_module)
+    compromises = place_quantizers(graph_module, recipe)
+    copy_before_writes(graph_module)
+    name_float_rest(graph_module, left)
+    left |= {name: f"a function that cannot be traced computes in float: {why}" for name, why in opaque.items()}
+    graph_module.graph.lint()
+    graph_module.recompile()
+    vars(graph_module).update({LEFT_IN_FLOAT: left, COMPROMISES: compromises, LAYERS: layers, PROFILE: recipe.profile})
+    return graph_module
+
+
+def _first_and_last(
+    graph_module: PreparedGraph, root: nn.Module, functional: list[FunctionalLayer], recipe: ScopedRecipe
+) -> tuple[str, str]:
+    """The names of the first and the last layer that will be quantized, in the order of execution."""
+    called = dict(layers_of(root))
+    of_node = {layer.node: layer for layer in functional}
+    order: list[str] = []
+    for node in graph_module.graph.nodes:
+        if node in of_node and recipe.for_layer(of_node[node].recipe_name, of_node[node].float_type).skipped_by is None:
+            order.append(of_node[node].recipe_name)
+            continue
+        name = str(node.target)
+        if node.op == "call_module" and name in called and refusal(name, called[name], recipe) is None:
+            order.append(name)
+    return (order[0], order[-1]) if order else ("", "")
 
 
 def prepare_parts(
-    root: nn.Module, recipe: QuantRecipe, examples: dict[str, Any] | None, reason: str, graph_class: type[PreparedGraph]
+    root: nn.Module, recipe: QuantRecipe, examples: Examples | None, reason: str, graph_class: type[PreparedGraph]
 ) -> nn.Module:
     """Quantize the largest submodules of a copy of the float model that can be traced, and other layers one by one.
 
     A run with the examples records the inputs of the submodules. `reason`: why there is no graph of the whole model.
     """
-    calls = None
+    calls: Mapping[nn.Module, Arguments] | None = None
     if examples is not None:
         try:
-            calls = record_calls(root, examples)
+            with evaluating(root), torch.no_grad(), restoring_state(root), first_calls(root.modules()) as calls:
+                call_with(root, examples)
         except Exception as error:  # of the user's own code
             raise does_not_run("prepare", root, f"the example_inputs {described(examples)}", error) from error
     for name in ("first_bits", "last_bits"):
@@ -44,7 +97,7 @@ def prepare_parts(
                 f"prepare: {name}={getattr(recipe, name)} needs a model with one graph, and {reason}; use overrides"
             )
     if is_composite(root) or isinstance(root, QuantTwin):
-        return _layer(root, "", recipe, {})
+        return _layer(root, "", ScopedRecipe(recipe), {})
     layers = {name: type_name(layer) for name, layer in layers_of(root)}
     parts = _PartsVisitor(recipe, calls, graph_class, {WHOLE_MODEL: f"prepared in parts, since {reason}"})
     parts.visit(root, "")
@@ -67,31 +120,16 @@ def prepared_parts(model: nn.Module) -> dict[str, fx.GraphModule]:
     }
 
 
-def record_calls(model: nn.Module, examples: dict[str, Any]) -> Calls:
-    """The arguments of every submodule's first call, in a run on the example inputs in evaluation."""
-    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-
-    def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if name not in calls:
-            calls[name] = copied((args, kwargs))
-
-    with ExitStack() as hooks, evaluating(model), torch.no_grad(), restoring_state(model):
-        for name, module in model.named_modules():
-            if name and not isinstance(module, torch.jit.ScriptModule):  # these take no hooks
-                hooks.enter_context(module.register_forward_pre_hook(partial(note, name), with_kwargs=True))
-        call_with(model, examples)
-    return calls
-
-
 class _PartsVisitor:
-    """The walk through a model that cannot be traced as a whole.
+    """The walk through a model that cannot be traced as a whole; `left`: the layers that stay in float, with reasons.
 
-    `calls` are from `record_calls`, or None without examples; `left` are the layers that stay in float, with reasons.
+    `calls`: what each submodule was given first in a run with the examples; None without examples.
     """
 
     def __init__(
-        self, recipe: QuantRecipe, calls: Calls | None, graph_class: type[PreparedGraph], left: dict[str, str]
-    ) -> None:
+        self, recipe: QuantRecipe, calls: Mapping[nn.Module, Arguments] | None, graph_class: type[PreparedGraph],
+        left: dict[str, str],
+    ) -> None:  # fmt: skip
         self.recipe, self.calls, self.graph_class, self.left = recipe, calls, graph_class, left
         self._done: dict[int, nn.Module] = {}
 
@@ -115,16 +153,16 @@ class _PartsVisitor:
 
     def _part(self, child: nn.Module, name: str) -> nn.Module | None:
         """The module that replaces a submodule; None if its own children have to be visited."""
-        if self.calls is not None and name not in self.calls:
+        if self.calls is not None and child not in self.calls:
             if is_layer(child):
                 self.left[name] = "forward never calls it for the example inputs"
             return child if is_layer(child) else None
         if is_layer(child):
-            return _layer(child, name, self.recipe, self.left)
+            return _layer(child, name, ScopedRecipe(self.recipe), self.left)
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             return None
         try:
-            examples = None if self.calls is None else bind_arguments(child, *self.calls[name])
+            examples = None if self.calls is None else bind_arguments(child, *self.calls[child])
             part = prepare_graph(child, ScopedRecipe(self.recipe, name), examples, self.graph_class)
         except (UntraceableError, TypeError):
             return None
@@ -139,7 +177,7 @@ class _PartsVisitor:
         return part.train(child.training)
 
 
-def _layer(layer: nn.Module, name: str, recipe: AnyRecipe, left: dict[str, str]) -> nn.Module:
+def _layer(layer: nn.Module, name: str, recipe: ScopedRecipe, left: dict[str, str]) -> nn.Module:
     """The layer's twin with its own input quantizer; or the layer itself, with the reason in `left`."""
     reason = refusal(name, layer, recipe)
     if reason is not None:

@@ -30,17 +30,18 @@ from qat.preparation.operations import (
 )
 from qat.preparation.swapping import call_own_quantizers, drop_repeated
 from qat.quantizer import Quantizer, create_quantizer
-from qat.recipe import AnyRecipe
+from qat.recipe import ScopedRecipe
 from qat.spec import QuantSpec
 from qat.torch_internals import AnyConvolution
 from qat.tracing.in_place import Memory, written_by
 from qat.tracing.nodes import constant_nodes, free_name, join_groups, scope_of, submodule_of, tensor_nodes
+from qat.tracing.proxies import expect_default
 
 
 class Placement:
     """Decides which tensors of a traced model, whose layers are already `QuantLayer`s, get a quantizer."""
 
-    def __init__(self, graph_module: fx.GraphModule, recipe: AnyRecipe) -> None:
+    def __init__(self, graph_module: fx.GraphModule, recipe: ScopedRecipe) -> None:
         self.graph_module = graph_module
         self.recipe = recipe
         self.profile = recipe.profile
@@ -147,7 +148,7 @@ class Placement:
         return is_convolution(module) and bool(ends) and not followed
 
 
-def place_quantizers(graph_module: fx.GraphModule, recipe: AnyRecipe) -> dict[str, str]:
+def place_quantizers(graph_module: fx.GraphModule, recipe: ScopedRecipe) -> dict[str, str]:
     """Insert activation quantizers in place, and pass every quantized layer the quantizer of its input.
 
     If consumers of a tensor ask for different grids, the one with the most bits wins; those that ask for fewer bits
@@ -249,7 +250,10 @@ def _insert_call(node: fx.Node, name: str, placement: Placement) -> None:
     first = min(asking, default=len(order))
     last = max([order[node], *(change for change in changes if change < first)])
     until = min([change for change in changes if change > last], default=len(order))
-    with graph_module.graph.inserting_after(placement.nodes[last]):
+    place = placement.nodes[last]
+    while node.op == "placeholder" and (place.next.op == "placeholder" or place.next.target is expect_default):
+        place = place.next  # inputs and their guards come first when a pickled graph is recorded again
+    with graph_module.graph.inserting_after(place):
         quantized = graph_module.graph.call_module(name, (node,))
     for user in [user for user in node.users if last < order.get(user, -1) < until and user not in writers]:
         user.replace_input_with(node, quantized)
@@ -285,7 +289,9 @@ def _producer_name(node: fx.Node, graph_module: fx.GraphModule) -> str:
     return f"{scope}.{operation}" if scope else operation
 
 
-def _pass_input_quantizers(node: fx.Node, layer: QuantLayer, graph_module: fx.GraphModule, recipe: AnyRecipe) -> None:
+def _pass_input_quantizers(
+    node: fx.Node, layer: QuantLayer, graph_module: fx.GraphModule, recipe: ScopedRecipe
+) -> None:
     for keyword, operand in zip(layer.quantizer_arguments, node.args, strict=False):
         source = grid_of(operand, graph_module) if isinstance(operand, fx.Node) else None
         if source is None:

@@ -7,20 +7,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from qat.preparation.attributes import (
-    Indexed,
-    keep_attributes,
-    keep_class,
-    plain_attributes,
-    restore_containers,
-)
 from qat.preparation.replacements import ModuleSnapshot, follow_replacements, module_names
 from qat.preparation.report import VERDICTS
-from qat.torch_internals import unsaved_buffers_of
-from qat.tracing.guards import expect_default
+from qat.torch_internals import GRAPH_CONSTANT, children_of, unsaved_buffers_of
 from qat.tracing.nodes import Notes, notes_of, restore_notes
+from qat.tracing.proxies import expect_default
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,7 +25,43 @@ Forward = Callable[..., Any]
 """A function of a prepared model and its inputs."""
 
 
-class PreparedGraph(Indexed, fx.GraphModule):
+class Block(nn.Module):
+    """What a graph leaves of a block or container: its children, by index (`model.layer1[0]`, iteration) or by name.
+
+    It has no forward: a prepared model calls its layers, with their grids, not blocks.
+    """
+
+    def __getitem__(self, key: int | str) -> Any:
+        if (child := children_of(self).get(str(key))) is None:
+            raise IndexError(f"{type(self).__name__} has no child {key!r}; it has {', '.join(children_of(self))}")
+        return child
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes besides parameters, buffers, submodules and torch's own: sizes, flags, names."""
+    torchs_own = vars(nn.Module()).keys()
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if key not in torchs_own and not key.startswith(GRAPH_CONSTANT)
+    }
+
+
+def keep_attributes(attributes: dict[str, Any], module: nn.Module) -> None:
+    """Set the attributes that a module lacks, since other code may read them."""
+    for key, value in attributes.items():
+        if not hasattr(module, key):
+            setattr(module, key, value)
+
+
+def keep_class(original: nn.Module, module: nn.Module) -> None:
+    """Give a `Block` the original's class again, so that it has the class's methods."""
+    if type(module) is Block and not isinstance(original, fx.GraphModule):
+        kind: Any = type(original)
+        module.__class__ = kind
+
+
+class PreparedGraph(Block, fx.GraphModule):
     """A traced model, or a traced part of one, whose layers and weights are quantized.
 
     The next forward notices modules that were replaced. Attributes (notes on layers in float, `backbone.out_channels`)
@@ -50,6 +79,9 @@ class PreparedGraph(Indexed, fx.GraphModule):
     def recompile(self) -> Any:
         """Generate forward from the graph again."""
         code = super().recompile()
+        blocks: list[Any] = [module for module in self.modules() if type(module) is nn.Module]  # torch.fx's own
+        for block in blocks:
+            block.__class__ = Block
         cls: Any = type(self)
         cls._generated = cls.forward
 
@@ -174,7 +206,6 @@ def unpickled(
     own.__name__ = type(model).__name__  # the name that it prints
     model.__class__ = own
     restore_notes(model.graph, notes)
-    restore_containers(model)
     model.recompile()
     for name, buffers in passing.items():
         unsaved_buffers_of(model.get_submodule(name)).update(buffers)  # torch 2.11 forgets them

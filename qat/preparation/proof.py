@@ -1,15 +1,15 @@
 """What a calibrated model is held to, part by part: training on codes is the plain step (`self_check`), and a user's
 twin evaluates on integers as it trains (`check_own_twins`)."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qat.contexts import evaluating
+from qat.contexts import evaluating, first_calls
 from qat.inputs import expect_model
 from qat.layers import QuantLayer
 from qat.preparation.prepared_graph import PreparedGraph
@@ -40,31 +40,21 @@ def self_check(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
     True
     """
     expect_model(self_check, model)
-    with evaluating(model), torch.no_grad(), first_calls(model) as calls:
+    with evaluating(model), torch.no_grad(), first_calls(traced_parts(model).values()) as calls:
         model(*args, **kwargs)
     return check_parts(model, calls)
 
 
-@contextmanager
-def first_calls(model: nn.Module) -> Iterator[dict[PreparedGraph, Any]]:
-    """A context that records the arguments of the first call of every traced part."""
-    calls: dict[PreparedGraph, Any] = {}
-
-    def note(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(called, (args, kwargs))
-
-    with ExitStack() as hooks:
-        for module in model.modules():
-            if isinstance(module, PreparedGraph):
-                hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
-        yield calls
+def traced_parts(model: nn.Module) -> dict[str, PreparedGraph]:
+    """The parts of a prepared model that are graphs, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PreparedGraph)}
 
 
 def check_parts(model: nn.Module, calls: Mapping[Any, Any]) -> dict[str, Any]:
     """`self_check` of the parts with the arguments that `first_calls` recorded."""
     found = {}
-    for name, module in model.named_modules():
-        engine = module._fused_engine() if isinstance(module, PreparedGraph) and module in calls else None
+    for name, part in traced_parts(model).items():
+        engine = part._fused_engine() if part in calls else None
         verdict = None if engine is None else engine._check_before_training(*calls[engine])
         if verdict is not None:
             found[name] = verdict

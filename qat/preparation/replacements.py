@@ -1,4 +1,4 @@
-"""Modules that were replaced after preparation: a new head, another activation, an adapter around a layer.
+"""Changes after preparation: replaced modules (a new head, an adapter around a layer), hooks, patched methods.
 
 A quantized layer's call passes it the quantizer of its input and its BatchNorm. Any other module is called as in the
 float model, and a BatchNorm that it does not take runs on its own.
@@ -11,11 +11,10 @@ from functools import partial
 from torch import fx, nn
 
 from qat.layers import QuantLayer
-from qat.preparation.attributes import scalar_attributes
-from qat.preparation.hooks import is_watched, watch
 from qat.preparation.swapping import folds
 from qat.quantizer import Quantizer
-from qat.torch_internals import children_of
+from qat.quantizer.base import CALL_METHODS
+from qat.torch_internals import children_of, hooks_of
 from qat.tracing.nodes import submodule_of
 
 QUANTIZER_ARGUMENTS = ("input_quantizer", "other_quantizer")
@@ -29,7 +28,46 @@ AS_PREPARED = "qat_as_prepared"
 STANDALONE_NORM = "qat_standalone_norm"
 """Key of node.meta: the call of a norm that its layer took as an argument before."""
 
+METHODS = (
+    "compute", "operate", "quantized", "_conv_forward", "channels_first", "torch_layout", "_check_input_dim",
+    *CALL_METHODS,
+)  # fmt: skip
+"""Methods of the known classes that run when a module is called, and that a user could patch."""
+
+_NAMES = frozenset(METHODS)
+
 log = logging.getLogger("qat")
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether the module has hooks, or a method that is patched on the instance."""
+    return any(hooks_of(module)) or not _NAMES.isdisjoint(vars(module))
+
+
+def watch(module: nn.Module) -> list[Callable[[], object]]:
+    """What `is_watched` looks at, as calls: if it changes, so does one of their results."""
+    return [*(hooks.__len__ for hooks in hooks_of(module)), partial(_NAMES.isdisjoint, vars(module))]
+
+
+def may_write(module: nn.Module | None) -> bool:
+    """Whether a module may write into its inputs: it is of an unknown class, or it is watched.
+
+    torch's own modules write only if they are told to (`inplace`).
+    """
+    if module is None:
+        return False
+    known = isinstance(module, (QuantLayer, Quantizer)) or type(module).__module__.startswith("torch.nn.modules.")
+    return not known or is_watched(module)
+
+
+def scalar_attributes(module: nn.Module) -> list[tuple[str, object]]:
+    """Names and values of the numbers, strings and flags that somebody set on a module."""
+    plain = (int, float, str, bool, type(None))
+    return [
+        (key, value)
+        for key, value in vars(module).items()
+        if isinstance(value, plain) and key not in ("training", "shape_env") and not key.startswith("_")
+    ]
 
 
 class ModuleSnapshot:
@@ -96,7 +134,11 @@ def follow_replacements(model: fx.GraphModule) -> bool:
     """
     changed = False
     for node in list(model.graph.nodes):
-        _require_called(node, model)
+        if node.op == "call_module" and _module_at(model, str(node.target)) is None:
+            raise ValueError(
+                f"{node.target!r} is called by the prepared model, and is gone; replace layers one by one, or prepare"
+                " the changed model again"
+            )
         now = {
             key: value for key, value in node.kwargs.items() if key in MODULE_ARGUMENTS and isinstance(value, fx.Node)
         }
@@ -116,19 +158,6 @@ def follow_replacements(model: fx.GraphModule) -> bool:
                 model.graph.erase_node(node)
         model.graph.lint()
     return changed
-
-
-def _require_called(node: fx.Node, model: nn.Module) -> None:
-    """Raise ValueError if the module that a node calls is gone, since its block was replaced."""
-    steps = str(node.target).split(".") if node.op == "call_module" else []
-    for depth in range(1, len(steps) + 1):
-        if _module_at(model, ".".join(steps[:depth])) is None:
-            block = ".".join(steps[: depth - 1])
-            now = type(_module_at(model, block)).__name__ if block else "this model"
-            raise ValueError(
-                f"{node.target!r} is called by the prepared model, and {block or now!r} ({now}) has no such part now;"
-                " replace layers one by one, or prepare the changed model again"
-            )
 
 
 def _takes(node: fx.Node, key: str, path: str, model: fx.GraphModule) -> bool:

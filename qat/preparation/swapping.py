@@ -4,7 +4,6 @@ The quantizers of layers that were quantized by hand become calls in the graph i
 one for what its tensor is to be quantized with, or leaves it behind the tensor's. It keeps its name and its range.
 """
 
-import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -16,14 +15,13 @@ from qat.layers.twins import QuantTwin, float_type_of, layers_of, make_twin, typ
 from qat.preparation.functional_weights import REASON_NOTED
 from qat.preparation.operations import FLOAT_PRODUCTS, grid_of
 from qat.quantizer import Quantizer
-from qat.recipe import TYPE_PREFIX, AnyRecipe, QuantRecipe, grid_refusal
-from qat.targets import TargetProfile
+from qat.recipe import TYPE_PREFIX, QuantRecipe, ScopedRecipe, grid_refusal
 from qat.text import did_you_mean
 from qat.torch_internals import AnyBatchNorm, AnyConvolution, has_backward_hooks, has_forward_hooks
 from qat.tracing.nodes import FACTS, attribute, constant_nodes, dimensions, submodule_of
 
 
-def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe) -> dict[str, str]:
+def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: ScopedRecipe) -> dict[str, str]:
     """Replace every called layer that has a quantized twin, in place.
 
     Returns:
@@ -39,8 +37,9 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe
         if reason is None and name not in called:
             reason = "forward never calls it: unused, or its weight is read by a function"
         if reason is None:
-            if isinstance(layer, QuantTwin):
-                _check_own(recipe.full_name(name), layer, recipe.profile)
+            for path, own in layer.named_modules():
+                if isinstance(own, Quantizer) and (why := grid_refusal(recipe.profile, own.role, own.spec)):
+                    raise ValueError(f"prepare: '{recipe.full_name(name)}.{path}': {why}")
             composite = f"{name}."
             graph_module.set_submodule(
                 name, make_twin(recipe.full_name(name), layer, recipe.for_layer(name, float_type_of(layer)))
@@ -50,23 +49,7 @@ def swap_layers(graph_module: fx.GraphModule, root: nn.Module, recipe: AnyRecipe
     return left
 
 
-def _check_own(name: str, layer: QuantTwin, profile: TargetProfile) -> None:
-    """Refuse a quantized layer of one's own that the graph cannot call, or whose grids the target does not run."""
-    taken = inspect.signature(type(layer).forward).parameters
-    missing = [key for key in getattr(layer, "quantizer_arguments", ()) if key not in taken]
-    if missing and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
-        raise ValueError(
-            f"prepare: {name!r}: {type(layer).__name__}.forward takes no {missing[0]}, which the graph hands it;"
-            " override operate or compute instead"
-        )
-    for path, quantizer in layer.named_modules():
-        if isinstance(quantizer, Quantizer):
-            why = grid_refusal(profile, quantizer.role, quantizer.spec)
-            if why is not None:
-                raise ValueError(f"prepare: '{name}.{path}': {why}")
-
-
-def refusal(name: str, layer: nn.Module, recipe: AnyRecipe) -> str | None:
+def refusal(name: str, layer: nn.Module, recipe: ScopedRecipe) -> str | None:
     """Why a layer stays in float; None if it has a twin."""
     if isinstance(layer, QuantTwin):
         return None
@@ -100,7 +83,7 @@ def name_float_rest(graph_module: fx.GraphModule, left: dict[str, str]) -> None:
             left[str(node.target)] = f"{function} reads it as a plain tensor"
     handed = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
     for name, module in graph_module.named_modules():
-        owns = type(module) is not nn.Module and any(True for _ in module.parameters(recurse=False))
+        owns = type(module).forward is not nn.Module.forward and any(True for _ in module.parameters(recurse=False))
         inside = any(name == outer or name.startswith(f"{outer}.") for outer in left)
         if owns and name and not inside and name not in handed and not isinstance(module, (QuantTwin, Quantizer)):
             left[name] = f"{type(module).__name__} computes in float"

@@ -1,6 +1,6 @@
 """In-place writes: which methods, functions and modules write into existing tensors, and which nodes would see it.
 
-Tracing gives a tensor that is changed in place a new name (see `HintTracer.create_proxy`), so a graph mostly reads as
+Tracing gives a tensor that is changed in place a new name (see `QuantTracer.create_proxy`), so a graph mostly reads as
 if nothing were written. Views remain: a node may read memory that is written under another name.
 """
 

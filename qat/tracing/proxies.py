@@ -1,4 +1,4 @@
-"""Proxies that know the value that their node had for the example inputs."""
+"""Proxies that know the value of their node for the example inputs, and guards: nodes that refuse other values."""
 
 import operator
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
+from torch.fx.node import has_side_effect
 from torch.fx.proxy import Attribute, TraceError
 
 GRADIENTS = frozenset((
@@ -16,11 +17,12 @@ GRADIENTS = frozenset((
 """Attributes and methods of a tensor that concern its gradients. A graph keeps none of them."""
 
 
-class Convertible:
-    """Conversions to Python values that torch.fx refuses: the tracer's guard has the value, or says what is missing."""
+class HintedValue:
+    """What knows its value for the example inputs, and adds a guard for that value where Python asks for it."""
 
     node: fx.Node
     tracer: Any
+    hint: Any
 
     def __len__(self) -> int:
         return int(self.tracer.guard(self.tracer.create_proxy("call_function", len, (self,), {})))
@@ -36,26 +38,6 @@ class Convertible:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """For NumPy functions of sizes."""
         return np.asarray(self.tracer.guard(self), dtype)
-
-
-class BlindProxy(Convertible, fx.Proxy):
-    """A proxy without example inputs: the guard refuses every conversion."""
-
-    def __getattr__(self, name: str) -> "BlindAttribute":
-        return BlindAttribute(self, name)
-
-
-class BlindAttribute(Convertible, Attribute):
-    """`x.shape` or `x.view` of a proxy without example inputs."""
-
-    def __getattr__(self, name: str) -> "BlindAttribute":
-        return BlindAttribute(self, name)
-
-
-class HintedValue(Convertible):
-    """What knows its value for the example inputs; each conversion adds a guard for that value."""
-
-    hint: Any
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
@@ -90,3 +72,27 @@ class HintAttribute(HintedValue, Attribute):
         if isinstance(self.root.hint, Mapping) and self.attr in ("keys", "values", "items", "get"):
             return getattr({key: self.root[key] for key in self.root.hint}, self.attr)(*args, **kwargs)
         return super().__call__(*args, **kwargs)
+
+
+@has_side_effect
+def expect_same(value: Any, expected: Any, where: str) -> None:
+    """Raise a ValueError if a value differs from its value for the example inputs."""
+    if isinstance(value, fx.Proxy):  # unpickling traces the code again
+        value.tracer.create_proxy("call_function", expect_same, (value, expected, where), {})
+    elif value != expected:
+        raise ValueError(
+            f"{where}: a size that decides the way through the model is {value!r}, and it was {expected!r} for the"
+            " example_inputs of prepare; prepare the model again with inputs of this size"
+        )
+
+
+@has_side_effect
+def expect_default(value: Any, default: Any, name: str) -> None:
+    """Raise a ValueError if an argument of forward is not its default, for which the model was prepared."""
+    if isinstance(value, fx.Proxy):
+        value.tracer.create_proxy("call_function", expect_default, (value, default, name), {})
+    elif value is not default and (isinstance(value, torch.Tensor) or value != default):
+        raise ValueError(
+            f"the model was prepared for its argument {name!r} being {default!r}; to use another, prepare it with"
+            " example_inputs that contain one"
+        )

@@ -23,15 +23,7 @@ from qat.torch_internals import (
 from qat.tracing.nodes import FACTS, Facts, attribute
 from qat.tracing.patches import gradients_refused, torch_takes_proxies
 from qat.tracing.randomness import NoDraws, python_state, seeded
-from qat.tracing.side_effects import (
-    Change,
-    UntraceableError,
-    changed_by_mode,
-    is_equal,
-    read_before_written,
-    restoring_state,
-    state_of,
-)
+from qat.tracing.side_effects import Change, UntraceableError, changed_by_mode, is_equal, restoring_state, state_of
 from qat.tracing.tracer import QuantTracer, is_foreign
 
 
@@ -72,7 +64,8 @@ def graph_of(model: nn.Module, examples: Examples | None) -> tuple[fx.Graph, dic
     except Exception as error:
         for name in [name for name in vars(model) if name.startswith(GRAPH_CONSTANT)]:
             delattr(model, name)
-        raise UntraceableError(f"torch.fx cannot trace {type(model).__name__}: {first_line(error)}") from error
+        way = "" if examples is not None else "; with example_inputs, what depends on sizes can be traced"
+        raise UntraceableError(f"torch.fx cannot trace {type(model).__name__}: {first_line(error)}{way}") from error
     unpickle_with(QuantTracer, graph)
     for node in graph.nodes:
         if not is_foreign(node.target):  # torch.fx marks the results of a wrapped function, here its own operations
@@ -112,7 +105,7 @@ def _traced(model: nn.Module, tracer: QuantTracer) -> tuple[fx.Graph, bool]:
         draws = python_state() != before
     counted = [change for change in changes if not change.is_new]
     if counted and tracer.examples is None:
-        raise UntraceableError(f"forward changes {counted[0]}, which a graph does not keep")
+        raise UntraceableError(f"forward changes {counted[0].name}, which a graph does not keep")
     return graph, draws
 
 
@@ -133,11 +126,8 @@ def _check_answer(model: nn.Module, examples: Examples, tracer: QuantTracer, gra
         expected, draws_again = run()
     if draws and draws_again:  # both, since another thread may have drawn during one of them
         raise UntraceableError("forward draws from Python's or numpy's random numbers, which a graph does not keep")
-    if changes:
-        with restoring_state(model):
-            counted = read_before_written(changes, run)
-        if counted is not None and not _settles(model, changes, run):
-            raise UntraceableError(f"forward reads and changes {counted}, which a graph does not keep")
+    if changes and (counted := _unsettled(model, changes, run)):
+        raise UntraceableError(f"forward reads and changes {counted}, which a graph does not keep")
     if not _are_same(tracer.answer(graph), expected):
         with seeded(1), torch_takes_proxies(), restoring_state(model):
             replayed = tracer.replay(graph)
@@ -145,14 +135,15 @@ def _check_answer(model: nn.Module, examples: Examples, tracer: QuantTracer, gra
             raise UntraceableError("its graph answers the example inputs otherwise than the model itself")
 
 
-def _settles(model: nn.Module, changes: list[Change], run: Callable[[], Any]) -> bool:
-    """Whether a second run finds what the first one left, leaves it so, and answers the same, as with a cache."""
-    names = [str(change) for change in changes]
+def _unsettled(model: nn.Module, changes: list[Change], run: Callable[[], Any]) -> str:
+    """The first attribute that a second run changes again; "" if it finds what the first left, as a log or a cache."""
+    names = [change.name for change in changes]
     with restoring_state(model):
         (first, _), left = run(), state_of(model)
         left = {name: copied(left.get(name)) for name in names}
         (second, _), after = run(), state_of(model)
-    return _are_same(first, second) and all(is_equal(left[name], after.get(name)) for name in names)
+    changed = names if not _are_same(first, second) else [n for n in names if not is_equal(left[n], after.get(n))]
+    return next(iter(changed), "")
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import copy
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,22 +20,10 @@ TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 class Change(NamedTuple):
-    """An attribute that a forward changed.
-
-    Attributes:
-        name: name of the module.
-        module: the module.
-        key: name of the attribute.
-        is_new: whether the forward created it.
-    """
+    """An attribute that a forward changed: its name in the model, and whether the forward created it."""
 
     name: str
-    module: nn.Module
-    key: str
     is_new: bool
-
-    def __str__(self) -> str:
-        return f"{self.name}.{self.key}".lstrip(".")
 
 
 class UntraceableError(ValueError):
@@ -82,7 +70,7 @@ def _changes(name: str, module: nn.Module, before: dict[str, Any]) -> Iterator[C
         known = before[key] if key in before else _comparable(getattr(type(module), key, _comparable))
         is_new = key not in before and known is None
         if not issubclass(type(value), fx.Proxy) and (known is not None or is_new) and _comparable(value) != known:
-            yield Change(name, module, key, is_new)
+            yield Change(f"{name}.{key}".lstrip("."), is_new)
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
@@ -160,35 +148,3 @@ def is_equal(one: Any, other: Any) -> bool:
         else type(a) is type(b) and _comparable(a) == _comparable(b)
         for a, b in zip(leaves, others, strict=True)
     )
-
-
-def read_before_written(changes: list[Change], run: Callable[[], Any]) -> Change | None:
-    """The first of some attributes that a run reads before writing it; None if it only writes them, as a log."""
-    found: list[Change] = []
-    classes = [(module, type(module)) for module in {change.module: None for change in changes}]
-    try:
-        for module, cls in classes:
-            of_module = {change.key: change for change in changes if change.module is module}
-            object.__setattr__(module, "__class__", _watched(cls, of_module, found))
-        run()
-    finally:
-        for module, cls in classes:
-            object.__setattr__(module, "__class__", cls)
-    return found[0] if found else None
-
-
-def _watched(cls: Any, changes: dict[str, Change], found: list[Change]) -> type[nn.Module]:
-    """A subclass for a module that records which of the attributes is read before it is written."""
-
-    class Watched(cls):  # type: ignore[misc]
-        def __getattribute__(self, key: str) -> Any:
-            if key in changes:
-                found.append(changes[key])
-            return super().__getattribute__(key)
-
-        def __setattr__(self, key: str, value: Any) -> None:
-            changes.pop(key, None)
-            super().__setattr__(key, value)
-
-    Watched.__name__, Watched.__qualname__, Watched.__module__ = cls.__name__, cls.__qualname__, cls.__module__
-    return Watched

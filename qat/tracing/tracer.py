@@ -1,20 +1,35 @@
-"""`QuantTracer`: torch.fx tracing of a float model for preparation."""
+"""`QuantTracer`: torch.fx tracing of a float model for preparation, which can trace decisions on sizes.
+
+A plain torch.fx proxy cannot decide `if H % window: x = F.pad(x, ...)`. A proxy that carries the value of the example
+inputs can: the trace takes that branch. A guard in the graph later refuses inputs of another size, for which the graph
+would not compute what the float model does.
+"""
 
 import functools
+import inspect
+import operator
+import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.fx.proxy import Attribute, TraceError
 
 from qat.contexts import evaluating
+from qat.inputs import copied
 from qat.layers.twins import float_type_of
 from qat.quantizer import Quantizer
 from qat.text import first_line
+from qat.torch_internals import pytree, trace_in_this_thread_only
 from qat.tracing.attention import multi_head_attention, scaled_dot_product_attention
-from qat.tracing.hints import HintTracer
+from qat.tracing.in_place import written_by
+from qat.tracing.nodes import FACTS, Facts, attribute
+from qat.tracing.patches import tracing_alone
+from qat.tracing.proxies import HintProxy, expect_default, expect_same
 
 TRANSFORMERS = (
     nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder,
@@ -34,25 +49,114 @@ class TupleWithNode(tuple[Any, ...]):
     node = types.SimpleNamespace(meta={})
 
 
-class QuantTracer(HintTracer):
-    """fx.Tracer whose graphs may pass submodules as arguments: a layer takes its input's quantizer and its BatchNorm.
+OF_SHAPES = frozenset((
+    "getattr", "getitem", "len", "size", "dim", "ndimension", "numel", "nelement", "stride", "get_device",
+    "element_size", "type", "is_contiguous", "is_floating_point", "is_complex", "is_tensor",
+))  # fmt: skip
+"""Functions and methods whose result depends only on the shape and type of a tensor, not on its values."""
 
-    So a prepared model can be pickled: GraphModule is rebuilt by tracing its code again. Attention, and functions that
-    a library marks as untraceable (`torch.fx.wrap`), are split into their operations.
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _context() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled()
+
+
+class QuantTracer(fx.Tracer):
+    """fx.Tracer that also runs every node on the example inputs, if there are any.
+
+    Its graphs may pass submodules as arguments: a layer takes its input's quantizer and its BatchNorm. So a prepared
+    model can be pickled: GraphModule is rebuilt by tracing its code again. Attention, and functions that a library
+    marks as untraceable (`torch.fx.wrap`), are split into their operations.
 
     Attributes:
+        examples: argument name to value; None traces without.
         opaque: functions that could not be split, name to reason.
     """
 
     def __init__(self, examples: Mapping[str, Any] | None = None) -> None:
-        super().__init__(examples)
+        super().__init__()
+        self.proxy_buffer_attributes = True
+        self.examples = examples
         self.opaque: dict[str, str] = {}
+        self._values: dict[fx.Node, Any] = {}
+        self._guarded: set[fx.Node] = set()
+        self._running = False
+        self._modes = _context()
+        self._thread = threading.get_ident()
+
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        """Trace while no other thread does, since torch.fx patches nn.Module."""
+        with tracing_alone():
+            self._thread = threading.get_ident()
+            return super().trace(root, concrete_args)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether modules run normally: one runs on the example inputs, or another thread calls its own model."""
+        return self._running or threading.get_ident() != self._thread
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """A proxy for a node, with a hint where there are example inputs."""
+        if self.examples is None:
+            return super().proxy(node)
+        try:
+            value = self._value_of(node)
+        except BaseException:
+            self.graph.erase_node(node)  # whoever catches the error takes another branch
+            raise
+        node.meta[FACTS] = Facts.of(value)
+        return HintProxy(node, self, value)
 
     def create_arg(self, a: Any) -> Any:
-        """A submodule used as an argument becomes a get_attr node."""
+        """A proxy becomes its node, a submodule a get_attr node, and a NumPy scalar a Python number."""
         if isinstance(a, nn.Module):
             return self.create_node("get_attr", self.path_of_module(a), (), {})
-        return super().create_arg(a)
+        if isinstance(a, np.generic):
+            a = a.item()
+        return a.node if isinstance(a, fx.Proxy) else super().create_arg(a)
+
+    def create_proxy(
+        self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any, **named: Any
+    ) -> Any:
+        """A node. After an in-place change, a tensor's proxy stands for the result of the change.
+
+        So the graph reads as if nothing were written in place: a residual that is added after an in-place `relu(x)` is
+        the ReLU's result. Attention and functions of other packages become the nodes of their operations.
+        """
+        if kind == "call_function" and target is F.scaled_dot_product_attention:
+            return scaled_dot_product_attention(*args, **kwargs)
+        if kind == "call_function" and is_foreign(target):
+            taken_apart = self._take_apart(target, args, kwargs)
+            if taken_apart is not None:
+                return taken_apart
+        if self._modes != _context():
+            raise TraceError("a part of it runs under no_grad or autocast, which a graph does not keep")
+        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
+        changed: Any = kwargs.get("out", args[0] if args else kwargs.get("input"))
+        has_name = isinstance(changed, fx.Proxy) and not isinstance(changed, Attribute)
+        if has_name and target is not operator.setitem and written_by(proxy.node, self.root) is changed.node:
+            changed.node = proxy.node
+        return proxy
+
+    def _take_apart(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function as the nodes of its operations; None if it cannot be traced."""
+        known = set(self.graph.nodes)
+        try:
+            result = function(*args, **kwargs)
+            if isinstance(result, (tuple, list)):
+                return TupleWithNode(result)
+            if isinstance(result, fx.Proxy):
+                return result
+            reason = f"it returns a {type(result).__name__}"
+        except Exception as error:  # foreign code may raise anything on a proxy
+            reason = first_line(error)
+        self.opaque[function.__name__] = reason
+        for node in reversed([node for node in self.graph.nodes if node not in known]):
+            self.graph.erase_node(node)
+        return None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """torch's own modules except attention, modules with a twin, and those that are kept whole."""
@@ -85,34 +189,117 @@ class QuantTracer(HintTracer):
             forward = functools.partial(multi_head_attention, m)
         return super().call_module(m, forward, args, kwargs)
 
-    def create_proxy(
-        self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any, **named: Any
-    ) -> Any:
-        """A node; for attention and functions of other packages, the nodes of their operations."""
-        if kind == "call_function" and target is F.scaled_dot_product_attention:
-            return scaled_dot_product_attention(*args, **kwargs)
-        if kind == "call_function" and is_foreign(target):
-            taken_apart = self._take_apart(target, args, kwargs)
-            if taken_apart is not None:
-                return taken_apart
-        return super().create_proxy(kind, target, args, kwargs, *rest, **named)
+    def guard(self, proxy: Any) -> Any:
+        """The proxy's value for the example inputs; a guard in the graph refuses any other value.
 
-    def _take_apart(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a function as the nodes of its operations; None if it cannot be traced."""
-        known = set(self.graph.nodes)
-        try:
-            result = function(*args, **kwargs)
-            if isinstance(result, (tuple, list)):
-                return TupleWithNode(result)
-            if isinstance(result, fx.Proxy):
-                return result
-            reason = f"it returns a {type(result).__name__}"
-        except Exception as error:  # foreign code may raise anything on a proxy
-            reason = first_line(error)
-        self.opaque[function.__name__] = reason
-        for node in reversed([node for node in self.graph.nodes if node not in known]):
-            self.graph.erase_node(node)
-        return None
+        Raises:
+            TraceError: if it depends on the values of a tensor, and not only on sizes.
+        """
+        value = proxy.hint
+        if self._follows_values(proxy.node):
+            raise TraceError("the way through the model depends on the values of a tensor")
+        if proxy.node not in self._guarded:
+            self._guarded.add(proxy.node)
+            where = next(reversed(self.module_stack.values()))[0] if self.module_stack else "the model"
+            self.create_proxy("call_function", expect_same, (proxy, value, where or "the model"), {})
+        return value
+
+    def _follows_values(self, node: fx.Node) -> bool:
+        """Whether a node is a tensor, or was computed from the values of one, as by `item()` or `tolist()`."""
+        if isinstance(self._known(node), torch.Tensor):
+            return True
+        if _holds_tensors(self._known(node)):
+            return False
+        asks_shape = getattr(node.target, "__name__", node.target) in OF_SHAPES
+        return any(
+            not asks_shape if _holds_tensors(self._known(source)) else self._follows_values(source)
+            for source in node.all_input_nodes
+        )
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """Placeholders. An argument with a default and without an example is fixed at its default, with a guard."""
+        trace_in_this_thread_only()
+        function, args = super().create_args_for_root(root_fn, is_module, concrete_args)
+        parameters = list(inspect.signature(root_fn).parameters.values())[int(is_module) :]
+        known = self.examples or {}
+        for position, parameter in enumerate(parameters, start=int(is_module)):
+            plain = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if plain and parameter.default is not parameter.empty and parameter.name not in known:
+                argument = (args[position], parameter.default, parameter.name)
+                self.create_proxy("call_function", expect_default, argument, {})
+                args[position] = parameter.default
+        return function, args
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Decide as the example inputs do."""
+        if self.examples is None:
+            return super().to_bool(obj)
+        hint = getattr(obj, "hint", None)
+        if isinstance(hint, Sized) and not isinstance(hint, torch.Tensor):
+            return len(obj) > 0
+        return bool(self.guard(obj))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Iterate over as many items as the example value has."""
+        if self.examples is None:
+            return super().iter(obj)
+        items: Any = obj
+        if isinstance(items.hint, Mapping):
+            return iter(list(items.hint))
+        return iter([items[number] for number in range(len(items))])
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        """The keys of a mapping, for `**obj`."""
+        hint = getattr(obj, "hint", None)
+        return list(hint) if isinstance(hint, Mapping) else super().keys(obj)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """Parameters and buffers become nodes, except while tracing is paused."""
+        return attr_val if self.is_paused else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def answer(self, graph: fx.Graph) -> Any:
+        """The traced graph's output for the example inputs."""
+        return fx.node.map_arg(graph.output_node().args[0], self._known)
+
+    def replay(self, graph: fx.Graph) -> Any:
+        """The graph's output when every node runs again."""
+        for node in graph.nodes:
+            self._value_of(node)
+        return self.answer(graph)
+
+    def _value_of(self, node: fx.Node) -> Any:
+        assert self.examples is not None
+        if node.op == "output":
+            return None
+        if node.op == "placeholder":
+            value = self.examples.get(str(node.target).lstrip("*"), node.args[0] if node.args else None)
+            value = copied(value)
+        else:
+            self._running = True
+            try:
+                with torch.no_grad():
+                    value = self._run(node)
+            finally:
+                self._running = False
+        self._values[node] = value
+        return value
+
+    def _known(self, node: fx.Node) -> Any:
+        if node not in self._values:  # a constant or a named tuple, whose node never had a proxy
+            self._value_of(node)
+        return self._values[node]
+
+    def _run(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return attribute(self.root, str(node.target))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._known)
+        if node.op == "call_function":
+            return None if node.target in (expect_same, expect_default) else node.target(*args, **kwargs)  # type: ignore[operator]
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        module = self.root.get_submodule(str(node.target))
+        with evaluating(module):
+            return module(*args, **kwargs)
 
 
 def is_foreign(target: Any) -> bool:

@@ -100,8 +100,3 @@ def test_frozen_statistics_survive_train_copies_and_pickles() -> None:
     assert model[1].training and not model.eval()[1].training and model.train()[1].training
     model[0:2](batches[0])
     assert not model[1].running_mean.equal(expected[1].running_mean)
-
-
-def test_norms_without_statistics_have_nothing_to_freeze() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False), nn.LayerNorm(3))
-    assert qat.freeze_batch_norm(model) == 0

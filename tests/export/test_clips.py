@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.export import compare_layers
-from qat.export.onnxruntime.clips import fold_clips
+from qat.export.onnxruntime.passes import fold_clips
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

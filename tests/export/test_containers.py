@@ -46,41 +46,6 @@ def test_integers_survive_their_container(dtype: Any, low: int, high: int, packe
     assert np.array_equal(computed, values.astype(np.float32) * 0.5)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize(("above", "packed"), [(15, True), (16, False)])
-def test_a_negated_channel_is_stored_from_its_lowest_integer_on(axis: int, above: int, packed: bool) -> None:
-    """-8 to 7 in one channel and -7 to 8 in another: no INT4 holds both."""
-    values = np.random.default_rng(0).integers(-7, 8, (12, 12)).astype(np.int8)
-    channels = values if axis == 0 else values.T
-    channels[0, :2], channels[1, :2] = (-8, 7), (8 - above, 8)
-    proto = graph_of(values)
-    proto.graph.node[0].attribute.append(helper.make_attribute("axis", axis))
-    scale = numpy_helper.from_array(np.linspace(0.5, 1, 12, dtype=np.float32), "scale")
-    proto.graph.initializer[1].CopyFrom(scale)
-    pack_weights(proto)
-    onnx.checker.check_model(proto)
-    assert (proto.graph.initializer[0].data_type == TensorProto.UINT4) == packed
-    assert np.array_equal(stored_arrays(proto.graph)["w"], values)
-    (computed,) = onnx.reference.ReferenceEvaluator(proto).run(None, {})
-    expected = values * np.expand_dims(numpy_helper.to_array(scale), 1 - axis)
-    assert np.array_equal(computed, expected.astype(np.float32))
-
-
-def test_a_model_with_negative_gammas_is_packed_and_computed_in_integers(tmp_path: Path) -> None:
-    first = (nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU())
-    model = nn.Sequential(*first, nn.Conv2d(16, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(512, 5)).eval()
-    nn.init.uniform_(model[1].weight, -1, 1)
-    prepared = qat.prepare(model, qat.QuantRecipe({"bits": 4, "narrow_range": False}, {"bits": 8}))
-    images = torch.randn(8, 3, 12, 12)
-    qat.calibrate(prepared, [images])
-    qat.export_onnx(prepared.eval(), tmp_path / "x.onnx", images)
-    kinds = [tensor.data_type for tensor in onnx.load(tmp_path / "x.onnx").graph.initializer]
-    assert TensorProto.UINT4 in kinds and TensorProto.INT4 in kinds
-    assert not any(layer.differing for layer in compare_layers(tmp_path / "x.onnx", prepared, images))
-    assert optimized_operators(tmp_path / "x.onnx")["QLinearConv"] == 2
-    assert len(find_saturation(tmp_path / "x.onnx")) == 3
-
-
 def test_few_elements_stay_as_they_are() -> None:
     proto = graph_of(np.zeros((7, 9), np.int8))
     pack_weights(proto)
@@ -155,17 +120,3 @@ def test_a_table_of_few_bits_is_packed_too(tmp_path: Path) -> None:
         assert verify_onnx(tmp_path / f"{packed}.onnx", model, [indices]).max_difference == 0
         sizes.append((tmp_path / f"{packed}.onnx").stat().st_size)
     assert sizes[1] - sizes[0] > 100
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-def test_the_size_of_a_file_follows_its_bits(bits: int, tmp_path: Path) -> None:
-    """A model of 100,000 weights and more is at most 0.16 of its float weights."""
-    model = nn.Sequential(
-        nn.Conv2d(64, 128, 3), nn.ReLU(), nn.Conv2d(128, 64, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    )
-    prepared = qat.prepare(model.eval(), qat.QuantRecipe({"bits": bits}, {"bits": 4}))
-    images = torch.randn(2, 64, 9, 9)
-    qat.calibrate(prepared, [images])
-    qat.export_onnx(prepared.eval(), tmp_path / "x.onnx", images)
-    floats = 4 * sum(parameter.numel() for parameter in model.parameters())
-    assert (tmp_path / "x.onnx").stat().st_size <= 0.16 * floats

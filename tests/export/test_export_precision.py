@@ -79,17 +79,6 @@ def test_the_file_loads_in_either_mode_and_runs_the_same_operators(name: str, ta
     assert optimised(path, tmp_path, "1") == optimised(path, tmp_path, "0")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_weight_has_its_own_initializers(name: str, tmp_path: Path) -> None:
-    graph = onnx.load(exported(name)[0]).graph
-    stored = {tensor.name for tensor in graph.initializer}
-    weights = [node for node in graph.node if node.op_type == "DequantizeLinear" and node.input[0] in stored]
-    owned = [node.input[place] for node in weights for place in (0, 2) if place < len(node.input)]
-    assert len(owned) == len(set(owned)) and len(stored) == len(graph.initializer)
-    read = [name for node in graph.node for name in node.input]
-    assert all(read.count(node.output[0]) == 1 for node in weights)
-
-
 def test_weights_are_called_after_their_layers(tmp_path: Path) -> None:
     graph = onnx.load(exported("shared")[0]).graph
     names = [node.name for node in graph.node if ".weight" in node.name]

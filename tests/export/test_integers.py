@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from qat.export import integers
 from qat.export.integers.evaluation import evaluation_copy
 from qat.export.integers.freezing import freeze, frozen_grids
-from qat.export.integers.frozen import FrozenLayer, FrozenParameter, FrozenTable
-from qat.export.integers.operations import Operations
+from qat.export.integers.frozen import FrozenLayer, FrozenParameter, FrozenTable, Operations
 from tests.export.test_export_layers import quantized
 from tests.references.prepared_case import draw
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.export import find_saturation
-from qat.export.integers.saturation import worst_pair
+from qat.export.onnx.saturation import worst_pair
 from tests.export import test_export_layers as layers
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -8,8 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from qat.fused.activations import ACTIVATIONS, PLAIN_CURVES, Activation, FusedActivation, activation_of
-from qat.kernels.formulas import curves as formulas
-from qat.kernels.operators import curves as operators
 
 
 def found(module: nn.Module) -> Activation | None:
@@ -72,7 +70,3 @@ def test_a_function_with_other_arguments_is_none_of_them() -> None:
             return F.hardtanh(x + 1, -2.0, 2.0)
 
     assert found(Model()) is None
-
-
-def test_the_kernels_have_every_curve() -> None:
-    assert set(PLAIN_CURVES) == set(operators.CURVE_NUMBERS) == set(formulas.CURVES)

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import qat
 from qat import QuantSpec
+from qat.fused.functions.codes import codes_refusal
 from qat.fused.functions.products import weight_refusal
-from qat.fused.functions.quantizers import codes_refusal
 from qat.fused.graph import FusedGraph
 from qat.fused.modules import module_refusal
 from qat.fused.verdict import Verdict
@@ -25,6 +25,7 @@ from qat.kernels import float_products, kernels_by_formula, plain_formulas
 from qat.kernels.cpu import compiler
 from qat.preparation.prepared_graph import PreparedGraph
 from qat.quantizer import LSQQuantizer, create_quantizer
+from qat.quantizer.base import estimator_of
 from tests.references.cases_fused import Block, images, prepared
 from tests.references.prepared_case import Plain
 from tests.references.processors import as_processor, untried
@@ -159,6 +160,45 @@ def test_a_copy_of_qat_without_the_engine(model: Any, monkeypatch: pytest.Monkey
 
 # ---- a layer and a quantizer ----
 
+
+class Named(LSQQuantizer):
+    """Adds a method, and computes the same."""
+
+    def label(self) -> str:
+        return "mine"
+
+
+class Coarser(LSQQuantizer):
+    """Computes something else."""
+
+    def quantize(self, x: Tensor) -> Tensor:
+        return super().quantize(x * 0.5) * 2
+
+
+class _Halving:
+    def bounds(self) -> tuple[int, int]:
+        return 0, 127
+
+
+class Mixed(_Halving, LSQQuantizer):  # type: ignore[misc]
+    """Takes from a mixin what computes something else."""
+
+
+def test_a_subclass_that_adds_a_method_keeps_the_fast_path(model: Any) -> None:
+    for module in model.modules():
+        if type(module) is LSQQuantizer:
+            module.__class__ = Named
+    assert row(model, "conv1")[0].startswith("on codes")
+
+
+def test_a_subclass_may_declare_an_estimator_itself() -> None:
+    class Own(Coarser):
+        estimator = "mine"
+
+    assert [estimator_of(kind(QuantSpec())) for kind in (Own, Coarser, Mixed, Named)] == ["mine", None, None, "lsq"]
+    assert estimator_of(nn.ReLU()) is None
+
+
 CHANGES: list[tuple[Callable[[Any], object], str, str]] = [  # the change, the row that names it, the fact
     (lambda m: m.conv1.eval(), "conv1", "it is in evaluation"),
     (lambda m: m.conv1.weight_quantizer.eval(), "conv1", "its weight_quantizer: it is in evaluation"),
@@ -170,6 +210,8 @@ CHANGES: list[tuple[Callable[[Any], object], str, str]] = [  # the change, the r
     (lambda m: m.pool.register_forward_hook(lambda *_: None), "conv1_quantizer", "pool"),
     (lambda m: setattr(m.head.weight, "data", torch.randn(32, 5).T), "head", "not contiguous"),
     (lambda m: qat.disable_fake_quant(m), "conv1", "switched off"),
+    (lambda m: setattr(m.input_quantizer, "__class__", Coarser), "input_quantizer", "Coarser computes something else"),
+    (lambda m: setattr(m.input_quantizer, "__class__", Mixed), "input_quantizer", "Mixed computes something else"),
 ]
 
 
@@ -292,19 +334,3 @@ def test_where_integers_pay(as_processor: Callable[[str], None]) -> None:
     as_processor("no-vnni")
     how, why = row(model, "conv1")
     assert how == "on codes, in float" and "VNNI" in why
-
-
-NEVER = [  # layer, input, whether it is given to explain, the fact
-    (nn.Conv2d(3, 6, 3, groups=3), images(), False, "depthwise with several outputs"),
-    (nn.Conv2d(4, 8, 1, groups=2), images()[:, [0, 1, 2, 0]], False, "fewer than 32 products, here 2"),
-    (nn.Conv2d(3, 8, 1), images(), False, "fewer than 16 products, here 3"),
-    (nn.Conv1d(3, 8, 9), images()[:, :, 0], False, "it has 1 axes"),
-    (nn.Conv2d(3, 3, 3, groups=3), images(), True, "fewer than 1572864 elements, here 6144"),
-    (nn.Linear(65537, 2), F.pad(torch.tensor([[1.0, -1.0], [0.0, 0.0]]), (0, 65535)), False, "int32 holds 65536"),
-]
-
-
-@pytest.mark.parametrize(("layer", "x", "given", "fact"), NEVER, ids=[fact for *_, fact in NEVER])
-def test_sizes_that_never_pay(layer: nn.Module, x: Tensor, given: bool, fact: str) -> None:
-    how, why = row(of_model(layer, x=x), "0", x if given else None)
-    assert how == "on codes, in float" and fact in why

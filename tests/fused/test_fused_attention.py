@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.speed_memory import saved_bytes
 from qat.fused.functions.codes import DecodeFunction
-from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
 from tests.references.cases_fused import assert_same, images, prepared, results, two_threads
 from tests.references.prepared_case import Plain
@@ -135,17 +133,6 @@ def test_a_row_without_a_finite_score_is_nan_as_ever() -> None:
         assert y[:, 0].isnan().all()
 
 
-@pytest.mark.parametrize("watched", ["mlp.1", "attention.softmax_quantizer"])
-def test_watched_layers_are_called(watched: str, counted: list[str]) -> None:
-    model = prepared(Transformer(), images())
-    seen: list[int] = []
-    model.get_submodule(watched).register_forward_hook(lambda *_: seen.append(1))
-    results(model, images(), plain=False)
-    assert seen == [1]
-    left_out = "QuantizeCurveFunction" if watched == "mlp.1" else "QuantizeSoftmaxFunction"
-    assert left_out not in counted and "CodesProductFunction" in counted
-
-
 def test_products_of_other_shapes_are_torchs(counted: list[str]) -> None:
     """Of matrices without a batch, and of a batch with a single matrix: torch.matmul of what the codes stand for."""
 
@@ -174,16 +161,3 @@ def test_nothing_is_decoded_between_projections_and_products(monkeypatch: pytest
     monkeypatch.setattr(DecodeFunction, "apply", lambda *inputs: decoded.append(1) or original(*inputs))
     model(images())
     assert not decoded
-
-
-def test_a_transformer_keeps_less_than_its_plain_operations() -> None:
-    x = images(count=16, size=32)
-    model = prepared(Transformer(), x)
-
-    def kept() -> int:
-        return saved_bytes(lambda: model(x).square().sum(), [*model.parameters(), *model.buffers()])
-
-    model(x)
-    with plain_formulas():
-        plainly = kept()
-    assert 0 < kept() < 0.7 * plainly

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.fused.functions.codes import Codes, carrier_for, decode
-from qat.fused.functions.pools import max_pool
+from qat.fused.functions.codes import Codes, carrier_for
+from qat.fused.functions.movement import max_pool
 from qat.fused.movement import window_of
 from qat.kernels.cpu import compiler
 from tests.references.cases_fused import assert_same, images, prepared, two_threads
@@ -17,30 +17,6 @@ from tests.references.prepared_case import Plain
 __all__ = ["two_threads"]  # a fixture
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_max_pooling_of_codes_is_that_of_the_tensor(channels_last: bool) -> None:
-    """Ties too: of few codes, every window holds some several times."""
-    pool = nn.MaxPool2d((2, 3), (1, 2), (1, 0), (3, 2), ceil_mode=True)
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 6, (2, 5, 11, 14), dtype=torch.uint8, generator=generator)
-    if channels_last:
-        codes = codes.to(memory_format=torch.channels_last)
-    x = ((codes.float() - 3) * 0.5).requires_grad_()
-    expected = pool(x)
-    grad = torch.randn(expected.shape, generator=generator)
-    expected.backward(grad)
-    carrier = carrier_for(codes, torch.empty(())).requires_grad_()
-    window = window_of(pool)
-    assert window is not None
-    pooled = max_pool(Codes(carrier, codes, torch.tensor([0.5, 3.0])), window, pool)
-    assert isinstance(pooled, Codes) and pooled.codes.stride() == expected.stride()
-    y = decode(pooled)
-    assert torch.equal(y, expected)
-    y.backward(grad)
-    assert carrier.grad is not None and x.grad is not None
-    assert torch.allclose(carrier.grad, x.grad, atol=1e-6)
 
 
 def test_a_window_that_lies_in_the_padding_is_left_to_torch() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import qat
-from qat.export.onnxruntime.verification import compare_layers_and_outputs
+from qat.export.onnxruntime.verification import LayerComparison
 
 RARELY = 0.01
 """The share of a quantizer's integers, beyond two, that may lie on ties and be rounded to the neighbouring level."""
@@ -19,7 +19,7 @@ def against_runtime(model: Any, x: Tensor) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         qat.export_onnx(model, path, x)
-        layers, outputs = compare_layers_and_outputs(path, model, x)
+        layers, outputs = LayerComparison(path, model).follow(x)
     for layer in layers:
         if layer.largest > 1 or layer.differing > 2 + RARELY * layer.elements:
             return str(layer)

@@ -1,4 +1,7 @@
-"""The C kernels against NumPy in float64, and what happens where they cannot be had."""
+"""The C kernels against NumPy in float64: digits, ends of grids, and where the plain formula computes instead."""
+
+import itertools
+import math
 
 import numpy as np
 import pytest
@@ -8,7 +11,7 @@ from torch import Tensor
 from qat.functional import fake_quantize, lsq_plus_quantize, lsq_quantize
 from qat.kernels import choose, plain_formulas
 from qat.kernels.cpu import compiler
-from qat.kernels.operators.quantizers import statistics
+from qat.kernels.operators.quantizers import norm_quantize_backward, statistics
 from qat.ranges import initial_range
 from tests.references import rule_specs
 from tests.references.cases_fused import two_threads
@@ -67,38 +70,6 @@ def test_per_tensor(layout: str, count: int, zero: float | None, qmin: int, qmax
 
 
 @needs_kernels
-@pytest.mark.parametrize("shape", [(3, 1), (7, 5, 3, 3), (64, 700), (5, 2, 2, 2, 9)])
-@pytest.mark.parametrize("nearest", [False, True])
-def test_per_channel(shape: tuple[int, ...], nearest: bool) -> None:
-    w = draw(*shape)
-    if nearest and len(shape) > 3:
-        w = w.to(memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d)
-    w.requires_grad_()
-    grad = draw(*shape, seed=1)
-    scale = (draw(shape[0], seed=2).abs() * 0.02 + 0.001).reshape(-1, *[1] * (len(shape) - 1)).requires_grad_()
-    assert choose(w, scale) is not None
-    y = lsq_quantize(w, scale, -127, 127)
-    y.backward(grad)
-    expected = reference(w, grad, scale, 0.0, -127, 127)
-    assert w.grad is not None and scale.grad is not None and y.stride() == w.stride()
-    np.testing.assert_allclose(y.detach().numpy(), expected[0], rtol=1e-6)
-    np.testing.assert_array_equal(w.grad.numpy(), expected[1].astype(np.float32))
-    np.testing.assert_allclose(scale.grad.numpy(), expected[2], rtol=1e-4, atol=1e-4)
-
-
-@needs_kernels
-def test_ties_bounds_nan_and_infinity() -> None:
-    x = torch.tensor([0.25, 0.75, -0.25, 63.5, 63.75, -64.0, -64.5, float("inf"), float("-inf"), float("nan")])
-    x.requires_grad_()
-    scale = torch.tensor(0.5, requires_grad=True)
-    y = lsq_quantize(x, scale, -128, 127)
-    y.backward(torch.ones(10))
-    assert y[:9].tolist() == [0.0, 1.0, 0.0, 63.5, 63.5, -64.0, -64.0, 63.5, -64.0] and y[9].isnan()
-    assert x.grad is not None and scale.grad is not None
-    assert x.grad.tolist() == [1, 1, 1, 1, 0, 1, 0, 0, 0, 0] and scale.grad.isnan()
-
-
-@needs_kernels
 def test_everything_else_gets_the_plain_formula() -> None:
     scale = torch.tensor(0.5)
     x = draw(4, 6)
@@ -109,6 +80,8 @@ def test_everything_else_gets_the_plain_formula() -> None:
     with plain_formulas():
         assert choose(x, scale) is None
     assert choose(x, scale) is not None
+    for w in (x, draw(4, 5, 3, 3), draw(4, 5, 3, 3).to(memory_format=torch.channels_last)):
+        assert choose(w, torch.ones(4, *[1] * (w.dim() - 1))) is not None
 
     def inside(x: Tensor) -> Tensor:
         assert choose(x, scale) is None
@@ -134,34 +107,27 @@ def test_second_derivatives_are_those_of_the_formula() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("outlier", [None, 1e3, 1e4, -3e5])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_moments_keep_their_digits_far_from_zero(layout: torch.memory_format) -> None:
-    y = (draw(6, 20, 31, 33) * 0.01 + 1000).to(memory_format=layout)
-    running = torch.zeros(20), torch.ones(20)
-    mean, inverse = statistics(y, 1e-9, running, 0.25)
-    expected = y.double().var((0, 2, 3), correction=0)
-    assert torch.allclose(mean.double(), y.double().mean((0, 2, 3)), rtol=1e-7)
-    assert torch.allclose(inverse.double(), (expected + 1e-9).rsqrt(), rtol=1e-3)
-    assert torch.allclose(running[0].double(), mean.double() / 4, rtol=1e-6)
-    assert torch.allclose(running[1].double(), 0.75 + y.double().var((0, 2, 3)) / 4, rtol=1e-6)
-
-
-@needs_kernels
-@pytest.mark.parametrize("outlier", [1e3, 1e4, -3e5])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_moments_keep_their_digits_behind_an_outlier(layout: torch.memory_format, outlier: float) -> None:
-    """In the first place, which the sums are shifted by, and in the middle."""
+def test_moments_keep_their_digits(layout: torch.memory_format, outlier: float | None) -> None:
+    """Far from zero; and behind an outlier in the first place, which the sums are shifted by, and in the middle."""
     without = draw(6, 20, 64, 64).to(memory_format=layout)
-    y = without.clone()
-    y[0, 3, 0, 0] = y[2, 7, 5, 5] = outlier
-    running = torch.zeros(20), torch.zeros(20)
-    mean, inverse = statistics(y, 0.0, running, 1.0)
-    assert torch.allclose(mean.double(), y.double().mean((0, 2, 3)), rtol=2e-5, atol=1e-6)
+    y = without * 0.01 + 1000 if outlier is None else without.clone()
+    if outlier is not None:
+        y[0, 3, 0, 0] = y[2, 7, 5, 5] = outlier
+    running, axes = (torch.zeros(20), torch.ones(20)), (0, 2, 3)
+    mean, inverse = statistics(y, 1e-9, running, 0.25)
     # Without vector instructions up to 4096 squares are added to that of the outlier in float32.
-    assert torch.allclose(running[1].double(), y.double().var((0, 2, 3)), rtol=1e-4)
-    assert torch.allclose(inverse.double(), y.double().var((0, 2, 3), correction=0).rsqrt(), rtol=1e-4)
-    others = [channel for channel in range(20) if channel not in (3, 7)]
-    assert torch.equal(mean[others], statistics(without, 0.0, running, 1.0)[0][others])
+    digits = {"rtol": 1e-7} if outlier is None else {"rtol": 2e-5, "atol": 1e-6}
+    assert torch.allclose(mean.double(), y.double().mean(axes), **digits)
+    exact = (y.double().var(axes, correction=0) + 1e-9).rsqrt()
+    assert torch.allclose(inverse.double(), exact, rtol=1e-3 if outlier is None else 1e-4)
+    assert torch.allclose(running[0].double(), mean.double() / 4, rtol=1e-6)
+    rtol = 1e-6 if outlier is None else 1e-4
+    assert torch.allclose(running[1].double(), 0.75 + y.double().var(axes) / 4, rtol=rtol)
+    if outlier is not None:
+        others = [channel for channel in range(20) if channel not in (3, 7)]
+        assert torch.equal(mean[others], statistics(without, 1e-9, running, 0.25)[0][others])
 
 
 @needs_kernels
@@ -173,3 +139,45 @@ def test_the_range_of_least_squared_error_is_found_as_by_the_formula(signed: boo
         expected = initial_range(values, spec)
     assert all(torch.equal(fast, plain) for fast, plain in zip(initial_range(values, spec), expected, strict=True))
     assert expected[1] < values.max()  # it does shrink
+
+
+CLIPS = ((-math.inf, math.inf), (0.0, math.inf), (0.0, 6.0), (-1.0, 1.0))
+
+
+def neighbours(value: float, count: int = 4) -> list[float]:
+    """The floats around a value, and itself."""
+    found = [np.float32(value)]
+    for towards in (np.float32(-np.inf), np.float32(np.inf)):
+        each = np.float32(value)
+        for _ in range(count):
+            each = np.nextafter(each, towards)
+            found.append(each)
+    return [float(each) for each in found]
+
+
+def gradient(z: Tensor, step: float, zero: float, low: int, high: int, clip: tuple[float, float]) -> Tensor:
+    """Of z behind a norm that does nothing, for a gradient of ones."""
+    ones, zeros = torch.ones(z.shape[1]), torch.zeros(z.shape[1])
+    found = norm_quantize_backward(
+        torch.ones_like(z), z, [ones, zeros, zeros, ones], list(clip),
+        [torch.tensor(step), torch.tensor(0.0), torch.tensor(zero)], [low, high, 0, 1.0, 0], False, True,
+    )  # fmt: skip
+    return found[0]
+
+
+@needs_kernels
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("step", [1.0, 0.02, 1 / 3, 7.3e-6, 1e-20, 3.7e6, 1e12])
+def test_a_gradient_passes_where_the_quotient_lies_within_the_bounds(step: float, layout: torch.memory_format) -> None:
+    for (low, high), share, clip in itertools.product(((0, 255), (-128, 127), (-1, 1)), (0, 0.3, 1), CLIPS):
+        zero = round(low + share * (high - low))
+        places = [0.0, (low - zero) * step, (high - zero) * step, *(end for end in clip if math.isfinite(end))]
+        values = sorted({each for place in places for each in neighbours(place)} | {math.inf, -math.inf, math.nan})
+        z = torch.tensor(values, dtype=torch.float32).repeat(3).view(1, -1, 3, 1).expand(2, -1, 3, 5)
+        z = z.contiguous(memory_format=layout)
+        with np.errstate(all="ignore"):
+            v = z.numpy() / np.float32(step)
+            inside = (v >= low - zero) & (v <= high - zero) & (z.numpy() > clip[0]) & (z.numpy() < clip[1])
+        found = gradient(z, step, float(zero), low, high, clip)
+        finite = np.isfinite(z.numpy())  # elsewhere the norm's own gradient is 0 * inf
+        assert np.array_equal(found.numpy()[finite], inside.astype(np.float32)[finite]), (low, high, zero, clip)

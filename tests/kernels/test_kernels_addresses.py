@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import qat
-from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
 from qat.kernels.cpu.addresses import elements_at, numbers_at, rows_at
 from qat.kernels.cpu.quantizers import quantize_rows
@@ -117,50 +115,3 @@ def test_every_operator_checks_what_it_is_given() -> None:
     for call in calls:
         with pytest.raises(ValueError, match=r"^[^.]+ (should be|takes) .*, not |shorter than argument"):
             call()
-
-
-def prepared(norm: nn.BatchNorm2d) -> nn.Module:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
-    x = torch.randn(4, 3, 9, 9)
-    ready = qat.prepare(model, example_inputs=(x,))
-    qat.calibrate(ready, [x])
-    (own,) = [module for module in ready.modules() if isinstance(module, nn.BatchNorm2d)]
-    own.__dict__ = norm.__dict__
-    return ready.train()
-
-
-@needs_kernels
-def test_a_norm_of_another_width_is_told_in_torchs_words() -> None:
-    with pytest.raises(RuntimeError, match="running_mean should contain 8 elements not 4"):
-        prepared(nn.BatchNorm2d(4))(torch.randn(4, 3, 9, 9))
-
-
-@needs_kernels
-def test_one_value_a_channel_is_refused_in_torchs_words() -> None:
-    with pytest.raises(ValueError) as error:
-        prepared(nn.BatchNorm2d(8))(torch.randn(1, 3, 3, 3))
-    assert str(error.value) == (
-        "Expected more than 1 value per channel when training, got input size torch.Size([1, 8, 1, 1])"
-    )
-
-
-@needs_kernels
-@pytest.mark.parametrize("kind", ["expanded", "float64", "strided"])
-def test_running_statistics_that_are_no_plain_memory_train_as_with_plain_operations(kind: str) -> None:
-    def trained() -> tuple[str, Tensor]:
-        norm = nn.BatchNorm2d(8)
-        norm.running_var = {
-            "expanded": torch.ones(1).expand(8), "float64": torch.ones(8).double(), "strided": torch.ones(16)[::2]
-        }[kind]  # fmt: skip
-        torch.manual_seed(0)
-        model = prepared(norm)
-        try:
-            y: Tensor = model(torch.randn(4, 3, 9, 9))
-        except RuntimeError as error:  # torch's own sentence, where it has one
-            return str(error), torch.zeros(())
-        return "", y.detach()
-
-    said, y = trained()
-    with plain_formulas():
-        expected = trained()
-    assert said == expected[0] and torch.allclose(y, expected[1], atol=1e-5)

@@ -56,13 +56,3 @@ def test_a_structures_fields(name: str) -> None:
             kind, start = first.split(maxsplit=1)
             fields += [(each.strip().lstrip("*"), kind_of(f"{kind} {each}")) for each in (start, *others)]
     assert fields == STRUCTURES[name]._fields_
-
-
-@pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
-def test_a_wrong_call_is_refused() -> None:
-    library = compiler.library()
-    assert library is not None
-    with pytest.raises(TypeError):
-        library.dequantize(0, 0)
-    with pytest.raises(ctypes.ArgumentError):
-        library.dequantize(0, 0, 1.5, 0, 1)

@@ -49,6 +49,9 @@ SHAPES = {
     "linear of sequences": Shape((3, 7, 10), (6, 10), ROWS),
     "1-D": Shape((3, 8, 20), (6, 8, 3), Geometry([2], [1], [2], 1)),
     "1x1": Shape((2, 16, 5, 6), (24, 16, 1, 1), Geometry([1, 1], [0, 0], [1, 1], 1)),
+    "1x1, strided": Shape((2, 16, 9, 11), (24, 16, 1, 1), Geometry([2, 2], [0, 0], [1, 1], 1)),
+    "1x1, padded": Shape((2, 16, 5, 6), (24, 16, 1, 1), Geometry([1, 1], [1, 0], [1, 1], 1)),
+    "1x1, grouped": Shape((2, 16, 5, 6), (24, 4, 1, 1), Geometry([1, 1], [0, 0], [1, 1], 4)),
     "dense": Shape((2, 8, 9, 11), (6, 8, 3, 2), Geometry([2, 1], [1, 0], [1, 2], 1)),
     "grouped": Shape((2, 8, 9, 11), (12, 2, 3, 3), Geometry([1, 1], [1, 1], [1, 1], 4)),
     "depthwise": Shape((2, 8, 9, 11), (8, 1, 5, 5), Geometry([2, 2], [2, 2], [1, 1], 8)),
@@ -105,7 +108,7 @@ def test_gradients(name: str, nearest: tuple[bool, bool], needs: tuple[bool, boo
         codes, weight, geometry = case(name, nearest, per_row=per_row, relative=nearest[0])
         values, inside, slope = on_grid(weight)
         x, scales = (codes.double() - ZERO) * STEP, weight[1][0]
-        grad = draw(*geometry.multiply(x, values, None).shape, seed=5)
+        grad = arrange(draw(*geometry.multiply(x, values, None).shape, seed=5), nearest[0])
         inputs = [each.requires_grad_() for each in (x, values)]
 
         def back(grad: Tensor, x: Tensor, values: Tensor) -> tuple[Tensor, ...]:
@@ -180,10 +183,6 @@ def test_where_formulas_multiply_integers(name: str, monkeypatch: pytest.MonkeyP
     for batch_factor in (0, 1):
         FORMULA.codes_product(codes, QPARAMS, *weight, None, geometry.packed(), batch_factor)
     assert len(calls) == (name in ("linear", "1x1"))
-    if name == "1x1":  # any other number, and it is no product of the matrices as they lie
-        for other in (Geometry([2, 2], [0, 0], [1, 1], 1), Geometry([1, 1], [1, 0], [1, 1], 1)):
-            FORMULA.codes_product(codes, QPARAMS, *weight, None, other.packed(), 1)
-        assert len(calls) == 1
 
 
 def test_sizes_that_fit() -> None:
@@ -192,14 +191,21 @@ def test_sizes_that_fit() -> None:
     assert not f_products.fits_int_mm(17, (1 << 16) + 8, 8) and 255 * 128 * (1 << 16) < 2**31
 
 
+@pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("batch_factor", [0, 1000])
-def test_nan_is_found(batch_factor: int, ops: Any) -> None:
-    codes, (weight, *grid), geometry = case("linear")
-    spoilt = torch.tensor([math.nan, ZERO])
-    assert ops.codes_product(codes, spoilt, weight, *grid, None, geometry.packed(), batch_factor).isnan().all()
-    weight[3, 5] = math.nan
-    y = ops.codes_product(codes, QPARAMS, weight, *grid, None, geometry.packed(), batch_factor)
-    assert y[:, 3].isnan().all() and y.isnan().sum() == 20
+@pytest.mark.parametrize("name", ["linear", "dense", "depthwise"])
+def test_nan_is_found_and_infinity_is_the_largest(name: str, batch_factor: int, per_row: bool, ops: Any) -> None:
+    codes, (weight, *grid), geometry = case(name, per_row=per_row)
+    rest = (*grid, None, geometry.packed(), batch_factor)
+    assert ops.codes_product(codes, torch.tensor([math.nan, ZERO]), weight, *rest).isnan().all()
+    centre = (0, *[size // 2 for size in weight.shape[2:]])  # elsewhere it may meet nothing but padding
+    weight[(4, *centre)] = math.inf
+    x, values = (codes.double() - ZERO) * STEP, on_grid((weight, *grid))[0]
+    found = ops.codes_product(codes, QPARAMS, weight, *rest)
+    near(found, geometry.multiply(x, values, None), 3e-6 * geometry.multiply(x.abs(), values.abs(), None))
+    weight[(5, *centre)] = math.nan
+    y = ops.codes_product(codes, QPARAMS, weight, *rest).movedim(1 if geometry.stride else -1, 0)
+    assert y[5].isnan().all() and y.isnan().sum() == y[5].numel()
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)

@@ -14,6 +14,22 @@ from qat.preparation.report import LEFT_IN_FLOAT, noted
 from tests.references.prepared_case import Plain, assert_close_to_float, assert_computes_as, draw
 
 
+class NormAct(nn.BatchNorm2d):
+    """Written like timm.layers.BatchNormAct2d."""
+
+    def __init__(self, channels: int, act: nn.Module) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert(x.ndim == 4, "expected 4D input")
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+        statistics = self.running_mean, self.running_var
+        x = F.batch_norm(x, *statistics, self.weight, self.bias, self.training, self.momentum, self.eps)
+        return self.act(self.drop(x))
+
+
 def convs(**others: nn.Module) -> dict[str, nn.Module]:
     return {"a": nn.Conv2d(3, 4, 3, padding=1), "b": nn.Conv2d(4, 4, 3, padding=1), "n": nn.BatchNorm2d(4), **others}
 
@@ -56,6 +72,10 @@ NORMS: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor, lis
         lambda self, x: self.b(self.m(self.n(self.a(x)))), convs(m=nn.BatchNorm2d(4)), IMAGE, ["n"],
         {"m": "a folds another BatchNorm already"},
     ),
+    "an activation inside": (bulk, convs(n=NormAct(4, nn.SiLU())), IMAGE, ["n"], {}),
+    "an activation with parameters inside": (
+        bulk, convs(n=NormAct(4, nn.PReLU(4))), IMAGE, ["n"], {"n.act": "PReLU computes in float"},
+    ),
     "conv1d": (
         bulk, {"a": nn.Conv1d(3, 4, 3), "b": nn.Conv1d(4, 4, 1), "n": nn.BatchNorm1d(4)}, IMAGE[..., 0], ["n"], {},
     ),
@@ -89,3 +109,21 @@ def test_without_an_example_a_norm_behind_a_linear_layer_stays_for_its_axis_is_n
     assert noted(model, LEFT_IN_FLOAT) == {"n": BEFORE}
     assert_computes_as(net, model, x)
     assert_computes_as(net, model, torch.randn(2, 8, 8))
+
+
+class Softer(NormAct):
+    def forward(self, x: Tensor) -> Tensor:
+        statistics = self.running_mean, self.running_var
+        return F.batch_norm(x, *statistics, self.weight, self.bias, self.training, self.momentum, 100 * self.eps)
+
+
+def twice(self: Any, x: Tensor) -> Tensor:
+    return self.n(self.b(self.n(self.a(x))))
+
+
+@pytest.mark.parametrize(("forward", "norm"), [(bulk, Softer), (twice, NormAct)])
+def test_a_norm_by_function_that_no_module_computes_stays_in_parts(forward: Any, norm: type[NormAct]) -> None:
+    net = Plain(forward, **convs(n=norm(4, nn.ReLU()))).eval()
+    model = qat.prepare(net, example_inputs=IMAGE)
+    assert "in evaluation only" in noted(model, LEFT_IN_FLOAT)["(the model)"]
+    assert_computes_as(net, model, IMAGE)

@@ -55,22 +55,7 @@ class Residual(nn.Module):
         return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))  # type: ignore[no-any-return]
 
 
-class Depthwise(nn.Module):
-    """Depthwise and pointwise, beside a convolution of torch, and one that leaves its input's grid open."""
-
-    def __init__(self, bits: int) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU6())
-        self.dw, self.bn = QuantConv2d(8, 8, 3, padding=1, groups=8, **grids(bits)), nn.BatchNorm2d(8)
-        self.pw = QuantConv2d(8, 16, 1, weight_spec=QuantSpec(bits=bits), activation_spec=None)
-        self.fc = QuantLinear(16, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu6(self.bn(self.dw(self.stem(x))))
-        return self.fc(F.relu(self.pw(x)).mean((2, 3)))  # type: ignore[no-any-return]
-
-
-NETS: dict[str, Callable[[int], nn.Module]] = {"plain": Plain, "residual": Residual, "depthwise": Depthwise}
+NETS: dict[str, Callable[[int], nn.Module]] = {"plain": Plain, "residual": Residual}
 
 
 def images() -> Tensor:
@@ -106,13 +91,12 @@ def names_of(model: nn.Module) -> list[str]:
 def test_every_convolution_is_an_integer_one_and_every_range_the_trained_one(
     name: str, bits: int, tmp_path: Path
 ) -> None:
-    net = trained(NETS[name](bits)) if name != "depthwise" else NETS[name](bits)
+    net = trained(NETS[name](bits))
     before = copy.deepcopy(net.state_dict())
     model = prepared(net).eval()
     after = model.state_dict()
     assert isinstance(model, PreparedGraph) and before.keys() <= after.keys()
-    if name != "depthwise":  # there two layers have no range to keep
-        assert all(torch.equal(before[key], after[key]) for key in before)
+    assert all(torch.equal(before[key], after[key]) for key in before)
     path = tmp_path / "net.onnx"
     qat.export_onnx(model, path, images())
     convolutions = sum(isinstance(each, nn.Conv2d) for each in net.modules())
@@ -130,22 +114,6 @@ def test_the_net_of_the_docs_answers_as_it_was_trained() -> None:
     model = prepared(net).eval()
     assert set(names_of(model)) - set(names_of(net)) == {"conv2_quantizer"}
     assert torch.allclose(model(images()), net(images()), atol=0.01)
-
-
-def test_it_trains_on_codes_as_a_model_of_torchs_layers_does() -> None:
-    model = prepared(trained(Residual(8))).train()
-    assert qat.explain(model).startswith("the model trains on codes")
-    assert "operation by operation" not in qat.explain(model)
-    model(images()).sum().backward()
-    assert all(each.scale.grad is not None for each in model.modules() if isinstance(each, qat.Quantizer))
-
-
-def test_a_checkpoint_of_the_net_is_one_of_the_prepared_net(tmp_path: Path) -> None:
-    net = trained(Residual(4))
-    model = qat.prepare(Residual(4), example_inputs=images())
-    missing, unexpected = model.load_state_dict(net.state_dict(), strict=False)
-    assert unexpected == [] and all("_quantizer" in key.split(".")[-2] for key in missing)
-    assert not any(name in key for key in missing for name in names_of(net))
 
 
 def test_quantizers_of_one_tensor_with_the_same_range_become_one() -> None:
@@ -216,23 +184,11 @@ def test_an_override_of_ones_own_layers_alone_is_refused() -> None:
         with pytest.raises(ValueError) as refused:
             qat.prepare(Plain(8), qat.QuantRecipe(overrides={pattern: {"weight": {"bits": 4}}}))
         assert str(refused.value) == f"prepare: the recipe's pattern {pattern!r} has no effect: {said}"
-    mixed: Any = qat.prepare(Depthwise(8), qat.QuantRecipe(overrides={"type:Conv2d": {"weight": {"bits": 4}}}))
-    assert mixed.stem[0].weight_quantizer.spec.bits == 4 and mixed.dw.weight_quantizer.spec.bits == 8
-    open_input: Any = qat.prepare(Depthwise(8), qat.QuantRecipe(overrides={"pw": {"activation": {"bits": 6}}}))
-    assert open_input.graph is not None and "uint6" in qat.summary(open_input)
-
-
-class Rectified(QuantConv2d):
-    """A layer of one's own that changes its input, and not as `prepare` could call it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.relu(x))
 
 
 @pytest.mark.parametrize(
     ("layer", "target", "said"),
     [
-        (lambda: Rectified(3, 4, 3), "onnxruntime", "Rectified.forward takes no input_quantizer"),
         (lambda: QuantConv2d(3, 4, 3), "tensorrt", "an unsigned activation does not run on tensorrt"),
         (
             lambda: QuantConv2d(3, 4, 3, weight_spec=QuantSpec(symmetric=False)),
@@ -245,32 +201,6 @@ def test_layers_that_cannot_become_integers_are_refused_by_name(layer: Any, targ
     net = nn.Sequential(nn.Identity(), layer())
     with pytest.raises(ValueError, match=rf"^prepare: '1.*{said}"):
         qat.prepare(net, qat.QuantRecipe(target=target), torch.ones(2, 3, 8, 8))
-
-
-def test_a_layer_of_ones_own_may_hand_on_what_it_is_given() -> None:
-    class HandsOn(QuantConv2d):
-        def forward(self, x: Tensor, **handed: Any) -> Tensor:
-            return super().forward(x, **handed)
-
-    x = torch.rand(2, 3, 8, 8)
-    model = qat.prepare(nn.Sequential(HandsOn(3, 4, 3), nn.ReLU()), None, x)
-    qat.calibrate(model, [x])
-    assert model(x).shape == (2, 4, 6, 6)
-
-
-@pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.Hardtanh()], ids=str)
-def test_a_range_that_is_wider_than_the_activation_keeps_the_convolution_in_integers(
-    act: nn.Module, tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    x, path = torch.randn(4, 3, 8, 8), tmp_path / "model.onnx"
-    model = qat.prepare(nn.Sequential(QuantConv2d(3, 4, 3), act, QuantConv2d(4, 4, 3), nn.ReLU()), None, x)
-    qat.calibrate(model, [x])
-    model.get_submodule("2.input_quantizer").set_range(torch.tensor(-1.5), torch.tensor(7.0))
-    qat.export_onnx(model, path, x)
-    operators = optimized_operators(path)
-    assert operators["QLinearConv"] == 1 and operators["Conv"] + operators["FusedConv"] == 1  # the last one is float
-    assert not any(layer.differing for layer in compare_layers(path, model, x))
 
 
 def test_only_missing_leaves_weights_and_activations_alone() -> None:

@@ -47,7 +47,6 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "group_norm": (lambda a, c: F.group_norm(a, 2), False),
     "instance_norm": (lambda a, c: F.instance_norm(a), False),
 }
-SHARED = {name for profile in PROFILES.values() for name in profile.shared_grids}
 PRODUCTS_AND_SUMS = {"add", "mul", "cat", "stack", "matmul", "avg_pool"}
 
 
@@ -95,34 +94,6 @@ def test_an_operation_gets_grids_as_its_target_computes_it(operation: str, targe
         assert result not in operands
     quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
     assert all(quantizer.spec == getattr(profile, quantizer.role) for quantizer in quantizers)
-
-
-@EACH
-@pytest.mark.parametrize("operation", sorted(SHARED))
-def test_a_shared_range_covers_every_tensor_on_it(operation: str, target: Any) -> None:
-    net = Operation(operation).eval()
-    with torch.no_grad():
-        net.c.weight.mul_(10)
-        net.c.bias.add_(3)
-    x = X
-    model = qat.prepare(net, qat.QuantRecipe(target=target), x)
-    qat.calibrate(model, [x[:1], x[1:]])
-    grid = input_grid(model, "b")
-    scale, zero_point = (part.detach() for part in grid.grid())
-    lowest, highest = (float((bound - zero_point) * scale) for bound in grid.bounds())
-    with torch.no_grad():
-        tensors = [OPERATIONS[operation][0](net.a(x), net.c(x))]
-        for name in ("a", "c"):
-            tensors += [net.get_submodule(name)(x)] if quantizer_behind(model, name) is grid else []
-    shared = operation in PROFILES[target].shared_grids
-    assert len(tensors) == 1 + shared * (1 + OPERATIONS[operation][1])
-    # The observed values come from 8-bit weights, and differ from the float values by this much.
-    least, most = min(float(tensor.min()) for tensor in tensors), max(float(tensor.max()) for tensor in tensors)
-    error = 0.03 * max(-least, most)
-    assert lowest < least + error and most - error < highest
-    # The range is not wider than necessary.
-    reach = max(-least, most) if grid.spec.symmetric else most
-    assert highest < reach + error and (grid.spec.symmetric or least - error < lowest)
 
 
 class Everything(nn.Module):
@@ -203,31 +174,6 @@ def test_integer_only_computes_with_integers_and_nothing_else() -> None:
         seen += 1
     (output,) = [node for node in model.graph.nodes if node.op == "output"]
     assert is_quantizer(model, output.args[0]) and seen > 20
-
-
-@EACH
-def test_no_tensor_is_quantized_twice_and_no_grid_is_for_nobody(target: Any) -> None:
-    _, model = everything(target)
-    readers = dict.fromkeys(node for node in model.graph.nodes if is_quantizer(model, node))
-    assert readers
-    for node in readers:
-        source = node.args[0]
-        assert sum(is_quantizer(model, user) for user in source.users) == 1, source
-        while name_of(source) in MOVES:
-            source = source.all_input_nodes[0]
-        assert not is_quantizer(model, source), source
-        assert any(user.op != "get_attr" for user in node.users), node
-
-
-@pytest.mark.parametrize("target", [name for name, profile in PROFILES.items() if not profile.quantizes_outputs])
-def test_float_stays_where_the_target_computes_in_float(target: Any) -> None:
-    _, model = everything(target)
-    for node, operand in operands(model):
-        name = {"truediv": "div"}.get(name_of(node), name_of(node))
-        if name in PROFILES[target].float_operations and len(operand.users) == 1:
-            assert not is_quantizer(model, operand), node
-    (output,) = [node for node in model.graph.nodes if node.op == "output"]
-    assert not is_quantizer(model, output.args[0])
 
 
 class Dense(nn.Module):

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,28 +16,7 @@ import qat
 from qat.layers import QuantLayer
 from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer
-from tests.references.prepared_case import (
-    Net,
-    Plain,
-    assert_close_to_float,
-    assert_computes_as,
-    assert_takes_float_state,
-    draw,
-    refused,
-)
-
-
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.mlp(x)
+from tests.references.prepared_case import Net, Plain, assert_computes_as, assert_takes_float_state, draw, refused
 
 
 class ByMode(nn.Module):
@@ -56,17 +36,6 @@ class ByMode(nn.Module):
         return (self.fc(y) + self.shift, self.aux(y)) if self.training else self.fc(y) * self.factor
 
 
-class InParts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.norm = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.BatchNorm1d(8)
-        self.last = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.body(x))
-        return self.last(y) if y.sum() > -1e9 else y
-
-
 class Tied(nn.Module):
     """Words in, words out, with one table; weights read in slices; constants made in forward."""
 
@@ -82,26 +51,25 @@ class Tied(nn.Module):
         return self.out(y.relu() * torch.arange(1.0, 9.0))
 
 
-class Pads(nn.Module):
+def in_parts(self: Any, x: Tensor) -> Tensor:
+    y = self.norm(self.body(x))
+    return self.last(y) if y.sum() > -1e9 else y
+
+
+def pad(self: Any, x: Tensor) -> Tensor:
     """It branches on a size, so its graph has a guard."""
+    return self.conv(F.pad(x, (0, -x.size(-1) % 3)) if x.size(-1) % 3 else x).mean((2, 3))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if x.size(-1) % 3:
-            x = F.pad(x, (0, -x.size(-1) % 3))
-        return self.conv(x).mean((2, 3))
-
+BODY = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
 NETS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "residual": (Net, draw(2, 3, 8, 8)),
-    "attention": (Attends, draw(2, 5, 8)),
+    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), draw(2, 5, 8)),
     "by mode": (ByMode, draw(2, 3, 8, 8)),
-    "in parts": (InParts, draw(4, 8)),
+    "in parts": (lambda: Plain(in_parts, body=BODY, norm=nn.BatchNorm1d(8), last=nn.Linear(8, 8)), draw(4, 8)),
     "tied": (Tied, torch.arange(10).view(2, 5)),
-    "guarded": (Pads, draw(2, 3, 8, 8)),
+    "guarded": (lambda: Plain(pad, conv=nn.Conv2d(3, 4, 3)), draw(2, 3, 8, 8)),
 }
 
 
@@ -174,39 +142,7 @@ def test_a_model_moves_to_another_dtype(case: str, dtype: torch.dtype) -> None:
     assert gradients and all(bool(gradient.isfinite().all()) for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("case", NETS)
-def test_a_float64_model_is_prepared_as_it_is(case: str) -> None:
-    make, x = NETS[case]
-    net = make().double().eval()
-    wide = x.double() if x.is_floating_point() else x
-    model = qat.prepare(net, example_inputs=wide)
-    assert_computes_as(net, model, wide)
-    assert_close_to_float(net, model, wide)
-    assert model(wide).dtype is torch.float64
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_channels_last_changes_nothing(when: str) -> None:
-    net, model, x = ready("residual")
-    expected = model(x)
-    if when == "before":
-        other = qat.prepare(net.to(memory_format=torch.channels_last), example_inputs=x)
-        other.load_state_dict(model.state_dict())
-    else:
-        other = copy.deepcopy(model).to(memory_format=torch.channels_last)
-    other.eval()
-    assert other.stem.weight.is_contiguous(memory_format=torch.channels_last)
-    found = other(x.contiguous(memory_format=torch.channels_last))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("case", ["residual", "attention", "tied", "in parts", "by mode"])
-def test_the_number_of_samples_is_free(case: str) -> None:
-    _, model, x = ready(case)
-    torch.testing.assert_close(model(torch.cat([x, x, x]))[-len(x) :], model(x), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("case", NETS)
+@pytest.mark.parametrize("case", ["residual", "in parts"])
 def test_prepare_twice_is_refused(case: str) -> None:
     _, model, _ = ready(case)
     takes = "prepare takes the float model, or one with quantized layers of your own"
@@ -239,13 +175,6 @@ def test_hooks_act_in_the_prepared_model_too(name: str, watched: str) -> None:
     assert_computes_as(net, model, draw(4, 8))
 
 
-def test_frozen_parameters_stay_frozen() -> None:
-    net = Plain(lambda self, x: self.b(self.a(x)), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
-    net.a.requires_grad_(False)
-    model = qat.prepare(net, example_inputs=draw(4, 8))
-    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["a.weight", "a.bias"]
-
-
 def test_every_module_keeps_its_mode() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Conv2d(4, 4, 3)).train()
     net[1].eval()  # a frozen BatchNorm
@@ -262,6 +191,32 @@ def test_everything_lives_where_the_model_does(case: str) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert model(x.to("meta")).device.type == "meta"
+
+
+class Containers(nn.Module):
+    """Called out of order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(nn.Conv2d(4, 4, 3)))
+        self.heads, self.acts = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 4)]), nn.ModuleDict({"act": nn.ReLU()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[0](self.heads[1](self.acts["act"](self.body(x)).mean((2, 3))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_children_of_blocks_are_indexed_and_iterated_but_a_block_is_not_called(copied: Callable[..., Any]) -> None:
+    model, x = qat.prepare(Containers(), example_inputs=draw(2, 3, 8, 8)), draw(2, 3, 8, 8)
+    for each in (model, copied(model)):
+        assert [type(child).__name__ for child in each.body][:3] == ["QuantConv2d", "BatchNorm2d", "ReLU"]
+        assert each.body[3][0] is each.get_submodule("body.3.0") and each.heads[1] is each.get_submodule("heads.1")
+        assert each.acts["act"] is each.get_submodule("acts.act") and each.body
+        with pytest.raises(IndexError, match=r"has no child 4; it has .*3"):
+            each.body[4]
+        with pytest.raises(NotImplementedError):  # its layers would compute without the grids of their inputs
+            each.body(x)
+    assert type(qat.prepare(nn.Sequential(nn.Linear(4, 4)))[0]) is qat.QuantLinear
 
 
 def four_or_eight(bits: int) -> nn.Module:

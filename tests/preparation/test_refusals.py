@@ -1,6 +1,5 @@
 """Models that `prepare` cannot take, and calls that do not fit a prepared one: a sentence each, with the way out."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -8,10 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, TensorDataset
 
 import qat
-from benchmarks.work import integer_work
 from tests.references.prepared_case import refused
 
 
@@ -22,10 +19,7 @@ def imitation(module: str, name: str, base: type[nn.Module] = nn.Module) -> Any:
 
 FOREIGN = [
     ("torch.ao.nn.qat.modules.conv", "Conv2d"),
-    ("torchao.quantization.pt2e.fake_quantize", "FakeQuantize"),
     ("brevitas.nn.quant_conv", "QuantConv2d"),
-    ("pytorch_quantization.nn.modules.tensor_quantizer", "TensorQuantizer"),
-    ("modelopt.torch.quantization.nn.modules.tensor_quantizer", "TensorQuantizer"),
 ]
 
 
@@ -64,24 +58,10 @@ def test_a_wrapper_is_named_with_the_model_in_it(wrap: Any, attribute: str) -> N
     assert qat.prepare(getattr(wrapper, attribute))
 
 
-@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")  # torch 2.11's own
-def test_what_torch_export_makes_has_no_layers() -> None:
-    exported = torch.export.export(nn.Linear(4, 2), (torch.randn(3, 4),))
-    with refused("prepare: model must be a torch.nn.Module, got ExportedProgram", TypeError):
-        qat.prepare(exported)  # type: ignore[call-overload]
-    with refused(
-        "prepare: GraphModule has no layer to quantize; it comes from torch.export, whose graph holds operators:"
-        " prepare the float model before"
-    ):
-        qat.prepare(exported.module())
-
-
 IMAGE = torch.zeros(2, 3, 8, 8)
 NOT_RUNNING: list[tuple[Any, str]] = [
-    (DataLoader(TensorDataset(IMAGE)), "{input: DataLoader}"),
     ([IMAGE], "{input: [float32 (2, 3, 8, 8)]}"),
     (IMAGE.numpy(), "{input: ndarray (torch.from_numpy makes it a tensor)}"),
-    (IMAGE.byte(), "{input: uint8 (2, 3, 8, 8)}"),
     (IMAGE[:, :2], "{input: float32 (2, 2, 8, 8)}: Given groups=1, "),
 ]
 
@@ -138,29 +118,6 @@ def test_labels_of_the_example_inputs_that_a_call_leaves_out_are_named(training:
 
 def two_layers() -> nn.Module:
     return qat.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 2)))
-
-
-def said_by(model: nn.Module, times: int = 3) -> list[str]:
-    """What it warns of in this many calls."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(times):
-            model(IMAGES)
-    return [str(each.message) for each in caught]
-
-
-def test_a_model_without_ranges_warns_of_each_grid_without_one() -> None:
-    model, fresh = two_layers(), two_layers()
-    (sentence,) = set(said_by(model))  # two quantizers on one grid: a text that Python shows once
-    assert sentence.startswith("a quantizer (uint8 affine per tensor) runs on its default range")
-    integer_work(model, IMAGES)
-    assert said_by(model), "a count of integer work does not use the warning up"
-    qat.calibrate(model, IMAGES)
-    assert said_by(model) == []
-    part = {key: value for key, value in fresh.state_dict().items() if key.startswith("2_quantizer.")}
-    model.load_state_dict(part, strict=False)
-    assert set(said_by(model)) == {sentence}
-    assert [line for line in qat.summary(model).splitlines() if "not calibrated" in line]
 
 
 def test_the_table_of_a_model_that_was_never_prepared_says_so() -> None:

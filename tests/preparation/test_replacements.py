@@ -11,16 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import qat
 from qat.kernels import plain_formulas
 from qat.kernels.cpu import compiler
 from qat.preparation.prepared_graph import PreparedGraph
-from tests.references.cases_fused import assert_same, counted, images, results
+from tests.references.cases_fused import assert_same, images, results
 from tests.references.prepared_case import Plain, refused
-
-__all__ = ["counted"]  # a fixture
 
 pytestmark = pytest.mark.skipif(compiler.library() is None, reason="no C compiler here")
 
@@ -39,15 +36,6 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.pool(self.act(self.bn1(self.conv1(x))))
         return self.fc(self.block(self.gelu(self.conv2(x))).mean((2, 3)))  # type: ignore[no-any-return]
-
-
-class Adapter(nn.Module):
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base, self.side = base, nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.side(x)  # type: ignore[no-any-return]
 
 
 def prepared(x: Tensor, net: Callable[[], nn.Module] = Net) -> Any:
@@ -79,18 +67,13 @@ def patched(module: nn.Module, forward: Callable[[Any], Any]) -> None:
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "another activation": lambda m: setattr(m, "act", nn.SiLU()),
-    "no pool": lambda m: setattr(m, "pool", nn.Identity()),
     "a bound": lambda m: setattr(m.act, "max_val", 0.5),
-    "another formula": lambda m: setattr(m.gelu, "approximate", "tanh"),
     "a patched activation": lambda m: patched(m.act, lambda x: x.clamp(0, 0.3)),
     "a head": lambda m: setattr(m, "fc", nn.Linear(16, 7)),
-    "an adapter": lambda m: setattr(m, "fc", Adapter(m.fc)),
     "another norm": lambda m: setattr(m, "bn1", nn.GroupNorm(4, 16)),
-    "no norm": lambda m: setattr(m, "bn1", nn.Identity()),
     "a float layer": lambda m: setattr(m, "conv2", nn.Conv2d(16, 16, 3, padding=1)),
     "a quantizer": lambda m: setattr(m, "conv2_quantizer", nn.Identity()),
     "a frozen layer": lambda m: m.conv2.eval(),
-    "a frozen norm": lambda m: m.bn1.eval(),
     "in a sequential": lambda m: setattr(m.block, "1", nn.Hardtanh(-0.1, 0.1)),
 }
 
@@ -125,19 +108,6 @@ def test_the_summary_names_what_was_put_in(model: Any) -> None:
     model.fc = nn.Linear(16, 7)
     assert any("fc " in line and "it was put there after the model was prepared" in line
                for line in qat.summary(model).splitlines())  # fmt: skip
-
-
-def test_hooks_see_the_same_in_training_and_evaluation(x: Tensor, model: Any) -> None:
-    seen: list[Any] = []
-    model.conv1.register_forward_hook(lambda module, inputs, y: seen.append(y.detach()))
-    with plain_formulas():
-        model(x)
-    model(x)
-    model.eval()(x)
-    plain, fast, evaluated = seen
-    assert torch.allclose(plain, fast, atol=1e-4)
-    assert abs(float(fast.std()) - 1) < 0.1  # after the BatchNorm
-    assert evaluated.shape == fast.shape
 
 
 def test_a_hook_that_changes_what_a_layer_answers_acts(x: Tensor, model: Any) -> None:
@@ -178,19 +148,10 @@ def test_features_are_what_the_next_layer_reads_and_learn_with_the_model(x: Tens
 def test_mistakes_about_features_are_sentences(model: Any) -> None:
     with refused("feature_extractor: nothing runs in 'blok'; did you mean 'block' or 'block.1' or 'block.0'?"):
         qat.feature_extractor(model, ["blok"])
-    with pytest.raises(ValueError, match="'a' is the key of several names; give each a key of its own"):
+    with pytest.raises(ValueError, match="several names have one key"):
         qat.feature_extractor(model, {"conv1": "a", "conv2": "a"})
     with pytest.raises(TypeError, match=r"^feature_extractor: Net has no one graph; give it a model from qat\.prepare"):
         qat.feature_extractor(Net(), ["block"])
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(x: Tensor, model: Any, reentrant: bool) -> None:
-    expected = results(model, x, False)
-    checkpoint(model, x.requires_grad_(), use_reentrant=reentrant).square().sum().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_a_norm_that_trains_in_an_evaluated_model_estimates(x: Tensor, model: Any) -> None:
@@ -203,26 +164,6 @@ def test_a_norm_that_trains_in_an_evaluated_model_estimates(x: Tensor, model: An
     stem = F.conv2d(x, model.conv1.weight, model.conv1.bias, padding=1)
     torch.testing.assert_close(model.bn1.running_mean, stem.mean((0, 2, 3)).detach(), rtol=0.05, atol=0.02)
     assert int(model.bn1.num_batches_tracked) == 1
-
-
-def test_token_ids_and_frozen_layers_leave_the_rest_on_codes(counted: list[str]) -> None:
-    layers = (nn.Embedding(11, 16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 3))
-    x = torch.arange(12).reshape(3, 4) % 11
-    model = prepared(x, lambda: nn.Sequential(*layers))
-    for products in (3, 2):
-        counted.clear()
-        model(x)
-        assert counted.count("CodesProductFunction") == products
-        model.get_submodule("3").eval()
-
-
-def test_why_a_model_trains_operation_by_operation_is_said_once(x: Tensor, caplog: pytest.LogCaptureFixture) -> None:
-    model = prepared(x).double()
-    with caplog.at_level(logging.INFO, "qat"):
-        model(x.double())
-        model(x.double())
-    said = [message for message in caplog.messages if "operation by operation" in message]
-    assert said == ["training runs the prepared graph operation by operation: its input is torch.float64 on cpu"]
 
 
 def test_compiled_code_watches_what_it_was_derived_from() -> None:
@@ -261,11 +202,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("mode", ["on", "off"])
-def test_who_writes_into_what_a_sum_reads_is_seen_by_it(
-    x: Tensor, write: str, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QAT_SELF_CHECK", mode)
+def test_who_writes_into_what_a_sum_reads_is_seen_by_it(x: Tensor, write: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QAT_SELF_CHECK", "off")
     model = prepared(x, Residual)
     WRITES[write](model)
     found = model(x)[0]
@@ -277,25 +215,6 @@ def test_who_writes_into_what_a_sum_reads_is_seen_by_it(
     WRITES[write](net)
     with torch.no_grad():
         assert (found - net(x)[0]).norm() < 0.1 * found.norm()
-
-
-@pytest.mark.parametrize("activation", ["relu", "relu6", "gelu", "silu", "hardswish", "sigmoid"])
-def test_a_value_that_is_no_number_stays_with_its_sample(x: Tensor, activation: str) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y = getattr(F, activation)(self.norm(self.a(x)))
-        return self.c(F.max_pool2d(y + F.relu(self.b(y)), 2)).flatten(1)  # type: ignore[no-any-return]
-
-    layers = {"a": nn.Conv2d(3, 8, 3), "norm": nn.BatchNorm2d(8), "b": nn.Conv2d(8, 8, 1), "c": nn.Conv2d(8, 4, 6)}
-    model = prepared(x, lambda: Plain(forward, **layers))
-    model.norm.eval()
-    x[1, 0, 2, 2] = torch.nan
-    plain, fast = (results(model, x, formula) for formula in (True, False))
-    assert fast["y"].isnan().any(1).tolist() == [False, True, *[False] * (len(x) - 2)]
-    assert all(torch.allclose(fast[name], plain[name], atol=1e-4, equal_nan=True) for name in plain)
-    model.norm.train()  # it then uses the batch's statistics
-    before = model.norm.num_batches_tracked.clone()
-    assert torch.equal(model(x).isnan(), results(model, x, True)["y"].isnan())
-    assert int(model.norm.num_batches_tracked - before) == 1
 
 
 def test_a_pickle_keeps_what_a_layer_was_handed(x: Tensor, model: Any) -> None:
@@ -313,22 +232,8 @@ def test_a_pickle_keeps_what_a_layer_was_handed(x: Tensor, model: Any) -> None:
 
 def test_a_block_that_was_replaced_is_a_sentence(x: Tensor, model: Any) -> None:
     model.block = nn.Identity()
-    with refused(
-        "'block.0' is called by the prepared model, and 'block' (Identity) has no such part now; replace layers one by"
-        " one, or prepare the changed model again"
-    ):
+    with pytest.raises(ValueError, match=r"^'block\.0' is called by the prepared model, and is gone"):
         model(x)
-
-
-def test_features_of_a_tensor_that_is_written_into_through_a_view(x: Tensor) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y = self.a(x)
-        F.relu(y[:, :4], inplace=True)
-        return self.c(self.b(y))  # type: ignore[no-any-return]
-
-    layers = {"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(8, 8, 1), "c": nn.Conv2d(8, 4, 1)}
-    model = prepared(x, lambda: Plain(forward, **layers)).eval()
-    assert torch.equal(qat.feature_extractor(model, ["c"])(x)["c"], model(x))
 
 
 STRANGE: dict[str, Callable[[Any], Any]] = {
@@ -345,12 +250,6 @@ def test_tensors_of_shapes_that_kernels_do_not_take_train_plainly(x: Tensor, mod
     STRANGE[kind](model)
     plain, fast = (results(model, x, formula) for formula in (True, False))
     assert all(torch.allclose(plain[name], fast[name], atol=1e-3) for name in plain)
-
-
-def test_many_gradients_at_once_are_a_sentence(x: Tensor, model: Any) -> None:
-    y = model(x).sum(0)
-    with pytest.raises(RuntimeError, match="takes one gradient at a time"):
-        torch.autograd.grad(y, model.fc.weight, torch.eye(5), is_grads_batched=True)
 
 
 def test_hooks_that_the_file_does_not_hold_are_named(x: Tensor, model: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import qat
 from qat.fused.functions.codes import EncodeFunction
 from qat.fused.functions.curves import QuantizeCurveFunction, QuantizeSoftmaxFunction
-from qat.fused.functions.pools import MaxPoolFunction
+from qat.fused.functions.movement import MaxPoolFunction
 from qat.fused.functions.products import CodesProductFunction, MatmulFunction
 from qat.kernels import plain_formulas
 

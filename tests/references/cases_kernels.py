@@ -74,10 +74,10 @@ def grid(
 GRIDS: dict[str, Grid] = {
     "signed": grid(0.021, None, -128, 127, 128),
     "unsigned": grid(0.023),
-    "affine": grid(0.03, 94.0, relative=True),
-    "signed affine": grid(0.17, -3.0, -8, 7, 128),
+    "affine": grid(0.03, 94.3, relative=True),
+    "signed affine": grid(0.17, -3.4, -8, 7, 128),
     "broken": grid(-0.02, None, -128, 127, 128, relative=True),
-    "broken affine": grid(0.01, 120.0),
+    "broken affine": grid(0.01, -7.0),
     "no number": grid(math.nan, None, -128, 127, 128, relative=True),
     "infinite": grid(math.inf, 94.0),
     "below all": grid(-math.inf, None, -128, 127, 128),
@@ -112,7 +112,10 @@ class Quantized:
     def __init__(self, z: Tensor, given: Grid) -> None:
         (scale, smallest, zero), (low, high, shift, factor, relative) = given
         assert scale is not None and smallest is not None
-        self.step, self.zero = steps_of(scale, smallest), 0.0 if zero is None else float(zero)
+        self.step, self.zero = (
+            steps_of(scale, smallest),
+            0.0 if zero is None else min(max(round(float(zero)), low), high),
+        )
         self.only_rises = bool(scale < smallest)
         v = (z / self.step.to(z.dtype)).double()
         self.near = near = 0.0 if z.dtype is torch.float32 else 1e-4

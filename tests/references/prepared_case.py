@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import qat
+from qat.preparation.report import LEFT_IN_FLOAT, noted
 from qat.quantizer import Quantizer
 
 
@@ -133,6 +134,15 @@ def assert_computes_as(
         gradients = {name: p.grad for name, p in passing.named_parameters(remove_duplicate=False)}
         for name, parameter in expected.named_parameters(remove_duplicate=False):
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def prepared_whole(net: nn.Module, x: Any, recipe: qat.QuantRecipe | None = None, example: bool = True) -> Any:
+    """The prepared model, in one graph with nothing left in float, which computes as the float one and is near it."""
+    model = qat.prepare(net, recipe, example_inputs=x if example else None)
+    assert noted(model, LEFT_IN_FLOAT) == {}
+    assert_computes_as(net, model, x)
+    assert_close_to_float(net, model, x)
+    return model
 
 
 def _run(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -59,10 +59,6 @@ def test_a_config_names_a_target_that_its_imports_register(folder: Path) -> None
 @pytest.mark.parametrize(
     ("override", "fact"),
     [
-        (
-            "quantization.target=my_chop",
-            "my_chip; did you mean 'my_chip'?",
-        ),
         ("imports=[]", f"quantization.target: unknown target 'my_chip'; registered: {', '.join(SHIPPED)}"),
         (
             "quantization.activation.bits=8",

@@ -1,25 +1,23 @@
-"""Target profiles: consistent data, the published facts, and models that run under each of them."""
+"""Target profiles: consistent data, the published facts; and max_magnitude, which every rule respects or refuses."""
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch import nn
 
 import qat
-from qat.quantizer import Quantizer
+from qat.export.checks import keeps_to_its_grid
+from qat.layers import QuantLayer
+from qat.quantizer import create_quantizer, registered_quantizers
 from qat.spec import QuantSpec
 from qat.targets import PROFILES, profile_of
-from qat.training.config.schema import RunConfig
-from qat.training.loop.preparation import build_recipe
 from tests.references.rule_specs import plain
 
-ROOT = Path(__file__).resolve().parents[2]
 EACH = pytest.mark.parametrize("profile", PROFILES.values(), ids=list(PROFILES))
 SHIPPED = ["onnxruntime", "onnxruntime_x86", "tensorrt", "openvino", "qnnpack", "integer_only"]
 TENSORS = ("weight", "activation")
@@ -117,41 +115,72 @@ def test_the_published_facts() -> None:
     assert all("max_pool" in profile.shared_grids for profile in PROFILES.values())
 
 
-@EACH
-def test_no_operation_is_both_in_float_and_on_a_shared_grid(profile) -> None:
-    assert not profile.shared_grids & profile.float_operations
-    assert not {"add", "matmul", "mul", "avg_pool", "cat", "max_pool"} & profile.float_operations
+X86 = PROFILES["onnxruntime_x86"]
 
 
-@EACH
-def test_a_model_prepared_for_a_target_has_only_grids_that_it_runs(profile) -> None:
+def spec_of(rule: str) -> QuantSpec | None:
+    """A grid of this rule that max_magnitude=5 narrows; None if the rule's grid is narrower."""
+    for bits, signed, symmetric in itertools.product((8, 4, 2, 1), (True, False), (True, False)):
+        spec = plain(bits=bits, signed=signed, symmetric=symmetric, rule=rule)
+        with contextlib.suppress(ValueError):
+            create_quantizer(spec, "weight")
+            return spec if bits > 2 else None
+    return None
+
+
+@pytest.mark.parametrize("rule", registered_quantizers())
+def test_a_rule_keeps_to_the_magnitude_or_refuses_it(rule: str) -> None:
+    spec = spec_of(rule)
+    if spec is None:  # one or two bits, or activations only, which refuse below
+        return
+    limited = replace(spec, max_magnitude=5)
+    try:
+        quantizer = create_quantizer(limited, "weight")
+    except ValueError as error:
+        assert f"rule {rule!r} " in str(error) and "max_magnitude=5" in str(error)
+        return
+    x = torch.linspace(-3, 3, 200).reshape(10, 20)
+    quantizer.fit(x.reshape(1, -1))
+    quantizer.eval()
+    low, high = quantizer.bounds()
+    assert max(-low, high) == 5
+    codes = quantizer.codes(x)
+    assert codes.abs().max() <= 5 and keeps_to_its_grid(quantizer, x)
+
+
+def test_pact_refuses_it_for_activations() -> None:
+    with pytest.raises(ValueError, match=r"^rule 'pact' has the integers of its 8 bits and cannot keep to max_magnitu"):
+        create_quantizer(QuantSpec(signed=False, rule="pact", max_magnitude=100), "activation")
+
+
+def net() -> nn.Sequential:
     torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 4)
-    )
-    model = qat.prepare(net, qat.QuantRecipe(target=profile.name))
-    x = torch.randn(16, 3, 8, 8)
-    qat.calibrate(model, [x])
-    quantizers = [module for module in model.modules() if isinstance(module, Quantizer)]
-    assert {quantizer.role for quantizer in quantizers} == set(TENSORS)
-    for quantizer in quantizers:
-        assert profile.refusal(quantizer.role, quantizer.spec) is None
-        assert quantizer.spec == getattr(profile, quantizer.role)
-    with torch.no_grad():
-        error = (model.eval()(x) - net.eval()(x)).abs().max() / net(x).std()
-    assert 0 < error < 0.1
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
 
 
-def test_the_targets_page_is_true() -> None:
-    page = (ROOT / "docs" / "targets.md").read_text()
-    code, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    section, _ = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    names: dict[str, qat.QuantRecipe] = {}
-    exec(compile(code, "docs/targets.md", "exec"), names)
-    config = RunConfig.model_validate(yaml.safe_load(section))
-    last = ("3", nn.Linear, "last")
-    assert build_recipe(config.quantization).for_layer(*last) == names["recipe"].for_layer(*last)
-    (sentence,) = re.findall(r"```\n(QuantRecipe: .*)\n```", page)
-    with pytest.raises(ValueError) as refusal:
-        qat.QuantRecipe(activation=QuantSpec(signed=False), target="tensorrt")
-    assert str(refusal.value) == sentence
+def largest_integers(model: nn.Module) -> dict[str, float]:
+    return {
+        name: float(layer.weight_quantizer.codes(layer.weight).detach().abs().max())
+        for name, layer in model.named_modules()
+        if isinstance(layer, QuantLayer)
+    }
+
+
+def test_as_a_target_and_as_an_override() -> None:
+    x = torch.randn(8, 3, 8, 8)
+    for recipe, expected in (
+        (qat.QuantRecipe(target="onnxruntime_x86"), {"0": 64.0, "4": 64.0}),
+        (qat.QuantRecipe(overrides={"type:Linear": {"weight": {"max_magnitude": 64}}}), {"0": 127.0, "4": 64.0}),
+        (qat.QuantRecipe(target="onnxruntime_x86", last_bits=4), {"0": 64.0, "4": 7.0}),
+    ):
+        model = qat.prepare(net(), recipe)
+        qat.calibrate(model, [x])
+        assert largest_integers(model) == expected
+        table = qat.summary(model)
+        assert table.count("int8 in -64..64 symmetric per channel") == list(expected.values()).count(64.0)
+
+
+def test_the_largest_sum_of_two_products_fits_16_bits() -> None:
+    highest = X86.activation.qmax
+    assert highest * 2 * X86.weight.qmax < 2**15 <= highest * 2 * (X86.weight.qmax + 1)
+    assert -highest * 2 * X86.weight.qmin < 2**15

@@ -20,6 +20,7 @@ from tests.references.prepared_case import (
     assert_computes_as,
     assert_takes_float_state,
     draw,
+    prepared_whole,
     without_quantizers,
 )
 
@@ -47,21 +48,16 @@ MULTI_HEAD: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any], Tensor
     "batch first": (self_attention(), first, BATCH),
     "sequence first": (self_attention(), {}, BATCH),
     "unbatched": (self_attention(), {}, SEQUENCE),
-    "by keyword": (lambda self, x: self.a(query=x, key=x, value=x), first, BATCH),
     "without weights": (self_attention(need_weights=False), first, BATCH),
     "weights of every head": (self_attention(average_attn_weights=False), first, BATCH),
-    "unbatched weights of every head": (self_attention(average_attn_weights=False), {}, SEQUENCE),
     "cross": (lambda self, x: self.a(x[:, :3], x, x.flip(1)), first, BATCH),
     "other sizes": (lambda self, x: self.a(x, x[..., :4], x[..., 2:]), {**first, "kdim": 4, "vdim": 6}, BATCH),
     "without bias": (self_attention(), {**first, "bias": False}, BATCH),
     "mask of booleans": (self_attention(attn_mask=FORBIDDEN), first, BATCH),
     "mask of numbers": (self_attention(attn_mask=MINUS_INFINITY), first, BATCH),
     "mask of every head": (self_attention(attn_mask=FORBIDDEN.expand(4, -1, -1)), first, BATCH),
-    "unbatched mask of every head": (self_attention(attn_mask=FORBIDDEN.expand(2, -1, -1)), {}, SEQUENCE),
     "causal": (self_attention(attn_mask=MINUS_INFINITY, is_causal=True, need_weights=False), first, BATCH),
     "padding": (self_attention(key_padding_mask=PADDING), first, BATCH),
-    "padding in numbers": (self_attention(key_padding_mask=draw(2, LENGTH)), first, BATCH),
-    "unbatched padding": (self_attention(key_padding_mask=PADDING[1]), {}, SEQUENCE),
     "padding and mask": (
         self_attention(key_padding_mask=PADDING, attn_mask=FORBIDDEN, need_weights=False), first, BATCH,
     ),
@@ -101,18 +97,6 @@ def test_every_operand_of_attention_is_on_a_grid() -> None:
     assert_close_to_float(net, model, BATCH)
 
 
-def test_masked_keys_have_no_influence_on_the_quantized_model() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return self.a(x, x, x, key_padding_mask=PADDING, need_weights=False)[0]
-
-    model = qat.prepare(Plain(forward, a=attention(**first)).eval(), example_inputs=BATCH)
-    qat.calibrate(model, [BATCH])
-    changed = BATCH.clone()
-    changed[1, 3:] = BATCH[1, 3:].flip(-1)
-    assert torch.equal(model(changed)[1, :3], model(BATCH)[1, :3])
-    assert not torch.equal(model(changed)[1, 3:], model(BATCH)[1, 3:])  # as queries they matter
-
-
 @pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
 def test_attention_with_extra_keys_computes_as_torchs(option: str) -> None:
     net = Plain(self_attention(), a=attention(batch_first=True, **{option: True})).eval()
@@ -126,8 +110,6 @@ S = F.scaled_dot_product_attention
 
 PRODUCTS: dict[str, tuple[Callable[[Any, Tensor], Any], Tensor]] = {
     "plain": (lambda self, x: S(self.q(x), self.k(x), self.v(x)), HEADS),
-    "three axes": (lambda self, x: S(self.q(x), self.k(x), self.v(x)), HEADS[0]),
-    "by keyword": (lambda self, x: S(query=self.q(x), key=self.k(x), value=self.v(x)), HEADS),
     "scale": (lambda self, x: S(self.q(x), self.k(x), self.v(x), scale=0.3), HEADS),
     "mask of booleans": (lambda self, x: S(self.q(x), self.k(x), self.v(x), attn_mask=~FORBIDDEN), HEADS),
     "mask of numbers": (lambda self, x: S(self.q(x), self.k(x), self.v(x), MINUS_INFINITY), HEADS),
@@ -146,13 +128,10 @@ def test_scaled_dot_product_attention_is_taken_apart(case: str, example: bool) -
     torch.manual_seed(0)
     forward, x = PRODUCTS[case]
     net = Plain(forward, **{name: nn.Linear(6, 6) for name in "qkv"}).eval()
-    model = qat.prepare(net, example_inputs=x if example else None)
-    assert noted(model, LEFT_IN_FLOAT) == {}
+    model = prepared_whole(net, x, example=example)
     operands = {"input_quantizer", "k_quantizer", "q_quantizer", "v_quantizer"}
     assert operands < set(activation_quantizers(model)) and len(activation_quantizers(model)) == 5  # probabilities
     assert integer_work(model, x).share == 1.0
-    assert_computes_as(net, model, x)
-    assert_close_to_float(net, model, x)
 
 
 def test_attention_takes_other_batches_and_lengths_and_refuses_another_rank() -> None:
@@ -173,3 +152,75 @@ def test_masks_are_no_tensors_to_quantize_on_any_target(target: Any) -> None:
         forward, x = PRODUCTS[case]
         net = Plain(forward, **{name: nn.Linear(6, 6) for name in "qkv"}).eval()
         assert_close_to_float(net, qat.prepare(net, qat.QuantRecipe(target=target), example_inputs=x), x)
+
+
+WORDS, SENTENCE, WIDTH = 12, 6, 16
+
+
+class TextClassifier(nn.Module):
+    """Embedding, position, encoder, mean over the words, linear; word 0 is padding if the mask is passed."""
+
+    def __init__(self, norm_first: bool, padded: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.position = nn.Parameter(torch.zeros(1, SENTENCE, WIDTH))
+        nn.init.normal_(self.position, std=0.5)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 3)
+        self.padded = padded
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words) + self.position
+        mask = words == 0 if self.padded else None
+        return self.head(self.encoder(x, src_key_padding_mask=mask).mean(1))
+
+
+def sentences(count: int = 4, seed: int = 0) -> Tensor:
+    """Words from 1 on; the last third of every other sentence is padding."""
+    words = torch.randint(1, WORDS, (count, SENTENCE), generator=torch.Generator().manual_seed(seed))
+    words[::2, -2:] = 0
+    return words
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("norm_first", [False, True], ids=["norm last", "norm first"])
+def test_the_prepared_encoder_computes_as_torchs(norm_first: bool, padded: bool) -> None:
+    net = TextClassifier(norm_first, padded).eval()
+    model = qat.prepare(net, example_inputs=sentences())
+    assert noted(model, LEFT_IN_FLOAT).keys() <= {
+        "position", *(f"encoder.layers.{layer}.norm{norm}" for layer in (0, 1) for norm in (1, 2)),
+    }  # fmt: skip
+    assert_computes_as(net, model, sentences())
+    assert_computes_as(net, model, sentences(7, seed=1))  # another batch
+    assert_takes_float_state(model, net.state_dict())
+
+
+def test_without_an_example_its_layers_are_quantized_one_by_one() -> None:
+    """torch's encoder decides on the sizes of its input, and in evaluation its fast path skips its own layers."""
+    net = TextClassifier(norm_first=False, padded=False).eval()
+    model = qat.prepare(net)
+    assert_computes_as(net, model, sentences())
+    qat.calibrate(model, [sentences()])  # it refuses quantizers that saw nothing
+    with torch.no_grad():
+        found, wanted = model(sentences()), net(sentences())
+    assert 1e-5 < float((found - wanted).square().mean().sqrt()) < 0.05 * float(wanted.square().mean().sqrt())
+    assert integer_work(model, sentences()).share == 1.0
+
+
+@pytest.mark.parametrize("way", ["nested", "causal"])
+def test_the_ways_that_torchs_encoder_takes_by_itself_are_traced_too(way: str) -> None:
+    """The encoder's fast path packs padded sentences, with zeros for the padding, and it checks if a mask is causal."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2)
+    above = torch.ones(SENTENCE, SENTENCE).triu(1).bool()
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        given = {"src_key_padding_mask": x[:, :, 0] > 1.0} if way == "nested" else {"mask": above}
+        return self.encoder(x, **given)
+
+    net, x = Plain(forward, encoder=encoder).eval(), draw(4, SENTENCE, WIDTH)
+    model = qat.prepare(net, example_inputs=x)
+    assert "(the model)" not in noted(model, LEFT_IN_FLOAT)
+    assert integer_work(model, x).share == 1.0
+    assert_computes_as(net, model, x)

@@ -1,6 +1,5 @@
 """Python in forward beyond tensor operations: autograd Functions, random numbers, counters, type checks."""
 
-import builtins
 import random
 from collections.abc import Callable
 from typing import Any
@@ -63,18 +62,12 @@ def prepared(net: nn.Module, x: Tensor) -> nn.Module:
 
 OWN_GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "function": (lambda x: Reverse.apply(x), "Reverse"),
-    "function bound before": (reverse, "Reverse"),
     "function with a list": (lambda x: Halve.apply([x], x), "Halve"),
     "checkpoint": (lambda x: checkpoint(torch.relu, x, use_reentrant=False), "checkpoints activations"),
-    "reentrant checkpoint": (lambda x: checkpoint(torch.relu, x, use_reentrant=True), "CheckpointFunction"),
     "vmap": (torch.func.vmap(torch.relu), "_add_batch_dim"),
     "hook": (with_hook, "requires_grad"),
-    "is_leaf": (lambda x: -x if x.is_leaf else x, "is_leaf"),
-    "grad_fn": (lambda x: -x if x.grad_fn is None else x, "grad_fn"),
     "is_grad_enabled": (lambda x: x if torch.is_grad_enabled() else -x, "otherwise than the model"),
     "item": (lambda x: x if x.sum().item() > 0 else -x, "values of a tensor"),
-    "tolist": (lambda x: x if x[0].tolist()[0] > 0.1 else -x, "values of a tensor"),
-    "equal": (lambda x: x if torch.equal(x, x.abs()) else -x, "values of a tensor"),
     "numpy": (lambda x: x + torch.from_numpy(x.detach().numpy()), "np.ndarray"),
     "bound before": (torch.as_tensor, "values of a tensor"),
     "made of": (lambda x: torch.Tensor._make_subclass(torch.Tensor, x), "expected Tensor"),
@@ -99,10 +92,8 @@ def test_what_no_graph_keeps_is_prepared_in_parts_and_keeps_its_gradient(case: s
 
 TRACED: dict[str, Callable[[Tensor], Tensor]] = {
     "as_tensor": lambda x: torch.as_tensor(x) + torch.as_tensor(x.shape[1]),
-    "tensor of a size": lambda x: x * torch.tensor(x.shape[1]) + torch.tensor([x.shape[0], 1]).sum(),
     "numpy's numbers": lambda x: np.float64(2) * x + x * np.float32(3) + np.int64(1),
     "numpy on sizes": lambda x: x / np.sqrt(x.shape[1]) + x.reshape(-1, np.prod(x.shape[1:])),
-    "shape": lambda x: x if isinstance(x.shape, torch.Size) and isinstance(x.shape[0], int) else -x,
     "random": lambda x: x * torch.rand_like(x) + torch.rand(x.shape),
 }
 
@@ -133,16 +124,12 @@ def test_an_operation_that_fails_and_is_caught_leaves_nothing_in_the_graph() -> 
     assert_computes_as(net, model, x)
 
 
-generator = np.random.default_rng(0)
 CHANCE: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "rand": lambda self, x: x * torch.rand(8),
     "rand in training": lambda self, x: x * torch.rand(8) if self.training else x,
     "a decision": lambda self, x: x if torch.rand(1).item() < 0.5 else -x,
     "a rare decision": lambda self, x: x if random.random() < 1e-9 else -x,
-    "permutation": lambda self, x: x[:, torch.randperm(8)],
     "random": lambda self, x: x * random.random(),
     "numpy": lambda self, x: x * np.random.rand(),
-    "a generator": lambda self, x: x * generator.random(),
 }
 
 
@@ -151,6 +138,8 @@ def test_what_is_drawn_beside_the_graph_is_drawn_at_every_call(case: str) -> Non
     function = CHANCE[case]
     net = Plain(lambda self, x: self.b(function(self, self.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
     assert in_parts(prepared(net, draw(5, 8)))
+    if case in ("rand in training", "a decision"):  # torch's draws are seen without an answer to compare with, too
+        assert in_parts(qat.prepare(net))
 
 
 def test_the_random_numbers_of_the_user_go_on_as_if_nothing_had_been_drawn() -> None:
@@ -194,19 +183,7 @@ def test_a_note_that_nobody_reads_is_no_reason() -> None:
     assert not in_parts(prepared(Counting(0, None), draw(2, 8)))
 
 
-def test_buffers_are_as_they_were() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        self.bn.running_mean.add_(1)
-        return self.fc(self.bn(x))
-
-    net = Plain(forward, fc=nn.Linear(8, 4), bn=nn.BatchNorm1d(8))
-    model = prepared(net, draw(5, 8))
-    torch.testing.assert_close(model.state_dict()["bn.running_mean"], net.state_dict()["bn.running_mean"])
-
-
-@pytest.mark.parametrize(
-    "names", [("graph", "b"), ("_graph", "b"), ("self", "b"), ("else", "if"), ("_engine_state", "b"), ("code", "b")]
-)
+@pytest.mark.parametrize("names", [("_graph", "b"), ("self", "b"), ("else", "if")])
 def test_parts_may_have_names_that_a_graph_has_other_uses_for(names: tuple[str, str]) -> None:
     net, x = nn.Sequential(), draw(5, 8)
     for name in names:
@@ -214,19 +191,6 @@ def test_parts_may_have_names_that_a_graph_has_other_uses_for(names: tuple[str, 
     model = prepared(net, x)
     assert "rename it" in in_parts(model) and repr(names[0]) in in_parts(model)
     assert_computes_as(net, model, x)
-
-
-def test_mappings_are_asked_for_what_they_hold() -> None:
-    def forward(self: Any, given: dict[str, Tensor]) -> Tensor:
-        y = self.a(given["x"])
-        if given and "bias" in given and given.get("scale") is None:
-            y = y + given["bias"]
-        return self.b(y)
-
-    net, given = Plain(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 4)), {"x": draw(5, 8), "bias": draw(8)}
-    model = qat.prepare(net, example_inputs=(given,))
-    assert not in_parts(model)
-    torch.testing.assert_close(without_quantizers(model)(given), net(given))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
@@ -239,10 +203,3 @@ def test_compiled_parts_are_refused_and_scripted_ones_stay() -> None:
     model = prepared(net, draw(5, 8))
     assert "ScriptModule" in in_parts(model)
     torch.testing.assert_close(without_quantizers(model)(draw(5, 8)), net(draw(5, 8)))
-
-
-def test_isinstance_is_pythons_own_again() -> None:
-    original = builtins.isinstance
-    prepared(net_with(torch.relu), draw(5, 8))
-    prepared(net_with(reverse), draw(5, 8))
-    assert builtins.isinstance is original

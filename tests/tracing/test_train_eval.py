@@ -44,7 +44,6 @@ class WithAuxiliaryHead(nn.Module):
 
 GIVES: dict[str, tuple[Callable[[bool, Tensor, Tensor | None], Any], type, type]] = {
     "named tuple": (lambda training, y, aux: Outputs(y, aux) if training else y, Outputs, Tensor),
-    "tuple": (lambda training, y, aux: (y, aux) if training else y, tuple, Tensor),
     "dict": (lambda training, y, aux: {"out": y, "aux": aux} if training else {"out": y}, dict, dict),
     "None in evaluation": (lambda training, y, aux: Outputs(y, aux), Outputs, Outputs),
 }
@@ -72,13 +71,6 @@ def draw_paths(self: Any, x: Tensor) -> Tensor:
     return self.b(x + y)
 
 
-def draw_paths_with_rand(self: Any, x: Tensor) -> Tensor:
-    y = self.a(x)
-    if self.training:
-        y = y * (torch.rand(x.shape[0], 1, device=x.device) < 0.7) / 0.7
-    return self.b(x + y)
-
-
 def attend(self: Any, x: Tensor) -> Tensor:
     probability = 0.4 if self.training else 0.0
     return F.scaled_dot_product_attention(self.a(x), self.b(x), x, dropout_p=probability)
@@ -90,9 +82,6 @@ def linears(**others: nn.Module) -> dict[str, nn.Module]:
 
 BY_MODE: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, nn.Module]]] = {
     "F.dropout": (lambda self, x: self.b(F.dropout(self.a(x), 0.5, training=self.training)), linears()),
-    "F.dropout by position": (lambda self, x: self.b(F.dropout(self.a(x), 0.5, self.training)), linears()),
-    "F.dropout in place": (lambda self, x: self.b(F.dropout(self.a(x), 0.5, self.training, True)), linears()),
-    "torch.dropout": (lambda self, x: self.b(torch.dropout(self.a(x), 0.5, self.training)), linears()),
     "nn.Dropout": (lambda self, x: self.b(self.c(self.a(x))), linears(c=nn.Dropout(0.5))),
     "always dropout": (lambda self, x: self.b(F.dropout(self.a(x), 0.5)), linears()),
     "never dropout": (lambda self, x: self.b(F.dropout(self.a(x), 0.5, training=False)), linears()),
@@ -101,15 +90,10 @@ BY_MODE: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, nn.Module]]] = 
     "StochasticDepth": (lambda self, x: self.b(x + self.c(self.a(x))), linears(c=StochasticDepth(0.4, "row"))),
     "stochastic_depth": (lambda self, x: self.b(x + stochastic_depth(self.a(x), 0.4, "row", self.training)), linears()),
     "paths": (draw_paths, linears()),
-    "paths with torch.rand": (draw_paths_with_rand, linears()),
-    "noise": (lambda self, x: self.a(x + 0.1 * torch.randn_like(x) if self.training else x), linears()),
     "attention dropout": (attend, linears()),
-    "softmax in evaluation": (lambda self, x: self.a(x) if self.training else self.a(x).softmax(-1), linears()),
     "a layer in evaluation": (lambda self, x: self.a(x) if self.training else self.b(self.a(x)), linears()),
     "a layer in training": (lambda self, x: self.b(self.a(x)) if self.training else self.a(x), linears()),
     "constant": (lambda self, x: self.a(x) * (1.0 if self.training else 5.0), linears()),
-    "constant inside": (lambda self, x: self.b(self.a(x) * (1.0 if self.training else 5.0)), linears()),
-    "slope": (lambda self, x: self.b(F.leaky_relu(self.a(x), 0.3 if self.training else 0.1)), linears()),
     "inner mode": (lambda self, x: self.b(self.a(x)) * (2 if self.b.training else 3), linears()),
 }  # fmt: skip
 
@@ -126,22 +110,6 @@ def test_what_depends_on_the_mode_is_decided_at_every_call(case: str) -> None:
     assert "(the model)" not in noted(model, LEFT_IN_FLOAT)
     if case != "always dropout":
         assert_close_to_float(net, model, x)
-
-
-class FrozenNorm(nn.Module):
-    """Keeps its BatchNorm in evaluation in both modes, as detection models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)
-
-    def train(self, mode: bool = True) -> "FrozenNorm":
-        super().train(mode)
-        self.norm.eval()
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.norm(self.a(x)))
 
 
 class RunningMean(nn.Module):
@@ -178,8 +146,6 @@ def norm_in_training(self: Any, x: Tensor) -> Tensor:
 
 
 NORMS: dict[str, Callable[[], nn.Module]] = {
-    "BatchNorm": lambda: Plain(lambda self, x: self.b(self.c(self.a(x))), **linears(c=nn.BatchNorm1d(8))),
-    "frozen by train()": FrozenNorm,
     "F.batch_norm": lambda: Plain(norm_by_function, **linears(c=nn.BatchNorm1d(8))),
     "of something else": lambda: Plain(norm_of_something_else, **linears(c=nn.BatchNorm1d(8))),
     "in training only": lambda: Plain(norm_in_training, **linears(c=nn.BatchNorm1d(8))),

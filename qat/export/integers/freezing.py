@@ -6,8 +6,14 @@ import torch
 from torch import fx, nn
 
 from qat.export.integers.evaluation import call_names, joined
-from qat.export.integers.frozen import FreezingError, FrozenLayer, FrozenParameter, FrozenQuantizer, FrozenTable
-from qat.export.integers.operations import Operations
+from qat.export.integers.frozen import (
+    FreezingError,
+    FrozenLayer,
+    FrozenParameter,
+    FrozenQuantizer,
+    FrozenTable,
+    Operations,
+)
 from qat.layers import IntegerWeight, QuantBilinear, QuantFunction, QuantLayer
 from qat.layers.embedding import QuantTable
 from qat.layers.twins import CompositeTwin

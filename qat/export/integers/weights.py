@@ -13,8 +13,7 @@ from torch import Tensor, fx, nn
 from qat.export.checks import check_integers
 from qat.export.integers.evaluation import evaluation_copy, numbered
 from qat.export.integers.freezing import freeze
-from qat.export.integers.frozen import FreezingError, FrozenLayer, FrozenParameter, FrozenTable
-from qat.export.integers.operations import Operations
+from qat.export.integers.frozen import FreezingError, FrozenLayer, FrozenParameter, FrozenTable, Operations
 from qat.inputs import expect_model
 
 Array = npt.NDArray[Any]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.export.integers.operations import Operations
+from qat.export.integers.frozen import Operations
 
 OPSET = 21
 """The first opset with containers of 4 bits, and with 16-bit integers in QuantizeLinear."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from qat.contexts import evaluating
 from qat.export.agreement import equal_predictions
-from qat.export.checks import check_path
 from qat.export.integers.following import LayerDifference
 from qat.export.onnxruntime.session import open_session
 from qat.export.onnxruntime.verification import LayerComparison, answers
@@ -58,7 +57,6 @@ def explain_differences(
         TypeError: if the path is not a path, the model no module, or a batch none.
         ValueError: if there is no batch, or the file is not the model's.
     """
-    check_path("explain_differences", path, "path, model, batches")
     given = as_batches(explain_differences, model, batches)
     session, comparison = open_session(Path(path).read_bytes()), LayerComparison(path, model)
     counts: Tensor | None = None

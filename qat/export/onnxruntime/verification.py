@@ -13,7 +13,6 @@ from torch import Tensor
 
 from qat.contexts import evaluating
 from qat.export.agreement import Pair, Verification, judge
-from qat.export.checks import check_path
 from qat.export.integers.evaluation import evaluation_copy, quantizer_calls
 from qat.export.integers.following import Follower, LayerDifference, no_quantizer
 from qat.export.onnxruntime.session import open_session, output_tensors, run_session
@@ -44,7 +43,6 @@ def verify_onnx(
             has other inputs or outputs than the model.
         FileNotFoundError: if there is no such file.
     """
-    check_path("verify_onnx", path, "path, model, batches")
     given = as_batches(verify_onnx, model, batches)
     session = open_session(Path(path).read_bytes(), exact=not default_session)
     with evaluating(model), torch.no_grad():
@@ -84,24 +82,8 @@ def compare_layers(
     Raises:
         ValueError: if the file's quantizers are not the model's.
     """
-    return compare_layers_and_outputs(path, model, inputs, optimize, default_session=default_session)[0]
-
-
-def compare_layers_and_outputs(
-    path: str | os.PathLike[str],
-    model: torch.nn.Module,
-    inputs: Any,
-    optimize: bool = True,
-    *,
-    default_session: bool = False,
-) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
-    """`compare_layers`, and every output twice: computed by torch from ONNX Runtime's last integers, and by itself.
-
-    Arguments and errors are those of `compare_layers`.
-    """
-    check_path("compare_layers", path, "path, model, inputs")
     check_model(compare_layers, model)
-    return LayerComparison(path, model, optimize, default_session=default_session).follow(inputs)
+    return LayerComparison(path, model, optimize, default_session=default_session).follow(inputs)[0]
 
 
 class LayerComparison:
@@ -132,7 +114,7 @@ class LayerComparison:
         self.session = open_session(proto.SerializeToString(), optimize=optimize, exact=not default_session)
 
     def follow(self, inputs: Any) -> tuple[list[LayerDifference], list[tuple[Tensor, Tensor]]]:
-        """What `compare_layers_and_outputs` returns for one batch."""
+        """`compare_layers`, and every output twice: by torch from ONNX Runtime's last integers, and by the latter."""
         try:
             results = run_session(self.session, inputs, [*self.outputs, *self.names])
         except ValueError as error:

@@ -19,10 +19,39 @@ from qat.kernels.dispatch import is_supported, uses_formulas
 from qat.kernels.formulas import quantizers as formulas
 from qat.kernels.operators.quantizers import quantize_codes, quantize_codes_backward
 from qat.quantizer import Quantizer
-from qat.torch_internals import is_batched
+from qat.quantizer.base import estimator_of
 
 SHIFT = 128
 """Added to the codes and zero points of signed grids, so that all codes are uint8."""
+
+
+def codes_refusal(quantizer: Quantizer) -> str | None:
+    """Why a quantizer's output cannot be held as codes; None if it can: the rule `lsq`, one scale, at most 8 bits."""
+    spec = quantizer.spec
+    if spec.granularity != "tensor":
+        return f"it has a scale per {spec.granularity}, and codes have one"
+    return rule_refusal(quantizer)
+
+
+def rule_refusal(quantizer: Quantizer) -> str | None:
+    """Why kernels do not compute a quantizer's rule; None if they do."""
+    spec = quantizer.spec
+    if estimator_of(quantizer) != "lsq":
+        return f"kernels compute the rule 'lsq', and {type(quantizer).__name__} computes something else"
+    if spec.ewgs != "none":
+        return f"ewgs={spec.ewgs!r} corrects its gradient, which kernels do not"
+    return f"it has {spec.bits} bits, and a code has 8" if spec.bits > 8 else None
+
+
+def mode_refusal(quantizer: Quantizer) -> str | None:
+    """Why a quantizer does not quantize as in training; None if it does."""
+    if not quantizer.training:
+        return "it is in evaluation"
+    if quantizer.observer is not None:
+        return "it observes a range"
+    if quantizer.is_disabled:
+        return "it is switched off"
+    return None if quantizer.is_calibrated else "it is not calibrated"
 
 
 class Learned(NamedTuple):
@@ -127,41 +156,17 @@ def detached_view(y: Tensor) -> Tensor:
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
-class _EndFunction(torch.autograd.Function):
-    """The identity, with a backward that raises an error."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, origin: Tensor) -> Tensor:
-        """A view, so that autograd records a new tensor."""
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            "a prepared model on kernels has first derivatives only; for second ones run its forward in"
-            " `with qat.kernels.plain_formulas():`"
-        )
-
-
 def first_derivative(backward: Backward) -> Backward:
-    """Decorator for a Function's backward that calls kernels: an error if its result is differentiated again."""
+    """Decorator for a Function's backward that calls kernels: an error where its result could be differentiated."""
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
-        if torch.compiler.is_compiling():  # which has no second derivatives, and says so itself
-            return backward(ctx, grad)
-        if is_batched(grad):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # which says so itself
             raise RuntimeError(
-                "a prepared model on kernels takes one gradient at a time (is_grads_batched, jacobian(vectorize=True));"
-                " for many at once run its forward in `with qat.kernels.plain_formulas():`"
+                "a prepared model on kernels has first derivatives only; for second ones (create_graph=True) run its"
+                " forward in `with qat.kernels.plain_formulas():`"
             )
-        again = torch.is_grad_enabled()
-        with torch.no_grad():
-            found = backward(ctx, grad)
-        if not again:
-            return found
-        origin = grad if grad.requires_grad else torch.zeros((), requires_grad=True)
-        return tuple(None if gradient is None else _EndFunction.apply(gradient, origin) for gradient in found)
+        return backward(ctx, grad)
 
     return wrapped
 

@@ -17,9 +17,10 @@ from qat.fused.functions.codes import (
     detached_view,
     first_derivative,
     learned_by,
+    mode_refusal,
+    rule_refusal,
     with_scale_gradient,
 )
-from qat.fused.functions.quantizers import mode_refusal, rule_refusal
 from qat.kernels import integers_allowed
 from qat.kernels.cpu.quantizers import Levels, rows_of
 from qat.kernels.dispatch import is_supported

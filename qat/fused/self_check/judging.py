@@ -16,9 +16,8 @@ from torch import Tensor, fx, nn
 
 from qat.fused.functions.codes import Codes, PreQuantizer, decode, encode
 from qat.fused.functions.curves import before_curve, before_softmax, quantize_curve, quantize_softmax
-from qat.fused.functions.movement import drop, reshape, reshape_by, shape_of
+from qat.fused.functions.movement import drop, max_pool, reshape, reshape_by, shape_of
 from qat.fused.functions.norm_activation import before_chain, before_sum, quantize_chain, quantize_sum
-from qat.fused.functions.pools import max_pool
 from qat.fused.functions.products import matmul, multiply
 from qat.fused.functions.scale_repair import repair
 from qat.fused.rewriting import fused_graph

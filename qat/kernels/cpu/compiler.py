@@ -1,5 +1,10 @@
-"""The C kernels as a shared library, compiled into the user's cache on their first use."""
+"""The C kernels as a shared library, compiled into the user's cache on their first use.
 
+A file there is loaded as code. So folder and file have to belong to this user or root and be closed to others, and a
+hash in the file's name reveals a truncated or damaged one before it is loaded: loading one would crash the process.
+"""
+
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -8,12 +13,11 @@ import logging
 import os
 import platform
 import shutil
-import signal
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
 
-from qat.kernels.cpu.cache import cache_folder, process_folder, store, stored
 from qat.kernels.cpu.structures import declare
 
 HERE = Path(__file__).parent
@@ -80,7 +84,7 @@ def _built(compiler: str) -> Path:
     key = hashlib.sha256()
     for source in (*HEADERS, *SOURCES):
         key.update(source.read_bytes() + b"\0")
-    _, version, _ = _ran([*compiler.split(), "--version"])
+    version = _ran([*compiler.split(), "--version"]).stdout
     for part in (compiler, version, _processor(), *FLAGS, *more):
         key.update(part.encode() + b"\0")
     name = f"cpu-{key.hexdigest()[:24]}"
@@ -89,33 +93,75 @@ def _built(compiler: str) -> Path:
     if path is not None:
         return path
     if folder is None or not os.access(folder, os.W_OK):
-        folder = process_folder()
+        folder = Path(tempfile.mkdtemp(prefix="qat-kernels-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     said = ""
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as workplace:
         target = Path(workplace) / "library.so"
         for variant in VARIANTS:
             command = [*compiler.split(), *FLAGS, *variant, *more, *map(str, SOURCES), "-o", str(target), "-lm"]
-            status, _, said = _ran(command, TMPDIR=workplace)
-            if status == 0:
+            ran = _ran(command, TMPDIR=workplace)
+            if ran.returncode == 0:
                 log.info("the C kernels were built with %s; they are kept in %s", compiler, folder)
                 return store(target, folder, name)
+            said = ran.stderr
     raise OSError(said or "it said nothing")
 
 
-def _ran(command: list[str], **environment: str) -> tuple[int, str, str]:
-    """Exit status, output and errors of a compiler; if the wait is interrupted, all its processes are killed."""
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-        start_new_session=True, env={**os.environ, **environment},
+def cache_folder() -> Path | None:
+    """`qat/kernels` in the user's cache ($XDG_CACHE_HOME or ~/.cache), created if missing.
+
+    None if there is no safe place: no home folder, or others could write to it. The log gives the reason.
+    """
+    try:
+        chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        # The XDG specification says to ignore relative paths.
+        folder = (chosen if chosen.is_absolute() else Path.home() / ".cache") / "qat" / "kernels"
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if not _is_open(folder):
+            return folder
+        reason = f"others can write to {folder}"
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        reason = str(error)
+    log.info("no private folder to keep the C kernels in (%s): they are compiled for this process only", reason)
+    return None
+
+
+def stored(folder: Path, key: str) -> Path | None:
+    """The library that was stored under a key, if it is intact; damaged ones are removed."""
+    for path in sorted(folder.glob(f"{key}-*.so")):
+        whole = stat.S_ISREG(path.lstat().st_mode) and not _is_open(path)
+        if whole and path.stem == f"{key}-{_digest(path)}":
+            return path
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return None
+
+
+def store(library: Path, folder: Path, key: str) -> Path:
+    """Move a library there atomically: other processes may be storing theirs, or looking for it."""
+    library.chmod(0o700)
+    path = folder / f"{key}-{_digest(library)}.so"
+    os.replace(library, path)
+    return path
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:24]
+
+
+def _is_open(path: Path) -> bool:
+    """Whether someone who is neither this user nor root owns it or can write to it."""
+    state = path.stat()
+    return state.st_uid not in (0, os.getuid()) or bool(state.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def _ran(command: list[str], **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=SECONDS,
+        env={**os.environ, **environment},
     )  # fmt: skip
-    with process:
-        try:
-            said, errors = process.communicate(timeout=SECONDS)
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return process.returncode, said, errors
 
 
 def _processor() -> str:

@@ -37,7 +37,7 @@ def codes_product(
     product, (step, zero) = Geometry.unpacked(geometry), qparams.tolist()
     if (
         batch_factor
-        and product.pays_in_integers(codes.shape, weight.shape, zero, batch_factor)
+        and product.integers_refusal(codes.shape, weight.shape, zero, batch_factor) is None
         and product.is_exact(weight.shape)
     ):
         scales, smallest = _scales(grid)

@@ -7,8 +7,7 @@ from torch import nn
 
 import qat
 from qat.contexts import evaluating
-from qat.export.checks import check_exportable
-from qat.export.integers.consistency import sample_for
+from qat.export.checks import check_exportable, sample_for
 from qat.inputs import model_device
 from qat.quantizer.registry import quantizer_class
 from qat.recipe import QuantRecipe

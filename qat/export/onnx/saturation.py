@@ -1,13 +1,44 @@
-"""`find_saturation`: the integer products in an ONNX file, and whether they can saturate 16 bits."""
+"""`find_saturation`: whether sums of two integer products in an ONNX file can saturate 16 bits, channel by channel.
+
+x86 without VNNI multiplies uint8 by int8 with `vpmaddubsw`: it adds two products in 16 bits, which hold -32,768 to
+32,767. The largest sum in a channel is the highest code of its input times two weights of one sign.
+"""
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from qat.export.integers.saturation import Saturation, worst_pair
 from qat.export.onnx.containers import stored_arrays
 from qat.export.onnx.graph import makers
+
+HIGHEST, LOWEST = 2**15 - 1, -(2**15)
+"""The range of 16 bits."""
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """The sums of two products that one layer may reach.
+
+    Attributes:
+        layer: its name; for a product of two activations the quantizer of the second.
+        sums: for every output channel, the sum of two products that is farthest from 0.
+    """
+
+    layer: str
+    sums: tuple[int, ...]
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """The channels whose sum may leave 16 bits."""
+        return tuple(channel for channel, value in enumerate(self.sums) if not LOWEST <= value <= HIGHEST)
+
+    @property
+    def largest(self) -> int:
+        """The sum farthest from 0 over all channels."""
+        return max(self.sums, key=abs, default=0)
+
 
 HIGHEST_CODE = 255
 """Of an input whose bounds the file does not say."""
@@ -44,6 +75,22 @@ def find_saturation(path: str | os.PathLike[str]) -> list[Saturation]:
             sums = [worst_pair(row, code) for row in rows]
             found[layer] = [max(pair, key=abs) for pair in zip(sums, found.get(layer, sums), strict=True)]
     return [Saturation(layer, tuple(sums)) for layer, sums in found.items()]
+
+
+def worst_pair(row: Any, code: int) -> int:
+    """The sum of two products that is farthest from 0, or the one product if there is one weight.
+
+    Any two weights of a channel count as a pair, not only neighbours: the runtime's packing decides which inputs meet
+    in one instruction, and it depends on the kernel. A channel with one weight (a depthwise 1x1 convolution) always
+    fits: 255 * 128 = 32,640.
+
+    Args:
+        row: the int8 weights of one output channel.
+        code: the highest code of the input, 0 to 255.
+    """
+    ordered = np.sort(row.astype(np.int64))
+    above, below = ordered[-2:].clip(min=0).sum(), ordered[:2].clip(max=0).sum()
+    return int(code * (above if above >= -below else below))
 
 
 def _origin(node: Any, made: dict[str, Any]) -> Any:
