@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import datasets
 from qat.training.data.batched import BatchTransform
-from qat.training.data.datasets import logger, seeded_generator
+from qat.training.data.datasets import seeded_generator
 from qat.training.data.images import ImageArray, Images
 from qat.training.data.transforms import Preprocessing, Transform, is_random, resized_up_front, train_transform
 from qat.training.errors import UserError
