@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from qat.training.config.schema import RunConfig
-from qat.training.config.section import Section
+from qat.training.config.stages import Section
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 

@@ -60,8 +60,7 @@ def load(path: str | os.PathLike[str], float_model: nn.Module | None = None) -> 
 def _load(path: Path, float_model: nn.Module | None) -> nn.Module:
     from qat.training.config.schema import RunConfig
     from qat.training.errors import UserError, looked_in
-    from qat.training.loop.evaluated import load_evaluated
-    from qat.training.run.checkpoint import load_checkpoint
+    from qat.training.run.checkpoint import load_checkpoint, load_evaluated
 
     if not path.exists():
         raise UserError(f"'{path}' does not exist{looked_in(path)}")
@@ -144,9 +143,9 @@ def _prepared(file: Path, model: nn.Module, config: Any) -> nn.Module:
 
 def _describe(model: nn.Module, file: Path, payload: dict[str, Any], config: Any) -> None:
     """Give the model the attributes of `load`."""
-    from qat.training.data.pictures import InputTransform
+    from qat.training.data.images import InputTransform
     from qat.training.errors import value_errors_reported
-    from qat.training.run.about import preprocessing_of
+    from qat.training.run.checkpoint import preprocessing_of
 
     about = payload["about"]
     with value_errors_reported(f"{file}: "):

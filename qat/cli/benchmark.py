@@ -18,9 +18,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from qat.cli.arguments import add_overrides, add_run, check_folder_of, count, counts
-from qat.cli.runs import Run, open_run
-from qat.cli.sessions import RUNTIMES, Session, open_file
+from qat.cli.runs import (
+    RUNTIMES,
+    Run,
+    Session,
+    add_overrides,
+    add_run,
+    check_folder_of,
+    count,
+    counts,
+    open_file,
+    open_run,
+)
 from qat.export.onnx.program import quiet_export
 from qat.export.onnxruntime.default_session import default_is_exact
 from qat.text import first_line, table

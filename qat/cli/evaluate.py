@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qat.cli.arguments import add_overrides, add_run, several
-from qat.cli.runs import Engine, open_run
-from qat.cli.sessions import RUNTIMES
+from qat.cli.runs import RUNTIMES, Engine, add_overrides, add_run, open_run, several
 from qat.export.onnxruntime.default_session import default_is_exact
 from qat.text import table
 from qat.training.errors import UserError

@@ -9,11 +9,10 @@ import torch
 from torch import fx
 
 import qat
-from qat.cli.arguments import add_overrides, add_run, check_folder_of
-from qat.cli.runs import Run, in_torch, open_run
+from qat.cli.runs import Run, add_overrides, add_run, check_folder_of, in_torch, open_run
 from qat.export.onnx.operators import OPSET, OPSETS
 from qat.training.errors import UserError, value_errors_reported
-from qat.training.run.about import about_model, export_metadata
+from qat.training.run.checkpoint import about_model, export_metadata
 from qat.training.run.folder import read_summary
 from qat.training.run.proof import MIN_AGREEMENT, prove
 

@@ -6,10 +6,9 @@ import json
 import torch
 from torch import Tensor
 
-from qat.cli.arguments import add_run, count
-from qat.cli.runs import open_run
+from qat.cli.runs import add_run, count, open_run
 from qat.text import table
-from qat.training.data.pictures import read_picture
+from qat.training.data.images import read_picture
 from qat.training.errors import problems_of
 
 EXAMPLE = "python -m qat predict runs/resnet_int8 photo.png --compare"

@@ -1,30 +1,151 @@
-"""What RUN names: the folder of a run of train.py, or a model.onnx; and the engines that answer with its model."""
+"""What RUN names: the folder of a run of train.py, or a model.onnx; its engines; arguments that several verbs share."""
 
+import argparse
+import functools
 import json
 import os
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 import qat
-from qat.cli.sessions import RUNTIMES, open_file
+from qat.export.onnxruntime.default_session import needs_option
 from qat.export.onnxruntime.session import open_session
+from qat.text import first_line
 from qat.training.config.file import load_config
 from qat.training.config.schema import RunConfig
+from qat.training.data.images import InputTransform
 from qat.training.data.loaders import Data, load_data
-from qat.training.data.pictures import InputTransform
 from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
 from qat.training.loop.evaluation import split_output
 from qat.training.model.building import build_model
 from qat.training.model.weights import load_weights
-from qat.training.run.about import preprocessing_of
+from qat.training.run.checkpoint import preprocessing_of
 from qat.training.run.folder import FLOAT_WEIGHTS, MODEL, RESOLVED_CONFIG, read_summary
+
+Array = npt.NDArray[Any]
+
+RUNTIMES = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
+"""What `--runtime` calls them, and their names."""
+
+EXACT_IN_OPENVINO = ("LP_TRANSFORMS_MODE", "NO")
+"""Property of OpenVINO's CPU plugin: compute on floats that lie on the grids. Its integer kernels (oneDNN's) add pairs
+of products in 16 bits on x86 without VNNI, as ONNX Runtime's do, and it has no others."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """A file of one input of images: its shape (0 for a free axis), whether it takes uint8 pixels, and how it runs."""
+
+    shape: tuple[int, ...]
+    pixels: bool
+    run: Callable[[Array], Array]
+
+
+def open_file(path: Path, runtime: str, *, exact: bool = True, threads: int = 0) -> Session:
+    """A session on the CPU; without `exact` it multiplies as the runtime does by default. `threads` 0: its choice."""
+    import onnx
+
+    try:
+        compute = (_in_openvino if runtime == "openvino" else _in_onnxruntime)(path, exact, threads)
+        inputs = [end.type.tensor_type for end in onnx.load(path).graph.input]
+        kinds = [np.dtype(onnx.helper.tensor_dtype_to_np_dtype(each.elem_type)).name for each in inputs]
+    except ImportError:
+        raise UserError(f"--runtime: {runtime} is not installed; pip install {runtime}") from None
+    except Exception as error:  # each runtime has its own
+        raise UserError(f"{path}: {RUNTIMES[runtime]} does not open it: {first_line(error)}") from error
+    shapes = [tuple(axis.dim_value for axis in each.shape.dim) for each in inputs]
+    if kinds not in (["float32"], ["uint8"]) or len(shapes[0]) != 4:
+        named = " and ".join(f"{len(shape)}-D {kind}" for kind, shape in zip(kinds, shapes, strict=True))
+        raise UserError(f"{path}: takes {named}; this is for files of one input of images, 4-D float32 or uint8")
+
+    def run(images: Array) -> Array:
+        try:
+            return compute(images)
+        except Exception as error:
+            raise UserError(f"{path}: does not run with images {images.shape}: {first_line(error)}") from error
+
+    return Session(shapes[0], kinds == ["uint8"], run)
+
+
+def _in_onnxruntime(path: Path, exact: bool, threads: int) -> Callable[[Array], Array]:
+    session = open_session(path.read_bytes(), exact=exact, threads=threads)
+    name = session.get_inputs()[0].name
+    return lambda images: np.asarray(session.run(None, {name: images})[0])
+
+
+def _in_openvino(path: Path, exact: bool, threads: int) -> Callable[[Array], Array]:
+    options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}  # bfloat16 by default where the processor has it
+    options |= dict([EXACT_IN_OPENVINO]) if exact and needs_option() else {}
+    options |= {"INFERENCE_NUM_THREADS": threads} if threads else {}
+    compiled = _core().compile_model(str(path), "CPU", options)
+    return lambda images: np.array(compiled(images)[0])
+
+
+@functools.cache
+def _core() -> Any:
+    """One for the process: where two end in the order in which they began, the next signal (Ctrl-C) is a crash."""
+    import openvino
+
+    return openvino.Core()
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """RUN, and who builds its float model if that is the user's own."""
+    parser.add_argument(
+        "run_path", metavar="RUN", help="a run folder of train.py, or a model.onnx where that is enough"
+    )
+    parser.add_argument(
+        "--model", metavar="PACKAGE.MODULE:CALLABLE", help="builds the float model, for runs of a model of your own"
+    )
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Changes of the run's config, such as where its data lie now."""
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="changes of the run's config: data.root=..."
+    )
+
+
+def several(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """For `type=`: one name or several with commas, each of the known ones."""
+
+    def read(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return list(dict.fromkeys(names))
+
+    return read
+
+
+def count(text: str) -> int:
+    """For `type=`: a whole number above 0."""
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 999999999")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """For `type=`: whole numbers above 0, with commas."""
+    return list(dict.fromkeys(count(number) for number in text.split(",")))
+
+
+def check_folder_of(option: str, path: Path) -> None:
+    """Refuse a file to write whose folder is missing, before any work."""
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{option}: '{path}': there is no folder '{path.parent}' to write to; create it first")
+
 
 Engine: TypeAlias = Callable[[Tensor], Tensor]
 """From images (N, 3, H, W) float32 to scores (N, classes)."""
@@ -77,16 +198,16 @@ class Run:
     @cached_property
     def classes(self) -> list[str]:
         """The names of the classes."""
-        return list(self._about["classes"])
+        return list(self.about["classes"])
 
     @cached_property
     def transform(self) -> InputTransform:
         """From a picture to the model's input."""
         with value_errors_reported(f"RUN: '{self.path}': "):
-            return InputTransform(preprocessing_of(self._about))
+            return InputTransform(preprocessing_of(self.about))
 
     @cached_property
-    def _about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
         """What the file or the summary says of classes and preprocessing."""
         if self.has_onnx:
             noted = open_session(self.onnx.read_bytes()).get_modelmeta().custom_metadata_map

@@ -5,17 +5,15 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 import qat
-from qat.cli.arguments import add_overrides, add_run, count
-from qat.cli.runs import Run, open_run
-from qat.export import LayerDifference, compare_layers, find_saturation, integer_weights
-from qat.export.onnx.containers import stored_arrays
+from qat.cli.runs import Run, add_overrides, add_run, count, open_run
+from qat.export import LayerDifference, compare_layers, find_saturation
 from qat.export.onnxruntime.default_session import default_is_exact
 from qat.text import table
 from qat.training.errors import value_errors_reported
+from qat.training.run.checkpoint import state_digest
 from qat.training.run.proof import MIN_AGREEMENT
 
 EXAMPLE = "python -m qat verify runs/resnet_int8"
@@ -97,24 +95,12 @@ def probable_cause(opened: Run, layer: LayerDifference, images: Tensor, *, defau
 
 def _other_weights(opened: Run) -> str:
     """That the file was exported from other weights than the checkpoint has; "" if it was not."""
-    import onnx
-
-    graph = onnx.load(opened.onnx).graph
-    stored = stored_arrays(graph)
-    held = {node.name: stored.get(node.input[0]) for node in graph.node if node.op_type == "DequantizeLinear"}
-    for layer, arrays in integer_weights(opened.quantized).items():
-        weight = held.get(f"{layer}.weight")
-        if weight is not None and not _is_same(weight, arrays.weight):
-            return (
-                f"the file is of other weights than the checkpoint, from {layer!r} on: it was written before or after"
-                " them; the command of the run with resume=auto exports again"
-            )
-    return ""
-
-
-def _is_same(stored: "np.ndarray[Any, Any]", weight: "np.ndarray[Any, Any]") -> bool:
-    """Whether a file holds a weight, in one of the layouts that it may have there."""
-    return any(np.array_equal(stored, each) for each in (weight, weight.swapaxes(0, weight.ndim > 1)))
+    if opened.about.get("state_sha256") in (None, state_digest(opened.quantized.state_dict())):
+        return ""
+    return (
+        "the file is of other weights than the checkpoint: it was written before or after them; the command of the run"
+        " with resume=auto exports again"
+    )
 
 
 class FirstBatches:

@@ -20,15 +20,13 @@ from qat.training.config.imports import import_extensions
 from qat.training.config.schema import RunConfig
 from qat.training.data.loaders import Data, load_data
 from qat.training.errors import UserError, problems_of
-from qat.training.loop.aids import build_oscillations
+from qat.training.loop.aids import Aids, check_distillation
 from qat.training.loop.device import autocast, compile_mode, pick_device, seed_everything
 from qat.training.loop.preparation import build_recipe, check_forward, prepare_model
-from qat.training.loop.progressive import key_of, on_grids_of, progressive_stages
-from qat.training.loop.teacher import check_distillation
+from qat.training.loop.stage import key_of, on_grids_of, progressive_stages
 from qat.training.model.building import build_model
 from qat.training.model.weights import load_weights
-from qat.training.run.about import about_model
-from qat.training.run.checkpoint import check_same_config, check_same_data, load_checkpoint
+from qat.training.run.checkpoint import about_model, check_same_config, check_same_data, load_checkpoint
 from qat.training.run.exit_status import exit_status
 from qat.training.run.files import write_text
 from qat.training.run.folder import (
@@ -110,7 +108,7 @@ def check_early(config: RunConfig, data: Data, model: nn.Module) -> None:
     check_forward(model, config, shape, classes)
     prepared = prepare_model(model, config, shape)
     check_distillation(config, model, prepared, shape, classes, with_weights=not goes_on(config))
-    build_oscillations(prepared, config.qat)  # there is something to watch
+    Aids(prepared, config.qat)  # there is something to watch, and to quantize by degrees
     for name, stage in progressive_stages(config.qat).items():
         with problems_of(key_of(name)):
             prepare_model(model, on_grids_of(config, stage), shape)

@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 
 import qat
-from qat.cli import export, runs, sessions
+from qat.cli import export, runs
 from qat.cli.command import VERBS
-from qat.training.run.archive import state_digest
+from qat.training.run.checkpoint import state_digest
 
 Verb = Callable[..., tuple[int, str, str]]
 
@@ -189,21 +189,6 @@ def test_files_that_are_no_such_model_are_a_sentence(runtime: str, verb: Verb, t
         assert (status, out) == (2, "") and said in err and len(err.splitlines()) == 1, err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "number"),
-    [
-        (["benchmark", "runs/pets", "--rounds"], "0"),
-        (["benchmark", "runs/pets", "--threads"], "1,0"),
-        (["verify", "runs/pets", "--batches"], "9" * 30),
-        (["predict", "runs/pets", "images/val/cat/0.png", "--top"], "0"),
-    ],
-)
-def test_a_number_that_counts_nothing_is_refused(arguments: list[str], number: str, verb: Verb) -> None:
-    status, out, err = verb(*arguments, number)
-    bad = number.rpartition(",")[2]
-    assert (status, out) == (2, "") and f"argument {arguments[-1]}: {bad!r} is not a whole number from 1 to" in err
-
-
 def test_the_picture_of_a_benchmark_says_what_it_needs(
     verb: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,18 +223,6 @@ def test_train_is_train_py(pets: Path, verb: Verb) -> None:
     assert status == 2 and err.startswith("config 'pets.yam': not found in ")
 
 
-def test_the_digest_is_of_every_byte_of_the_state(own: Path, verb: Verb) -> None:
-    """Also of averaged weights, which last.pt holds apart from those that are trained."""
-    noted = {each.key: json.loads(each.value) for each in onnx.load(own / "runs" / "own" / "model.onnx").metadata_props}
-    names: dict[str, Callable[..., torch.nn.Module]] = {}
-    exec((own / "tinymodels.py").read_text(), names)
-    model = qat.load(own / "runs" / "own", names["tiny"]())
-    assert state_digest(model.state_dict()) == noted["state_sha256"]
-    with torch.no_grad():
-        next(model.parameters()).view(-1)[0].mul_(1 + 1e-6)
-    assert state_digest(model.state_dict()) != noted["state_sha256"]
-
-
 def test_a_file_that_takes_pixels_serves_all_verbs(pets: Path, verb: Verb, tmp_path: Path) -> None:
     path = str(tmp_path / "pixels.onnx")
     status, out, err = verb("export", "runs/pets", "--to", path, "--pixels")
@@ -280,7 +253,7 @@ def test_openvino_answers_too(pets: Path, verb: Verb, monkeypatch: pytest.Monkey
         for runtime in ("onnxruntime", "openvino")
     ]
     assert list(scores[0].values()) == pytest.approx(list(scores[1].values()), abs=0.02)
-    monkeypatch.setattr(sessions, "_core", sessions._core.__wrapped__)
+    monkeypatch.setattr(runs, "_core", runs._core.__wrapped__)
     monkeypatch.setitem(sys.modules, "openvino", None)
     status, _, err = verb("evaluate", "runs/pets", "--runtime", "openvino")
     assert (status, err) == (2, "--runtime: openvino is not installed; pip install openvino\n")

@@ -37,10 +37,11 @@ def test_a_file_of_other_weights_is_named_as_such(copied: Path, verb: Verb) -> N
     integers = numpy_helper.to_array(tensor).copy()
     integers.flat[0] = 127 if integers.flat[0] < 0 else -127
     tensor.CopyFrom(numpy_helper.from_array(integers, tensor.name))
+    next(each for each in proto.metadata_props if each.key == "state_sha256").value = '"another"'
     onnx.save(proto, copied / "model.onnx")
     status, out, _ = verb("verify", str(copied), "--layers")
     assert status == 1 and "first layer beyond near-ties: features.3.squeeze_quantizer, " in out
-    assert "cause: the file is of other weights than the checkpoint, from 'features.3.squeeze' on" in out
+    assert "cause: the file is of other weights than the checkpoint: " in out
     assert out.endswith("the file is NOT the trained model\n") and "beyond ties" in out
 
 

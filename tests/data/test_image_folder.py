@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qat.training.data.image_folder import read_image_folder
+from qat.training.data.datasets import read_image_folder
 from tests.runs.tiny_training import user_error
 
 
@@ -28,70 +28,36 @@ def listed(root: Path, split: str = "train") -> list[tuple[str, int]]:
     ]
 
 
-def refusal(root: Path) -> str:
-    return user_error(read_image_folder, root)
-
-
-def test_files_come_by_class_then_folder_then_name(root: Path) -> None:
-    inner = root / "train" / "cat" / "a" / "b"
-    inner.mkdir(parents=True)
-    (inner / "5.JPG").write_bytes(b"")
-    (root / "train" / "cat" / "notes.txt").write_text("")
-    assert listed(root) == [
-        ("cat/0.png", 0),
-        ("cat/1.png", 0),
-        ("cat/a/b/5.JPG", 0),
-        ("dog/0.png", 1),
-        ("dog/1.png", 1),
-    ]
-
-
-def test_links_to_other_places_are_followed(root: Path, tmp_path: Path) -> None:
+def test_files_come_by_class_then_folder_then_name_through_links_and_without_what_is_hidden(
+    root: Path, tmp_path: Path
+) -> None:
+    cat = root / "train" / "cat"
+    for name in ("a/b/5.JPG", "notes.txt", ".ipynb_checkpoints/0-checkpoint.png", "a/.thumbs/1.png", "._0.png"):
+        (cat / name).parent.mkdir(parents=True, exist_ok=True)
+        (cat / name).write_bytes(b"")
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "7.png").write_bytes(b"")
-    (root / "train" / "cat" / "more").symlink_to(tmp_path / "more")
-    (root / "train" / "cat" / "8.png").symlink_to(tmp_path / "more" / "7.png")  # twice under one label: harmless
+    (cat / "more").symlink_to(tmp_path / "more")
+    (cat / "8.png").symlink_to(tmp_path / "more" / "7.png")  # twice under one label: harmless
     (root / "train" / "dog").rename(tmp_path / "dogs")
     (root / "train" / "dog").symlink_to(tmp_path / "dogs")
-    assert [name for name, _ in listed(root)] == [
-        "cat/0.png", "cat/1.png", "cat/8.png", "cat/more/7.png", "dog/0.png", "dog/1.png"
+    assert listed(root) == [
+        ("cat/0.png", 0), ("cat/1.png", 0), ("cat/8.png", 0), ("cat/a/b/5.JPG", 0), ("cat/more/7.png", 0),
+        ("dog/0.png", 1), ("dog/1.png", 1),
     ]  # fmt: skip
 
 
-def test_hidden_files_and_folders_are_skipped(root: Path) -> None:
-    expected = listed(root)
-    for hidden in (".ipynb_checkpoints/0-checkpoint.png", "more/.thumbs/1.png", "._0.png", "more/._1.png"):
-        path = root / "train" / "cat" / hidden
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"\0\5\x16\7")
-    assert listed(root) == expected
-
-
-@pytest.mark.parametrize("up", ["..", "../..", "/", "."])
-def test_a_link_that_leads_back_up_is_refused(root: Path, up: str) -> None:
+def test_a_link_that_leads_back_up_is_refused(root: Path) -> None:
     link = root / "train" / "cat" / "up"
-    link.symlink_to(up)
-    assert refusal(root) == f"data.root: '{link}' is a link that leads back up to '{link.resolve()}'; remove it"
+    link.symlink_to("..")
+    assert f"'{link}' is a link that leads back up to '{root}/train'" in user_error(read_image_folder, root)
 
 
 def test_folders_that_are_missing_or_empty_are_refused(tmp_path: Path) -> None:
     root = tmp_path / "a"
     for name in ("train", "train/x", "val", "val/y"):
-        said = refusal(root)
+        said = user_error(read_image_folder, root)
         assert str(root / name.partition("/")[0]) in said and (root / name).mkdir(parents=True) is None
-    assert refusal(root) == f"data.root: '{root}': train and val need the same classes; they differ in ['x', 'y']"
+    assert "differ in ['x', 'y']" in user_error(read_image_folder, root)
     (root / "val" / "y").rename(root / "val" / "x")
-    assert refusal(root).endswith("(.jpg .jpeg .png .ppm .bmp .pgm .tif .tiff .webp): x")
-
-
-def test_a_folder_that_cannot_be_read_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed, real = root / "train" / "cat" / "closed", os.scandir
-    closed.mkdir()
-
-    def scandir(path: str) -> object:
-        if str(path) == str(closed):
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path)
-
-    monkeypatch.setattr("os.scandir", scandir)
-    assert refusal(root).startswith(f"data.root: '{closed}' cannot be read (Permission denied)")
+    assert user_error(read_image_folder, root).endswith(": x")

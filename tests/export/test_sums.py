@@ -10,10 +10,8 @@ from torch import nn
 import qat
 from qat.export import compare_layers, optimized_operators
 from qat.training.config.schema import RunConfig
-from qat.training.run import exporting
-from qat.training.run.exporting import export_and_prove
 from qat.training.run.logging import RunLog
-from qat.training.run.proof import Proof
+from qat.training.run.proof import Proof, export_and_prove
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -109,7 +107,7 @@ def test_exact_sums_that_change_nothing_are_not_taken(
     def prove(*given: object) -> Proof:
         return Proof({"agreement": next(found), "operators": {"QLinearAdd": 2}}, [], [])
 
-    monkeypatch.setattr(exporting, "prove", prove)
+    monkeypatch.setattr("qat.training.run.proof.prove", prove)
     x = torch.randn(4, 3, 8, 8)
     proof = export_and_prove(_with_ties(x), tmp_path / "model.onnx", x, [], RunConfig(), {}, RunLog(tmp_path))
     assert proof.results["agreement"] == 0.9 and "QLinearAdd" in optimized_operators(tmp_path / "model.onnx")

@@ -68,9 +68,3 @@ def test_progress_counts_optimizer_steps(tmp_path: Path, monkeypatch: pytest.Mon
     model[0].set_range(torch.tensor(0.0), torch.tensor(3.0))
     train(stage_run(tmp_path, model, QATStageConfig(epochs=2, accumulate=2)))
     assert seen == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])  # 3 steps of 5 batches, twice
-
-
-def test_more_than_an_epoch_says_that_it_has_no_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(stage_run(tmp_path, penalised(), QATStageConfig(accumulate=9)))
-    assert "accumulate: 9 is more than the 5 batches of an epoch" in capsys.readouterr().out
-    assert [step for step, _ in curves(tmp_path)["qat/train_loss"]] == [1]

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 import qat
 from qat.finetuning import GradualQuantization
 from qat.quantizer import Quantizer
-from qat.training import script as train
+from qat.training.config.stages import QATStageConfig
 from qat.training.loop import engine
+from qat.training.run.checkpoint import load_checkpoint
+from tests.runs.tiny_training import TinyBatches, stage_run, train
 
 
 @pytest.fixture
@@ -110,15 +112,6 @@ def test_parts_are_drawn_by_torchs_generator_and_evaluation_is_whole(model: Any,
     assert torch.equal(torch.get_rng_state(), before)  # nothing is drawn any more
 
 
-def test_weights_without_integers_are_evaluated_whole_too() -> None:
-    """A layer with scales per group calls its quantizer in evaluation."""
-    layer = qat.QuantLinear(16, 8, weight_spec=qat.QuantSpec(bits=3, granularity="group", group_size=8))
-    evaluated = layer.eval().quantized(layer.weight)
-    GradualQuantization(layer, weight_share=0.5).set_progress(0.0)
-    assert torch.equal(layer.quantized(layer.weight), evaluated)
-    assert not torch.equal(layer.train().quantized(layer.weight), evaluated)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_that_is_made_meanwhile_is_whole(copied: Callable[[Any], Any], model: Any, images: Tensor) -> None:
     plain = model.train()(images)
@@ -146,8 +139,6 @@ def test_the_kernels_come_back_once_all_is_quantized(model: Any, images: Tensor)
     ("given", "fact"),
     [
         ({"activations_from": 1.0}, "activations_from must be from 0 to below 1, got 1.0"),
-        ({"weight_share": -0.1}, "weight_share must be from 0 to 1, got -0.1"),
-        ({"weight_share": 0.5, "weights_from": 0}, "weights_from must be above 0 to 1, got 0"),
         ({"weights_from": 0.2}, "nothing is gradual; set activations_from or weight_share"),
         ({"model": nn.Linear(2, 2), "weight_share": 0.5}, "the model has no quantizer of weights; call qat.prepare"),
         (
@@ -165,38 +156,22 @@ def test_what_is_not_gradual_is_refused(given: dict[str, Any], fact: str) -> Non
         GradualQuantization(**given).set_progress(progress)
 
 
-def test_a_run_evaluates_and_saves_the_whole_model_after_every_epoch(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_stage_evaluates_and_saves_the_whole_model_after_every_epoch(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_step, real_validate = engine._Training.step, engine._validate
-    trained, evaluated = list[tuple[str, int, int]](), list[tuple[str, int, int]]()
+    real_step, real_validate, seen = engine._Training.step, engine._validate, list[Any]()
 
-    def state(run: Any) -> tuple[str, int, int]:
-        quantizers = [each for each in run.model.modules() if isinstance(each, Quantizer)]
-        return (
-            run.name,
-            sum(each.is_disabled for each in quantizers),
-            sum(len(each._forward_hooks) for each in quantizers),
-        )
+    def note(what: str) -> None:
+        seen.append((what, len(off(model)), sum(len(each._forward_hooks) for each in model.modules())))
 
-    def step(training: Any, group: Any) -> Any:
-        trained.append(state(training.run))
-        return real_step(training, group)
-
-    def validate(run: Any) -> Any:
-        evaluated.append(state(run))
-        return real_validate(run)
-
-    monkeypatch.setattr(engine._Training, "step", step)
-    monkeypatch.setattr(engine, "_validate", validate)
-    arguments = ("run_dir=run", "float_finetune=true", "float.epochs=1", "qat.progressive=[{bits: 8}]")
-    block = "qat.gradual={activations_from: 0.5, weight_share: 0.5, weights_from: 0.8}"
-    assert train.main(["--config", "tiny.yaml", *arguments, block]) == 0
-    each = {name: [row[1:] for row in trained if row[0] == name] for name, _, _ in trained}
-    assert each["float"] == [(0, 0)] * 4 and each["float_finetune"] == [(0, 0)] * 12
-    assert each["qat_1"] == [(4, 3), (4, 3), (0, 3), (0, 0)]  # progress 0, 1/3, 2/3, 1
-    assert each["qat"] == [(4, 3)] * 4 + [(0, 3)] * 2 + [(0, 0)] * 2
-    assert {row[1:] for row in evaluated} == {(0, 0)}
+    monkeypatch.setattr(engine._Training, "step", lambda *given: (note("step"), real_step(*given))[1])
+    monkeypatch.setattr(engine, "_validate", lambda run: (note("validation"), real_validate(run))[1])
+    block = {"activations_from": 0.5, "weight_share": 0.5, "weights_from": 0.8}
+    batches = TinyBatches(12)
+    batches.images = batches.images[:, :, :6, :6]
+    train(stage_run(tmp_path, model, QATStageConfig(epochs=2, gradual=block), train=batches, val=batches))
+    whole = ("validation", 0, 0)
+    assert seen == [("step", 3, 3), ("step", 3, 3), whole, ("step", 0, 3), ("step", 0, 0), whole]
     for file in ("last.pt", "best.pt"):
-        saved = torch.load(folder / "run" / file, weights_only=True)["model"]
+        saved = load_checkpoint(tmp_path / file)["model"]
         assert not any(key.endswith(".disabled") for key in saved)

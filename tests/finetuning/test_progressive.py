@@ -11,7 +11,7 @@ from qat.quantizer import Quantizer
 from qat.training import script as train
 from qat.training.config.file import load_config
 from qat.training.loop.norm_statistics import EPOCH_OFFSET
-from qat.training.loop.progressive import float_counterpart, on_grids_of, rate_key, training_of
+from qat.training.loop.stage import float_counterpart, on_grids_of, rate_key, training_of
 from qat.training.run import stages
 
 PROGRESSIVE = "qat.progressive=[{bits: 8, epochs: 2}, {bits: 6, weight: {rule: minmax}, lr: 0.02}]"

@@ -165,16 +165,3 @@ def test_the_best_epoch_is_exported_and_reported_on_demand(
     assert capsys.readouterr().err.strip() == (
         f"export.weights: 'best' needs {run}/best.pt, which is missing; set export.weights=last"
     )
-
-
-def test_a_better_epoch_than_the_last_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = place / "runs" / "own"
-    payload = torch.load(run / "last.pt", weights_only=True)
-    payload["state"]["best_top1"] = 99.5
-    torch.save(payload, run / "last.pt")
-    (run / "summary.json").unlink()
-    assert go_on(place, "export.onnx=false") == 0
-    assert (
-        f"qat: the best epoch, in best.pt, had val top1 99.50 %, the last {payload['evaluation']['top1']:.2f} %;"
-        " with resume=auto, export.weights=best takes that one\n"
-    ) in capsys.readouterr().out

@@ -13,14 +13,11 @@ import pytest
 import torch
 
 import qat
-from qat.training import script as train
 from qat.training.data.loaders import load_data
-from tests.runs.finished_runs import PETS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "run_folder.md").read_text()
 WITH_TORCH, WITHOUT_TORCH, EXPLAINED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-COMMANDS = [line.split() for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 SAVED = """
 import sys
 assert "torch" not in sys.modules and "qat" not in sys.modules
@@ -77,12 +74,3 @@ def test_the_metadata_are_those_of_the_page_and_of_the_summary(place: Path) -> N
     assert found["accuracy"] == {name: summary[name]["top1"] for name in ("float", "calibrated", "qat")}
     assert (found["weights"], found["epoch"], found["epochs"]) == ("last", 3, 3)
     assert torch.load("runs/pets/best.pt", weights_only=True)["about"]["versions"]["qat"] == qat.__version__
-
-
-def test_the_commands_export_again_and_train_on(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "qat: {epochs: 3" in PETS  # as the page says
-    exports, trains_on = (words for words in COMMANDS if words[1] == "train.py")
-    assert train.main(exports[2:]) == 0 and "QAT, best epoch (" in capsys.readouterr().out
-    assert train.main(trains_on[2:]) == 0
-    said = capsys.readouterr().out
-    assert "qat: going on after epoch 3 of 6" in said and "QAT, last epoch (6 of 6)" in said

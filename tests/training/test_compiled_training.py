@@ -66,17 +66,6 @@ def test_memory_shortage_is_not_blamed_on_the_compiler(monkeypatch: pytest.Monke
             call()
 
 
-def test_the_models_own_errors_are_not_blamed_on_the_compiler(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch, "compile", lambda model, mode: refusing)
-    forward, x = CompiledModel(nn.Linear(3, 2), None), torch.ones(5, 4)
-    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as error:
-        forward.prove(x, lambda run: run(x).sum())
-    assert error.value.__context__ is None
-    assert caplog.messages == []
-
-
 def test_the_trial_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout())

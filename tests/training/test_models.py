@@ -1,11 +1,9 @@
 """Float models by name, their pretrained weights, and weights from files."""
 
-import io
 import logging
 import math
 import sys
 from collections import OrderedDict
-from email.message import Message
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -91,13 +89,9 @@ def test_a_torchvision_builder_gets_classes_and_kwargs() -> None:
     ("fields", "facts"),
     [
         ({"name": "ResNet81"}, "model.name: 'ResNet81' | did you mean 'resnet18'?"),
-        ({"name": "xyz"}, "model.name: 'xyz' | nor timm/name, nor package.module:callable"),
         ({"name": "resnet18", "kwargs": {"depth": 3}}, "model.kwargs: {'depth': 3} do not fit resnet18 | 'depth'"),
-        ({"kwargs": {"num_classes": 3}}, "model.kwargs: num_classes | set model.num_classes"),
-        ({"kwargs": {"pretrained": True}}, "model.kwargs: pretrained | set model.weights"),
         ({"num_classes": 9}, "model.num_classes: 9 is fewer than the data set's 10 classes"),
         ({"weights": "DEFAULT", "checkpoint": "x.pt"}, "model.weights: 'DEFAULT' | model.checkpoint: 'x.pt'"),
-        ({"name": "resnet50", "weights": "V3"}, "resnet50 has no 'V3' | DEFAULT, IMAGENET1K_V1, IMAGENET1K_V2"),
         ({"name": "vgg16", "weights": "IMAGENET1K_FEATURES"}, "it has DEFAULT, IMAGENET1K_V1"),
     ],
 )
@@ -153,18 +147,11 @@ def test_without_weights_the_same_layers_are_built(hub: Path, monkeypatch: pytes
     ]
 
 
-def test_weights_that_cannot_be_downloaded_say_where_the_file_goes(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_cannot_be_downloaded_say_where_the_file_goes(hub: Path) -> None:
     advice = f"put a whole squeezenet1_1-b8a52dc0.pth into '{hub}', or use model.checkpoint"
     said = refusal(name=SMALL, weights="DEFAULT")
     assert "DEFAULT of squeezenet1_1" in said and "no network" in said and said.endswith(advice)
 
-    class Answer(io.BytesIO):
-        def info(self) -> Message:
-            return Message()
-
-    monkeypatch.setattr("torch.hub.urlopen", lambda request: Answer(b"a login page"))
-    said = refusal(name=SMALL, weights="DEFAULT")
-    assert "invalid hash value" in said and said.endswith(advice) and not list(hub.iterdir())
     (hub / "squeezenet1_1-b8a52dc0.pth").write_bytes(b"")
     assert refusal(name=SMALL, weights="DEFAULT").endswith(advice)
 
@@ -181,12 +168,9 @@ def test_own_models_come_from_the_current_folder(module: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "fields", "fact"),
     [
-        ("own_nets:", {}, "is incomplete; write package.module:callable"),
         ("own_net:net", {}, "no module 'own_net', neither in the current folder '{folder}' nor installed"),
-        ("own_nets.deep:net", {}, "no module 'own_nets.deep', neither"),
         ("own_nets:nett", {}, "'own_nets' has no 'nett'; did you mean 'net'?"),
         ("own_nets:WIDTH", {}, "is int; it must be callable"),
-        ("own_nets:number", {}, "returned int; it must return a torch.nn.Module"),
         ("own_nets:broken", {}, "failed (RuntimeError: two lines, {folder}/own_nets.py:7)"),
         (
             "own_nets:net",
@@ -200,16 +184,6 @@ def test_own_models_come_from_the_current_folder(module: Path) -> None:
 def test_own_models_that_do_not_work(module: Path, name: str, fields: dict[str, Any], fact: str) -> None:
     said = refusal(name=name, **fields)
     assert fact.format(folder=module.parent) in said and said.startswith("model.") and len(said.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "fact"),
-    [("import not_installed\n", "No module named 'not_installed', {}:1"), ("x = 1\nlambda:: 3\n", "line 2), {}:2")],
-)
-def test_own_modules_that_cannot_be_imported(text: str, fact: str, module: Path) -> None:
-    module.write_text(text)
-    said = refusal(name="own_nets:net")
-    assert said.startswith("model.name: importing 'own_nets' failed (") and fact.format(module)[:-2] in said
 
 
 @pytest.mark.parametrize("nest", ["state_dict", "model", None])
@@ -288,22 +262,6 @@ def test_floating_point_weights_of_another_width_load(module: Path, dtype: torch
     assert equal(loaded, {key: value.to(loaded[key].dtype) for key, value in state.items()})
 
 
-def test_damaged_weights_are_not_trained_on(module: Path) -> None:
-    torch.save(changed(_2weight=torch.full((5, 4), 0.123)), "x.pt")
-    content = bytearray(Path("x.pt").read_bytes())
-    content[content.index(torch.full((5, 4), 0.123).numpy().tobytes())] ^= 1
-    Path("x.pt").write_bytes(content)
-    assert refused("x.pt").startswith("model.checkpoint: 'x.pt' cannot be read (DamagedError: the checksum of")
-
-
-def test_a_runs_own_checkpoint_is_a_file_of_float_weights_before_it_is_quantized(module: Path) -> None:
-    state = changed()
-    torch.save({"format": 1, "stage": "float", "model": state}, "last.pt")
-    assert equal(own(checkpoint="last.pt").state_dict(), state)
-    torch.save({"format": 1, "stage": "qat", "model": state | {"scale": torch.ones(1)}}, "last.pt")
-    assert 'Unexpected key(s) in state_dict: "scale"' in refused("last.pt")
-
-
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -331,23 +289,13 @@ def test_a_model_of_timm_by_name() -> None:
     pytest.importorskip("timm")
     model = build(5, name="timm/mobilenetv4_conv_small", kwargs={"drop_rate": 0.1})
     assert model.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 5)
-    assert refusal(name="timm/mobilenetv4_conv_smal").startswith(
-        "model.name: timm has no model 'mobilenetv4_conv_smal'; did you mean"
-    )
-    weights = refusal(name="timm/mobilenetv4_conv_small", weights="IMAGENET1K_V1")
-    assert "timm/mobilenetv4_conv_small has no 'IMAGENET1K_V1'; it has DEFAULT, e" in weights
-    assert refusal(name="timm/resnet18", kwargs={"size": 3}).startswith("model.kwargs: {'size': 3} do not fit")
-
-
-def test_pretrained_weights_of_timm_say_what_images_they_know(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    timm = pytest.importorskip("timm")
-    create = timm.create_model
-    monkeypatch.setattr(timm, "create_model", lambda *args, **kwargs: create(*args, **kwargs | {"pretrained": False}))
-    with caplog.at_level("INFO"):
-        build(5, name="timm/mobilenetv4_conv_small", weights="DEFAULT")
-    assert "data.mean=[0.485, 0.456, 0.406] data.std=[0.229, 0.224, 0.225] and images of [224, 224]" in caplog.text
+    for fields, fact in (
+        ({"name": "timm/mobilenetv4_conv_smal"}, "Unknown model (mobilenetv4_conv_smal)"),
+        ({"name": "timm/resnet18", "weights": "IMAGENET1K_V1"}, "Invalid pretrained tag (IMAGENET1K_V1)"),
+        ({"name": "timm/resnet18", "kwargs": {"size": 3}}, "with {'size': 3} (TypeError: "),
+    ):
+        said = refusal(**fields)
+        assert said.startswith("model: timm cannot build ") and fact in said
 
 
 def test_without_timm_the_way_to_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from qat.export import Differences, LayerDifference, Saturation, Verification
 from qat.export.onnxruntime import default_session
 from qat.kernels.cpu import onednn, processor
 from qat.training.config.schema import RunConfig
-from qat.training.loop.device import pick_device
 from qat.training.run import proof as proof_module
 from qat.training.run.proof import Proof
 from qat.training.run.report import onnx_results, report_lines, session_results, write_summary
@@ -44,7 +43,6 @@ def test_without_vnni_the_default_session_has_a_row_and_a_sentence(finish: Finis
     (sentence,) = [line for line in printed.splitlines() if "default session adds" in line]
     assert f"3 of 3 layers may saturate: val top1 {default['top1']:.2f} %, " in sentence
     assert found["saturation"]["layers"] == 3 and found["saturation"]["channels"] <= 8 + 8 + 10
-    assert list(found["saturation"]["by_layer"]) == ["0", "4", "8"]
     assert "3 layers may saturate where two products are added in 16 bits (x86 without VNNI): exact are" in table
     assert table.startswith("name") and "largest sum" in table
 
@@ -72,11 +70,6 @@ def test_the_summary_is_json_or_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     found = session_results(Verification(4, 0.0, None, None, float("nan")), [])
     assert found["max_logit_difference"] is None and found["top1"] is None
-
-
-def test_an_unknown_kind_of_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(processor.VARIABLE, "amd")
-    assert user_error(pick_device, "cpu") == "QAT_PROCESSOR must be vnni, no-vnni or unset, got 'amd'"
 
 
 DIFFER = (
@@ -149,11 +142,9 @@ def test_the_table_says_what_it_is_worth() -> None:
         "seconds": 9.7,
         "machine": {"threads": 2},
         "versions": {"torch": "2.15.0", "onnx": "1.23.2"},
-        "about": {"recipe": {"weight": {"bits": 4}, "overrides": {"fc": {"weight": {"bits": 2}}, "a": {"skip": True}}}},
     }
-    assert report_lines(said)[-4:] == [
+    assert report_lines(said)[-3:] == [
         "top1 is of 400 images: +-5.0 points (two standard deviations) on others",
-        "weights of 2 and 4 bits take 8 in the file",
         "1,234 of 10,000 integers differ over 3 layers; 10 s on 2 threads",
         "torch 2.15.0, onnx 1.23.2",
     ]

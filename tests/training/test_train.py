@@ -1,7 +1,6 @@
 """The command: the files of a run, its errors, and resuming."""
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +13,10 @@ from torch import nn
 import qat
 from qat.training import script as train
 from qat.training.config.schema import RunConfig
-from qat.training.errors import UserError
-from qat.training.loop.preparation import calibration_reported
 from qat.training.run import stages
-from qat.training.run.exporting import export_and_prove
 from qat.training.run.logging import RunLog
+from qat.training.run.proof import export_and_prove
+from tests.runs.tiny_training import user_error
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_MODEL = """
@@ -131,41 +129,19 @@ def test_a_failed_proof_is_status_1(
     assert capsys.readouterr().err == f"wrong/model.onnx: {found['problem']}\n"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "advice"),
-    [({}, "lower float.lr (now 0.1) or float.clip_grad_norm=1"), ({"epochs": 0}, "try other weights (model.weights")],
-)
-def test_a_float_model_that_overflows_is_not_a_calibration_error(overrides: dict[str, Any], advice: str) -> None:
-    config = RunConfig.model_validate({"float": overrides})
-    model = qat.prepare(nn.Sequential(nn.Linear(8, 2)))
-    said = r"^float: .*the float model computes NaN or infinity"
-    with pytest.raises(UserError, match=said) as caught, calibration_reported(config):
-        qat.calibrate(model, [torch.full((4, 8), float("inf"))])
-    assert advice in str(caught.value)
-    with pytest.raises(UserError, match="calibrate: batches is empty"), calibration_reported(config):
-        qat.calibrate(model, [])
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "sentence"),
-    [
-        (OSError(28, "No space left on device"), UserError, "model.onnx: cannot write it (No space left on device)"),
-        (MemoryError(), MemoryError, ""),  # exit_status has its sentence
-        (ValueError("no operator"), UserError, "export: resnet18 could not be exported (ValueError: no operator); "),
-    ],
-)
-def test_the_exporter_is_blamed_for_its_own_errors_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception], sentence: str
+def test_an_error_of_the_exporter_is_a_sentence_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(model: torch.fx.GraphModule, path: Path, images: torch.Tensor, **named: Any) -> None:
         path.write_text("half of it")
-        raise error
+        raise ValueError("no operator")
 
     monkeypatch.setattr(qat, "export_onnx", fails)
     model = torch.fx.symbolic_trace(nn.Identity())
-    with RunLog(tmp_path) as log, pytest.raises(kind) as caught:
-        export_and_prove(model, tmp_path / "model.onnx", torch.zeros(1), [], RunConfig(), {}, log)
-    assert sentence in str(caught.value) and not list(tmp_path.glob("*model.onnx*"))
+    with RunLog(tmp_path) as log:
+        said = user_error(export_and_prove, model, tmp_path / "model.onnx", torch.zeros(1), [], RunConfig(), {}, log)
+    assert said.startswith("export: resnet18 could not be exported (ValueError: no operator); ")
+    assert not list(tmp_path.glob("*model.onnx*"))
 
 
 @pytest.mark.slow
@@ -204,14 +180,3 @@ def test_a_second_run_in_the_same_folder_is_refused(
     assert second == first
     assert "seed: 0" in (folder / "one" / "config.yaml").read_text()
     assert sorted(path.name for path in (folder / "one").iterdir() if path.name[:6] != "events") == ["config.yaml"]
-
-
-def test_a_scheduler_ends_the_command_with_a_sentence(folder: Path) -> None:
-    command = [sys.executable, str(ROOT / "train.py"), "--config", "tiny.yaml", "run_dir=x", "float.epochs=100000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline().startswith(f"run folder: {folder}/x;")
-        process.send_signal(signal.SIGTERM)
-        last = process.stderr.read().splitlines()[-1]
-    ended = "ended by SIGTERM; resume=auto goes on from the last finished epoch"
-    assert (process.returncode, last) == (143, ended)

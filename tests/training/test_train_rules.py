@@ -113,8 +113,6 @@ def test_a_finished_float_stage_continues_with_another_quantization(folder: Path
             ["imports=[own_rules]", "quantization.activation.rule=half_up"],
             ("'input_quantizer': the rule 'half_up' has other integers than", "export.onnx=false"),
         ),
-        (["quantization.weight.ewgs_delta=0.1"], ("quantization.weight: QuantSpec: ewgs_delta=0.1 has no effect",)),
-        (["quantization.weight.rule=apot"], ("'0.weight_quantizer' uses the rule 'apot'", "on no integer grid")),
     ],
 )
 def test_mistakes_with_rules_are_one_sentence_before_any_training(

@@ -10,8 +10,18 @@ from pydantic import AfterValidator, Field, model_validator
 
 from qat.targets import profile_of
 from qat.text import did_you_mean
-from qat.training.config.section import Bits, Count, CountOrZero, Positive, Probability, Section
-from qat.training.config.stages import ModelConfig, QATStageConfig, SpecConfig, StageConfig
+from qat.training.config.stages import (
+    Bits,
+    Count,
+    CountOrZero,
+    ModelConfig,
+    Positive,
+    Probability,
+    QATStageConfig,
+    Section,
+    SpecConfig,
+    StageConfig,
+)
 
 DATASETS = ("digits", "imagefolder", "cifar10", "cifar100", "mnist", "fashion_mnist", "imagenet", "npz", "fake")
 WITHOUT_FILES = {"digits": "bundled", "fake": "made up"}

@@ -1,10 +1,22 @@
-"""The sections of a config that say what is trained and how: the model, the stages, and their grids."""
+"""The sections of a config that say what is trained and how: the model, the stages, and their grids; `Section`."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from qat.training.config.section import Bits, Count, CountOrZero, NonNegative, Positive, Probability, Section
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Bits = Annotated[int, Field(ge=1, le=16)]
+
+
+class Section(BaseModel):
+    """A section of the file: strict about keys, immutable after it is read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
 
 Alpha = Annotated[float, Field(ge=0, le=1000)]
 """Both parameters of a Beta distribution; from 1000 on its samples are 0.5 to two digits, far above it numbers fail."""

@@ -6,12 +6,12 @@ than 8 and 90, and a duplicate key is an error instead of a silent overwrite.
 
 import json
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from qat.text import first_line
+from qat.training.errors import UserError
 
 LARGEST = 1_000_000
 """Most characters of a config. Aliases count expanded: a few lines of them can expand to more than all memory."""
@@ -35,37 +35,26 @@ _KINDS: tuple[tuple[str, re.Pattern[str], list[str]], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class ParsedYAML:
-    """The value of a text, None if it is empty or not YAML, and the problems: sentences that start with the line."""
-
-    value: Any
-    problems: tuple[str, ...] = ()
-
-
-def parse_yaml(text: str) -> ParsedYAML:
-    """Read one YAML document. It raises nothing, so that a caller can report the problems of several texts at once."""
+def parse_yaml(text: str) -> Any:
+    """Read one YAML document; None if it is empty. A UserError has a sentence for each problem."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is not None and _size(node, {}) > LARGEST:
-            return ParsedYAML(None, (f"it is longer than {LARGEST:,} characters, aliases (*) written out",))
+            raise UserError(f"it is longer than {LARGEST:,} characters, aliases (*) written out")
         value = None if node is None else loader.construct_document(node)
+        if loader.problems:
+            raise UserError(*loader.problems)
         # The way through JSON makes copies of aliased mappings, so that a change to one leaves the others alone. It
         # also finds mappings that contain themselves.
-        return ParsedYAML(json.loads(json.dumps(value)), tuple(loader.problems))
+        return json.loads(json.dumps(value))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         reason = getattr(error, "problem", None) or " ".join(str(error).split())
-        return ParsedYAML(None, (f"{where}not valid YAML: {reason}",))
+        raise UserError(f"{where}not valid YAML: {reason}") from None
     except (ValueError, RecursionError) as error:
-        return ParsedYAML(None, (f"not a config: {first_line(error)}",))
-
-
-def dump_yaml(value: Any) -> str:
-    """Write plain values as YAML that `parse_yaml` (and any YAML 1.1 reader) reads back to equal values."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+        raise UserError(f"not a config: {first_line(error)}") from None
 
 
 def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
@@ -77,6 +66,11 @@ def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
         parts = (part for item in node.value for part in (item if isinstance(item, tuple) else (item,)))
         sizes[id(node)] = 1 + sum(_size(part, sizes) for part in parts)
     return sizes[id(node)]
+
+
+def dump_yaml(value: Any) -> str:
+    """Write plain values as YAML that `parse_yaml` (and any YAML 1.1 reader) reads back to equal values."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
 class _Loader(yaml.SafeLoader):

@@ -8,8 +8,6 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import dataclass
-from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -20,8 +18,7 @@ from PIL import Image
 from qat.text import first_line
 from qat.training.config.imports import users_callable
 from qat.training.config.schema import WITHOUT_FILES, DataConfig
-from qat.training.data.image_folder import read_image_folder
-from qat.training.data.images import Dataset, ImageArray
+from qat.training.data.images import Dataset, ImageArray, ImageFiles
 from qat.training.data.transforms import Channels
 from qat.training.errors import UserError, looked_in, value_errors_reported
 from qat.training.run.logging import on_terminal
@@ -40,8 +37,8 @@ def build_dataset(config: DataConfig, seed: int) -> Dataset:
     if not (own or config.root or why):
         where = "the .npz file" if config.name == "npz" else "the folder"
         raise UserError(f"data.root: missing; data.name '{config.name}' needs the path of {where}")
-    if config.download and config.name not in _DOWNLOADS:
-        raise UserError(f"data.download: true has no effect with '{config.name}'; it is for {', '.join(_DOWNLOADS)}")
+    if config.download and config.name not in _TORCHVISION:
+        raise UserError(f"data.download: true has no effect with '{config.name}'; it is for {', '.join(_TORCHVISION)}")
     if not own:
         return _BUILDERS[config.name](config, seed)
     with users_callable("data.name", config.name) as builder:
@@ -96,70 +93,31 @@ def _imagefolder(config: DataConfig, seed: int) -> Dataset:
     return Dataset(splits["train"], splits["val"], classes, IMAGENET_MEAN, IMAGENET_STD)
 
 
-def _imagenet(config: DataConfig, seed: int) -> Dataset:
-    dataset = _imagefolder(config, seed)
-    if len(dataset.classes) != 1000:
-        logger.warning("data.root: '%s' has %d classes; ImageNet has 1000", config.root, len(dataset.classes))
-    return dataset
-
-
-@dataclass(frozen=True)
-class _Download:
-    """A set that torchvision downloads: its class, its folder below root, its archives, and the normalisation."""
-
-    reader: str
-    folder: str
-    archives_in: str
-    archives: tuple[str, ...]
-    mean: Channels
-    std: Channels
-
-
-_IDX = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-_IDX_ARCHIVES = tuple(f"{name}-ubyte.gz" for name in _IDX)
-_DOWNLOADS: dict[str, _Download] = {
-    "cifar10": _Download(
-        "CIFAR10", "cifar-10-batches-py", "", ("cifar-10-python.tar.gz",),
-        (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),
-    ),
-    "cifar100": _Download(
-        "CIFAR100", "cifar-100-python", "", ("cifar-100-python.tar.gz",),
-        (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762),
-    ),
-    "mnist": _Download(
-        "MNIST", "MNIST/raw", "MNIST/raw", _IDX_ARCHIVES,
-        (0.1307, 0.1307, 0.1307), (0.3081, 0.3081, 0.3081),
-    ),
-    "fashion_mnist": _Download(
-        "FashionMNIST", "FashionMNIST/raw", "FashionMNIST/raw", _IDX_ARCHIVES,
-        (0.2860, 0.2860, 0.2860), (0.3530, 0.3530, 0.3530),
-    ),
-}  # fmt: skip
+_TORCHVISION: dict[str, tuple[str, Channels, Channels]] = {
+    "cifar10": ("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ("CIFAR100", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "mnist": ("MNIST", (0.1307, 0.1307, 0.1307), (0.3081, 0.3081, 0.3081)),
+    "fashion_mnist": ("FashionMNIST", (0.2860, 0.2860, 0.2860), (0.3530, 0.3530, 0.3530)),
+}
+"""Sets that torchvision downloads: their classes there, mean and deviation."""
 
 
 def _torchvision_set(config: DataConfig, seed: int) -> Dataset:
     """Read a set from torchvision's files; download them first if the config says so."""
     from torchvision import datasets  # late, since it takes seconds
 
-    known = _DOWNLOADS[config.name]
+    reader, mean, std = _TORCHVISION[config.name]
     root = _root(config)
     try:
         with nullcontext() if on_terminal() else redirect_stderr(io.StringIO()):  # bars of downloads
-            reader = partial(getattr(datasets, known.reader), root, download=config.download)
-            splits = [reader(train=train) for train in (True, False)]
+            splits = [getattr(datasets, reader)(root, train, download=config.download) for train in (True, False)]
     except (OSError, RuntimeError, ValueError, AssertionError, LookupError, EOFError) as error:
         if config.download:
-            raise UserError(
-                f"data.download: {config.name} could not be downloaded ({first_line(error).rstrip(':')}); put "
-                f"{' '.join(known.archives)} into '{root / known.archives_in}' and run again"
-            ) from error
-        raise UserError(
-            f"data.root: '{root}' has no complete {config.name} (expected in '{(root / known.folder).absolute()}'); "
-            "set data.download: true"
-        ) from error
+            raise UserError(f"data.download: {config.name} could not be downloaded ({first_line(error)})") from error
+        raise UserError(f"data.root: '{root}' has no complete {config.name}; set data.download: true") from error
     with value_errors_reported(f"data.root: '{root}': the files of {config.name} are damaged: "):
         train, val = (_array(np.asarray(split.data), np.asarray(split.targets)) for split in splits)
-        return Dataset(train, val, list(splits[0].classes), known.mean, known.std)
+        return Dataset(train, val, list(splits[0].classes), mean, std)
 
 
 def _npz(config: DataConfig, seed: int) -> Dataset:
@@ -204,8 +162,62 @@ def _root(config: DataConfig) -> Path:
 _BUILDERS: dict[str, Callable[[DataConfig, int], Dataset]] = {
     "digits": _digits,
     "imagefolder": _imagefolder,
-    "imagenet": _imagenet,
+    "imagenet": _imagefolder,
     "npz": _npz,
     "fake": _fake,
-    **dict.fromkeys(_DOWNLOADS, _torchvision_set),
+    **dict.fromkeys(_TORCHVISION, _torchvision_set),
 }
+
+
+SPLITS = ("train", "val")
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+"""Of images, as in torchvision's ImageFolder."""
+
+
+def read_image_folder(root: Path) -> tuple[dict[str, ImageFiles], list[str]]:
+    """List the images of both splits, by the name of the split, and the names of the classes."""
+    try:
+        found = {split: _class_folders(root / split) for split in SPLITS}
+        classes = found["train"]
+        differing = sorted({*classes} ^ {*found["val"]})
+        if differing:
+            raise UserError(f"data.root: '{root}': train and val need the same classes; they differ in {differing[:5]}")
+        return {split: _image_files(root / split, classes) for split in SPLITS}, classes
+    except OSError as error:
+        raise UserError(
+            f"data.root: '{error.filename}' cannot be read ({error.strerror}){looked_in(root)}; expected"
+            f" {root}/train/<class>/ and {root}/val/<class>/"
+        ) from error
+
+
+def _class_folders(folder: Path) -> list[str]:
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+    if not names:
+        raise UserError(f"data.root: '{folder}' holds no class folders")
+    return names
+
+
+def _image_files(folder: Path, classes: list[str]) -> ImageFiles:
+    """List a split's images by class, then by folder and name."""
+    found = [_images_below(folder / name) for name in classes]
+    empty = [name for name, paths in zip(classes, found, strict=True) if not paths]
+    if empty:
+        kinds = " ".join(EXTENSIONS)
+        raise UserError(f"data.root: '{folder}' has class folders without images ({kinds}): {', '.join(empty[:5])}")
+    labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(paths) for paths in found]))
+    return ImageFiles(np.array([os.fsencode(path) for paths in found for path in paths]), labels)
+
+
+def _images_below(folder: Path) -> list[str]:
+    def fail(error: OSError) -> None:
+        raise error
+
+    paths: list[str] = []
+    for place, subfolders, files in os.walk(folder, onerror=fail, followlinks=True):
+        subfolders[:] = [name for name in subfolders if name[0] != "."]  # os.walk then leaves the others out
+        for link in (Path(place, name) for name in subfolders if os.path.islink(os.path.join(place, name))):
+            if link.resolve() in (folder.resolve(), *folder.resolve().parents):
+                raise UserError(f"data.root: '{link}' is a link that leads back up to '{link.resolve()}'; remove it")
+        paths += [os.path.join(place, name) for name in files if name[0] != "." and name.lower().endswith(EXTENSIONS)]
+    return sorted(paths, key=os.path.split)

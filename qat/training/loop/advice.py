@@ -1,20 +1,11 @@
-"""What a run says of its settings and results: settings that change nothing, and stages that learned nothing."""
-
-import math
+"""What a stage says of its settings that change nothing."""
 
 from qat.batch_norm import batch_norms
 from qat.quantizer import Quantizer
 from qat.quantizer.training import weight_bits
 from qat.training.config.stages import QATStageConfig, StageConfig
-from qat.training.loop.evaluation import Evaluation
-from qat.training.loop.progressive import key_of
-from qat.training.loop.stage import StageRun
-
-SIGMAS = 2.0
-"""Differences count from this many standard deviations on, given the size of the validation split."""
-
-START_LEFT = 0.5
-"""From this share of the start on, which is decay ** steps, averaged weights are those of no training."""
+from qat.training.loop.metrics import too_slow
+from qat.training.loop.stage import StageRun, key_of
 
 OF_ANY_LENGTH = ("epochs", "optimizer", "lr", "schedule", "progressive", "bn_reestimate")
 """Settings that a stage without epochs may have: they are set by bits, or have an effect there."""
@@ -27,7 +18,7 @@ def without_effect(run: StageRun) -> list[str]:
     """
     stage, key = run.stage, key_of(run.name)
     if run.name not in ("float", "qat"):
-        return _too_slow(run, key)
+        return too_slow(run)
     found = []
     if stage.bn_reestimate == "always" and not batch_norms(run.model):
         found.append(f"{key}.bn_reestimate: always has no effect: the model has no BatchNorm")
@@ -47,7 +38,7 @@ def without_effect(run: StageRun) -> list[str]:
             late = {"gradual": stage.gradual, "oscillation": stage.oscillation}
             found += [f"{key}.{name} has no effect: the stage has one step" for name, block in late.items() if block]
         found += _of_optimizers(run, stage, key)
-    return found + _too_slow(run, key) + _of_the_whole_run(run)
+    return found + too_slow(run) + _of_the_whole_run(run)
 
 
 def _of_optimizers(run: StageRun, stage: QATStageConfig, key: str) -> list[str]:
@@ -88,40 +79,3 @@ def _untrained(stage: StageConfig, key: str) -> list[str]:
         return []  # the stages before it use them
     have = "has" if len(named) == 1 else "have"
     return [f"{', '.join(named)} {have} no effect: {key}.epochs is 0"] if named else []
-
-
-def _too_slow(run: StageRun, key: str) -> list[str]:
-    """That averaged weights are still those of the start, if they are."""
-    decay, steps = run.stage.ema_decay, run.stage.epochs * run.steps_per_epoch
-    if decay is None or decay**steps <= START_LEFT:
-        return []
-    return [
-        f"ema_decay: {decay:g} is slow for the {steps} steps of this stage: its averages are {100 * decay**steps:.0f} %"
-        f" what the stage starts from; try {1 - 10 / max(steps, 20):.2g}"
-    ]
-
-
-def warnings_about(name: str, key: str, stage: StageConfig, evaluation: Evaluation, start: float | None) -> list[str]:
-    """A warning if a stage's result is at chance level, or worse than `start`, the top1 before it.
-
-    Chance level is the share of the most common label, which a constant prediction reaches, and two deviations.
-    """
-    advice = f"; try a lower {key} (now {stage.lr:g}) or more epochs" if stage.epochs else ""
-    found = f"{name}: val top1 {evaluation.top1:.2f} %"
-    chance = evaluation.most_common + _deviation(evaluation.most_common, evaluation.count)
-    if evaluation.most_common == 100 or evaluation.top1 <= chance < 100:  # else there are too few images to tell
-        return [
-            f"{found} is at chance level: the same answer for all {evaluation.count} images gives"
-            f" {evaluation.most_common:.2f} %{advice}"
-        ]
-    if start is not None:
-        both = (start + evaluation.top1) / 2
-        if evaluation.top1 < start - math.sqrt(2) * _deviation(both, evaluation.count):
-            return [f"{found} is below the {start:.2f} % that it started from{advice}"]
-    return []
-
-
-def _deviation(percent: float, count: int) -> float:
-    """Of a share of so many images, in percent: two standard deviations."""
-    share = percent / 100
-    return 100 * SIGMAS * math.sqrt(share * (1 - share) / count)

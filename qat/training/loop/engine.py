@@ -25,8 +25,7 @@ from qat.training.loop.evaluation import Evaluation, evaluate, split_output, to_
 from qat.training.loop.metrics import Meter, log_epoch, log_window
 from qat.training.loop.norm_statistics import settle_statistics
 from qat.training.loop.optimizer import build_optimizer, build_schedule, describe_groups
-from qat.training.loop.progressive import rate_key
-from qat.training.loop.stage import StageRun
+from qat.training.loop.stage import StageRun, rate_key
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
 from qat.training.run.folder import BEST_CHECKPOINT, LAST_CHECKPOINT
 from qat.training.run.logging import progress_bar
@@ -64,13 +63,7 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     if training.ema is not None:
         training.ema.copy_to(run.model)
         settle_statistics(run, run.stage.epochs)
-    evaluation = evaluation or _validate(run)
-    if run.keep_best and run.config.export.weights == "last" and evaluation.top1 < training.best_top1:
-        run.log.say(
-            f"{run.name}: the best epoch, in {BEST_CHECKPOINT}, had val top1 {training.best_top1:.2f} %, the last"
-            f" {evaluation.top1:.2f} %; with resume=auto, export.weights=best takes that one"
-        )
-    return evaluation
+    return evaluation or _validate(run)
 
 
 class _Training:

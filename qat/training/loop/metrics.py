@@ -1,5 +1,6 @@
-"""The metrics of a stage: sums over training images, a point every few steps, and one line per epoch."""
+"""The metrics of a stage: sums over training images, a point every few steps, a line per epoch, and warnings."""
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -8,9 +9,9 @@ from torch import Tensor
 
 from qat.quantizer import Quantizer
 from qat.quantizer.training import scales_at_minimum
+from qat.training.config.stages import StageConfig
 from qat.training.loop.evaluation import Evaluation
-from qat.training.loop.progressive import rate_key
-from qat.training.loop.stage import StageRun
+from qat.training.loop.stage import StageRun, rate_key
 
 
 @dataclass
@@ -124,3 +125,47 @@ def _log_quantizers(run: StageRun, step: int) -> None:
     means = torch.stack([values.detach().float().mean() for values in curves.values()]).tolist()
     for name, mean in zip(curves, means, strict=True):
         run.log.scalar(name, mean, step)
+
+
+SIGMAS = 2.0
+"""Differences count from this many standard deviations on, given the size of the validation split."""
+
+START_LEFT = 0.5
+"""From this share of the start on, which is decay ** steps, averaged weights are those of no training."""
+
+
+def too_slow(run: StageRun) -> list[str]:
+    """That averaged weights are still those of the start, if they are."""
+    decay, steps = run.stage.ema_decay, run.stage.epochs * run.steps_per_epoch
+    if decay is None or steps == 0 or decay**steps <= START_LEFT:
+        return []
+    return [
+        f"ema_decay: {decay:g} is slow for the {steps} steps of this stage: its averages are {100 * decay**steps:.0f} %"
+        f" what the stage starts from; try {1 - 10 / max(steps, 20):.2g}"
+    ]
+
+
+def warnings_about(name: str, key: str, stage: StageConfig, evaluation: Evaluation, start: float | None) -> list[str]:
+    """A warning if a stage's result is at chance level, or worse than `start`, the top1 before it.
+
+    Chance level is the share of the most common label, which a constant prediction reaches, and two deviations.
+    """
+    advice = f"; try a lower {key} (now {stage.lr:g}) or more epochs" if stage.epochs else ""
+    found = f"{name}: val top1 {evaluation.top1:.2f} %"
+    chance = evaluation.most_common + _deviation(evaluation.most_common, evaluation.count)
+    if evaluation.most_common == 100 or evaluation.top1 <= chance < 100:  # else there are too few images to tell
+        return [
+            f"{found} is at chance level: the same answer for all {evaluation.count} images gives"
+            f" {evaluation.most_common:.2f} %{advice}"
+        ]
+    if start is not None:
+        both = (start + evaluation.top1) / 2
+        if evaluation.top1 < start - math.sqrt(2) * _deviation(both, evaluation.count):
+            return [f"{found} is below the {start:.2f} % that it started from{advice}"]
+    return []
+
+
+def _deviation(percent: float, count: int) -> float:
+    """Of a share of so many images, in percent: two standard deviations."""
+    share = percent / 100
+    return 100 * SIGMAS * math.sqrt(share * (1 - share) / count)

@@ -1,8 +1,6 @@
 """From the `quantization` section of a config to a `QuantRecipe` and a prepared model, with early checks of both."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -12,7 +10,6 @@ from qat.contexts import evaluating
 from qat.export.checks import check_exportable, sample_for
 from qat.inputs import model_device
 from qat.quantizer.registry import quantizer_class
-from qat.ranges import NotFiniteError
 from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec
 from qat.targets import profile_of
@@ -115,21 +112,3 @@ def check_forward(model: nn.Module, config: RunConfig, image_shape: tuple[int, i
 def _spec(tensor: str, default: QuantSpec, config: SpecConfig) -> QuantSpec:
     with value_errors_reported(f"quantization.{tensor}: "):
         return QuantSpec(**config.model_dump(exclude_none=True)).resolved(default)
-
-
-@contextmanager
-def calibration_reported(config: RunConfig) -> Iterator[None]:
-    """Turn a ValueError of `qat.calibrate` into a UserError; NaN and infinity are of the float model's making."""
-    try:
-        yield
-    except ValueError as error:
-        if not isinstance(error.__cause__, NotFiniteError):
-            raise UserError(str(error)) from error
-        where = f"the float model computes NaN or infinity on training images ({error})"
-        if config.float.epochs == 0:
-            raise UserError(f"float: {where}; try other weights (model.weights, model.checkpoint)") from error
-        clip = "" if config.float.clip_grad_norm else " or float.clip_grad_norm=1"
-        raise UserError(
-            f"float: the training diverged, {where}; start anew in another run_dir with a lower float.lr (now"
-            f" {config.float.lr:g}){clip}"
-        ) from error

@@ -25,9 +25,6 @@ logger = logging.getLogger("qat")
 TIMM = "timm/"
 """How the names of timm's models begin."""
 
-OWN_FIELDS = {"num_classes": "model.num_classes", "weights": "model.weights", "pretrained": "model.weights"}
-"""Arguments of builders that the config has keys for."""
-
 
 def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = True) -> nn.Module:
     """Build the float model that `config` names, on the CPU, with its weights.
@@ -39,9 +36,6 @@ def build_model(config: ModelConfig, num_classes: int, *, with_weights: bool = T
             f"model.weights: '{config.weights}' and model.checkpoint: '{config.checkpoint}' exclude each other; "
             "keep one of them"
         )
-    for key, own in OWN_FIELDS.items():
-        if key in config.kwargs:
-            raise UserError(f"model.kwargs: {key} has a field of its own; set {own}")
     classes = num_classes if config.num_classes is None else config.num_classes
     if classes < num_classes:
         raise UserError(f"model.num_classes: {classes} is fewer than the data set's {num_classes} classes")
@@ -94,20 +88,12 @@ def _timm_model(config: ModelConfig, classes: int, with_weights: bool) -> nn.Mod
     except ModuleNotFoundError as error:
         raise UserError(f"model.name: '{config.name}' needs timm, which is not installed; pip install timm") from error
     name, weights = config.name.removeprefix(TIMM), config.weights
-    if not timm.is_model(name):
-        near = did_you_mean(name, timm.list_models())
-        raise UserError(f"model.name: timm has no model '{name}'{near and f'; {near}'}")
-    tags = [found.partition(".")[2] for found in timm.list_pretrained(f"{name}.*")]
-    if weights not in (None, "DEFAULT", *tags):
-        known = f"it has DEFAULT, {', '.join(tags)}" if tags else "it has none"
-        raise UserError(f"model.weights: {config.name} has no '{weights}'; {known}")
     pretrained = weights is not None and with_weights
-    full = f"{name}.{weights}" if weights in tags else name
+    full = name if weights in (None, "DEFAULT") else f"{name}.{weights}"
     try:
         model: nn.Module = timm.create_model(full, pretrained=pretrained, num_classes=classes, **config.kwargs)
-    except Exception as error:  # of the user's kwargs, or of the network
-        key = f"weights: {weights} or model.kwargs" if pretrained else "kwargs"
-        raise UserError(f"model.{key}: {config.kwargs} do not fit {config.name} ({reason(error)})") from error
+    except Exception as error:  # of the name, the user's kwargs, or the network
+        raise UserError(f"model: timm cannot build {full} with {config.kwargs} ({reason(error)})") from error
     if pretrained:
         images: Any = model.pretrained_cfg
         (_, *size), mean, std = (images[key] for key in ("input_size", "mean", "std"))

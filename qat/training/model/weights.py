@@ -12,7 +12,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from qat.torch_internals import layer_versions, set_layer_versions
 from qat.training.config.imports import reason
 from qat.training.errors import UserError, looked_in
-from qat.training.run.archive import load_state, read_archive, read_safetensors
+from qat.training.run.checkpoint import load_state, read_archive, read_safetensors
 
 State: TypeAlias = "OrderedDict[str, Tensor]"
 

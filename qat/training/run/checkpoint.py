@@ -1,17 +1,26 @@
-"""Checkpoints: written atomically, read without unpickling code, and resumed only by the run that they belong to."""
+"""Checkpoints and float weights: written atomically, read without unpickling code and with a look at their checksums,
+what they say of a model, and resuming only by the run that they belong to."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import hashlib
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import version
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import qat
+from qat.batch_norm import restore_statistics
+from qat.finetuning import EMA
 from qat.training.config.schema import RunConfig
+from qat.training.data.transforms import Preprocessing
 from qat.training.errors import UserError
-from qat.training.run.archive import DIGEST, DamagedError, load_state, read_archive, state_digest
 from qat.training.run.files import replacing
 
 FORMAT = 1
@@ -136,6 +145,18 @@ def restore_model(path: Path, payload: dict[str, Any], model: nn.Module) -> None
     load_state(model, payload["model"], f"{path}: the checkpoint is of another model")
 
 
+def load_evaluated(path: Path, payload: dict[str, Any], model: nn.Module) -> None:
+    """Load a checkpoint as evaluated: averages in place of trained weights, and BatchNorm's statistics for them."""
+    restore_model(path, payload, model)
+    averages = payload["state"] and payload["state"]["ema"]
+    if averages:
+        ema = EMA(model, 0.0)
+        ema.load_state_dict(averages)
+        ema.copy_to(model)
+    if payload["statistics"]:
+        restore_statistics(model, payload["statistics"])
+
+
 def save_float_weights(path: Path, model: nn.Module) -> None:
     """Write the model's state_dict atomically as safetensors; a shared tensor is written under all of its names."""
     # Copies, because safetensors refuses views and shared memory, and simple loaders expect every name.
@@ -157,3 +178,88 @@ def _flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
                 yield from _flat(each, f"{prefix}{key}[{index}].")
         else:
             yield f"{prefix}{key}", value
+
+
+DIGEST = "sha256"
+"""Key of a safetensors file's metadata, a format without checksums: the `state_digest` of what was written."""
+
+
+class DamagedError(Exception):
+    """The content of a file is not what was written; the message is part of a sentence that names the file."""
+
+
+def read_archive(path: Path) -> Any:
+    """Read a file of torch.save onto the CPU, tensors and plain values only; torch.load raises many kinds of errors."""
+    if zipfile.is_zipfile(path):  # torch before 1.6 wrote no archives
+        try:
+            with zipfile.ZipFile(path) as archive:
+                wrong = archive.testzip()
+        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:  # from a damaged header
+            raise DamagedError(f"its archive is broken: {error}") from error
+        if wrong is not None:
+            raise DamagedError(f"the checksum of {wrong} is wrong")
+    with open(path, "rb") as file:
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file onto the CPU; its digest is checked, if it has one."""
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        digest = (file.metadata() or {}).get(DIGEST)
+    if digest not in (None, state_digest(tensors)):
+        raise DamagedError("its tensors are not those that were written")
+    return tensors
+
+
+def state_digest(state: Mapping[str, Tensor]) -> str:
+    """A SHA-256 of a state_dict: every name, type, shape and byte. Files of equal digests are of one model."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        content = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {content.dtype} {tuple(content.shape)}".encode())
+        digest.update(content.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def load_state(model: nn.Module, state: Mapping[str, Any], where: str) -> None:
+    """Load a state_dict strictly; keys and shapes that differ become one sentence that begins with `where`."""
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:
+        differences = shorten(str(error).partition("\n")[2] or str(error), 300, placeholder=" ...")
+        raise UserError(f"{where}: {differences}") from error
+
+
+def about_model(config: RunConfig, classes: list[str], preprocessing: Preprocessing) -> dict[str, Any]:
+    """Plain values: model, classes, the fields of `Preprocessing`, target, recipe as in the config, versions."""
+    kept = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(preprocessing).items()}
+    return {
+        "model": config.model.name,
+        "classes": list(classes),
+        **kept,
+        "target": config.quantization.target,
+        "recipe": config.quantization.model_dump(mode="json", exclude_defaults=True),
+        "versions": {"qat": qat.__version__} | {name: version(name) for name in PACKAGES},
+    }
+
+
+PACKAGES = ("torch", "torchvision", "onnx", "onnxruntime")
+"""The packages whose versions are kept."""
+
+
+def preprocessing_of(about: dict[str, Any]) -> Preprocessing:
+    """The preprocessing that `about_model` noted; ValueError if it is incomplete."""
+    try:
+        kept = {field.name: about[field.name] for field in fields(Preprocessing)}
+        mean, std = (tuple(float(value) for value in kept[name]) for name in ("mean", "std"))
+        return Preprocessing(**{**kept, "mean": mean, "std": std})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"what it says of the preprocessing is incomplete ({error})") from None
+
+
+def export_metadata(about: dict[str, Any], results: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """For `qat.export_onnx(metadata=...)`: `about`, the stages' accuracies, the epoch, and `state_digest`."""
+    stages = {name: result["top1"] for name, result in results.items() if isinstance(result, dict) and "top1" in result}
+    known = {key: results["qat"][key] for key in ("weights", "epoch", "epochs")}
+    return {**about, "accuracy": stages, **known, "state_sha256": state_digest(model.state_dict())}

@@ -1,14 +1,99 @@
-"""The files of a run, each written atomically into the folder that the run has locked."""
+"""The files of a run, each written atomically, and the lock of its folder, which ends with the process."""
 
+import logging
+import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from qat.atomic_write import atomic_write
 from qat.training.errors import UserError
-from qat.training.run.lock import check_folder
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger("qat")
+
+LOCK = ".lock"
+"""The locked file in a run folder; a run that ends normally removes it."""
+
+_held: "dict[str, RunLock]" = {}
+"""The locks of this process, by real path, because the system's locks only separate processes, not threads."""
+_guard = threading.Lock()
+
+
+class FolderInUseError(UserError):
+    """Another run writes into the folder."""
+
+
+class RunLock:
+    """The right to write into a folder, held from construction to `release`; FolderInUseError if another has it.
+
+    It is a POSIX lock (`lockf`), which loader processes do not inherit: they survive a killed parent for seconds. They
+    would inherit that of the library filelock (`flock`).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if fcntl is None:
+            raise UserError(f"{folder}: a run needs POSIX's file locks, which are missing; use Linux, macOS or WSL")
+        self.folder = folder.absolute()  # whatever a chdir or a link changes later
+        self.path, self._key = self.folder / LOCK, os.path.realpath(folder)
+        with _guard:
+            if self._key in _held or not self._is_locked():
+                raise FolderInUseError(
+                    f"{self.folder}: another run writes there; wait for its end, or choose another run_dir"
+                )
+            _held[self._key] = self
+
+    def _is_locked(self) -> bool:
+        """Lock the file; False if another process has it."""
+        self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            os.close(self.descriptor)
+            return False
+        except OSError as error:
+            logger.warning("%s: no locks here (%s); nothing keeps a second run out", self.path, error.strerror)
+        if self.is_there():
+            return True
+        os.close(self.descriptor)  # its last holder removed the file after it was opened
+        return False
+
+    def is_there(self) -> bool:
+        """Whether the locked file is still the one in the folder."""
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Release the lock; further calls do nothing."""
+        with _guard:
+            if _held.get(self._key) is self:
+                del _held[self._key]
+                with suppress(OSError):  # an error here would hide the run's own, and a remaining file locks nothing
+                    if self.is_there():
+                        self.path.unlink()
+                os.close(self.descriptor)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse to write into a folder that is no longer the one that this process locked.
+
+    Folders are compared by name, because a link may lead elsewhere by now.
+    """
+    for lock in list(_held.values()):
+        if lock.folder in (folder.absolute(), *folder.absolute().parents) and not lock.is_there():
+            raise UserError(
+                f"{lock.folder}: the run folder or its {LOCK} was moved, deleted or replaced while the run wrote there;"
+                " the run ends, so that it does not write into another's"
+            )
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,7 +11,7 @@ from qat.training.config.file import NULLS, load_config
 from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
 from qat.training.run.checkpoint import check_same_config
-from qat.training.run.lock import FolderInUseError, RunLock
+from qat.training.run.files import FolderInUseError, RunLock
 
 RUNS = Path("runs")
 """Parent of the default run folders, relative to the current folder."""

@@ -45,14 +45,6 @@ def onnx_results(
         "saturation": {
             "layers": sum(bool(each.channels) for each in saturation),
             "channels": sum(len(each.channels) for each in saturation),
-            "by_layer": {
-                each.layer: {
-                    "channels": len(each.sums),
-                    "may_saturate": len(each.channels),
-                    "largest_sum": each.largest,
-                }
-                for each in saturation
-            },
         },
     }
 
@@ -118,8 +110,6 @@ def report_lines(summary: dict[str, Any]) -> list[str]:
     lines = [*table(table_rows(summary), numbers=True), ""]
     if "val_images" in summary:  # benchmarks/results has summaries without
         lines.append(noise_of(summary["qat"]["top1"], summary["val_images"]))
-    if "onnx" in summary:
-        lines += _larger_containers(summary.get("about", {}).get("recipe", {}), summary["onnx"].get("packed", False))
     threads = summary["machine"]["threads"]
     time = f"{summary['seconds']:.0f} s on {threads} thread{'' if threads == 1 else 's'}"
     if "onnx" in summary:
@@ -134,23 +124,6 @@ def noise_of(top1: float, images: int) -> str:
     """How far an accuracy in percent may be from that on other images of the same kind."""
     noise = 2 * math.sqrt(top1 * (100 - top1) / images)
     return f"top1 is of {images:,} images: +-{noise:.1f} points (two standard deviations) on others"
-
-
-def _larger_containers(recipe: dict[str, Any], packed: bool) -> list[str]:
-    """Which weights take more bits in the file than on their grid, a sentence for each container."""
-    low, lines = _low_bits(recipe), []
-    for container, kept in ((4, {bits for bits in low if bits <= 4 and packed}), (8, low)):
-        larger = " and ".join(str(bits) for bits in sorted(kept & low) if bits < container)
-        if larger:
-            lines.append(f"weights of {larger} bits take {container} in the file")
-        low = low - kept
-    return lines
-
-
-def _low_bits(recipe: dict[str, Any]) -> set[int]:
-    """The bits of weights below 8 that a config's section `quantization` asks for."""
-    specs = [each.get("weight") or {} for each in (recipe, *recipe.get("overrides", {}).values())]
-    return {spec["bits"] for spec in specs if (spec.get("bits") or 8) < 8}
 
 
 def table_rows(results: dict[str, Any]) -> list[list[str]]:

@@ -8,34 +8,38 @@ import torch
 from torch import fx, nn
 
 import qat
-from qat.export.onnx.operators import OPSET
-from qat.layers import QuantLayer
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import StageConfig
 from qat.training.data.loaders import Data, Loader
-from qat.training.loop.advice import warnings_about
-from qat.training.loop.aids import build_mixing
+from qat.training.errors import UserError, value_errors_reported
+from qat.training.loop.aids import build_distillation, build_mixing
 from qat.training.loop.engine import train_stage
-from qat.training.loop.evaluated import choose_weights, describe_choice
-from qat.training.loop.evaluation import evaluate
-from qat.training.loop.preparation import calibration_reported, prepare_model
-from qat.training.loop.progressive import (
+from qat.training.loop.evaluation import Evaluation, evaluate
+from qat.training.loop.metrics import warnings_about
+from qat.training.loop.preparation import prepare_model
+from qat.training.loop.stage import (
+    StageRun,
     float_counterpart,
     on_grids_of,
     progressive_stages,
     rate_key,
+    steps_per_epoch,
     take_weights,
     training_of,
 )
-from qat.training.loop.stage import StageRun, steps_per_epoch
-from qat.training.loop.teacher import build_distillation
 from qat.training.model.weights import load_weights
-from qat.training.run.about import export_metadata
-from qat.training.run.checkpoint import StageState, restore_model, save_float_weights
-from qat.training.run.exporting import export_and_prove
+from qat.training.run.checkpoint import (
+    StageState,
+    export_metadata,
+    load_checkpoint,
+    load_evaluated,
+    restore_model,
+    save_float_weights,
+)
 from qat.training.run.files import write_text
-from qat.training.run.folder import FLOAT_WEIGHTS, LAYERS, MODEL, RunFolder
+from qat.training.run.folder import BEST_CHECKPOINT, FLOAT_WEIGHTS, LAYERS, MODEL, RunFolder
 from qat.training.run.logging import RunLog
+from qat.training.run.proof import export_and_prove
 
 HOW_IT_TRAINS = (
     "How it trains: on codes is the fast way, on 8-bit integers in kernels of this library; operation by operation is"
@@ -77,12 +81,6 @@ class Stages:
             self.log.say(
                 "float: no training (float.epochs: 0), no weights, no checkpoint: QAT starts from random weights"
             )
-        own = [name for name, module in model.named_modules() if isinstance(module, QuantLayer)]
-        if own:
-            self.log.say(
-                f"float: {len(own)} quantized layers of your own ({', '.join(own[:3])}{' ...' if len(own) > 3 else ''})"
-                " compute in float until calibration; they keep their grids, and quantization: is for the rest"
-            )
         self._train("float", model, self.config.float)
         if not self._is_finished("float"):
             save_float_weights(self.float_weights, model)
@@ -110,7 +108,7 @@ class Stages:
         """Set the activation ranges from training images, and evaluate the calibrated model."""
         if self._has_begun(self.order[2]):  # the first stage on grids
             return
-        with calibration_reported(self.config):
+        with value_errors_reported():
             qat.calibrate(model, self._sample(), only_missing=self.config.float.epochs == 0)
         self._write_layers(model)
         found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
@@ -138,7 +136,7 @@ class Stages:
         """Give the model the weights of another, if there is one, and ranges that fit them."""
         if trained is not None:
             take_weights(model, trained)
-        with calibration_reported(self.config):
+        with value_errors_reported():
             qat.calibrate(model, self._sample())
 
     def qat(self, model: nn.Module) -> None:
@@ -160,8 +158,7 @@ class Stages:
         proof = export_and_prove(
             model, self.folder.path / MODEL, example, self.data.val, self.config, metadata, self.log
         )
-        packed = self.config.export.packed and self.config.export.opset >= OPSET
-        self.results["onnx"] = {**proof.results, "packed": packed}
+        self.results["onnx"] = proof.results
         self.log.say("\n".join(proof.sentences()))
         self._write_layers(model, proof.saturation_table())
         self.results["warnings"].extend(proof.warnings())
@@ -222,3 +219,35 @@ class Stages:
 
     def _has_begun(self, name: str) -> bool:
         return self.resumed is not None and self.order.index(name) <= self.order.index(self.resumed["stage"])
+
+
+def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
+    """At the end of QAT, load the best epoch if `export.weights` says so; return the epoch and its evaluation."""
+    path, epochs = run.folder / BEST_CHECKPOINT, run.stage.epochs
+    if run.config.export.weights == "last" or epochs == 0:
+        return epochs, last
+    if not path.is_file():
+        raise UserError(f"export.weights: 'best' needs {path}, which is missing; set export.weights=last")
+    payload = load_checkpoint(path, "set export.weights=last")
+    if payload["epochs"] == epochs:
+        return epochs, last
+    load_evaluated(path, payload, run.model)
+    return payload["epochs"], evaluate(run.model, run.val, run.device, channels_last=run.config.channels_last)
+
+
+def describe_choice(now: dict[str, Any], before: dict[str, Any]) -> str:
+    """Which weights are exported, and which of an earlier export they replace.
+
+    Both are sections `qat` of summary.json; `before` is empty if nothing was exported.
+
+    >>> three = {"weights": "last", "epoch": 3, "epochs": 3}
+    >>> describe_choice(three, {})
+    'epoch 3 of 3 (last)'
+    >>> describe_choice(three, {"weights": "best", "epoch": 2, "epochs": 3})
+    'epoch 3 of 3 (last) replaces epoch 2 of 3 (best) in model.onnx; export.weights=best brings that back'
+    """
+    new, old = ("epoch {epoch} of {epochs} ({weights})".format(**each) if each else "" for each in (now, before))
+    if not before or new == old:
+        return new
+    back = f"; export.weights={before['weights']} brings that back" if now["epochs"] == before["epochs"] else ""
+    return f"{new} replaces {old} in model.onnx{back}"
