@@ -26,6 +26,8 @@ from qat.tracing.randomness import NoDraws, python_state, seeded
 from qat.tracing.side_effects import Change, UntraceableError, changed_by_mode, is_equal, restoring_state, state_of
 from qat.tracing.tracer import QuantTracer, is_foreign
 
+DRAWS = "forward draws from Python's or numpy's random numbers, which a graph does not keep"
+
 
 def check_modules(model: nn.Module, graph_class: type[fx.GraphModule]) -> None:
     """Refuse modules whose behaviour a graph would lose, and names that a graph cannot use."""
@@ -61,6 +63,8 @@ def graph_of(model: nn.Module, examples: Examples | None) -> tuple[fx.Graph, dic
             graph, draws = _traced(model, tracer)
         if examples is not None:
             _check_answer(model, examples, tracer, graph, draws)
+        elif draws:  # another thread may have drawn meanwhile; with examples a second run tells
+            raise UntraceableError(DRAWS)
     except Exception as error:
         for name in [name for name in vars(model) if name.startswith(GRAPH_CONSTANT)]:
             delattr(model, name)
@@ -125,7 +129,7 @@ def _check_answer(model: nn.Module, examples: Examples, tracer: QuantTracer, gra
     with restoring_state(model) as changes:
         expected, draws_again = run()
     if draws and draws_again:  # both, since another thread may have drawn during one of them
-        raise UntraceableError("forward draws from Python's or numpy's random numbers, which a graph does not keep")
+        raise UntraceableError(DRAWS)
     if changes and (counted := _unsettled(model, changes, run)):
         raise UntraceableError(f"forward reads and changes {counted}, which a graph does not keep")
     if not _are_same(tracer.answer(graph), expected):

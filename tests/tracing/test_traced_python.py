@@ -138,8 +138,7 @@ def test_what_is_drawn_beside_the_graph_is_drawn_at_every_call(case: str) -> Non
     function = CHANCE[case]
     net = Plain(lambda self, x: self.b(function(self, self.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
     assert in_parts(prepared(net, draw(5, 8)))
-    if case in ("rand in training", "a decision"):  # torch's draws are seen without an answer to compare with, too
-        assert in_parts(qat.prepare(net))
+    assert in_parts(qat.prepare(net))  # draws are seen without an answer to compare with, too
 
 
 def test_the_random_numbers_of_the_user_go_on_as_if_nothing_had_been_drawn() -> None:

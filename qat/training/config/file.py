@@ -155,7 +155,7 @@ def rate(optimizer: Any, bits: int) -> float:
 
 def _with_rate(stage: Any, optimizer: Any, bits: dict[str, int]) -> Any:
     """A stage of `qat.progressive` with a rate for its own bits; those of the run where it leaves them out."""
-    if not isinstance(stage, dict):
+    if not isinstance(stage, dict) or not stage:  # an empty one is refused
         return stage
     common = _whole(stage.get("bits"))
     own = _bits(stage, bits if common is None else dict.fromkeys(TENSORS, common))
