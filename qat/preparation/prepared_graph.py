@@ -26,12 +26,21 @@ Forward = Callable[..., Any]
 
 
 class Block(nn.Module):
-    """What a graph leaves of a block or container: its children, by index (`model.layer1[0]`, iteration) or by name.
+    """What a graph leaves of a block or container: its children, by index (`model.layer1[0]`, `[-1]`, `len`, iteration)
+    or by name.
 
     It has no forward: a prepared model calls its layers, with their grids, not blocks.
     """
 
+    def __len__(self) -> int:
+        return 1 + max((int(name) for name in children_of(self) if name.isdigit()), default=-1)
+
+    def __bool__(self) -> bool:
+        return True
+
     def __getitem__(self, key: int | str) -> Any:
+        if isinstance(key, int) and key < 0:
+            key += len(self)
         if (child := children_of(self).get(str(key))) is None:
             raise IndexError(f"{type(self).__name__} has no child {key!r}; it has {', '.join(children_of(self))}")
         return child

@@ -212,6 +212,7 @@ def test_children_of_blocks_are_indexed_and_iterated_but_a_block_is_not_called(c
         assert [type(child).__name__ for child in each.body][:3] == ["QuantConv2d", "BatchNorm2d", "ReLU"]
         assert each.body[3][0] is each.get_submodule("body.3.0") and each.heads[1] is each.get_submodule("heads.1")
         assert each.acts["act"] is each.get_submodule("acts.act") and each.body
+        assert (len(each.body), each.heads[-1]) == (4, each.heads[1])
         with pytest.raises(IndexError, match=r"has no child 4; it has .*3"):
             each.body[4]
         with pytest.raises(NotImplementedError):  # its layers would compute without the grids of their inputs
