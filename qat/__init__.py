@@ -13,7 +13,7 @@ from qat import functional, testing
 from qat.analysis import explain, summary
 from qat.analysis.features import feature_extractor
 from qat.analysis.state import float_state_dict
-from qat.batch_norm import freeze_batch_norm, reestimate_batch_norm
+from qat.batch_norm import freeze_batch_norm, reestimate_batch_norm, sync_batch_norm
 from qat.calibration import calibrate
 from qat.export import export_onnx, integer_weights, verify_onnx
 from qat.finetuning.ewgs import update_ewgs
@@ -81,6 +81,7 @@ __all__ = [
     "self_check",
     "set_progress",
     "summary",
+    "sync_batch_norm",
     "testing",
     "update_ewgs",
     "verify_onnx",

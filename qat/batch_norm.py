@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qat.collectives import rank_count, summed
 from qat.contexts import evaluating
 from qat.inputs import Batch, as_batches, expect_model, inputs_and_labels, run_batch
 from qat.torch_internals import AnyBatchNorm
@@ -18,7 +19,8 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
 
     Training normalises with the statistics of each batch, evaluation with running ones. After a short training, or with
     a small momentum, these lag behind the weights, and evaluation computes another function than training did. All
-    other modules are in evaluation meanwhile: no dropout, no range moves.
+    other modules are in evaluation meanwhile: no dropout, no range moves. Under torch.distributed every rank brings
+    batches of its own, and all get the averages over all of them.
 
         mean = average of the batches' means;    var = average of their variances
 
@@ -53,6 +55,8 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
                 run_batch("reestimate_batch_norm", model, inputs_and_labels("reestimate_batch_norm", batch)[0])
         if count == 0:
             raise ValueError("reestimate_batch_norm: batches is empty; at least one batch is needed")
+        if rank_count() > 1:
+            _average_over_ranks(norms)
     except BaseException:
         for norm, _, statistics in before:
             restore_statistics(norm, statistics)
@@ -64,6 +68,15 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
     for norm, _, statistics in unreached:
         restore_statistics(norm, statistics)
     return len(norms) - len(unreached)
+
+
+def _average_over_ranks(norms: list[Any]) -> None:
+    """Weighted by the batches that reached each on each rank."""
+    for norm in norms:
+        mine = norm.num_batches_tracked.clone()
+        norm.num_batches_tracked.copy_(summed(mine))
+        for average in (norm.running_mean, norm.running_var):
+            average.copy_(summed(average * mine) / norm.num_batches_tracked.clamp(min=1))
 
 
 def freeze_batch_norm(model: nn.Module, frozen: bool = True) -> int:
@@ -100,6 +113,67 @@ def freeze_batch_norm(model: nn.Module, frozen: bool = True) -> int:
 def _stay_in_evaluation(norm: nn.Module, mode: bool = True) -> nn.Module:
     """What `train` of a frozen BatchNorm does."""
     return norm
+
+
+def sync_batch_norm(model: nn.Module) -> int:
+    """Let every BatchNorm normalise with the statistics of all ranks' batches in training, as of one large batch.
+
+    On CUDA it is `torch.nn.SyncBatchNorm`, which torch has for GPUs alone; on the CPU a formula. Use it where a rank
+    has few images; it costs exchanges in each layer and direction, and BatchNorm then runs on its own, outside of the
+    fused passes. It folds and exports as before, its state dict is BatchNorm's, and without torch.distributed it
+    computes as BatchNorm does.
+
+    Args:
+        model: a float model or a prepared one, on the device of its training; its modules stay and change their class.
+
+    Returns:
+        How many BatchNorms there are.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    >>> sync_batch_norm(model)
+    1
+    """
+    expect_model(sync_batch_norm, model)
+    norms = batch_norms(model) + batch_norms(model, frozen=True)
+    for norm in norms:
+        norm.__class__ = nn.SyncBatchNorm if norm.running_mean.is_cuda else SyncBatchNorm
+        norm.process_group = None
+    return len(norms)
+
+
+class SyncBatchNorm(AnyBatchNorm):
+    """BatchNorm over the images of all ranks, on the CPU: sums of all ranks, differentiated through.
+
+    mean = sum(x) / n;    var = sum((x - mean)^2) / n;    y = (x - mean) / sqrt(var + eps) * weight + bias
+
+    The sums run over the images and pixels of all ranks, n of them.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x of shape (N, C, ...), normalised for each channel."""
+        if rank_count() == 1 or not self.training:
+            return super().forward(x)
+        axes, shape = [0, *range(2, x.dim())], (1, -1, *[1] * (x.dim() - 2))
+        n = summed(x.new_tensor(x.numel() // x.shape[1]))
+        mean = summed(x.sum(axes)) / n
+        centred = x - mean.view(shape)
+        var = summed(centred.square().sum(axes)) / n
+        self._follow(mean.detach(), var.detach() * n / (n - 1))
+        y = centred * (var + self.eps).rsqrt().view(shape)
+        return y if self.weight is None else y * self.weight.view(shape) + self.bias.view(shape)
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        """Any number of axes behind the channels."""
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, var: Tensor) -> None:
+        """Move the running statistics, as BatchNorm does."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(var.to(self.running_var.dtype), share)
 
 
 def batch_norms(model: nn.Module, frozen: bool = False) -> list[Any]:

@@ -5,12 +5,11 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from qat.collectives import of_all_ranks
 from qat.contexts import evaluating, first_calls
 from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
 from qat.layers import QuantFunction, QuantLayer
@@ -134,7 +133,7 @@ def _run(model: nn.Module, batches: Iterable[Batch], limit: int | None) -> None:
         for batch in itertools.islice(batches, limit):
             count += 1
             run_batch("calibrate", model, inputs_and_labels("calibrate", batch)[0])
-    if not any(_of_all_ranks(count > 0)):
+    if not any(of_all_ranks(count > 0)):
         raise ValueError("calibrate: batches is empty; at least one batch is needed to find the ranges")
 
 
@@ -144,8 +143,8 @@ def _set_ranges(quantizers: list[tuple[str, Quantizer]], observers: dict[str, Ra
     for name, quantizer in quantizers:
         observer = observers[name]
         extremes = quantizer.spec.init == "minmax" and not quantizer.needs_sample
-        seen = [torch.from_numpy(part) for part in _of_all_ranks(observer.values(extremes).numpy())]
-        turns, elements = zip(*_of_all_ranks((observer.turn, observer.elements)), strict=True)
+        seen = [torch.from_numpy(part) for part in of_all_ranks(observer.values(extremes).numpy())]
+        turns, elements = zip(*of_all_ranks((observer.turn, observer.elements)), strict=True)
         # A rank without batches has 0 elements, and the last turn of all.
         found.append((min(turns), name, quantizer, torch.cat(seen, dim=1), max(elements)))
     for _, name, quantizer, values, count in sorted(found, key=lambda each: each[0]):
@@ -162,12 +161,3 @@ def _naming(tensor: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"calibrate: {tensor}: {error}") from error
-
-
-def _of_all_ranks(mine: Any) -> list[Any]:
-    """The values of all ranks, in rank order; this process's alone without torch.distributed."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return [mine]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone

@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from qat.collectives import rank_count, summed
 from qat.inputs import expect_model
 from qat.kernels import plain_formulas
 from qat.quantizer import Quantizer
@@ -138,9 +138,7 @@ def _gradients_and_diagonal(
 @torch.no_grad()
 def _set_delta(quantizer: Quantizer, estimate: Tensor) -> float:
     """Apply the formula; a tensor without gradients, or with a negative or non-finite trace, gets 0."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(estimate)
-        estimate = estimate / dist.get_world_size()
+    estimate = summed(estimate) / rank_count()
     trace, deviation, scale = estimate.unbind()
     delta = scale * quantizer.span() * trace / (SPREAD * deviation)
     delta = torch.where(delta.isfinite() & (delta > 0), delta, 0.0)

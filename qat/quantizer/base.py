@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from qat.collectives import rank_count
 from qat.functional import ewgs_gradient, positive_scale, round_ste, scale_gradient
 from qat.functional.tensors import overwrite, require_floating
 from qat.quantizer.granularity import from_groups, to_groups
@@ -276,13 +277,18 @@ class Quantizer(nn.Module):
         """Say how far the training is, 0 to 1: what an annealed rule goes by."""
 
     def gradient_factor(self, x: Tensor) -> float:
-        """LSQ's 1/sqrt(N*qmax): N elements that share one scale, of a weight, or of one sample of an activation."""
+        """LSQ's 1/sqrt(N*qmax): N elements that share one scale, of a weight, or of one sample of an activation.
+
+        With grad_scale="batch", N are those of the whole batch, on all ranks.
+        """
         choice = self.spec.grad_scale
         if choice in ("none", "relative") or x.numel() == 0:
             return 1.0
         of_sample = self.role == "activation" and choice == "sample" and x.dim() > 1
         # Without the batch's size, which torch.compile would otherwise have to look at in every step.
         count = math.prod(x.shape[1:] if of_sample else x.shape) // math.prod(self.shape)
+        if self.role == "activation" and choice == "batch":
+            count *= rank_count()
         return 1.0 / math.sqrt(max(count, 1) * self.spec.qmax)
 
     def extra_repr(self) -> str:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qat.collectives import rank_count
 from qat.functional import fake_quantize
 from qat.quantizer.base import UNCALIBRATED_REACH, Quantizer
 from qat.quantizer.granularity import shared_axes
@@ -39,8 +40,7 @@ class ObservedQuantizer(Quantizer):
     def follow(self, x: Tensor) -> None:
         """Take note of one batch, of activations on all ranks."""
         low, high = self.extremes(x) if x.numel() else (self.low.float(), self.high.float())
-        shared = dist.is_available() and dist.is_initialized() and not torch.compiler.is_compiling()
-        if shared and self.role == "activation":
+        if self.role == "activation" and not torch.compiler.is_compiling() and rank_count() > 1:
             both = torch.stack([-low, high])
             dist.all_reduce(both, dist.ReduceOp.MAX)
             low, high = -both[0], both[1]

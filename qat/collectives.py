@@ -1,0 +1,48 @@
+"""What the ranks of torch.distributed tell each other; a process on its own is a group of one."""
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+T = TypeVar("T")
+
+
+def rank_count() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def of_all_ranks(mine: T) -> list[T]:
+    """The values of all ranks, in rank order."""
+    if rank_count() == 1:
+        return [mine]
+    everyone: list[Any] = [None] * rank_count()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def summed(mine: Tensor) -> Tensor:
+    """The sum of the ranks' tensors, which are of one shape; its gradient is the sum of theirs."""
+    total: Tensor = SumFunction.apply(mine) if rank_count() > 1 else mine
+    return total
+
+
+class SumFunction(torch.autograd.Function):
+    """y = sum of x over the ranks;  dL/dx = sum of dL/dy over the ranks, where L is the sum of the ranks' losses."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        total = x.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
+        return summed(grad.contiguous())
