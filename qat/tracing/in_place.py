@@ -15,7 +15,7 @@ from torch import fx, nn
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.quantizer.base import estimator_of
-from qat.tracing.nodes import WRITTEN_LATER, join_groups, submodule_of
+from qat.tracing.nodes import PLAIN_RESULTS, WRITTEN_LATER, join_groups, submodule_of
 
 AUGMENTED = {f"i{name}" for name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
@@ -105,6 +105,18 @@ def _place_of_inplace(function: Any) -> int | None:
     return names.index("inplace") if "inplace" in names else None
 
 
+def _numbers(graph: fx.Graph) -> set[fx.Node]:
+    """The sizes, shapes and types of tensors in a graph, and what Python computes from these alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        name = node.args[1] if node.target is getattr else node.target if node.op == "call_method" else None
+        computed = getattr(node.target, "__module__", "") in ("_operator", "math", "builtins")
+        inputs = node.all_input_nodes
+        if name in PLAIN_RESULTS or (node.op == "call_function" and computed and inputs and found.issuperset(inputs)):
+            found.add(node)
+    return found
+
+
 class Memory:
     """Which tensors of a graph may share memory, and which nodes write there; the graph calls the model's submodules.
 
@@ -116,12 +128,14 @@ class Memory:
         self._last_read = {node: max(map(self.order.__getitem__, node.users), default=-1) for node in self.order}
         self._home: dict[fx.Node, list[fx.Node]] = {node: [node] for node in self.order}
         targets = {node: written_by(node, model) for node in self.order}
+        numbers = _numbers(graph)  # a size that reshapes many tensors makes them no views of each other
         for node, target in targets.items():
             if target is not None:
                 join_groups(self._home, node, target)
-            elif not has_own_memory(node, model):
+            elif node not in numbers and not has_own_memory(node, model):
                 for source in node.all_input_nodes:
-                    join_groups(self._home, node, source)
+                    if source not in numbers:
+                        join_groups(self._home, node, source)
         self._writers = {node for node, target in targets.items() if target is not None}
 
     def writers(self, node: fx.Node) -> list[fx.Node]:

@@ -224,3 +224,21 @@ def test_the_ways_that_torchs_encoder_takes_by_itself_are_traced_too(way: str) -
     assert "(the model)" not in noted(model, LEFT_IN_FLOAT)
     assert integer_work(model, x).share == 1.0
     assert_computes_as(net, model, x)
+
+
+def test_a_size_that_reshapes_many_tensors_makes_them_no_views_of_each_other() -> None:
+    """MViT: a norm is read before and after a write into a product whose shape was taken from it."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        batch, rows, width = y.shape
+        q = self.a(y).reshape(batch, rows, width)
+        z = q @ q.transpose(1, 2)
+        z[:, 1:] += q[:, 1:, :rows]
+        return self.b(y) + self.c(z.reshape(batch, rows, rows)).sum()  # type: ignore[no-any-return]
+
+    net = Plain(forward, norm=nn.LayerNorm(8), a=nn.Linear(8, 8), b=nn.Linear(8, 4), c=nn.Linear(5, 4))
+    x = torch.randn(2, 5, 8)
+    model = qat.prepare(net.eval(), example_inputs=x)
+    qat.calibrate(model, [x])
+    assert torch.allclose(model(x), net(x), rtol=0.1, atol=0.5)
