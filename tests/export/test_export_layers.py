@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 import qat
-from qat.export import compare_layers
+from qat.export import compare_layers, optimized_operators
 from qat.export.onnx.containers import stored_arrays
 from qat.layers import QuantFunction, QuantLayer
 from qat.quantizer import Quantizer
@@ -347,3 +347,35 @@ def test_layers_are_compared_in_any_module(tmp_path: Path) -> None:
     exported(path, qat.QuantLinear(6, 2), {"x": x})
     with pytest.raises(ValueError, match=r"has no quantizer 'part.input_quantizer'; was it made from this model\?$"):
         compare_layers(path, model, x)
+
+
+class Text(nn.Module):
+    """A small encoder for text; the padding mask is its second input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 3)
+        for parameter in self.parameters():  # torch copies one layer, and equal weights would be stored once
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+
+    def forward(self, words: Tensor, padding: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(words), src_key_padding_mask=padding).mean(1))
+
+
+def test_a_text_encoder_with_a_padding_mask(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    words = torch.randint(1, 12, (4, 6))
+    words[::2, -2:] = 0
+    path = tmp_path / "model.onnx"
+    model = assert_exports(path, Text(), {"words": words, "padding": words == 0})
+    assert not {"Gemm", "MatMul", "FusedMatMul"} & set(optimized_operators(path))
+    # The mask acts in the file too: other words under the mask change nothing.
+    moved = words.clone()
+    moved[::2, -2:] = 7
+    changed = model(moved, torch.zeros_like(words, dtype=torch.bool)) - model(moved, words == 0)
+    assert changed.abs().max() > 1e-3
+    assert qat.verify_onnx(path, model, [{"words": moved, "padding": words == 0}]).max_difference < 2e-6

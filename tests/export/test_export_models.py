@@ -180,38 +180,6 @@ def test_moves_keep_the_products_behind_them_in_integers(target: Any, tmp_path: 
     assert qat.verify_onnx(path, model, [x, x[:3]]).max_difference < 2e-6
 
 
-class Text(nn.Module):
-    """A small encoder for text; the padding mask is its second input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(12, 16)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(16, 3)
-        for parameter in self.parameters():  # torch copies one layer, and equal weights would be stored once
-            if parameter.dim() > 1:
-                nn.init.xavier_uniform_(parameter)
-
-    def forward(self, words: Tensor, padding: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embed(words), src_key_padding_mask=padding).mean(1))
-
-
-def test_a_text_encoder_with_a_padding_mask(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    words = torch.randint(1, 12, (4, 6))
-    words[::2, -2:] = 0
-    path = tmp_path / "model.onnx"
-    model = assert_exports(path, Text(), {"words": words, "padding": words == 0})
-    assert not FLOAT_PRODUCTS & set(optimized_operators(path))
-    # The mask acts in the file too: other words under the mask change nothing.
-    moved = words.clone()
-    moved[::2, -2:] = 7
-    changed = model(moved, torch.zeros_like(words, dtype=torch.bool)) - model(moved, words == 0)
-    assert changed.abs().max() > 1e-3
-    assert qat.verify_onnx(path, model, [{"words": moved, "padding": words == 0}]).max_difference < 2e-6
-
-
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_calls_that_the_exporter_merges_are_followed(shared: bool, tmp_path: Path) -> None:
     """The second call of `a` equals the first. With one quantizer for all, the third must not be mistaken for it."""

@@ -1,5 +1,6 @@
 """Two runs never write into one folder, and a run that crashed leaves it free."""
 
+import fcntl
 import logging
 import os
 import signal
@@ -92,3 +93,44 @@ def test_a_file_system_without_locks_gives_a_warning(
     with caplog.at_level(logging.WARNING, logger="qat"):
         RunLock(tmp_path).release()
     assert "No locks available" in caplog.text
+
+
+def test_two_runs_of_one_process_exclude_each_other(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path)
+    assert IN_USE in user_error(RunLock, tmp_path / ".." / tmp_path.name)
+    lock.release()
+    again = RunLock(tmp_path)
+    lock.release()  # a second release does nothing
+    assert IN_USE in user_error(RunLock, tmp_path)
+    again.release()
+
+
+def test_a_link_that_leads_to_the_folder_of_another_run_is_noticed(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    run_dir = tmp_path / "now"
+    run_dir.symlink_to("one")
+    lock = RunLock(run_dir)
+    write_text(lock.folder / "x", "ours")
+    run_dir.unlink()
+    run_dir.symlink_to("two")
+    said = user_error(write_text, lock.folder / "x", "ours")
+    assert said.startswith(f"{run_dir}: the run folder or its .lock was moved, deleted or replaced")
+    assert list((tmp_path / "two").iterdir()) == []
+    lock.release()
+
+
+def test_a_lock_file_removed_while_it_is_opened_is_locked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fcntl.lockf
+
+    def lockf(descriptor: int, how: int) -> None:
+        real(descriptor, how)
+        monkeypatch.setattr("fcntl.lockf", real)
+        (tmp_path / LOCK).unlink()  # its holder ended between open and lock
+
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    lock = RunLock(tmp_path)
+    assert (tmp_path / LOCK).exists()
+    lock.release()

@@ -63,7 +63,7 @@ class RunLock:
         if self.is_there():
             return True
         os.close(self.descriptor)  # its last holder removed the file after it was opened
-        return False
+        return self._is_locked()
 
     def is_there(self) -> bool:
         """Whether the locked file is still the one in the folder."""
