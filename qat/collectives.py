@@ -15,6 +15,20 @@ def rank_count() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """The number of this rank, from 0."""
+    return dist.get_rank() if rank_count() > 1 else 0
+
+
+def largest(*mine: int) -> list[int]:
+    """The largest of all ranks' numbers, for each of those given; they go through the CPU."""
+    if rank_count() == 1:
+        return [*mine]
+    numbers = torch.tensor(mine)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    return numbers.tolist()
+
+
 def of_all_ranks(mine: T) -> list[T]:
     """The values of all ranks, in rank order."""
     if rank_count() == 1:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qat.collectives import rank, rank_count
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.imports import import_extensions
 from qat.training.config.schema import RunConfig
@@ -25,7 +26,16 @@ from qat.training.loop.device import autocast, compile_mode, pick_device, seed_e
 from qat.training.loop.preparation import build_recipe, check_forward, prepare_model
 from qat.training.loop.stage import key_of, on_grids_of, progressive_stages
 from qat.training.model.building import build_model
-from qat.training.model.weights import load_weights
+from qat.training.model.weights import load_float_weights
+from qat.training.ranks.group import (
+    first_rank_first,
+    from_first,
+    leave,
+    local_device,
+    process_group,
+    remember_folder,
+    remembered_folder,
+)
 from qat.training.run.checkpoint import about_model, check_same_config, check_same_data, load_checkpoint
 from qat.training.run.exit_status import exit_status
 from qat.training.run.files import write_text
@@ -81,25 +91,36 @@ def run_parsed(parsed: argparse.Namespace) -> int:
 
 
 def run(config: RunConfig) -> int:
-    """Run the whole recipe: check everything that can be checked early, then train in the run folder."""
+    """Run the whole recipe; ranks that torchrun has started anew go on in the folder that they had."""
+    device = pick_device(local_device(config.device))
+    with process_group(device):
+        folder = remembered_folder()
+        return _run(config.model_copy(update={"run_dir": folder, "resume": "auto"}) if folder else config, device)
+
+
+def _run(config: RunConfig, device: torch.device) -> int:
+    """Check everything that can be checked early, then train in the run folder."""
     started = time.perf_counter()
-    device = pick_device(config.device)
     autocast(device, config.amp)  # refuses a precision that the device does not have
     compile_mode(device, config.cuda_graphs)
     seed_everything(config.seed)
     import_extensions(config.imports)
     build_recipe(config.quantization)  # a wrong recipe shows before the data are read or downloaded
-    data = load_data(config.data, config.seed, device, config.channels_last)
-    model = build_model(config.model, len(data.classes), with_weights=not goes_on(config))
+    with first_rank_first():
+        data = load_data(config.data, config.seed, device, config.channels_last)
+        model = build_model(config.model, len(data.classes), with_weights=not goes_on(config))
     check_early(config, data, model)
-    with open_run_folder(config) as folder:  # no other run can write there until the end
+    with from_first(open_run_folder(config) if rank() == 0 else None) as folder:  # no other run can write there
+        remember_folder(str(folder.path))
         if folder.finished is None:
             return run_stages(config, data, device, model, folder, started)
-        print(
-            f"{folder.path}: this run is finished; a larger qat.epochs trains on, resume=never in another run_dir"
-            " starts a new one"
-        )
-        return _verdict(folder.path, (read_summary(folder.path) or {})["problem"] or "")
+    if rank():
+        return 0
+    print(
+        f"{folder.path}: this run is finished; a larger qat.epochs trains on, resume=never in another run_dir"
+        " starts a new one"
+    )
+    return _verdict(folder.path, (read_summary(folder.path) or {})["problem"] or "")
 
 
 def check_early(config: RunConfig, data: Data, model: nn.Module) -> None:
@@ -118,13 +139,14 @@ def run_stages(
     config: RunConfig, data: Data, device: torch.device, model: nn.Module, folder: RunFolder, started: float
 ) -> int:
     """Run the stages that the folder does not contain yet, from the float baseline to the proof."""
-    resumed = _read_checkpoint(folder, config)
+    resumed = from_first(_read_checkpoint(folder, config) if rank() == 0 else None)
     results: dict[str, Any] = resumed["results"] if resumed else {}
     changes = check_same_data(resumed, data.classes, data.contents) if resumed else []
     results["data"] = data.contents
     about = about_model(config, data.classes, data.preprocessing)
     before = read_summary(folder.path) or {}
-    (folder.path / SUMMARY).unlink(missing_ok=True)  # a folder without it is not finished
+    if rank() == 0:
+        (folder.path / SUMMARY).unlink(missing_ok=True)  # a folder without it is not finished
 
     with RunLog(folder.path, anew=resumed is None) as log:
         curves = f"tensorboard --logdir {shlex.quote(str(folder.path))}"
@@ -132,17 +154,24 @@ def run_stages(
             folder.path / RESOLVED_CONFIG, dump_config(config)
         )  # first: with it a start that ended here is repeated
         log.say(f"run folder: {folder.path}; device: {device}; curves: {curves}")
+        if rank_count() > 1:
+            size, share = config.data.batch_size, config.data.batch_size // rank_count()
+            log.say(f"{rank_count()} ranks: a batch (data.batch_size) has {size} images, {share} on each rank")
         stages = Stages(config, data, device, log, folder, before, resumed, results, about)
 
         stages.warn(changes)
         stages.float_baseline(model)
         if config.float_finetune:
             stages.float_finetune(build_model(config.model, len(data.classes), with_weights=False))
-        load_weights(model, str(stages.float_weights), config.model.name, "float weights")
+        load_float_weights(model, stages.float_weights, config.model.name)
         quantized = stages.quantized(model)
         stages.calibrate(quantized)
         stages.progressive(model, quantized)
         stages.qat(quantized)
+        is_first = rank() == 0
+        leave()
+        if not is_first:
+            return 0
         problem = stages.export(quantized)
 
         summary = write_summary(folder.path / SUMMARY, config, about, results, time.perf_counter() - started, problem)

@@ -58,12 +58,12 @@ def test_a_run_stopped_in_any_stage_ends_as_if_it_had_not_been(
     def train_stage(run: stages.StageRun, state: Any = None) -> Any:
         set_epoch = run.train.set_epoch
 
-        def watched(number: int) -> None:
+        def watched(number: int, first: int = 0) -> None:
             if stop and run.name == stage and number == run.epochs_before + epoch:
                 raise KeyboardInterrupt
             if number < EPOCH_OFFSET:  # no batches of re-estimation
                 orders.setdefault(run.name, []).append(number)
-            set_epoch(number)
+            set_epoch(number, first)
 
         run.train.set_epoch = watched  # type: ignore[method-assign]
         try:

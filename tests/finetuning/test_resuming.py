@@ -1,5 +1,6 @@
-"""A stage with any of the aids, stopped between epochs and resumed, ends bitwise as one that was not."""
+"""A stage with any of the aids, stopped between or within epochs and resumed, ends bitwise as one that was not."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -63,22 +64,26 @@ def test_a_resumed_stage_is_bitwise_the_uninterrupted_one(aid: str, tmp_path: Pa
     whole = run("whole", AIDS[aid])
     expected = train(whole)
     after = torch.rand(3)
-    with pytest.raises(KeyboardInterrupt):
-        train(run("cut", AIDS[aid], train=TinyBatches(fail_at=(2, 2))))
-    for name in ("cut", "whole"):  # in the second, nothing is left to do
+    cuts = {"cut": (2, None), "cut within": (4, 1)}
+    for name, (batch, every) in cuts.items():
+        with pytest.raises(KeyboardInterrupt):
+            train(run(name, AIDS[aid], train=TinyBatches(fail_at=(2, batch)), config={"checkpoint_every": every}))
+    assert [load_checkpoint(tmp_path / name / "last.pt")["state"]["step"] > 0 for name in cuts] == [False, True]
+    for name in (*cuts, "whole"):  # in the last, nothing is left to do
         assert resume(run(name, AIDS[aid], seed=5)) == expected
         assert torch.equal(torch.rand(3), after)
-    for file in ("last.pt", "best.pt"):
-        first, second, other = (load_checkpoint(tmp_path / name / file) for name in ("whole", "cut", "without"))
+    for file, cut in itertools.product(("last.pt", "best.pt"), cuts):
+        first, second, other = (load_checkpoint(tmp_path / name / file) for name in ("whole", cut, "without"))
         torch.testing.assert_close(second["model"], first["model"], rtol=0, atol=0)
         assert file == "best.pt" or any(
             not torch.equal(value, other["model"][key]) for key, value in first["model"].items()
         )
-    last = [load_checkpoint(tmp_path / name / "last.pt")["state"]["aids"] for name in ("whole", "cut")]
-    torch.testing.assert_close(last[1], last[0], rtol=0, atol=0)
+    last = [load_checkpoint(tmp_path / name / "last.pt")["state"]["aids"] for name in ("whole", *cuts)]
+    for aids in last[1:]:
+        torch.testing.assert_close(aids, last[0], rtol=0, atol=0)
     if "freezing" in aid:
         frozen = last[0]["oscillations"]["frozen"]
         assert frozen.any() and not frozen.all()
-    drawn, again = curves(tmp_path / "whole"), curves(tmp_path / "cut")
-    assert drawn.pop("qat/images_per_second") and again.pop("qat/images_per_second")
-    assert drawn == again
+    drawn = [curves(tmp_path / name) for name in ("whole", *cuts)]
+    assert all(each.pop("qat/images_per_second") for each in drawn)
+    assert drawn[0] == drawn[1] == drawn[2]

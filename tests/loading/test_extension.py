@@ -52,7 +52,7 @@ def test_an_interrupted_extension_is_not_finished_and_goes_on(
     real = stages.train_stage
 
     def stop(run: stages.StageRun, state: object = None) -> object:
-        def set_epoch(number: int) -> None:
+        def set_epoch(number: int, first: int = 0) -> None:
             raise KeyboardInterrupt
 
         run.train.set_epoch = set_epoch  # type: ignore[method-assign]

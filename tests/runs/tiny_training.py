@@ -51,17 +51,19 @@ class TinyBatches:
         self.labels = torch.arange(24) % 2
         self.images = torch.randn(24, 3, 8, 8, generator=generator) + self.labels.view(-1, 1, 1, 1)
         self.batch_size, self.fail_at, self.epoch = batch_size, fail_at, 0
+        self.first = 0
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+    def set_epoch(self, epoch: int, first: int = 0) -> None:
+        self.epoch, self.first = epoch, first
 
     def __len__(self) -> int:
         return math.ceil(24 / self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        torch.rand(())  # a DataLoader draws its seed from the global generator too
+        if not self.first:
+            torch.rand(())  # a DataLoader draws its seed from the global generator too, but not that of the trainer
         order = torch.randperm(24, generator=torch.Generator().manual_seed(self.epoch))
-        for number, chosen in enumerate(order.split(self.batch_size), 1):
+        for number, chosen in list(enumerate(order.split(self.batch_size), 1))[self.first :]:
             if (self.epoch, number) == self.fail_at:
                 raise KeyboardInterrupt
             yield self.images[chosen], self.labels[chosen]

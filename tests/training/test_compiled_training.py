@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.training.config.stages import QATStageConfig
-from qat.training.loop.compiled import CompiledModel
+from qat.training.loop.compiled import compiled
 from tests.runs.tiny_training import curves, tiny_model
 from tests.training.test_engine import stage_run, train
 
@@ -60,10 +60,9 @@ def test_memory_shortage_is_not_blamed_on_the_compiler(monkeypatch: pytest.Monke
         raise MemoryError
 
     monkeypatch.setattr(torch, "compile", lambda model, mode: starving)
-    forward, x = CompiledModel(nn.Linear(3, 2), None), torch.ones(5, 3)
-    for call in (lambda: forward(x), lambda: forward.prove(x, lambda run: run(x).sum())):
-        with pytest.raises(MemoryError):
-            call()
+    model, x = nn.Linear(3, 2), torch.ones(5, 3)
+    with pytest.raises(MemoryError):
+        compiled(model, model, None, x, lambda run: run(x).sum())
 
 
 def test_the_trial_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,15 +72,13 @@ def test_the_trial_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, x, seen = copy.deepcopy(model.state_dict()), torch.randn(7, 3), []
     numbers = torch.get_rng_state()
     monkeypatch.setattr(torch, "compile", lambda model, mode: model)
-    forward = CompiledModel(model, None)
 
     def loss_of(forward: Any) -> Tensor:
         seen.append(forward)
         y: Tensor = forward(x).square().mean()
         return y
 
-    forward.prove(x, loss_of)
-    forward.prove(x, loss_of)  # once is enough
+    compiled(model, model, None, x, loss_of)
     assert len(seen) == 2
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), numbers)

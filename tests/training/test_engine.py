@@ -134,8 +134,8 @@ def test_frozen_statistics_and_scales_stay_while_gammas_and_weights_learn(tmp_pa
     seen: list[tuple[float, list[float], list[float], Tensor]] = []
 
     class Spy(TinyBatches):
-        def set_epoch(self, epoch: int) -> None:
-            super().set_epoch(epoch)
+        def set_epoch(self, epoch: int, first: int = 0) -> None:
+            super().set_epoch(epoch, first)
             weight = model.fc.weight.detach().clone()
             seen.append(
                 (model.quantizer.scale.item(), model.bn.running_mean.tolist(), model.bn.weight.tolist(), weight)

@@ -11,7 +11,7 @@ import torch
 from qat.training.errors import UserError
 from qat.training.run.exit_status import exit_status
 
-RESUME = "resume=auto goes on from the last finished epoch"
+RESUME = "resume=auto goes on from the last checkpoint"
 
 
 def raises(error: BaseException | None) -> Callable[[], int]:

@@ -82,12 +82,12 @@ class DataConfig(Section):
     """Per-channel deviation of the normalisation."""
     augment: AugmentConfig = AugmentConfig()
     batch_size: Count = 64
-    """Images per training batch; a step has one, or as many as a stage's `accumulate` says."""
+    """Images per training batch, of all ranks together; a step has one, or as many as a stage's `accumulate` says."""
     eval_batch_size: Count | None = None
     """Images per validation step; default: twice batch_size."""
     workers: Annotated[int, Field(ge=0, le=1024)] | None = None
-    """Loader processes; default: 0 for sets in memory, which on CUDA are augmented on the device; else up to 8, at most
-    one a core."""
+    """Loader processes of each rank; default: 0 for sets in memory, which on CUDA are augmented on the device; else up
+    to 8, at most one a core."""
     limit_train: Count | None = None
     """Use only this many training images (a fixed random choice)."""
     limit_val: Count | None = None
@@ -160,7 +160,7 @@ class RunConfig(Section):
     found from the current folder."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: str = "auto"
-    """`auto` (CUDA if available), `cpu`, `cuda`, `cuda:1` ..."""
+    """`auto` (CUDA if available), `cpu`, `cuda`, `cuda:1` ...; under torchrun `cuda` is each rank's own."""
     amp: Literal["none", "bf16", "fp16"] = "none"
     """Mixed precision of the training steps; fp16 with a gradient scaler (CUDA only)."""
     channels_last: bool = True
@@ -173,6 +173,11 @@ class RunConfig(Section):
     model itself. The first step takes a minute or more."""
     cuda_graphs: bool = False
     """Run compiled steps as CUDA graphs, which saves launch time where kernels are short."""
+    sync_batch_norm: bool = False
+    """On many ranks: BatchNorm normalises with the statistics of the whole batch, and not of each rank's share."""
+    checkpoint_every: Count | Annotated[str, Field(pattern=r"^[1-9]\d* ?min$")] | None = None
+    """Also write last.pt within an epoch: after so many training steps (500) or minutes (10min). SIGTERM and SIGUSR1
+    write it after the step in any case."""
     log_every: Count = 10
     """Training steps between two points of the curves. The host waits for the device only at these points."""
     model: ModelConfig = ModelConfig()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from qat.collectives import rank_count
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.data import datasets
 from qat.training.data.batched import BatchTransform
@@ -22,6 +23,8 @@ from qat.training.data.datasets import seeded_generator
 from qat.training.data.images import ImageArray, Images
 from qat.training.data.transforms import Preprocessing, Transform, is_random, resized_up_front, train_transform
 from qat.training.errors import UserError
+from qat.training.ranks.group import ranks_here
+from qat.training.ranks.order import RankBatches
 
 logger = logging.getLogger("qat")
 
@@ -128,15 +131,19 @@ class EpochOrder(Sampler[SampleKey]):
 
 
 class Loader:
-    """Batches of float32 images (N, 3, H, W) and int64 labels (N,); UserError if an image cannot be read."""
+    """Batches of float32 images (N, 3, H, W) and int64 labels (N,); UserError if an image cannot be read.
 
-    def __init__(self, batches: DataLoader[Batch], order: EpochOrder) -> None:
+    On many ranks, each rank's share of every batch.
+    """
+
+    def __init__(self, batches: DataLoader[Batch], order: EpochOrder, shares: RankBatches[SampleKey]) -> None:
         self._batches = batches
         self._order = order
+        self._shares = shares
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch (0 is the first) whose order and augmentation the next iteration uses."""
-        self._order.epoch = epoch
+    def set_epoch(self, epoch: int, first: int = 0) -> None:
+        """Choose the epoch (0 is the first), and its first batch, of the order and augmentation in use from now on."""
+        self._order.epoch, self._shares.first = epoch, first
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -156,9 +163,9 @@ class Data:
     """Shuffled and augmented; call `set_epoch` before each epoch."""
     val: Loader
     """All validation images, always in the same order."""
-    calibration: Callable[[int], Loader]
-    """`calibration(batches)`: at most that many batches of training images, chosen by the seed and preprocessed as for
-    validation. A longer calibration begins with the batches of a shorter one."""
+    calibration: Callable[..., Loader]
+    """`calibration(batches, alone)`: at most that many batches of training images, chosen by the seed and preprocessed
+    as for validation; `alone`: all for rank 0. A longer calibration begins with the batches of a shorter one."""
     classes: list[str]
     """The name of each label."""
     image_shape: tuple[int, int, int]
@@ -171,6 +178,11 @@ class Data:
 
 def load_data(config: DataConfig, seed: int, device: torch.device, channels_last: bool) -> Data:
     """Open the data set that `config` names and make its loaders; training images that fit move to a CUDA device."""
+    if config.batch_size % rank_count():
+        raise UserError(
+            f"data.batch_size: {config.batch_size} is of all ranks together, and {rank_count()} cannot share it evenly;"
+            f" use a multiple of {rank_count()}"
+        )
     dataset = datasets.build_dataset(config, seed)
     preprocessing = Preprocessing(
         image_size=config.image_size,
@@ -194,12 +206,12 @@ def load_data(config: DataConfig, seed: int, device: torch.device, channels_last
     make = partial(_loader, workers=workers, pinned=device.type == "cuda", channels_last=channels_last)
     chosen = torch.randperm(len(train.labels), generator=seeded_generator(seed, "calibration")).tolist()
 
-    def calibration(batches: int) -> Loader:
+    def calibration(batches: int, alone: bool = False) -> Loader:
         order = EpochOrder(chosen[: batches * config.batch_size])
-        return make(calibration_view, order, config.batch_size, persistent=False)
+        return make(calibration_view, order, config.batch_size, persistent=False, alone=alone)
 
     return Data(
-        train=make(train_view, EpochOrder(len(train_view), seed), config.batch_size, drop_last=True),
+        train=make(train_view, EpochOrder(len(train_view), seed), config.batch_size, whole=True),
         val=make(val_view, EpochOrder(range(len(val_view))), config.eval_batch_size or 2 * config.batch_size),
         calibration=calibration,
         classes=dataset.classes,
@@ -231,7 +243,7 @@ def _default_workers(images: Images) -> int:
     if isinstance(images, ImageArray):
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, cores)
+    return min(8, max(1, cores // ranks_here()))
 
 
 def _loader(
@@ -242,22 +254,22 @@ def _loader(
     workers: int,
     pinned: bool,
     channels_last: bool,
-    drop_last: bool = False,
+    whole: bool = False,
+    alone: bool = False,
     persistent: bool = True,
 ) -> Loader:
-    """Make a loader; `drop_last` drops an incomplete last batch unless it is the only one."""
+    """Make a loader; `RankBatches` says what `whole` and `alone` are."""
+    shares = RankBatches(order, batch_size, whole, alone)
     batches: DataLoader[Batch] = DataLoader(
         view,
-        batch_size,
-        sampler=order,
+        batch_sampler=shares,
         num_workers=workers,
         collate_fn=partial(_collate, channels_last=channels_last),
         pin_memory=pinned and (isinstance(view, TransformedImages) or view.on_host),
-        drop_last=drop_last and len(order) >= batch_size,
         persistent_workers=persistent and workers > 0,
         generator=torch.Generator(),  # otherwise each epoch would draw from the global generator
     )
-    return Loader(batches, order)
+    return Loader(batches, order, shares)
 
 
 def _collate(samples: list[Sample] | Batch, channels_last: bool) -> Batch:

@@ -1,6 +1,7 @@
 """What a stage says of its settings that change nothing."""
 
 from qat.batch_norm import batch_norms
+from qat.collectives import rank_count
 from qat.quantizer import Quantizer
 from qat.quantizer.training import weight_bits
 from qat.training.config.stages import QATStageConfig, StageConfig
@@ -38,6 +39,8 @@ def without_effect(run: StageRun) -> list[str]:
             late = {"gradual": stage.gradual, "oscillation": stage.oscillation}
             found += [f"{key}.{name} has no effect: the stage has one step" for name, block in late.items() if block]
         found += _of_optimizers(run, stage, key)
+    if run.config.sync_batch_norm and rank_count() == 1:
+        found.append("sync_batch_norm: true has no effect: the run has one rank")
     return found + too_slow(run) + _of_the_whole_run(run)
 
 

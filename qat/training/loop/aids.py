@@ -20,7 +20,7 @@ from qat.training.config.stages import ModelConfig, QATStageConfig, StageConfig
 from qat.training.errors import UserError, problems_of, value_errors_reported
 from qat.training.loop.evaluation import TrainBatches
 from qat.training.model.building import build_model
-from qat.training.model.weights import load_weights
+from qat.training.model.weights import load_float_weights
 from qat.training.run.logging import RunLog
 
 Mixing: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -139,7 +139,7 @@ def build_distillation(
         return None
     if wanted.teacher is None:
         teacher = build_model(config.model, classes, with_weights=False)
-        load_weights(teacher, str(float_weights), config.model.name, "float weights")
+        load_float_weights(teacher, float_weights, config.model.name)
     else:
         teacher = _other(wanted.teacher, classes)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format

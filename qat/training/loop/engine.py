@@ -1,6 +1,7 @@
 """The training loop of one stage. The host reads the results of the steps from the device every `log_every` steps."""
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
@@ -9,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat.batch_norm import copied_statistics, freeze_batch_norm
+from qat.batch_norm import copied_statistics, freeze_batch_norm, sync_batch_norm
+from qat.collectives import largest, of_all_ranks, rank, rank_count
 from qat.finetuning import EMA, grouped
 from qat.finetuning.distillation import LOGITS
 from qat.kernels import float_products
@@ -19,14 +21,17 @@ from qat.training.config.stages import QATStageConfig
 from qat.training.errors import UserError
 from qat.training.loop.advice import without_effect
 from qat.training.loop.aids import Aids
-from qat.training.loop.compiled import CompiledModel
+from qat.training.loop.compiled import compiled
 from qat.training.loop.device import autocast, compile_mode
 from qat.training.loop.evaluation import Evaluation, evaluate, split_output, to_device
 from qat.training.loop.metrics import Meter, log_epoch, log_window
 from qat.training.loop.norm_statistics import settle_statistics
 from qat.training.loop.optimizer import build_optimizer, build_schedule, describe_groups
 from qat.training.loop.stage import StageRun, rate_key
+from qat.training.ranks.gradients import averaged
+from qat.training.ranks.group import share_state
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
+from qat.training.run.exit_status import SignalledError, signals_deferred
 from qat.training.run.folder import BEST_CHECKPOINT, LAST_CHECKPOINT
 from qat.training.run.logging import progress_bar
 
@@ -34,15 +39,18 @@ AUXILIARY_WEIGHT = 0.3
 """Weight of each auxiliary classifier's loss (GoogLeNet, arXiv:1409.4842)."""
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
+Forward: TypeAlias = Callable[[Tensor], Any]
 
 
 def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     """Train the model for the epochs of the stage; after each epoch evaluate it and save last.pt (and best.pt).
 
     With a `state`, training resumes from its checkpoint, whose weights the model already holds. If a loss is not
-    finite, the run ends, and last.pt is from the last good epoch.
+    finite, the run ends, and last.pt is of before. A signal ends it after the step, with a last.pt of that step.
     """
     run.model.to(run.device)
+    if run.config.sync_batch_norm and rank_count() > 1:
+        sync_batch_norm(run.model)
     if run.config.channels_last:
         run.model.to(memory_format=torch.channels_last)
     if state is None:
@@ -56,13 +64,15 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     training.say_what_is_special()
     if state is not None:
         training.load(state)
-        run.log.resume(run.step(state.epoch))
+        run.log.resume(run.step(state.epoch, state.step))
     evaluation = None
-    for epoch in range(state.epoch if state else 0, run.stage.epochs):
-        evaluation = training.epoch(epoch)
+    with signals_deferred() as training.signals:
+        for epoch in range(state.epoch if state else 0, run.stage.epochs):
+            evaluation = training.epoch(epoch)
     if training.ema is not None:
         training.ema.copy_to(run.model)
         settle_statistics(run, run.stage.epochs)
+    share_state(run.model)
     return evaluation or _validate(run)
 
 
@@ -76,10 +86,16 @@ class _Training:
         self.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.amp == "fp16")
         self.ema = None if run.stage.ema_decay is None else EMA(run.model, run.stage.ema_decay)
         self.aids = Aids(run.model, run.stage, run.distillation)
-        mode = compile_mode(run.device, run.config.cuda_graphs)
-        self.compiled = CompiledModel(run.model, mode) if run.is_compiled else None
+        self.forward: Forward | None = None  # from the first step on
+        self.model = self.aids.student
+        """What holds the parameters' gradients together; on many ranks torch's DistributedDataParallel."""
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.best_top1 = -1.0
+        self.done, self.whole, self.window = 0, Meter(), Meter()
+        """The steps of this epoch, their sums, and those since the last point of the curves."""
+        self.saved, self.signals = time.monotonic(), list[int]()
+        if rank():
+            torch.manual_seed(run.config.seed + rank())  # dropout draws for its images alone
 
     def say_what_is_special(self) -> None:
         """The groups of parameters, and the weights that oscillation leaves out."""
@@ -94,12 +110,14 @@ class _Training:
         """What a resumed run needs besides the model."""
         return StageState(
             epoch=epoch,
+            step=self.done,
+            meters=[self.whole.sums(), self.window.sums()],
             best_top1=self.best_top1,
             optimizer=self.optimizer.state_dict(),
             schedule=self.schedule.state_dict(),
             scaler=self.scaler.state_dict(),
             ema=None if self.ema is None else self.ema.state_dict(),
-            rng=capture_rng(self.run.device),
+            rng=of_all_ranks(capture_rng(self.run.device)),
             aids=self.aids.state_dict(),
         )
 
@@ -115,15 +133,19 @@ class _Training:
         if self.ema is not None and state.ema is not None:
             self.ema.load_state_dict(state.ema)
         self.aids.load_state_dict(state.aids)
-        self.best_top1 = state.best_top1
-        restore_rng(state.rng, self.run.device)
+        self.best_top1, self.done = state.best_top1, state.step
+        self.whole, self.window = (Meter(**sums) for sums in state.meters)
+        if rank() < len(state.rng):  # else there were fewer ranks
+            restore_rng(state.rng[rank()], self.run.device)
 
     def epoch(self, epoch: int) -> Evaluation:
         """Train, evaluate, save and log one epoch."""
         run = self.run
-        training = self.steps(epoch)
+        self.steps(epoch)
+        training, self.done, self.whole = self.whole, 0, Meter()
         with self.averaged():
             notes = [settle_statistics(run, epoch + 1)]
+            share_state(run.model)
             evaluation = _validate(run)
             _check_finite(run, "validation", [evaluation.loss], epoch)
             if evaluation.top1 > self.best_top1:
@@ -133,8 +155,34 @@ class _Training:
             statistics = None if self.ema is None else copied_statistics(run.model)
         notes.append(self.aids.after_epoch(run.log, run.name, run.step(epoch + 1)))
         log_epoch(run, epoch, training, evaluation, "; ".join(filter(None, notes)))
-        _save(run, LAST_CHECKPOINT, epoch + 1, evaluation, state=vars(self.state(epoch + 1)), statistics=statistics)
+        self.save(epoch + 1, evaluation, statistics)
+        self.end_if_asked()
         return evaluation
+
+    def save(self, epoch: int, evaluation: Evaluation | None = None, statistics: Any = None) -> None:
+        """Write last.pt, after whole epochs or within one."""
+        share_state(self.run.model)
+        state = vars(self.state(epoch))
+        _save(self.run, LAST_CHECKPOINT, epoch, evaluation, state=state, statistics=statistics)
+        self.saved = time.monotonic()
+
+    def save_if_due(self, epoch: int) -> None:
+        """After a step, save where `checkpoint_every` or a signal to any rank says so; after a signal, end."""
+        every, due = self.run.config.checkpoint_every, False
+        if isinstance(every, int):
+            due = self.run.step(epoch, self.done) % every == 0
+        elif every is not None:
+            due = time.monotonic() - self.saved >= 60 * int(every.removesuffix("min"))
+        if any(largest(due or bool(self.signals))):
+            self.read(epoch)
+            self.save(epoch)
+            self.end_if_asked()
+
+    def end_if_asked(self) -> None:
+        """Raise the signal that was sent to a rank, on all of them."""
+        [asked] = largest(max(self.signals, default=0))
+        if asked:
+            raise SignalledError(asked)
 
     def averaged(self) -> AbstractContextManager[None]:
         """A context in which the model holds the averaged weights, if there are any."""
@@ -144,35 +192,41 @@ class _Training:
             self.ema.hold(self.run.model, self.aids.oscillations)
         return self.ema.swapped(self.run.model)
 
-    def steps(self, epoch: int) -> Meter:
-        """The training steps of an epoch."""
+    def steps(self, epoch: int) -> None:
+        """The training steps of an epoch, or those that a resumed one has left."""
         run = self.run
-        run.train.set_epoch(run.epochs_before + epoch)
+        run.train.set_epoch(run.epochs_before + epoch, self.done * run.stage.accumulate)
         run.model.train()
         self.aids.student.train()
         _freeze(run, epoch)
-        self.aids.before_epoch(lambda batch: self.loss_of(self.on_device(batch))[0], run.train)
-        whole, window, steps = Meter(), Meter(), run.steps_per_epoch
+        if not self.done:
+            self.aids.before_epoch(lambda batch: self.loss_of(self.on_device(batch))[0], run.train)
+        steps, count = run.steps_per_epoch, rank_count()
         with progress_bar(run.train, f"{run.name} {epoch + 1}/{run.stage.epochs}") as bar:
-            for number, batches in enumerate(grouped(bar, run.stage.accumulate), 1):
+            for number, batches in enumerate(grouped(bar, run.stage.accumulate), self.done + 1):
                 group = [self.on_device(batch) for batch in batches]
                 if run.mixing is not None:
                     group = [run.mixing(images, labels) for images, labels in group]
                 lr = self.optimizer.param_groups[0]["lr"]
                 self.aids.before_step((epoch * steps + number - 1) / max(run.stage.epochs * steps - 1, 1))
-                row, window.added = self.step(group)
-                window.rows.append(row)
-                window.sizes.append(sum(len(labels) for _, labels in group))
+                row, self.window.added = self.step(group)
+                self.window.rows.append(row)
+                self.window.sizes.append(count * sum(len(labels) for _, labels in group))
+                self.done = number
                 if number % run.config.log_every == 0 or number == steps:
-                    losses = window.read()
-                    _check_finite(run, "training", losses, epoch, first_step=number - len(losses) + 1)
-                    log_window(run, run.step(epoch, number), window, lr)
-                    words = {"loss": f"{window.mean_loss:.3f}", "top1": f"{window.top1:.1f} %", "lr": f"{lr:.2g}"}
-                    bar.set_postfix(words, refresh=False)
-                    whole.merge(window)
-                    window = Meter()
+                    self.read(epoch)
+                    log_window(run, run.step(epoch, number), self.window, lr)
+                    loss, top1 = self.window.mean_loss, self.window.top1
+                    bar.set_postfix({"loss": f"{loss:.3f}", "top1": f"{top1:.1f} %", "lr": f"{lr:.2g}"}, refresh=False)
+                    self.whole.merge(self.window)
+                    self.window = Meter()
+                self.save_if_due(epoch)
         self.aids.before_evaluation()
-        return whole
+
+    def read(self, epoch: int) -> None:
+        """Wait for the results of the steps so far."""
+        losses = self.window.read()
+        _check_finite(self.run, "training", losses, epoch, first_step=self.done - len(losses) + 1)
 
     def on_device(self, batch: Any) -> Batch:
         """The batch on the device, in its memory format."""
@@ -180,13 +234,17 @@ class _Training:
 
     def step(self, group: list[Batch]) -> tuple[Tensor, list[str]]:
         """One optimizer step: (loss, correct, gradient norm, added losses ...) on the device, and their names."""
-        if self.compiled is not None:
-            self.compiled.prove(group[0][0], lambda forward: self.loss_of(group[0], forward)[0])
+        if self.forward is None:
+            self.forward = self.first_forward(group[0])
         if self.run.config.cuda_graphs:
             # The graphs may reuse the memory of the previous step, but not of this one's gradients.
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         images = sum(len(labels) for _, labels in group)
-        rows = [self.backward(batch, len(batch[1]) / images) for batch in group]
+        rows = []
+        for number, batch in enumerate(group, 1):
+            # The gradients of a step are summed over the ranks once, in its last backward.
+            with nullcontext() if number == len(group) or rank_count() == 1 else self.model.no_sync():  # type: ignore[operator]
+                rows.append(self.backward(batch, len(batch[1]) / images))
         loss, correct, *added = torch.stack([torch.stack(row) for row, _ in rows]).sum(dim=0).unbind()
         norm = torch.zeros_like(loss)
         if self.run.stage.clip_grad_norm is not None:
@@ -201,12 +259,20 @@ class _Training:
             self.ema.update(self.run.model)
         return torch.stack((loss, correct, norm.to(loss.dtype), *added)), rows[0][1]
 
+    def first_forward(self, batch: Batch) -> Forward:
+        """What steps call: the model, with its gradients averaged over the ranks, compiled where it trains alike."""
+        run, gradual = self.run, getattr(self.run.stage, "gradual", None)
+        freezes = getattr(run.stage, "freeze_scales_epoch", None) is not None
+        self.model = averaged(self.model, lambda forward: self.total_of(batch, forward)[0], freezes or gradual)
+        if not run.is_compiled:
+            return self.model
+        mode = compile_mode(run.device, run.config.cuda_graphs)
+        return compiled(run.model, self.model, mode, batch[0], lambda forward: self.loss_of(batch, forward)[0])
+
     def backward(self, batch: Batch, share: float) -> tuple[list[Tensor], list[str]]:
         """Add a batch's share to the gradients; (loss, correct, added losses ...) on the device, and their names."""
-        images, labels = batch
-        loss, output = self.loss_of(batch, self.compiled or self.aids.student)
-        added = self.aids.added(output, images)
-        total = sum(added.values(), start=loss)
+        labels = batch[1]
+        total, loss, output, added = self.total_of(batch, self.forward)
         self.scaler.scale(total * share).backward()  # type: ignore[no-untyped-call]
         truth = labels if labels.dim() == 1 else labels.argmax(dim=1)  # of mixed labels the stronger
         correct = (output[LOGITS].detach().argmax(dim=1) == truth).sum()
@@ -215,7 +281,15 @@ class _Training:
         parts = [value.detach().to(loss.dtype) * share for value in added.values()]
         return [shown * share, correct.to(loss.dtype), *parts], list(added)
 
-    def loss_of(self, batch: Batch, forward: Callable[[Tensor], Any] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def total_of(
+        self, batch: Batch, forward: Forward | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """What a step minimises; in it the task's loss, the output, and what aids and rules add."""
+        loss, output = self.loss_of(batch, forward)
+        added = self.aids.added(output, batch[0])
+        return sum(added.values(), start=loss), loss, output, added
+
+    def loss_of(self, batch: Batch, forward: Forward | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a batch, with auxiliary classifiers, and the logits with what a distillation watches."""
         images, labels = batch
         products = float_products() if self.run.config.integer_forward == "off" else nullcontext()
@@ -274,7 +348,7 @@ def _check_finite(run: StageRun, split: str, losses: list[float], epoch: int, fi
             raise UserError(f"{run.name}: the {split} loss is {loss} in {where}; try {' or '.join(advice)}")
 
 
-def _save(run: StageRun, file: str, epochs: int, evaluation: Evaluation, **more: Any) -> None:
+def _save(run: StageRun, file: str, epochs: int, evaluation: Evaluation | None, **more: Any) -> None:
     payload = {
         "stage": run.name,
         "epochs": epochs,
@@ -282,7 +356,7 @@ def _save(run: StageRun, file: str, epochs: int, evaluation: Evaluation, **more:
         "state": more.get("state"),
         "results": run.results,
         "config": run.config.model_dump(mode="json"),
-        "evaluation": {"top1": evaluation.top1, "loss": evaluation.loss},
+        "evaluation": {key: getattr(evaluation, key, None) for key in ("top1", "loss")},
         "statistics": more.get("statistics"),
         "about": run.about,
     }

@@ -1,5 +1,6 @@
 """Evaluation of a classifier on a split; moving batches to the device and reading logits, which training also uses."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qat.collectives import of_all_ranks
 from qat.contexts import evaluating
 from qat.training.errors import UserError
 from qat.training.run.logging import progress_bar
@@ -24,8 +26,8 @@ class Batches(Protocol):
 class TrainBatches(Batches, Protocol):
     """Batches for training, in an order that depends on the epoch."""
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, which determines the order and the augmentation."""
+    def set_epoch(self, epoch: int, first: int = 0) -> None:
+        """Choose the epoch, which determines the order and the augmentation, and the batch that a pass begins with."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,10 @@ def evaluate(
     channels_last: bool = True,
     progress: str | None = None,
 ) -> Evaluation:
-    """Run a model over a split in eval mode; its mode and torch's random state are restored afterwards."""
+    """Run a model over a split in eval mode; its mode and torch's random state are restored afterwards.
+
+    Each rank brings its share of the split, and all get the results of the whole.
+    """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     truths: list[Tensor] = []
     # Not inference_mode, because a tensor that a module keeps from it could not be used in training afterwards.
@@ -62,12 +67,15 @@ def evaluate(
             loss = F.cross_entropy(logits, labels, reduction="sum")
             sums += torch.stack((loss.double(), (logits.argmax(dim=1) == labels).sum().double()))
             truths.append(labels)
-    if not truths:
+    labels_of_all, results = Counter[int](), torch.zeros(2, dtype=torch.float64)
+    for its_sums, its_labels in of_all_ranks((sums.cpu(), Counter(torch.cat(truths).tolist() if truths else ()))):
+        results += its_sums
+        labels_of_all += its_labels
+    count = labels_of_all.total()
+    if not count:
         raise UserError("data: the split to evaluate on has no images")
-    total_loss, correct = sums.tolist()
-    truth = torch.cat(truths)
-    count, most_common = len(truth), int((truth == truth.mode().values).sum())
-    return Evaluation(100.0 * correct / count, total_loss / count, count, 100.0 * most_common / count)
+    total_loss, correct = results.tolist()
+    return Evaluation(100 * correct / count, total_loss / count, count, 100 * max(labels_of_all.values()) / count)
 
 
 def to_device(batch: Any, device: torch.device, *, channels_last: bool) -> tuple[Tensor, Tensor]:

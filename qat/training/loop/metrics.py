@@ -3,15 +3,20 @@
 import math
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from qat.collectives import rank_count, summed
 from qat.quantizer import Quantizer
 from qat.quantizer.training import scales_at_minimum
 from qat.training.config.stages import StageConfig
 from qat.training.loop.evaluation import Evaluation
 from qat.training.loop.stage import StageRun, rate_key
+
+CORRECT = 1
+"""The column of a step's row that is a sum over images; the others are means."""
 
 
 @dataclass
@@ -47,8 +52,15 @@ class Meter:
         return self.images / self.seconds
 
     def read(self) -> list[float]:
-        """Wait for the device, add the rows (loss, correct, gradient norm, added ...) up, and return the losses."""
-        rows = torch.stack(self.rows).tolist()  # the one host-device synchronisation
+        """Wait for the device, add the rows (loss, correct, gradient norm, added ...) up, and return the losses.
+
+        All ranks read at the same time, and have the same results: each has its share of the images.
+        """
+        if not self.rows:
+            return []
+        total = summed(torch.stack(self.rows))
+        total[:, [column for column in range(total.shape[1]) if column != CORRECT]] /= rank_count()  # means
+        rows = total.tolist()  # the one host-device synchronisation
         for (loss, correct, _, *added), size in zip(rows, self.sizes, strict=True):
             self.loss += loss * size
             self.correct += correct
@@ -56,8 +68,13 @@ class Meter:
             before = self.losses or [0.0] * len(added)
             self.losses = [total + each * size for total, each in zip(before, added, strict=True)]
         self.grad_norm = rows[-1][2]
-        self.seconds += time.perf_counter() - self.since
+        now = time.perf_counter()
+        self.seconds, self.since, self.rows, self.sizes = self.seconds + now - self.since, now, [], []
         return [row[0] for row in rows]
+
+    def sums(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it: `Meter(**sums)` goes on. It has been read."""
+        return {key: value for key, value in vars(self).items() if key not in ("rows", "sizes", "since")}
 
     def merge(self, other: "Meter") -> None:
         """Add another meter's sums."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qat.batch_norm import batch_norms, copied_statistics, reestimate_batch_norm, restore_statistics
+from qat.collectives import rank_count
 from qat.training.loop.evaluation import Batches, evaluate, to_device
 from qat.training.loop.stage import StageRun
 
@@ -65,5 +66,5 @@ def _images(run: StageRun, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator
     """The images as a step gets them, without a last batch of one: a single vector of features has no variance."""
     for batch in batches:
         images, labels = to_device(batch, run.device, channels_last=run.config.channels_last)
-        if len(labels) > 1 or run.config.data.batch_size == 1:
+        if len(labels) > 1 or run.config.data.batch_size == rank_count():
             yield images if run.mixing is None else run.mixing(images, labels)[0]

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from qat.collectives import rank
 from qat.torch_internals import layer_versions, set_layer_versions
 from qat.training.config.imports import reason
 from qat.training.errors import UserError, looked_in
+from qat.training.ranks.group import share_state
 from qat.training.run.checkpoint import load_state, read_archive, read_safetensors
 
 State: TypeAlias = "OrderedDict[str, Tensor]"
@@ -34,6 +36,13 @@ def load_weights(model: nn.Module, path: str, model_name: str, key: str = "model
     _adopt_names(state, own)
     _refuse_other_kinds(state, own, where)
     load_state(model, state, f"{where} is not of {model_name}")
+
+
+def load_float_weights(model: nn.Module, path: Path, model_name: str) -> None:
+    """Load the run's own float weights, which lie on rank 0's disk, on all ranks."""
+    if rank() == 0:
+        load_weights(model, str(path), model_name, "float weights")
+    share_state(model)
 
 
 def last_layer(model: nn.Module) -> tuple[str, nn.Module]:

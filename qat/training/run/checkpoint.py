@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import qat
 from qat.batch_norm import restore_statistics
+from qat.collectives import rank
 from qat.finetuning import EMA
 from qat.training.config.schema import RunConfig
 from qat.training.data.transforms import Preprocessing
@@ -30,7 +31,7 @@ PAYLOAD_KEYS = ("stage", "epochs", "model", "state", "results", "config", "evalu
 
 KEYS_FREE_ON_RESUME = (
     "name", "run_dir", "resume", "device", "log_every", "export", "channels_last", "compile", "cuda_graphs",
-    "integer_forward", "data.root", "data.workers", "data.download", "data.eval_batch_size",
+    "checkpoint_every", "integer_forward", "data.root", "data.workers", "data.download", "data.eval_batch_size",
 )  # fmt: skip
 """Keys of the config that may differ when a run is resumed, because they do not change what is trained: they say where
 and how fast. What lies in data.root is compared by `check_same_data`."""
@@ -41,15 +42,21 @@ EPOCHS = "qat.epochs"
 
 @dataclass
 class StageState:
-    """The state of a stage after `epoch` epochs, without the model's; `ema` is None without averaging."""
+    """The state of a stage after `epoch` epochs and `step` steps of the next, without the model's.
+
+    `meters` has the sums of that epoch and of the steps since the last point; `ema` is None without averaging; `rng`
+    has the generators of each rank.
+    """
 
     epoch: int
+    step: int
+    meters: list[dict[str, Any]]
     best_top1: float
     optimizer: dict[str, Any]
     schedule: dict[str, Any]
     scaler: dict[str, Any]
     ema: dict[str, Tensor] | None
-    rng: dict[str, Tensor]
+    rng: list[dict[str, Tensor]]
     aids: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,14 +76,17 @@ def restore_rng(states: dict[str, Tensor], device: torch.device) -> None:
 
 
 def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
-    """Write a checkpoint atomically: whenever the process ends, `path` is the old checkpoint or the new one.
+    """On rank 0, write a checkpoint atomically: whenever the process ends, `path` is the old checkpoint or the new one.
 
     The payload has tensors and plain Python values under `PAYLOAD_KEYS`: stage (name), epochs (finished ones), model
     (state_dict), state (the `vars` of a `StageState`, or None if a run cannot resume from it), results and config
-    (plain dicts), evaluation (top1 in percent and loss of the weights as evaluated), statistics (BatchNorm's, of
-    averaged weights, see `copied_statistics`; or None) and about (see `about_model`). A `format` version is added.
+    (plain dicts), evaluation (top1 in percent and loss of the weights as evaluated; None within an epoch), statistics
+    (BatchNorm's, of averaged weights, see `copied_statistics`; or None) and about (see `about_model`). A `format`
+    version is added.
     """
     assert tuple(payload) == PAYLOAD_KEYS, f"checkpoint payload has the keys {list(payload)}"
+    if rank():
+        return
     with replacing(path) as temporary, open(temporary, "wb") as file:
         torch.save({"format": FORMAT, **payload}, file)
 
@@ -158,7 +168,9 @@ def load_evaluated(path: Path, payload: dict[str, Any], model: nn.Module) -> Non
 
 
 def save_float_weights(path: Path, model: nn.Module) -> None:
-    """Write the model's state_dict atomically as safetensors; a shared tensor is written under all of its names."""
+    """On rank 0, write the state_dict atomically as safetensors; a shared tensor is written under all of its names."""
+    if rank():
+        return
     # Copies, because safetensors refuses views and shared memory, and simple loaders expect every name.
     tensors = {
         name: torch.clone(tensor.detach().cpu(), memory_format=torch.contiguous_format)

@@ -9,14 +9,19 @@ from contextlib import contextmanager
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 
 from qat.text import first_line
 from qat.training.errors import UserError
+from qat.training.ranks.group import is_first_to_fail
 
-HOW_TO_RESUME = "resume=auto goes on from the last finished epoch"
+HOW_TO_RESUME = "resume=auto goes on from the last checkpoint"
 
-ENDING_SIGNALS = [each for each in signal.Signals if each.name in ("SIGTERM", "SIGHUP")]
-"""Signals from schedulers and closing terminals; they are handled like Ctrl-C."""
+ENDING_SIGNALS = [each for each in signal.Signals if each.name in ("SIGTERM", "SIGUSR1", "SIGHUP")]
+"""Signals from schedulers and closing terminals: they end a run like Ctrl-C, but in training after a checkpoint."""
+
+_deferred: list[list[int]] = []
+"""The lists of `signals_deferred`, while it lasts."""
 
 EX_SOFTWARE = 70
 """The status for bugs of the program, which are shown with their traceback (sysexits.h)."""
@@ -34,7 +39,8 @@ def exit_status(run: Callable[[], int], way_on: str = HOW_TO_RESUME) -> int:
     """Run a program, and turn errors and signals into a sentence and an exit status.
 
     It is the program's own, 2 for what the user can fix (a config, a disk, memory), 70 for a bug of the program, and
-    128 plus the signal if the run was asked to end: 130 for Ctrl-C, 143 for SIGTERM. `way_on` is for the interrupted.
+    128 plus the signal if the run was asked to end: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1. `way_on` is for
+    the interrupted. Of many ranks, only the first that fails has its sentence shown.
     """
     resume = f"; {way_on}" if way_on else ""
     try:
@@ -50,14 +56,22 @@ def exit_status(run: Callable[[], int], way_on: str = HOW_TO_RESUME) -> int:
         if is_memory_shortage(error):
             advice = f"try a smaller data.batch_size or data.image_size, or fewer data.workers{resume}"
             status, message = 2, f"out of memory ({first_line(error)}); {advice}"
+        elif _is_of_another_rank(error):
+            status, message = 2, f"another rank ended without a word (killed, or short of memory?){resume}"
         elif isinstance(error, OSError):
             what = "" if error.filename is None else f"{error.filename}: "
             status, message = 2, f"{what}cannot be read or written ({error.strerror or error}){resume}"
         else:
             # Not 1, with which Python itself would end: that is the status of a failed proof.
             status, message = EX_SOFTWARE, "".join(traceback.format_exception(error)).rstrip()
-    print(message, file=sys.stderr, flush=True)
+    if is_first_to_fail():
+        print(message, file=sys.stderr, flush=True)
     return status
+
+
+def _is_of_another_rank(error: BaseException) -> bool:
+    """Whether an error says that a connection between ranks broke."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def is_memory_shortage(error: BaseException) -> bool:
@@ -68,12 +82,15 @@ def is_memory_shortage(error: BaseException) -> bool:
 
 @contextmanager
 def _signals_raised() -> Iterator[None]:
-    """Raise `SignalledError` for the first signal, and ignore further ones."""
+    """Raise `SignalledError` for the first signal that is not deferred, and ignore further ones."""
     main = threading.current_thread() is threading.main_thread()  # other threads may not set handlers
     # Only signals with the default handler: under nohup, SIGHUP stays ignored.
     mine = [each for each in ENDING_SIGNALS if main and signal.getsignal(each) is signal.SIG_DFL]
 
     def end(number: int, frame: FrameType | None) -> None:
+        if _deferred:
+            _deferred[-1].append(number)
+            return
         for each in mine:
             signal.signal(each, signal.SIG_IGN)
         raise SignalledError(number)
@@ -85,3 +102,13 @@ def _signals_raised() -> Iterator[None]:
     finally:
         for each in mine:
             signal.signal(each, signal.SIG_DFL)
+
+
+@contextmanager
+def signals_deferred() -> Iterator[list[int]]:
+    """A context in which `ENDING_SIGNALS` end nothing: they join the list, and the block ends where it is ready to."""
+    _deferred.append([])
+    try:
+        yield _deferred[-1]
+    finally:
+        _deferred.pop()

@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from qat.atomic_write import atomic_write
+from qat.collectives import rank
 from qat.training.errors import UserError
 
 try:
@@ -97,7 +98,9 @@ def check_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file as UTF-8, atomically: whenever the process ends, `path` has the old text or the new one."""
+    """On rank 0, write a text file as UTF-8, atomically: whenever the process ends, it has the old text or the new."""
+    if rank():
+        return
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

@@ -7,12 +7,17 @@ from typing import Any
 
 from tqdm import tqdm
 
+from qat.collectives import rank
+
 
 class RunLog:
-    """The curves and the text of a run; `anew` hides the curves that an earlier start left in the folder."""
+    """The curves and the text of a run; `anew` hides the curves that an earlier start left in the folder.
+
+    Of many ranks, the first writes; it goes on alone at the end.
+    """
 
     def __init__(self, folder: Path, anew: bool = False) -> None:
-        self.folder, self._purge_step = folder, 0 if anew else None
+        self.folder, self._purge_step, self._writes = folder, 0 if anew else None, rank() == 0
         self._writer: Any = None
 
     def __enter__(self) -> "RunLog":
@@ -29,6 +34,8 @@ class RunLog:
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         """Add a point to the curve `tag`; TensorBoard groups curves by the part before the first slash."""
+        if not self._writes:
+            return
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter  # late, since TensorBoard takes time
 
@@ -38,13 +45,14 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Print text on standard output, above a progress bar if there is one."""
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        if self._writes:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
 
 
 def on_terminal() -> bool:
-    """Whether standard error is a terminal, where a bar can be drawn."""
-    return sys.stderr.isatty()
+    """Whether standard error is a terminal, where the first rank can draw a bar."""
+    return sys.stderr.isatty() and rank() == 0
 
 
 def progress_bar(batches: Iterable[Any], description: str | None) -> "tqdm[Any]":

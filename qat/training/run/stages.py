@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 import qat
+from qat.collectives import rank
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import StageConfig
 from qat.training.data.loaders import Data, Loader
@@ -27,7 +28,8 @@ from qat.training.loop.stage import (
     take_weights,
     training_of,
 )
-from qat.training.model.weights import load_weights
+from qat.training.model.weights import load_float_weights
+from qat.training.ranks.group import from_first
 from qat.training.run.checkpoint import (
     StageState,
     export_metadata,
@@ -84,12 +86,13 @@ class Stages:
         self._train("float", model, self.config.float)
         if not self._is_finished("float"):
             save_float_weights(self.float_weights, model)
-        self.results["float"]["size_bytes"] = self.float_weights.stat().st_size
+        if rank() == 0:
+            self.results["float"]["size_bytes"] = self.float_weights.stat().st_size
 
     def float_finetune(self, model: nn.Module) -> None:
         """Fine-tune the float model with QAT's settings and all of its epochs, for a fair comparison."""
         if not self._is_finished("float_finetune"):
-            load_weights(model, str(self.float_weights), self.config.model.name, "float weights")
+            load_float_weights(model, self.float_weights, self.config.model.name)
         self._train("float_finetune", model, float_counterpart(self.config.qat))
 
     def quantized(self, model: nn.Module) -> nn.Module:
@@ -109,7 +112,7 @@ class Stages:
         if self._has_begun(self.order[2]):  # the first stage on grids
             return
         with value_errors_reported():
-            qat.calibrate(model, self._sample(), only_missing=self.config.float.epochs == 0)
+            qat.calibrate(model, self._sample(alone=True), only_missing=self.config.float.epochs == 0)
         self._write_layers(model)
         found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
         self.results["calibrated"] = {"top1": found.top1}
@@ -137,7 +140,7 @@ class Stages:
         if trained is not None:
             take_weights(model, trained)
         with value_errors_reported():
-            qat.calibrate(model, self._sample())
+            qat.calibrate(model, self._sample(alone=True))
 
     def qat(self, model: nn.Module) -> None:
         """Fine-tune with quantization, and choose the epoch; the table of layers shows what was learned by then."""
@@ -188,7 +191,8 @@ class Stages:
             restore_model(self.folder.checkpoint, self.resumed, model)
             state = StageState(**self.resumed["state"])
             done = f"all {stage.epochs} epochs are trained; evaluating the last one"
-            on = f"going on after epoch {state.epoch} of {stage.epochs}"
+            within = f", step {state.step} of the next" if state.step else ""
+            on = f"going on after epoch {state.epoch} of {stage.epochs}{within}"
             self.log.say(f"{name}: {done if state.epoch == stage.epochs else on}")
         classes = len(self.data.classes)
         distillation = None
@@ -209,9 +213,9 @@ class Stages:
         self.results["val_images"] = evaluation.count
         self.warn(warnings_about(name, rate_key(self.config, name), stage, evaluation, start))
 
-    def _sample(self) -> Loader:
-        """Training images without augmentation, from which ranges are estimated."""
-        return self.data.calibration(self.config.quantization.calibration_batches)
+    def _sample(self, alone: bool = False) -> Loader:
+        """Training images without augmentation; ranges are estimated by rank 0 alone, to be one process's."""
+        return self.data.calibration(self.config.quantization.calibration_batches, alone)
 
     def _is_finished(self, name: str) -> bool:
         """Whether the resumed run had finished this stage before."""
@@ -226,13 +230,17 @@ def choose_weights(run: StageRun, last: Evaluation) -> tuple[int, Evaluation]:
     path, epochs = run.folder / BEST_CHECKPOINT, run.stage.epochs
     if run.config.export.weights == "last" or epochs == 0:
         return epochs, last
-    if not path.is_file():
-        raise UserError(f"export.weights: 'best' needs {path}, which is missing; set export.weights=last")
-    payload = load_checkpoint(path, "set export.weights=last")
+    payload = from_first(_best(path) if rank() == 0 else {})
     if payload["epochs"] == epochs:
         return epochs, last
     load_evaluated(path, payload, run.model)
     return payload["epochs"], evaluate(run.model, run.val, run.device, channels_last=run.config.channels_last)
+
+
+def _best(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"export.weights: 'best' needs {path}, which is missing; set export.weights=last")
+    return load_checkpoint(path, "set export.weights=last")
 
 
 def describe_choice(now: dict[str, Any], before: dict[str, Any]) -> str:

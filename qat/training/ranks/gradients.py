@@ -1,0 +1,41 @@
+"""The model whose gradients are the means over all ranks: torch's DistributedDataParallel."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from qat.collectives import largest, rank_count
+from qat.training.loop.trial import trial_step
+
+SYNC_BUFFERS = next(
+    name for name in ("forward_sync_buffers", "broadcast_buffers")  # the second is its name up to torch 2.14
+    if name in inspect.signature(DistributedDataParallel).parameters
+)  # fmt: skip
+
+
+def averaged(
+    model: nn.Module, loss_of: Callable[[Callable[[Tensor], Any]], Tensor], changes: object = False
+) -> nn.Module:
+    """What a step calls so that its backward leaves the means of all ranks' gradients: the model itself on one rank.
+
+    `loss_of` computes a loss through what it is given; `changes` says that a parameter may get no gradient later.
+
+    DistributedDataParallel has to know whether parameters get no gradient; a trial step finds out. After its first
+    backward it also sorts the gradients into other buckets, in which sums round otherwise. A resumed run has to add as
+    the first one did: in both, that backward is the trial's.
+    """
+    if rank_count() == 1:
+        return model
+    ddp = _wrapped(model, bool(changes))
+    learning = {name for name, each in model.named_parameters() if each.requires_grad}
+    [unused] = largest(bool(learning - trial_step(model, ddp, loss_of).learning))
+    return _wrapped(model, True) if unused and not changes else ddp
+
+
+def _wrapped(model: nn.Module, with_unused: bool) -> nn.Module:
+    # Each rank has BatchNorm statistics of its own in training; evaluations and checkpoints are of rank 0's.
+    more: dict[str, Any] = {SYNC_BUFFERS: False, "find_unused_parameters": with_unused}
+    return DistributedDataParallel(model, **more)

@@ -1,0 +1,124 @@
+"""The process group of a run that `torchrun` started. A run without it is a group of one, and nothing here acts."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from qat.collectives import rank, rank_count
+from qat.training.errors import UserError
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(minutes=30)
+"""How long a rank waits for the others in a collective. One that ends is noticed at once, by its connection."""
+
+RUN_DIR = "qat/run_dir"
+
+
+def is_launched() -> bool:
+    """Whether torchrun started this process."""
+    return dist.is_available() and dist.is_torchelastic_launched()
+
+
+def is_restarted() -> bool:
+    """Whether torchrun started this run's ranks anew (`--max-restarts`)."""
+    return is_launched() and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
+
+
+def ranks_here() -> int:
+    """How many ranks share this machine."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if is_launched() else 1
+
+
+def local_device(name: str) -> str:
+    """The device of this rank: `cuda` and `auto` are the one with its local number; a number is not for many ranks."""
+    if not is_launched() or not torch.cuda.is_available():
+        return name
+    if name.startswith("cuda:") and ranks_here() > 1:
+        raise UserError(f"device: {name!r} is one device, and torchrun started {ranks_here()} ranks here; use cuda")
+    return f"cuda:{os.environ['LOCAL_RANK']}" if name in ("auto", "cuda") else name
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """Join the ranks that torchrun started, and leave them at the end; an error ends the process, and so the group."""
+    if not is_launched():
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # With CUDA, Python objects and flags still go through Gloo: the device need not be waited for.
+    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=PATIENCE)
+    yield
+    leave()
+
+
+def leave() -> None:
+    """Leave the group: this rank goes on alone, or ends."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()  # none of the others still needs an answer
+        dist.destroy_process_group()
+
+
+@contextmanager
+def first_rank_first() -> Iterator[None]:
+    """The block runs on a machine's first rank, then on its others, which find what it has downloaded."""
+    waits = rank_count() > 1 and os.environ["LOCAL_RANK"] != "0"
+    if waits:
+        dist.barrier()
+    yield
+    if rank_count() > 1 and not waits:
+        dist.barrier()
+
+
+def from_first(mine: T | None) -> T:
+    """What rank 0 gives, on all ranks; the others' values are ignored."""
+    given: list[Any] = [mine]
+    if rank_count() > 1:
+        dist.broadcast_object_list(given, src=0)
+    return cast(T, mine if rank() == 0 else given[0])  # rank 0's own object: a lock is good where it was taken only
+
+
+@torch.no_grad()
+def share_state(model: nn.Module) -> None:
+    """Give the model of every rank the parameters and buffers that rank 0's has."""
+    if rank_count() > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            dense = tensor.contiguous()
+            dist.broadcast(dense, 0)
+            if dense is not tensor:  # channels_last
+                tensor.copy_(dense)
+
+
+def remembered_folder() -> str | None:
+    """The run folder of this run's ranks before torchrun started them anew; None if they had none yet."""
+    store = _agent_store() if is_restarted() else None
+    return store.get(RUN_DIR).decode() if store and store.check([RUN_DIR]) else None
+
+
+def remember_folder(path: str) -> None:
+    """Tell it to the ranks that torchrun may start after these."""
+    if is_launched() and rank() == 0:
+        _agent_store().set(RUN_DIR, path)
+
+
+def is_first_to_fail() -> bool:
+    """Whether no other rank has reported an error; what follows on the others is not worth a sentence."""
+    if not is_launched():
+        return True
+    try:
+        return bool(_agent_store().add(f"qat/failed/{os.environ['TORCHELASTIC_RESTART_COUNT']}", 1) == 1)
+    except dist.DistError:  # the agent that keeps the store has ended
+        return os.environ["RANK"] == "0"
+
+
+def _agent_store() -> Any:
+    """The store of torchrun's agent, which outlives the ranks."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10))  # type: ignore[attr-defined]
