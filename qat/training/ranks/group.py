@@ -18,7 +18,11 @@ T = TypeVar("T")
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for the others in a collective. One that ends is noticed at once, by its connection."""
 
-RUN_DIR = "qat/run_dir"
+RUN_DIR, FAILED = "qat/run_dir", "qat/failed"
+"""Keys of what ranks leave in the store of torchrun's agent."""
+
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""The variable in which torchrun says how often it has started the ranks anew."""
 
 
 def is_launched() -> bool:
@@ -28,7 +32,7 @@ def is_launched() -> bool:
 
 def is_restarted() -> bool:
     """Whether torchrun started this run's ranks anew (`--max-restarts`)."""
-    return is_launched() and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
+    return is_launched() and int(os.environ[RESTARTS]) > 0
 
 
 def ranks_here() -> int:
@@ -54,7 +58,11 @@ def process_group(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # With CUDA, Python objects and flags still go through Gloo: the device need not be waited for.
-    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=PATIENCE)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    shared, number, count = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))  # type: ignore[attr-defined]
+    # The store still has the addresses of ranks that were started before these; Gloo would wait for them for ever.
+    store = dist.PrefixStore(f"qat/{os.environ[RESTARTS]}", shared)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=number, world_size=count)
     yield
     leave()
 
@@ -113,7 +121,7 @@ def is_first_to_fail() -> bool:
     if not is_launched():
         return True
     try:
-        return bool(_agent_store().add(f"qat/failed/{os.environ['TORCHELASTIC_RESTART_COUNT']}", 1) == 1)
+        return bool(_agent_store().add(f"{FAILED}/{os.environ[RESTARTS]}", 1) == 1)
     except dist.DistError:  # the agent that keeps the store has ended
         return os.environ["RANK"] == "0"
 

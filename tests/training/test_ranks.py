@@ -1,0 +1,176 @@
+"""`torchrun train.py`: one run on many ranks, which ends as one, and goes on from its last checkpoint after any end."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train as script
+from qat.training.run.checkpoint import load_checkpoint
+from tests.runs.finished_runs import TINY_MODEL
+
+CONFIG = """
+model: {name: 'tinymodels:tiny', kwargs: {}}
+data: {name: digits, image_size: 12, batch_size: 32, limit_train: 480, limit_val: 101, workers: 0}
+float: {epochs: 2, lr: 0.05}
+qat: {epochs: 3, lr: 0.02, ema_decay: 0.9}
+checkpoint_every: 4
+log_every: 3
+device: cpu
+"""
+FAILING = """
+import os
+import torch
+from torch import nn
+from tinymodels import tiny
+from qat.training.data.datasets import build_dataset
+
+def fail(where):
+    if os.environ["FAIL"] == where and os.environ["RANK"] == os.environ["FAILS"]:
+        from qat.training.errors import UserError
+        raise UserError(f"rank {os.environ['RANK']} cannot go on in {where}")
+
+def digits(config):
+    fail("data loading")
+    return build_dataset(config.model_copy(update={"name": "digits"}), 0)
+
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tiny = tiny()
+        self.calls = 0
+
+    def forward(self, x):
+        return self.tiny(x)
+
+import qat
+from qat.training.run import stages
+from qat.training.loop import engine
+
+def before(module, name, where, stage=None):
+    real = getattr(module, name)
+    def checked(*given, **named):
+        fail(where)
+        return real(*given, **named)
+    setattr(module, name, checked)
+
+before(qat, "calibrate", "calibration")
+before(engine, "evaluate", "evaluation")
+before(stages, "export_and_prove", "export")
+"""
+FILES = {"tinymodels.py": TINY_MODEL, "failing.py": FAILING, "tiny.yaml": CONFIG}
+TRAIN = str(Path(script.__file__).resolve())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def start(folder: Path, *arguments: str, ranks: int = 0, restarts: int = 0, **environment: str) -> "subprocess.Popen[str]":
+    """Begin `train.py` in a process of its own, or under torchrun on so many ranks."""
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    command = [sys.executable, *(launcher if ranks else []), TRAIN, "tiny.yaml", *arguments]
+    more = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=os.environ | more, start_new_session=True, **pipes)
+
+
+def end(process: "subprocess.Popen[str]", limit: float = 200) -> tuple[int, str]:
+    """The exit status and what was printed; nothing is left running."""
+    try:
+        said = process.communicate(timeout=limit)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, said
+
+
+def wait_for(path: Path, process: "subprocess.Popen[str]") -> None:
+    limit = time.monotonic() + 120
+    while not path.exists() and process.poll() is None and time.monotonic() < limit:
+        time.sleep(0.02)
+
+
+def weights(run: Path) -> dict[str, Any]:
+    payload = load_checkpoint(run / "last.pt")
+    return {"model": payload["model"], "ema": payload["state"]["ema"]}
+
+
+def assert_same_weights(run: Path, other: Path) -> None:
+    torch.testing.assert_close(weights(run), weights(other), rtol=0, atol=0)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that torchrun has started."""
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher)], capture_output=True, text=True)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+def test_a_signal_ends_all_ranks_after_a_step_and_the_run_goes_on_from_there(folder: Path) -> None:
+    first = start(folder, "run_dir=run", "qat.epochs=300", ranks=2)
+    wait_for(folder / "run" / "best.pt", first)
+    first.send_signal(signal.SIGTERM)
+    status, said = end(first, 60)
+    assert status and said.count("ended by SIGTERM; resume=auto goes on from the last checkpoint") == 1
+    assert "2 ranks: a batch (data.batch_size) has 32 images, 16 on each rank" in said
+    payload = load_checkpoint(folder / "run" / "last.pt")
+    assert payload["stage"] == "qat" and payload["state"]["step"] % 4 != 0 or payload["epochs"] > 0
+    more = f"qat.epochs={300}"
+    assert len(payload["state"]["rng"]) == 2 and more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("where", ["data loading", "calibration", "evaluation", "export"])
+def test_an_error_on_one_rank_ends_all_with_its_sentence(where: str, rank: str, folder: Path) -> None:
+    own = ("imports=[failing]", "data.name=failing:digits")
+    process = start(folder, "run_dir=run", *own, ranks=2, FAIL=where, FAILS=rank)
+    status, said = end(process, 120)
+    exported_by_all = where == "export" and rank == "1"  # rank 0 exports alone
+    assert said.count(f"rank {rank} cannot go on in {where}\n") == (0 if exported_by_all else 1)
+    assert bool(status) is not exported_by_all and "Connection closed" not in said
+
+
+@pytest.mark.slow
+def test_a_killed_rank_costs_nothing_but_time(folder: Path) -> None:
+    assert end(start(folder, "run_dir=whole", ranks=2))[0] == 0
+    for number in range(10):
+        random.seed(number)
+        process = start(folder, f"run_dir=run{number}", ranks=2, restarts=3)
+        wait_for(folder / f"run{number}" / "config.yaml", process)
+        time.sleep(random.uniform(0, 8))
+        if ranks := ranks_of(process.pid):
+            os.kill(random.choice(ranks), signal.SIGKILL)
+        assert end(process)[0] == 0
+        assert_same_weights(folder / f"run{number}", folder / "whole")
+
+
+@pytest.mark.slow
+def test_a_killed_process_goes_on_from_its_last_checkpoint(folder: Path) -> None:
+    began = time.monotonic()
+    assert end(start(folder, "run_dir=whole"))[0] == 0
+    usual, kills, runs = time.monotonic() - began, 0, 0
+    random.seed(0)
+    while kills < 50:
+        runs, run = runs + 1, f"run_dir=run{runs}"
+        while True:
+            process = start(folder, run, "resume=auto")
+            try:
+                process.wait(random.uniform(0, usual) if kills < 50 else 200)
+                break
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                kills += 1
+        assert process.returncode == 0
+        assert_same_weights(folder / f"run{runs}", folder / "whole")
