@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from qat.training.run.checkpoint import load_checkpoint
 from tests.runs.finished_runs import TINY_MODEL
 
 CONFIG = """
-model: {name: 'tinymodels:tiny', kwargs: {}}
+model: {name: 'tinymodels:tiny'}
 data: {name: digits, image_size: 12, batch_size: 32, limit_train: 480, limit_val: 101, workers: 0}
 float: {epochs: 2, lr: 0.05}
 qat: {epochs: 3, lr: 0.02, ema_decay: 0.9}
@@ -27,9 +27,6 @@ device: cpu
 """
 FAILING = """
 import os
-import torch
-from torch import nn
-from tinymodels import tiny
 from qat.training.data.datasets import build_dataset
 
 def fail(where):
@@ -40,15 +37,6 @@ def fail(where):
 def digits(config):
     fail("data loading")
     return build_dataset(config.model_copy(update={"name": "digits"}), 0)
-
-class Failing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tiny = tiny()
-        self.calls = 0
-
-    def forward(self, x):
-        return self.tiny(x)
 
 import qat
 from qat.training.run import stages
@@ -76,7 +64,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, *arguments: str, ranks: int = 0, restarts: int = 0, **environment: str) -> "subprocess.Popen[str]":
+Process: TypeAlias = "subprocess.Popen[str]"
+
+
+def start(folder: Path, *arguments: str, ranks: int = 0, restarts: int = 0, **environment: str) -> Process:
     """Begin `train.py` in a process of its own, or under torchrun on so many ranks."""
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     command = [sys.executable, *(launcher if ranks else []), TRAIN, "tiny.yaml", *arguments]
@@ -85,7 +76,7 @@ def start(folder: Path, *arguments: str, ranks: int = 0, restarts: int = 0, **en
     return subprocess.Popen(command, cwd=folder, env=os.environ | more, start_new_session=True, **pipes)
 
 
-def end(process: "subprocess.Popen[str]", limit: float = 200) -> tuple[int, str]:
+def end(process: Process, limit: float = 200) -> tuple[int, str]:
     """The exit status and what was printed; nothing is left running."""
     try:
         said = process.communicate(timeout=limit)[0]
@@ -95,9 +86,15 @@ def end(process: "subprocess.Popen[str]", limit: float = 200) -> tuple[int, str]
     return process.returncode, said
 
 
-def wait_for(path: Path, process: "subprocess.Popen[str]") -> None:
+def wait_for(path: Path, process: Process) -> None:
     limit = time.monotonic() + 120
     while not path.exists() and process.poll() is None and time.monotonic() < limit:
+        time.sleep(0.02)
+
+
+def wait_for_another(path: Path, process: Process) -> None:
+    before, limit = path.stat().st_ino, time.monotonic() + 120
+    while path.stat().st_ino == before and process.poll() is None and time.monotonic() < limit:
         time.sleep(0.02)
 
 
@@ -124,9 +121,18 @@ def test_a_signal_ends_all_ranks_after_a_step_and_the_run_goes_on_from_there(fol
     assert status and said.count("ended by SIGTERM; resume=auto goes on from the last checkpoint") == 1
     assert "2 ranks: a batch (data.batch_size) has 32 images, 16 on each rank" in said
     payload = load_checkpoint(folder / "run" / "last.pt")
-    assert payload["stage"] == "qat" and payload["state"]["step"] % 4 != 0 or payload["epochs"] > 0
-    more = f"qat.epochs={300}"
-    assert len(payload["state"]["rng"]) == 2 and more
+    assert payload["stage"] == "qat" and len(payload["state"]["rng"]) == 2
+    done = payload["epochs"], payload["state"]["step"]
+    later = start(folder, "run_dir=run", "qat.epochs=300", "resume=auto")  # on another number of ranks
+    wait_for_another(folder / "run" / "last.pt", later)
+    later.send_signal(signal.SIGUSR1)
+    status, said = end(later, 60)
+    assert status == 128 + signal.SIGUSR1 and said.endswith(
+        "ended by SIGUSR1; resume=auto goes on from the last checkpoint\n"
+    )
+    assert f"qat: going on after epoch {done[0]} of 300" in said
+    payload = load_checkpoint(folder / "run" / "last.pt")
+    assert (payload["epochs"], payload["state"]["step"]) > done
 
 
 @pytest.mark.slow

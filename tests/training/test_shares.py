@@ -1,11 +1,12 @@
 """The ranks together train on what one process would: the same images, sums, statistics and weights."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import qat
 from qat.training.config.schema import AugmentConfig, DataConfig
@@ -40,10 +41,10 @@ def test_the_shares_of_a_batch_make_it_up(
         one[-1] = one[-1][: len(one[-1]) // count * count]
     for first in range(len(one)):
         found = shares(first)
-        assert sorted(image for rank in found for batch in rank for image in batch) == sum(one[first:], [])
+        assert sorted(image for rank in found for batch in rank for image in batch) == [*chain(*one[first:])]
         assert not whole or len({tuple(map(len, rank)) for rank in found}) == 1
         for number, batch in enumerate(one[first:]):
-            assert sum((rank[number] for rank in found if number < len(rank)), []) == batch
+            assert [*chain(*(rank[number] for rank in found if number < len(rank)))] == batch
     assert len(RankBatches(range(images), 8, whole)) == len(one)
     assert shares(0, alone=True)[1:] == [[]] * (count - 1)
 

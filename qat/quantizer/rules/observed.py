@@ -18,8 +18,8 @@ class ObservedQuantizer(Quantizer):
     """Base of both: keeps low and high in buffers.
 
     Ranges follow the data in train() only, so validation data leaks into nothing. Under torch.distributed they follow
-    the data of all ranks (compiled: of the rank whose buffers DistributedDataParallel copies to the others). Under
-    `torch.utils.checkpoint` the recomputation counts a batch twice, which an `ema` notices.
+    the data of all ranks. Under `torch.utils.checkpoint` the recomputation counts a batch twice, which an `ema`
+    notices.
     """
 
     low: Tensor
@@ -40,7 +40,7 @@ class ObservedQuantizer(Quantizer):
     def follow(self, x: Tensor) -> None:
         """Take note of one batch, of activations on all ranks."""
         low, high = self.extremes(x) if x.numel() else (self.low.float(), self.high.float())
-        if self.role == "activation" and not torch.compiler.is_compiling() and rank_count() > 1:
+        if self.role == "activation" and rank_count() > 1:
             both = torch.stack([-low, high])
             dist.all_reduce(both, dist.ReduceOp.MAX)
             low, high = -both[0], both[1]
