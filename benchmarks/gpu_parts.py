@@ -186,9 +186,9 @@ def ranks(bench: Bench) -> Iterator[Row]:
 
     setting = bench.setting(next(iter(bench.models)))
     model = BUILDERS["qat"](bench.built(setting), setting.images())
-    with tempfile.NamedTemporaryFile() as store:
-        method = f"file://{store.name}"
-        dist.init_process_group("gloo" if bench.emulated else "nccl", method, rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "gloo" if bench.emulated else "nccl"
+        dist.init_process_group(backend, f"file://{folder}/store", rank=0, world_size=1)
         try:
             norms = qat.sync_batch_norm(model)
             wrapped = nn.parallel.DistributedDataParallel(model)
