@@ -104,6 +104,8 @@ def _in_process(part: Part, bench: Bench, sender: Connection, output: str) -> No
     for stream in (1, 2):
         os.dup2(file, stream)
     warnings.simplefilter("ignore")
+    if bench.emulated:
+        torch.set_num_threads(1)  # on tensors this small threads only wait for each other
     with kernels_by_formula() if bench.emulated else contextlib.nullcontext():
         try:
             for row in part(bench):
