@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.gpu_parts import Bench
 from benchmarks.speed_rows import Row
 from benchmarks.speed_step import TrainingStep
-from benchmarks.speed_timing import Limits, contest
+from benchmarks.speed_timing import Limits, contest, reason
 from benchmarks.speed_variants import BUILDERS
 
 PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -67,8 +67,11 @@ def steps(bench: Bench) -> Iterator[Row]:
                     if bench.emulated and (mode, precision) not in REHEARSED:
                         continue
                     about = {"subject": name, "mode": mode, "precision": precision}
-                    for row in _compared(bench, *pair(name), mode, PRECISIONS[precision]):
-                        yield about | row
+                    try:
+                        for row in _compared(bench, *pair(name), mode, PRECISIONS[precision]):
+                            yield about | row
+                    except Exception as error:  # float fails too; the other modes may not
+                        yield about | {"ok": False, "note": reason(error)}
 
 
 def _compared(

@@ -8,10 +8,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_parts import Bench, difference, products
+from benchmarks.gpu_steps import steps
 
 REHEARSAL = Bench("cpu", emulated=True)
 
@@ -52,6 +54,16 @@ def test_what_fails_dies_or_takes_too_long_is_a_row_and_the_next_part_runs() -> 
     assert not stat.exists() or stat.read_text().split()[2] == "Z"
     text = gpu.table(rows, {"machine": {"processor": "one"}, "versions": {}, "date": "today"})
     assert "## broken: 1 of 2" in text and "no such kernel" in text
+
+
+def test_a_mode_in_which_float_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(model: object, **how: object) -> object:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    rows = list(steps(REHEARSAL))
+    assert {row["mode"] for row in rows if row["ok"]} == {"eager"}
+    assert [row["note"] for row in rows if not row["ok"]] == ["fails: RuntimeError: no compiler"] * 2
 
 
 def test_all_parts_end_in_eight_minutes_and_leave_some_to_the_last() -> None:
