@@ -20,6 +20,7 @@ from benchmarks.loading import loading_table
 from benchmarks.reference_table import reference_table
 from benchmarks.rules_table import rules_table
 from benchmarks.saturation_table import saturation_table
+from benchmarks.scaling import gradients_table, norms_table
 from benchmarks.self_check import self_check_table
 from benchmarks.speed_table import TABLES as SPEED_TABLES
 from benchmarks.targets_table import limits_table, reasons_table, targets_table
@@ -54,6 +55,8 @@ FROM_CODE = {
     "target_limits": limits_table,
     "target_reasons": reasons_table,
     "saturation": saturation_table,
+    "scaling_gradients": gradients_table,
+    "scaling_norms": norms_table,
     "self_check": self_check_table,
     "zoo_families": families_table,
     "zoo_models": models_table,

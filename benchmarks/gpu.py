@@ -4,257 +4,125 @@
     python -m benchmarks.gpu --out FOLDER --emulate    # the same parts on the CPU, small and by formula: a rehearsal
     python -m benchmarks.gpu --out FOLDER --parts estimators steps
 
-A part that fails is a row with its reason, and the next one runs; a part that takes too long ends at its limit. The
+Every part runs in a process of its own, so that neither an error of the device nor a deadlock takes the others along.
+One that fails is a row with its reason; one that takes too long ends at its limit, and keeps the rows that it has. The
 parts `run` and `ranks` start train.py, and need its packages (pydantic, onnx, onnxruntime, tensorboard).
 """
 
 import argparse
-import copy
+import contextlib
 import json
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
 import tempfile
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from benchmarks.gpu_parts import Bench, estimators, operators, products, ranks, run, self_check
+from benchmarks.gpu_steps import steps
 from benchmarks.speed_rows import Row, facts_of_run
-from benchmarks.speed_step import Setting, TrainingStep, build_float
-from benchmarks.speed_timing import Limits, contest, reason
-from benchmarks.speed_variants import BUILDERS
+from benchmarks.speed_timing import reason
 from qat.kernels import kernels_by_formula
 
-ROOT = Path(__file__).resolve().parents[1]
-MODELS = ("resnet18", "resnet50", "mobilenet_v2", "vit_b_16")
-AMP = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-SIZES = ((4096, 1024, 1024), (8192, 4096, 4096))
-"""Rows, inputs and outputs of the matrix products."""
+Part = Callable[[Bench], Iterator[Row]]
 
-
-@dataclass(frozen=True)
-class Bench:
-    """The device, and whether it stands in for a GPU."""
-
-    device: str = "cuda"
-    emulated: bool = False
-
-    @property
-    def models(self) -> Iterable[str]:
-        """What is checked and timed."""
-        return ("squeezenet1_1",) if self.emulated else MODELS
-
-    def setting(self, model: str) -> Setting:
-        """Its batch: small in a rehearsal."""
-        size = 48 if self.emulated else 224
-        return Setting(model, 2 if self.emulated else 64, size, device=self.device)
-
-    def wait(self) -> None:
-        """Until the device is idle."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
-
-def estimators(bench: Bench) -> Iterator[Row]:
-    """Every estimator on the device, its values and gradients, against its NumPy reference in float64."""
-    from tests.estimator_matrix import all_cases
-    from tests.references.estimator_proof import array, cotangent, gradients
-
-    for case in all_cases():
-        inputs = [each.to(bench.device) for each in case.inputs]
-        incoming = cotangent(case.inputs[0].shape)
-        numbers = [array(each) for each in case.inputs]
-        pairs = [(case.function(*inputs), case.reference(*numbers))]
-        found = gradients(case.function, inputs, torch.tensor(incoming, device=bench.device))
-        pairs += zip(found, case.reference_gradient(incoming, *numbers), strict=True)
-        worst = max((_difference(got, wanted) for got, wanted in pairs if wanted is not None), default=0.0)
-        yield {"subject": case.name, "largest_difference": worst, "ok": worst < 1e-9}
-
-
-def operators(bench: Bench) -> Iterator[Row]:
-    """The operators' own tests, with every tensor on the device."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-k", "device", "tests/kernels"]
-    started = time.perf_counter()
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "QAT_DEVICE": bench.device}
-    )
-    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")][:5]
-    last = [*failed, *done.stdout.strip().splitlines()[-1:]]
-    row: Row = {"subject": "tests/kernels", "ok": done.returncode == 0, "seconds": time.perf_counter() - started}
-    yield row | {"note": " ".join(last)}
-
-
-def self_check(bench: Bench) -> Iterator[Row]:
-    """The step on codes against the plain one, as the model's own self-check judges it."""
-    import qat
-
-    for name in bench.models:
-        setting = bench.setting(name)
-        model = qat.prepare(build_float(setting), example_inputs=setting.images())
-        qat.calibrate(model, [setting.images()])
-        lines = qat.explain(model).splitlines()
-        yield {"subject": name, "ok": any("on codes" in line for line in lines), "note": lines[0]}
-
-
-def steps(bench: Bench) -> Iterator[Row]:
-    """Seconds and peak memory of a training step, eager, compiled and in CUDA graphs, in each precision."""
-    for name in bench.models:
-        for amp, dtype in AMP.items():
-            if bench.emulated and amp == "fp16":
-                continue  # autocast to float16 is CUDA's
-            yield from _steps(bench, bench.setting(name), amp, dtype)
-
-
-def _steps(bench: Bench, setting: Setting, amp: str, dtype: torch.dtype | None) -> Iterator[Row]:
-    """One model in one precision. Variants that share a compilation are compared in one contest."""
-    modes: tuple[str, ...] = ("", "_compiled", "_graphs")
-    if bench.emulated:
-        modes = ("", "_compiled")[: 1 if dtype else 2]
-    model, images = build_float(setting), setting.images()
-    makers = {
-        f"{kind}{mode}": _maker(kind, mode, model, images, dtype, bench.emulated)
-        for kind in ("float", "qat")
-        for mode in modes
-    }
-    found = contest(makers, "float", Limits(rounds=5 if bench.emulated else 15, seconds=10), bench.wait)
-    for variant, timing in found.timings.items():
-        peak = _peak(bench, makers[variant]) if bench.device == "cuda" else None
-        about = {"subject": setting.model, "batch": setting.batch, "size": setting.size, "precision": amp}
-        row = {**about, "variant": variant, "seconds": timing.seconds, "ratio": timing.ratio}
-        yield row | {"compile_seconds": timing.warm_up, "peak_bytes": peak, "ok": True}
-    for variant, why in found.missing.items():
-        yield {"subject": setting.model, "precision": amp, "variant": variant, "ok": False, "note": why}
-
-
-def _maker(
-    kind: str, mode: str, model: Any, images: Tensor, dtype: torch.dtype | None, emulated: bool
-) -> Callable[[], TrainingStep]:
-    def make() -> TrainingStep:
-        built = BUILDERS[kind](copy.deepcopy(model), images)
-        if mode:
-            torch._dynamo.reset()
-            # Inductor takes minutes on a CPU; a rehearsal traces, and leaves it out.
-            how = {"backend": "aot_eager"} if emulated else {"mode": "reduce-overhead" if mode == "_graphs" else None}
-            built = torch.compile(built, **how)  # type: ignore[call-overload]
-        return _Step(built, images, dtype)
-
-    return make
-
-
-class _Step(TrainingStep):
-    """A step in another precision, with a gradient scaler in float16."""
-
-    def __init__(self, model: Any, images: Tensor, dtype: torch.dtype | None) -> None:
-        super().__init__(model, images)
-        self.dtype = dtype
-        self.scaler = torch.amp.GradScaler(images.device.type, enabled=dtype is torch.float16)
-
-    def __call__(self) -> None:
-        if self.images.is_cuda:
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        with torch.autocast(self.images.device.type, dtype=self.dtype, enabled=self.dtype is not None):
-            loss = torch.nn.functional.cross_entropy(self.model(self.images).float(), self.labels)
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.losses.append(loss.detach().clone())  # a graph reuses the memory of its outputs
-
-
-def _peak(bench: Bench, make: Callable[[], TrainingStep]) -> int:
-    """The rise of the device's memory in one step."""
-    step = make()
-    step(), step()
-    bench.wait()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    bench.wait()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def products(bench: Bench) -> Iterator[Row]:
-    """Exact int8 matrix products, and their time against float's."""
-    from qat.kernels.formulas.products import try_int_mm
-    from qat.torch_internals import int8_matmul
-
-    device = torch.device(bench.device)
-    yield {"subject": "int8 products are exact", "ok": try_int_mm(device)}
-    for rows, inputs, outputs in ((64, 64, 64),) if bench.emulated else SIZES:
-        a = torch.randint(-128, 128, (rows, inputs), dtype=torch.int8, device=device)
-        b = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8, device=device)
-        floats = {dtype: (a.to(dtype), b.to(dtype)) for dtype in (torch.float32, torch.bfloat16)}
-        makers = {str(dtype).removeprefix("torch."): _product(torch.matmul, *pair) for dtype, pair in floats.items()}
-        makers["int8"] = _product(int8_matmul, a, b)
-        found = contest(makers, "float32", Limits(rounds=15, seconds=5, repeats=10), bench.wait)
-        for variant, timing in found.timings.items():
-            row = {"subject": f"{rows} x {inputs} x {outputs}", "variant": variant, "ok": True}
-            yield row | {"seconds": timing.seconds, "ratio": timing.ratio}
-
-
-def _product(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Callable[[], Callable[[], Any]]:
-    return lambda: lambda: multiply(a, b.T)
-
-
-def run(bench: Bench) -> Iterator[Row]:
-    """One epoch of the default config on the device, its export and its proof."""
-    yield _trained(bench, "one process", [sys.executable, "train.py"])
-
-
-def ranks(bench: Bench) -> Iterator[Row]:
-    """The same under torchrun, one rank, by NCCL (by Gloo in a rehearsal)."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "train.py"]
-    yield _trained(bench, "torchrun, 1 rank", launcher)
-
-
-def _trained(bench: Bench, subject: str, command: list[str]) -> Row:
-    with tempfile.TemporaryDirectory() as folder:
-        small = ["data.limit_train=64", "data.limit_val=32", "model.name=squeezenet1_1", "data.image_size=48"]
-        changes = [f"device={bench.device}", f"run_dir={folder}/run", "float.epochs=1", "qat.epochs=1"]
-        changes += small if bench.emulated else []
-        started = time.perf_counter()
-        done = subprocess.run(
-            [*command, "--config", "resnet_int8.yaml", *changes], cwd=ROOT, capture_output=True, text=True, timeout=240
-        )
-        row: Row = {"subject": subject, "ok": done.returncode == 0, "seconds": time.perf_counter() - started}
-        summary = Path(folder) / "run" / "summary.json"
-        if summary.exists():
-            found = json.loads(summary.read_text())
-            row |= {"top1": found["qat"]["top1"], "agreement": found["onnx"]["agreement"]}
-        return row | ({} if row["ok"] else {"note": done.stderr.strip()[-300:]})
-
-
-PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
-    "estimators": estimators,
-    "operators": operators,
-    "self_check": self_check,
-    "products": products,
-    "run": run,
-    "ranks": ranks,
-    "steps": steps,
+PARTS: dict[str, tuple[Part, float]] = {
+    "estimators": (estimators, 40),
+    "operators": (operators, 50),
+    "self_check": (self_check, 60),
+    "products": (products, 20),
+    "run": (run, 100),
+    "ranks": (ranks, 60),
+    "steps": (steps, 450),
 }
-"""In the order in which they run: what is right before what is fast."""
+"""In the order in which they run, what is right before what is fast; and how many seconds each has at most."""
+
+WHOLE = 450.0
+"""Seconds for all parts together: what the others leave is for the last."""
+
+GRACE = 5.0
+"""Seconds in which a part that is asked to end puts its own processes away."""
 
 
-def measured(bench: Bench, parts: Iterable[str]) -> list[Row]:
-    """The rows of all parts; what a part raises is one of its rows."""
+def measured(bench: Bench, parts: Mapping[str, tuple[Part, float]], whole: float = WHOLE) -> list[Row]:
+    """The rows of all parts."""
+    # Its server imports torch once, and never touches the device: a fork of a process that did could not use it.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.gpu_steps", "qat", "torchvision"])
     rows: list[Row] = []
-    for part in parts:
-        started = time.perf_counter()
-        try:
-            for row in PARTS[part](bench):
-                rows.append({"part": part, **row})
-        except Exception as error:
-            rows.append({"part": part, "ok": False, "note": reason(error)})
-        failed = sum(not row["ok"] for row in rows if row["part"] == part)
-        print(f"{part}: {failed} failed, {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    for name, (part, limit) in parts.items():
+        started = time.monotonic()
+        left = min(limit, began + whole - started)
+        own = _rows_of(context, bench, part, left)
+        rows += ({"part": name, **row} for row in own)
+        failed, seconds = sum(not row["ok"] for row in own), time.monotonic() - started
+        print(f"{name}: {failed} of {len(own)} failed, {seconds:.0f} s", file=sys.stderr, flush=True)
     return rows
+
+
+def _rows_of(context: Any, bench: Bench, part: Part, limit: float) -> list[Row]:
+    """What a part finds in its own process until the limit; the last row says why it ended before its end."""
+    receiver, sender = context.Pipe(duplex=False)
+    rows: list[Row] = []
+    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+        process = context.Process(target=_in_process, args=(part, bench, sender, output.name))
+        process.start()
+        sender.close()
+        ends = time.monotonic() + limit
+        why: str | None = f"ended at its limit of {limit:.0f} s"
+        try:
+            while receiver.poll(max(0.0, ends - time.monotonic())):
+                rows.append(receiver.recv())
+        except EOFError:
+            process.join(GRACE)
+            why = f"its process ended with {process.exitcode}" if process.exitcode else None
+        _end(process)
+        said = output.read().strip()
+    if why is not None:
+        rows.append({"subject": "the part", "ok": False, "note": why})
+    failed = [row for row in rows if not row["ok"]]
+    if failed and said:
+        failed[-1]["note"] = f"{failed[-1].get('note', '')} said: {said[-400:]}"
+    return rows
+
+
+def _in_process(part: Part, bench: Bench, sender: Connection, output: str) -> None:
+    """Run a part, and send its rows. What it prints goes to the file."""
+    os.setsid()  # it ends with all that it starts
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    warnings.simplefilter("ignore")
+    if bench.emulated:
+        torch.set_num_threads(1)  # on tensors this small threads only wait for each other
+    with kernels_by_formula() if bench.emulated else contextlib.nullcontext():
+        try:
+            for row in part(bench):
+                sender.send(row)
+        except BaseException as error:
+            sender.send({"subject": "the part", "ok": False, "note": reason(error)})
+            traceback.print_exc()
+
+
+def _end(process: BaseProcess) -> None:
+    """End the process with all of its group; torchrun ends its ranks if it is asked, not if it is killed."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid or 0, number)
+        process.join(GRACE)
+    process.kill()  # if it had no group of its own yet
+    process.join()
 
 
 def table(rows: list[Row], about: Row) -> str:
@@ -273,17 +141,8 @@ def table(rows: list[Row], about: Row) -> str:
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).split())
-
-
-def _difference(got: Tensor | None, wanted: Any) -> float:
-    """The largest one, relative to 1 and more; infinite if there is nothing, or NaN in one of both."""
-    if got is None:
-        return float("inf")
-    found = got.detach().cpu().double()
-    expected = torch.as_tensor(wanted, dtype=torch.float64).expand(found.shape)
-    gap = torch.where(found == expected, 0.0, (found - expected).abs() / expected.abs().clamp(min=1))
-    return float(gap.nan_to_num(float("inf")).max()) if gap.numel() else 0.0
+    text = f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).split())
+    return "" if value is None else text.replace("|", "\\|")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -293,20 +152,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--emulate", action="store_true", help="on the CPU, small")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     given = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")
     bench = Bench("cpu", emulated=True) if given.emulate else Bench()
     if bench.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --emulate rehearses on the CPU")
     about = facts_of_run()
-    if given.emulate:
-        with kernels_by_formula():
-            rows = measured(bench, given.parts)
-    else:
-        rows = measured(bench, given.parts)
+    began = time.monotonic()
+    rows = measured(bench, {name: PARTS[name] for name in given.parts})
+    about |= {"emulated": bench.emulated, "seconds": round(time.monotonic() - began, 1)}
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "gpu.json").write_text(
-        json.dumps({**about, "emulated": bench.emulated, "rows": rows}, indent=1) + "\n"
-    )
+    (given.out / "gpu.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     text = table(rows, about)
     (given.out / "gpu.md").write_text(text)
     print(text)

@@ -20,7 +20,6 @@ import torch
 
 from benchmarks.speed_timing import Contest
 from qat.atomic_write import atomic_write
-from qat.training.run.report import processor_name
 
 Row = dict[str, Any]
 
@@ -49,8 +48,10 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     flags = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
     known = set(flags[1].split()) if flags else set()
+    # Not the run report's processor_name: qat.training needs pydantic, which a bare machine may lack.
+    named = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
     facts: dict[str, Any] = {
-        "processor": processor_name(cpuinfo),
+        "processor": named[1].strip() if named else platform.processor() or platform.machine(),
         "flags": [flag for flag in INTEGER_FLAGS if flag in known],
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

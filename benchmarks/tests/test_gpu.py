@@ -1,27 +1,83 @@
-"""The GPU's command, rehearsed on the CPU; a part that fails is a row, and the others run."""
+"""The GPU's command: parts that fail, die or take too long are rows, and the others run. tests/house rehearses all."""
 
-import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import gpu
+from benchmarks.gpu_parts import Bench, difference, products
+from benchmarks.gpu_steps import steps
+
+REHEARSAL = Bench("cpu", emulated=True)
 
 
-def test_a_rehearsal_writes_both_files(tmp_path: Path) -> None:
-    assert gpu.main(["--emulate", "--out", str(tmp_path), "--parts", "estimators", "products"]) == 0
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    assert {row["part"] for row in rows} == {"estimators", "products"} and all(row["ok"] for row in rows)
-    assert "## estimators: " in (tmp_path / "gpu.md").read_text()
+def broken(bench: Bench) -> Iterator[gpu.Row]:
+    yield {"subject": "first", "ok": True}
+    print("what it printed")
+    raise RuntimeError("no such kernel")
 
 
-def test_a_part_that_fails_is_named_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def broken(bench: gpu.Bench) -> Iterator[gpu.Row]:
-        yield {"subject": "first", "ok": True}
-        raise RuntimeError("no such kernel")
+def killed(bench: Bench) -> Iterator[gpu.Row]:
+    yield {"subject": "first", "ok": True}
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setitem(gpu.PARTS, "run", broken)
-    assert gpu.main(["--emulate", "--out", str(tmp_path), "--parts", "run", "products"]) == 1
-    text = (tmp_path / "gpu.md").read_text()
-    assert "no such kernel" in text and "## products" in text
+
+def endless(bench: Bench) -> Iterator[gpu.Row]:
+    child = subprocess.Popen(["sleep", "1000"])
+    yield {"subject": str(child.pid), "ok": True}
+    time.sleep(1000)
+
+
+def test_what_fails_dies_or_takes_too_long_is_a_row_and_the_next_part_runs() -> None:
+    parts = {
+        "broken": (broken, 60.0),
+        "killed": (killed, 60.0),
+        "endless": (endless, 2.0),
+        "products": (products, 60.0),
+    }
+    rows = gpu.measured(REHEARSAL, parts)
+    last = {row["part"]: row for row in rows}
+    assert [row["part"] for row in rows if row["subject"] == "first"] == ["broken", "killed"]  # rows before stay
+    assert "no such kernel" in last["broken"]["note"] and "what it printed" in last["broken"]["note"]
+    assert last["killed"]["note"] == "its process ended with -9"
+    assert last["endless"]["note"] == "ended at its limit of 2 s"
+    assert last["products"]["ok"]
+    child = next(row["subject"] for row in rows if row["part"] == "endless")
+    stat = Path(f"/proc/{child}/stat")
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+    text = gpu.table(rows, {"machine": {"processor": "one"}, "versions": {}, "date": "today"})
+    assert "## broken: 1 of 2" in text and "no such kernel" in text
+
+
+def test_a_mode_in_which_float_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(model: object, **how: object) -> object:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    rows = list(steps(REHEARSAL))
+    assert {row["mode"] for row in rows if row["ok"]} == {"eager"}
+    assert [row["note"] for row in rows if not row["ok"]] == ["fails: RuntimeError: no compiler"] * 2
+
+
+def test_all_parts_end_in_eight_minutes_and_leave_some_to_the_last() -> None:
+    *others, last = (limit for _, limit in gpu.PARTS.values())
+    left = gpu.WHOLE - sum(others)
+    assert last >= left >= 100
+    assert gpu.WHOLE + 2 * gpu.GRACE + 20 <= 480  # to put the last part away, and to import torch
+
+
+def test_a_nan_and_a_wrong_value_are_differences() -> None:
+    assert difference(torch.tensor([1.0, float("nan")]), [1.0, 2.0]) == float("inf")
+    assert difference(torch.tensor([1.0, 4.0]), [1.0, 2.0]) == 1.0
+
+
+def test_a_bare_machine_has_no_pydantic_and_still_has_all_but_the_script() -> None:
+    code = "import sys; sys.modules.update(pydantic=None, tensorboard=None); import benchmarks.gpu"
+    subprocess.run([sys.executable, "-c", code], cwd=gpu.__file__.rpartition("/benchmarks/")[0], check=True)
