@@ -20,7 +20,8 @@ class EMA:
     their averages do not. An average lies between the values that it has seen, so that the floor of a scale applies to
     its average too. Integer buffers (counters, flags) and buffers with infinities (masks) have no average; the model's
     own values are used. Averaged statistics of BatchNorm are of the weights as they were: call
-    `qat.reestimate_batch_norm` before an evaluation.
+    `qat.reestimate_batch_norm` before an evaluation. Under torch.distributed each rank averages its own, without an
+    exchange: equal parameters have equal averages.
 
     It costs one pass over the parameters in every step, and their memory once. torch's `AveragedModel` also averages
     integers and reads its counter from the device in every step, so only its update function is used here.

@@ -195,6 +195,9 @@ def _origins(node: fx.Node) -> set[fx.Node]:
 def penalty(model: nn.Module) -> Tensor:
     """What the rules of a model add to the loss: PACT's decay of alpha, the cost of learned bits; 0 without such rules.
 
+    It depends on parameters alone: under torch.distributed every rank adds it, and the average of the gradients has it
+    once.
+
     Args:
         model: prepared, or any module that holds quantizers.
 

@@ -95,6 +95,14 @@ def resumed(name: str, folder: Path, rank: int = 0, count: int = 1) -> dict[str,
     return full_state(model)
 
 
+def ewgs_of_sharded_weights(x: Tensor) -> None:
+    model = qat.prepare(nn.Sequential(nn.Conv2d(3, 4, 3)), qat.QuantRecipe(weight={"bits": 4, "ewgs": "hessian"}), x)
+    qat.calibrate(model, [x])
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params=qat.replicate_quantizers(model))
+    model.eval()(x)  # behind which FSDP2 shows whole weights
+    qat.update_ewgs(model, lambda model, x: model(x).mean(), [x])
+
+
 def sentence(call: Any) -> str:
     with pytest.raises(ValueError) as raised:
         call()
@@ -113,6 +121,7 @@ def work(folder: Path, rank: int) -> dict[str, Any]:
     found["thawed"] = {key: p.detach() for key, p in model.named_parameters() if "quantizer" in key}
     found["explained"] = str(qat.explain(model))
     found["export"] = sentence(lambda: qat.export_onnx(model, folder / "model.onnx", batch("cnn", 0, torch.float64)[0]))
+    found["ewgs"] = sentence(lambda: ewgs_of_sharded_weights(batch("cnn", 0, torch.float32)[0]))
     found["oscillations"] = sentence(lambda: Oscillations(model))
     return found
 
@@ -187,6 +196,7 @@ def test_four_ranks_resume(ranks: list[dict[str, Any]], checkpoints: Path, tmp_p
 def test_what_needs_whole_weights_says_so(ranks: list[dict[str, Any]]) -> None:
     found = ranks[1]
     assert found["export"].startswith("export_onnx: '0.weight' is sharded over the ranks")
+    assert found["ewgs"] == "update_ewgs: the weights are sharded over the ranks; call it before fully_shard"
     assert found["oscillations"].endswith("the weight of '0' is sharded over the ranks")
     assert "kernels do not compute what FSDPQuantConv2d does" in found["explained"]
     assert "trains operation by operation" in found["explained"]
