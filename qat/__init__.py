@@ -35,7 +35,14 @@ from qat.layers import (
 )
 from qat.loading import load
 from qat.preparation.proof import self_check
-from qat.quantizer import Quantizer, parameter_groups, penalty, register_quantizer, set_progress
+from qat.quantizer import (
+    Quantizer,
+    parameter_groups,
+    penalty,
+    register_quantizer,
+    replicate_quantizers,
+    set_progress,
+)
 from qat.recipe import QuantRecipe
 from qat.spec import QuantSpec
 from qat.switches import disable_fake_quant, enable_fake_quant, freeze_scales
@@ -78,6 +85,7 @@ __all__ = [
     "prepare",
     "reestimate_batch_norm",
     "register_quantizer",
+    "replicate_quantizers",
     "self_check",
     "set_progress",
     "summary",

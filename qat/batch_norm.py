@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.collectives import rank_count, summed
+from qat.collectives import of_all_ranks, rank_count, reshard, summed
 from qat.contexts import evaluating
 from qat.inputs import Batch, as_batches, expect_model, inputs_and_labels, run_batch
 from qat.torch_internals import AnyBatchNorm
@@ -53,7 +53,7 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
             for batch in given:
                 count += 1
                 run_batch("reestimate_batch_norm", model, inputs_and_labels("reestimate_batch_norm", batch)[0])
-        if count == 0:
+        if not any(of_all_ranks(count > 0)):
             raise ValueError("reestimate_batch_norm: batches is empty; at least one batch is needed")
         if rank_count() > 1:
             _average_over_ranks(norms)
@@ -64,6 +64,7 @@ def reestimate_batch_norm(model: nn.Module, batches: Iterable[Batch]) -> int:
     finally:
         for norm, momentum, _ in before:
             norm.momentum = momentum
+        reshard(model)  # an optimizer may be created next
     unreached = [each for each in before if not int(each[0].num_batches_tracked)]
     for norm, _, statistics in unreached:
         restore_statistics(norm, statistics)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from qat.collectives import of_all_ranks
+from qat.collectives import of_all_ranks, reshard
 from qat.contexts import evaluating, first_calls
 from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
 from qat.layers import QuantFunction, QuantLayer
@@ -76,6 +76,7 @@ def calibrate(
         _set_ranges(_not_frozen(model, quantizers), observers)
     check_own_twins(model, calls)
     check_parts(model, calls)
+    reshard(model)  # an optimizer may be created next
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 T = TypeVar("T")
@@ -42,6 +42,27 @@ def summed(mine: Tensor) -> Tensor:
     """The sum of the ranks' tensors, which are of one shape; its gradient is the sum of theirs."""
     total: Tensor = SumFunction.apply(mine) if rank_count() > 1 else mine
     return total
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Whether every rank holds a part of the tensor, as FSDP2 leaves parameters outside of their layer's call."""
+    return hasattr(x, "full_tensor")
+
+
+def whole(x: Tensor) -> Tensor:
+    """The tensor itself, put together if it is sharded: all ranks have to call it."""
+    gathered: Tensor = x.full_tensor() if is_sharded(x) else x  # type: ignore[attr-defined]
+    return gathered
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 drop the weights that it has put together, before parts of them are read or written.
+
+    After a forward without a backward it keeps the outermost group's, and would compute with these.
+    """
+    for module in model.modules():
+        if hasattr(type(module), "reshard"):
+            module.reshard()  # type: ignore[operator]
 
 
 class SumFunction(torch.autograd.Function):

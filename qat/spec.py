@@ -39,8 +39,9 @@ class QuantSpec:
         init: how the first range is found: "minmax", "percentile", "mse" or "lsq" (2*mean|x|/sqrt(qmax)).
         percentile: with init="percentile", the percent of values below the upper bound, and above the lower one.
         grad_scale: N in LSQ's factor 1/sqrt(N*qmax) on the gradient of an activation's scale: elements per
-            "sample" (the paper), per "batch", or "none" for a factor of 1 (weights too). "relative": the factor is
-            scale^2, so that a step changes the scale by a share of itself, as if its logarithm were learned.
+            "sample" (the paper), per "batch" (of all ranks), or "none" for a factor of 1 (weights too). "relative":
+            the factor is scale^2, so that a step changes the scale by a share of itself, as if its logarithm were
+            learned.
         ewgs: element-wise gradient scaling (arXiv:2104.00903) on top of a uniform rule: "none", "fixed" with
             `ewgs_delta`, or "hessian" with a delta that `qat.update_ewgs` finds from the trace of the Hessian.
         ewgs_delta: delta of ewgs="fixed", >= 0, for residuals as a share of the grid's range; the paper's are 1e-3

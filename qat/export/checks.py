@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.analysis.table import float_results, said_of
+from qat.collectives import is_sharded
 from qat.contexts import evaluating
 from qat.export.integers.frozen import CONTAINER_BITS
 from qat.inputs import Inputs, call_model, described, does_not_run
@@ -47,6 +48,11 @@ def check_integers(model: nn.Module, caller: str) -> None:
     if not quantizers:
         raise TypeError(f"{caller}: expected a model from qat.prepare, got {type(model).__name__} without quantizers")
     for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            raise ValueError(
+                f"{caller}: {name!r} is sharded over the ranks; load the full state dict into a model of one process,"
+                " as docs/many_ranks.md does"
+            )
         if parameter.is_floating_point() and parameter.element_size() < FLOAT32_BYTES:
             raise ValueError(
                 f"{caller}: {name!r} is {parameter.dtype}, in which scales are too coarse to give the integers; call"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from qat.collectives import is_sharded, reshard
 from qat.finetuning.oscillation import Oscillations
 from qat.inputs import expect_model
 
@@ -19,7 +20,8 @@ class EMA:
     their averages do not. An average lies between the values that it has seen, so that the floor of a scale applies to
     its average too. Integer buffers (counters, flags) and buffers with infinities (masks) have no average; the model's
     own values are used. Averaged statistics of BatchNorm are of the weights as they were: call
-    `qat.reestimate_batch_norm` before an evaluation.
+    `qat.reestimate_batch_norm` before an evaluation. Under torch.distributed each rank averages its own, without an
+    exchange: equal parameters have equal averages.
 
     It costs one pass over the parameters in every step, and their memory once. torch's `AveragedModel` also averages
     integers and reads its counter from the device in every step, so only its update function is used here.
@@ -58,7 +60,11 @@ class EMA:
 
     def update(self, model: nn.Module) -> None:
         """Move the averages towards the model's current values."""
-        self._average(list(self._averages.values()), self._of(model), 0)
+        pairs = list(zip(self._averages.values(), self._of(model), strict=True))
+        for sharded in (False, True):  # torch takes lists of either kind
+            kind = [pair for pair in pairs if is_sharded(pair[0]) == sharded]
+            if kind:
+                self._average([average for average, _ in kind], [value for _, value in kind], 0)
 
     def hold(self, model: nn.Module, oscillations: Oscillations) -> None:
         """Before an evaluation: averages of frozen weights become their integers, on the averaged scales.
@@ -86,6 +92,7 @@ class EMA:
             yield
         finally:
             _copy(tensors, own)
+            reshard(model)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averages by name, not copied."""
@@ -105,7 +112,8 @@ class EMA:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name, a shared one once."""
+    """Parameters and buffers by name, a shared one once; under FSDP2 the rank's parts."""
+    reshard(model)
     yield from model.named_parameters()
     yield from model.named_buffers()
 

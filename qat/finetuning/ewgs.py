@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.collectives import rank_count, summed
+from qat.collectives import is_sharded, rank_count, reshard, summed
 from qat.inputs import expect_model
 from qat.kernels import plain_formulas
 from qat.quantizer import Quantizer
@@ -25,7 +25,8 @@ def update_ewgs(
     delta = max(0, scale * (qmax - qmin) * Tr(H)/N / G). H is the Hessian of the loss with respect to the N values of
     the quantized tensor; its trace is estimated with random signs (Hutchinson). G is three standard deviations of their
     gradients. The factor scale * (qmax - qmin) converts a delta for residuals in the tensor's unit to one for shares of
-    the grid's range, the unit of `QuantSpec.ewgs_delta`.
+    the grid's range, the unit of `QuantSpec.ewgs_delta`. Under torch.distributed every rank brings batches of its own,
+    and all get the deltas of the averages over them.
 
     Args:
         model: prepared and calibrated; buffers (BatchNorm statistics) and gradients do not change.
@@ -37,8 +38,8 @@ def update_ewgs(
         The new deltas by quantizer name; empty if no quantizer uses `ewgs="hessian"`.
 
     Raises:
-        ValueError: if there is no batch, if no quantizer ran (in eval() layers compute on their integers), or if the
-            model has an operation without a second derivative.
+        ValueError: if the weights are sharded (FSDP2), if there is no batch, if no quantizer ran (in eval() layers
+            compute on their integers), or if the model has an operation without a second derivative.
 
     Source: Lee et al., "Network Quantization with Element-wise Gradient Scaling", arXiv:2104.00903.
     """
@@ -50,6 +51,9 @@ def update_ewgs(
     }
     if not quantizers:
         return {}
+    reshard(model)
+    if any(is_sharded(parameter) for parameter in model.parameters()):  # whose memory is gone at the second derivative
+        raise ValueError("update_ewgs: the weights are sharded over the ranks; call it before fully_shard")
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     totals = {name: torch.zeros(3, device=module.ewgs_delta.device) for name, module in quantizers.items()}
     generator = torch.Generator().manual_seed(0)

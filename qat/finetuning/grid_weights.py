@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from qat.collectives import is_sharded
 from qat.layers import QuantFunction, QuantLayer
 from qat.layers.twins import CompositeTwin
 from qat.quantizer import Quantizer
@@ -49,11 +50,13 @@ class GridWeight:
 
 def grid_weights(model: nn.Module, most_bits: int) -> tuple[dict[str, GridWeight], dict[str, str]]:
     """The weights on integer grids of so many bits, and why the others are not, by layer; a shared one counts once."""
-    owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    owned = {each.untyped_storage().data_ptr() for each in model.parameters() if not is_sharded(each)}
     found, left_out, first = dict[str, GridWeight](), dict[str, str](), dict[tuple[int, int], str]()
     for name, each in _weights(model):
         weight = None if each.read is _unknown else each.read()
         reason = _refusal(each.quantizer, most_bits)
+        if reason is None and weight is not None and is_sharded(weight):
+            reason = "is sharded over the ranks"
         if reason is None and (weight is None or weight.untyped_storage().data_ptr() not in owned):
             reason = "is computed from other tensors"
         if reason is None and weight is not None:

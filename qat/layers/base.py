@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from qat.collectives import whole
 from qat.functional import round_ste
 from qat.layers.folding import IntegerWeight, fold_weight
 from qat.layers.twins import ActivationSpec, QuantTwin
@@ -57,7 +58,7 @@ class QuantLayer(QuantTwin):
         """Set the range of the weight quantizer from this weight, in torch's layout, unless it is frozen."""
         if self.weight_quantizer.is_frozen:
             return
-        rows = self.channels_first(weight.detach())
+        rows = self.channels_first(whole(weight.detach()))
         self.weight_quantizer.fit(as_rows(rows, self.weight_quantizer.spec), rows.numel())
 
     def operate(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

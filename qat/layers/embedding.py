@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qat.collectives import whole
 from qat.functional import lsq_plus_quantize, lsq_quantize
 from qat.layers.base import QuantLayer
 from qat.layers.twins import ActivationSpec, register_twin
@@ -86,7 +87,7 @@ class QuantTable(QuantLayer):
     @torch.no_grad()
     def bounded_table(self) -> Tensor:
         """The float table with every row within max_norm; a copy if there is a max_norm."""
-        weight = self.weight.detach()
+        weight = whole(self.weight.detach())
         if self.max_norm is None:
             return weight
         everything = torch.arange(self.num_embeddings, device=weight.device)

@@ -72,7 +72,8 @@ def check_own_twins(model: nn.Module, calls: dict[PreparedGraph, Any]) -> None:
 
 
 def _is_own(module: nn.Module) -> bool:
-    return isinstance(module, QuantLayer) and not type(module).__module__.startswith("qat.")
+    """Of a class from elsewhere; FSDP2 gives a layer that it shards one of torch's."""
+    return isinstance(module, QuantLayer) and not type(module).__module__.startswith(("qat.", "torch."))
 
 
 def _compare(name: str, layer: Any, args: Any, kwargs: Any, evaluated: Any) -> None:

@@ -19,7 +19,7 @@ from qat.quantizer.rules.levels import APoTQuantizer, N2UQQuantizer
 from qat.quantizer.rules.lsq import LSQPlusQuantizer, LSQQuantizer, PowerOfTwoQuantizer
 from qat.quantizer.rules.observed import EMAQuantizer, MinMaxQuantizer
 from qat.quantizer.rules.soft import DSQQuantizer, StackedSigmoidQuantizer
-from qat.quantizer.training import parameter_groups, penalty, set_progress
+from qat.quantizer.training import parameter_groups, penalty, replicate_quantizers, set_progress
 
 __all__ = [
     "APoTQuantizer",
@@ -51,6 +51,7 @@ __all__ = [
     "penalty",
     "register_quantizer",
     "registered_quantizers",
+    "replicate_quantizers",
     "scale_shape",
     "set_progress",
 ]

@@ -5,6 +5,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -87,6 +88,9 @@ class Quantizer(nn.Module):
 
     options_type: ClassVar[type] = NoOptions
     """Dataclass of what the rule takes besides, from `QuantSpec.options`."""
+
+    # torch.distributed.checkpoint looks up every key of a state dict as an attribute.
+    disabled, frozen = (property(attrgetter(f"is_{key}")) for key in SWITCHES)
 
     scale: Tensor
     smallest_scale: Tensor

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from qat.collectives import rank_count, reshard, summed
 from qat.inputs import expect_model
 from qat.quantizer.base import Quantizer
 from qat.torch_internals import BatchOrInstanceNorm
@@ -80,6 +81,7 @@ def parameter_groups(
         lr=lr, weight_decay=weight_decay, norm_weight_decay=norm_weight_decay,
         quantizer_weight_decay=quantizer_weight_decay,
     )  # fmt: skip
+    reshard(model)
     bits_of = weight_bits(model) if weight_decay_by_bits else {}
     few = sorted({bits for bits in bits_of.values() if bits < FEW}, reverse=True)
     rates = {"weights": (lr, weight_decay)}
@@ -193,6 +195,9 @@ def _origins(node: fx.Node) -> set[fx.Node]:
 def penalty(model: nn.Module) -> Tensor:
     """What the rules of a model add to the loss: PACT's decay of alpha, the cost of learned bits; 0 without such rules.
 
+    It depends on parameters alone: under torch.distributed every rank adds it, and the average of the gradients has it
+    once.
+
     Args:
         model: prepared, or any module that holds quantizers.
 
@@ -226,6 +231,38 @@ def set_progress(model: nn.Module, progress: float) -> None:
     for module in model.modules():
         if isinstance(module, Quantizer):
             module.set_progress(progress)
+
+
+def replicate_quantizers(model: nn.Module) -> set[nn.Parameter]:
+    """Keep what quantizers learn whole on every rank under FSDP2, and average its gradients over the ranks.
+
+    `fully_shard` takes no parameter without axes, as a scale of a tensor is, and leaves the gradients of what it
+    ignores alone. From now on every `backward` averages them, as FSDP2 does with those of weights. Every rank has to
+    begin with the same parameters. docs/many_ranks.md has a whole program.
+
+    Args:
+        model: prepared and calibrated, not yet sharded, on the device of its training.
+
+    Returns:
+        The parameters of all quantizers, for `fully_shard(..., ignored_params=...)`.
+
+    >>> import qat
+    >>> len(replicate_quantizers(qat.prepare(nn.Sequential(nn.Linear(8, 2)))))
+    2
+    """
+    expect_model(replicate_quantizers, model)
+    found = {p for module in model.modules() if isinstance(module, Quantizer) for p in module.parameters()}
+    for parameter in found:
+        learns = parameter.requires_grad
+        hooked: Any = parameter.requires_grad_()  # frozen ones too: they may learn later
+        hooked.register_post_accumulate_grad_hook(_average_gradient)
+        parameter.requires_grad_(learns)
+    return found
+
+
+def _average_gradient(parameter: Tensor) -> None:
+    if parameter.grad is not None and rank_count() > 1:
+        parameter.grad = summed(parameter.grad) / rank_count()
 
 
 def scales_at_minimum(model: nn.Module) -> dict[str, tuple[int, int]]:

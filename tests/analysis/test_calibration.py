@@ -13,7 +13,7 @@ from qat.ranges import initial_range, scale_and_zero_point
 from qat.spec import QuantSpec
 from tests.references import reference
 from tests.references.rule_specs import plain
-from tests.runs.tiny_training import on_two_ranks
+from tests.runs.tiny_training import on_ranks
 
 AFFINE = plain(signed=False, symmetric=False)
 INITS = ("minmax", "percentile", "mse", "lsq")
@@ -264,7 +264,7 @@ def outcome(given: list[Tensor]) -> str:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_two_ranks(calibrate_on_a_rank, tmp_path_factory.mktemp("gloo"))
+    return on_ranks(calibrate_on_a_rank, tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.parametrize("init", INITS)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qat
-from tests.runs.tiny_training import on_two_ranks
+from tests.runs.tiny_training import on_ranks
 
 STEPS, BATCH = 20, 16
 
@@ -48,7 +48,7 @@ def work(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_two_ranks(work, tmp_path_factory.mktemp("gloo"))
+    return on_ranks(work, tmp_path_factory.mktemp("gloo"))
 
 
 def test_two_ranks_train_as_one_process(ranks: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ import qat
 from qat.spec import QuantSpec
 from tests.references import rule_specs as specs
 from tests.runs.rule_training import Layers, images_for
-from tests.runs.tiny_training import on_two_ranks
+from tests.runs.tiny_training import on_ranks
 
 STEPS = 2
 
@@ -61,7 +61,7 @@ def work(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_two_ranks(work, tmp_path_factory.mktemp("gloo"))
+    return on_ranks(work, tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.parametrize("name", specs.LAYERS)

@@ -1,7 +1,8 @@
-"""A tiny quantized CNN, tiny batches, and two processes that work together, for tests of training and calibration."""
+"""A tiny quantized CNN, tiny batches, and processes that work together, for tests of training and calibration."""
 
 import math
 import os
+import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -26,6 +27,10 @@ from qat.training.run.checkpoint import StageState, load_checkpoint, restore_mod
 from qat.training.run.logging import RunLog
 
 CPU = torch.device("cpu")
+
+MOST_SECONDS = 200
+"""After which `on_ranks` ends its processes."""
+
 Outputs = namedtuple("Outputs", ["aux", "logits"])
 
 
@@ -95,22 +100,31 @@ class Returns(nn.Module):
         return self.wrap(self.fc(x.flatten(1)))
 
 
-def on_two_ranks(work: Callable[[int], dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """What `work(rank)` finds in each of two processes under torch.distributed, each on one thread."""
+def on_ranks(work: Callable[[int], dict[str, Any]], folder: Path, count: int = 2) -> list[dict[str, Any]]:
+    """What `work(rank)` finds in each of some processes under torch.distributed, each on one thread."""
     context = mp.get_context("spawn")
-    workers = [context.Process(target=_on_a_rank, args=(work, rank, folder)) for rank in (0, 1)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(200)
-    assert [worker.exitcode for worker in workers] == [0, 0]
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+    workers = [context.Process(target=_on_a_rank, args=(work, rank, folder, count)) for rank in range(count)]
+    try:
+        for worker in workers:
+            worker.start()
+        deadline = time.monotonic() + MOST_SECONDS
+        # A rank that fails leaves the others waiting for it.
+        while any(each.is_alive() for each in workers) and not any(each.exitcode for each in workers):
+            assert time.monotonic() < deadline, f"ranks run for more than {MOST_SECONDS} s"
+            time.sleep(0.02)
+        assert [each.exitcode for each in workers] == [0] * count, "by rank; None: still waits for another"
+    finally:
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
+                worker.join(10)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
 
 
-def _on_a_rank(work: Callable[[int], dict[str, Any]], rank: int, folder: Path) -> None:
+def _on_a_rank(work: Callable[[int], dict[str, Any]], rank: int, folder: Path, count: int) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=60), world_size=2, rank=rank)
+    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=60), world_size=count, rank=rank)
     torch.save(work(rank), folder / f"{rank}.pt")
     dist.destroy_process_group()
 
