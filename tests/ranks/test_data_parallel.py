@@ -18,6 +18,9 @@ from tests.ranks.parallel_training import BATCH, MODELS, batch, calibrate, expor
 from tests.runs.tiny_training import on_ranks
 
 STEPS = 20
+LONGER = ("vit", "learned bits")
+"""Models whose files take long to export."""
+
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 FLIPPED = 0.002
 """Of a float32 model's integer weights: sums in another order move a weight that lies between two integers."""
@@ -78,7 +81,7 @@ def test_ranks_train_the_model_of_one_process(ranks: list[dict[Any, Any]], name:
 
 
 @on_two_and_four
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["cnn", "embedding", *(pytest.param(n, marks=pytest.mark.slow) for n in LONGER)])
 def test_they_export_its_integers(ranks: list[dict[Any, Any]], name: str, tmp_path: Path) -> None:
     theirs = exported(ranks[0][name, "float32"], name, tmp_path)
     one = exported(alone(name, torch.float32), name, tmp_path)
