@@ -36,8 +36,8 @@ TRANSFORMERS = (
     nn.TransformerDecoderLayer,
 )  # fmt: skip
 
-KEPT_WHOLE = ("StochasticDepth", "FrozenBatchNorm2d")
-"""torchvision's modules that stay whole: tracing would fix their mode, and the BatchNorm folds as a module."""
+KEPT_WHOLE = ("StochasticDepth", "FrozenBatchNorm2d", "SyncBatchNorm")
+"""Modules that stay whole: tracing would fix the mode of torchvision's first, and the BatchNorms fold as modules."""
 
 FOREIGN = ("torch", "math", "builtins", "_operator", "operator", "qat")
 """Packages whose functions are operations; the tracer traces into any other function."""

@@ -94,6 +94,8 @@ def run(config: RunConfig) -> int:
     """Run the whole recipe; ranks that torchrun has started anew go on in the folder that they had."""
     device = pick_device(local_device(config.device))
     with process_group(device):
+        if rank():
+            logging.getLogger("qat").setLevel(logging.ERROR)  # rank 0 says the rest for all
         folder = remembered_folder()
         return _run(config.model_copy(update={"run_dir": folder, "resume": "auto"}) if folder else config, device)
 

@@ -86,9 +86,10 @@ class _Training:
         self.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.amp == "fp16")
         self.ema = None if run.stage.ema_decay is None else EMA(run.model, run.stage.ema_decay)
         self.aids = Aids(run.model, run.stage, run.distillation)
-        self.forward: Forward | None = None  # from the first step on
-        self.model = self.aids.student
-        """What holds the parameters' gradients together; on many ranks torch's DistributedDataParallel."""
+        self.model, self.learning = self.aids.student, 0
+        """What leaves the gradients of all ranks: DistributedDataParallel, where there are many."""
+        self.forward: Forward | None = None
+        """What steps call, from the first on: the model, compiled or not."""
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.best_top1 = -1.0
         self.done, self.whole, self.window = 0, Meter(), Meter()
@@ -199,6 +200,9 @@ class _Training:
         run.model.train()
         self.aids.student.train()
         _freeze(run, epoch)
+        learning = sum(each.requires_grad for each in run.model.parameters())
+        if learning != self.learning:  # neither torch.compile nor DistributedDataParallel follows a change of them
+            self.model, self.forward, self.learning = self.aids.student, None, learning
         if not self.done:
             self.aids.before_epoch(lambda batch: self.loss_of(self.on_device(batch))[0], run.train)
         steps, count = run.steps_per_epoch, rank_count()
@@ -261,9 +265,8 @@ class _Training:
 
     def first_forward(self, batch: Batch) -> Forward:
         """What steps call: the model, with its gradients averaged over the ranks, compiled where it trains alike."""
-        run, gradual = self.run, getattr(self.run.stage, "gradual", None)
-        freezes = getattr(run.stage, "freeze_scales_epoch", None) is not None
-        self.model = averaged(self.model, lambda forward: self.total_of(batch, forward)[0], freezes or gradual)
+        run = self.run
+        self.model = averaged(self.aids.student, lambda forward: self.total_of(batch, forward)[0])
         if not run.is_compiled:
             return self.model
         mode = compile_mode(run.device, run.config.cuda_graphs)
@@ -294,7 +297,7 @@ class _Training:
         images, labels = batch
         products = float_products() if self.run.config.integer_forward == "off" else nullcontext()
         with autocast(self.run.device, self.run.config.amp), products:
-            output = (forward or self.run.model)(images)
+            output = (self.run.model if forward is None else forward)(images)
         watched = output if isinstance(output, dict) and LOGITS in output else {LOGITS: output}
         logits, auxiliary = split_output(watched[LOGITS], len(labels))
         if labels.dim() == 2:  # mixed; a model may have more outputs than the data have classes

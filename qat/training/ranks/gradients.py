@@ -16,26 +16,20 @@ SYNC_BUFFERS = next(
 )  # fmt: skip
 
 
-def averaged(
-    model: nn.Module, loss_of: Callable[[Callable[[Tensor], Any]], Tensor], changes: object = False
-) -> nn.Module:
+def averaged(model: nn.Module, loss_of: Callable[[Callable[[Tensor], Any]], Tensor]) -> nn.Module:
     """What a step calls so that its backward leaves the means of all ranks' gradients: the model itself on one rank.
 
-    `loss_of` computes a loss through what it is given; `changes` says that a parameter may get no gradient later.
-
-    DistributedDataParallel has to know whether parameters get no gradient; a trial step finds out. After its first
-    backward it also sorts the gradients into other buckets, in which sums round otherwise. A resumed run has to add as
-    the first one did: in both, that backward is the trial's.
+    `loss_of` computes a loss through what it is given. DistributedDataParallel has to know whether parameters get no
+    gradient; a trial step finds out.
     """
     if rank_count() == 1:
         return model
-    ddp = _wrapped(model, bool(changes))
     learning = {name for name, each in model.named_parameters() if each.requires_grad}
-    [unused] = largest(bool(learning - trial_step(model, ddp, loss_of).learning))
-    return _wrapped(model, True) if unused and not changes else ddp
-
-
-def _wrapped(model: nn.Module, with_unused: bool) -> nn.Module:
+    [unused] = largest(bool(learning - trial_step(model, model, loss_of).learning))
     # Each rank has BatchNorm statistics of its own in training; evaluations and checkpoints are of rank 0's.
-    more: dict[str, Any] = {SYNC_BUFFERS: False, "find_unused_parameters": with_unused}
-    return DistributedDataParallel(model, **more)
+    more: dict[str, Any] = {SYNC_BUFFERS: False, "find_unused_parameters": bool(unused)}
+    ddp = DistributedDataParallel(model, **more)
+    # After its first backward it sorts the gradients into other buckets, in which sums round otherwise. A resumed run
+    # has to add as the first one did: in both, that backward is a trial's.
+    trial_step(model, ddp, loss_of)
+    return ddp

@@ -15,7 +15,7 @@ from qat.training.data.loaders import load_data
 from qat.training.loop.device import seed_everything
 from qat.training.ranks import order
 from qat.training.ranks.order import RankBatches
-from tests.runs.tiny_training import CPU, curves, on_two_ranks, stage_run, train
+from tests.runs.tiny_training import CPU, curves, on_ranks, stage_run, train
 
 
 @pytest.mark.parametrize("images", [7, 8, 12, 13, 30])
@@ -80,7 +80,7 @@ def on_a_rank(rank: int) -> dict[str, Any]:
 
 def test_two_ranks_train_as_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    one, ranks = trained(0, tmp_path / "one"), on_two_ranks(on_a_rank, tmp_path)
+    one, ranks = trained(0, tmp_path / "one"), on_ranks(on_a_rank, tmp_path)
     for mine in ranks:
         torch.testing.assert_close(mine["ranges"], one["ranges"], rtol=0, atol=0)
         torch.testing.assert_close(mine["model"], one["model"], rtol=1e-3, atol=1e-4)

@@ -67,12 +67,14 @@ def folder(tmp_path: Path) -> Path:
 Process: TypeAlias = "subprocess.Popen[str]"
 
 
-def start(folder: Path, *arguments: str, ranks: int = 0, restarts: int = 0, **environment: str) -> Process:
+def start(
+    folder: Path, *arguments: str, ranks: int = 0, restarts: int = 0, stdout: int = subprocess.PIPE, **environment: str
+) -> Process:
     """Begin `train.py` in a process of its own, or under torchrun on so many ranks."""
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     command = [sys.executable, *(launcher if ranks else []), TRAIN, "tiny.yaml", *arguments]
     more = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes: dict[str, Any] = {"stdout": stdout, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=folder, env=os.environ | more, start_new_session=True, **pipes)
 
 
@@ -168,9 +170,9 @@ def test_a_killed_process_goes_on_from_its_last_checkpoint(folder: Path) -> None
     usual, kills, runs = time.monotonic() - began, 0, 0
     random.seed(0)
     while kills < 50:
-        runs, run = runs + 1, f"run_dir=run{runs}"
+        runs += 1
         while True:
-            process = start(folder, run, "resume=auto")
+            process = start(folder, f"run_dir=run{runs}", "resume=auto", stdout=subprocess.DEVNULL)
             try:
                 process.wait(random.uniform(0, usual) if kills < 50 else 200)
                 break
