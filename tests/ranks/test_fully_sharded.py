@@ -169,7 +169,9 @@ def test_two_ranks_resume_bit_by_bit(ranks: list[dict[str, Any]], name: str) -> 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["cnn", *(pytest.param(each, marks=pytest.mark.slow) for each in MODELS if each != "cnn")]
+)
 def test_one_process_resumes_and_exports_the_same_integers(
     ranks: list[dict[str, Any]], name: str, checkpoints: Path, tmp_path: Path
 ) -> None:
