@@ -150,6 +150,7 @@ def test_an_error_on_one_rank_ends_all_with_its_sentence(where: str, rank: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_a_killed_rank_costs_nothing_but_time(folder: Path) -> None:
     assert end(start(folder, "run_dir=whole", ranks=2))[0] == 0
     for number in range(10):
@@ -164,6 +165,7 @@ def test_a_killed_rank_costs_nothing_but_time(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_a_killed_process_goes_on_from_its_last_checkpoint(folder: Path) -> None:
     began = time.monotonic()
     assert end(start(folder, "run_dir=whole"))[0] == 0
