@@ -13,6 +13,7 @@ from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.config.stages import QATStageConfig
 from qat.training.data.loaders import load_data
 from qat.training.loop.device import seed_everything
+from qat.training.loop.evaluation import evaluate
 from qat.training.ranks import order
 from qat.training.ranks.order import RankBatches
 from tests.runs.tiny_training import CPU, curves, on_ranks, stage_run, train
@@ -49,7 +50,7 @@ def test_the_shares_of_a_batch_make_it_up(
     assert shares(0, alone=True)[1:] == [[]] * (count - 1)
 
 
-def trained(rank: int, folder: Path) -> dict[str, Any]:
+def trained(folder: Path, together: bool = True) -> dict[str, Any]:
     """Three epochs on the digits, whose last batches are uneven, with sums over two batches and averaged weights."""
     config = DataConfig(
         name="digits", image_size=12, batch_size=16, eval_batch_size=30, limit_train=100, limit_val=61,
@@ -68,23 +69,27 @@ def trained(rank: int, folder: Path) -> dict[str, Any]:
     own = {"batch_size": 16, "limit_train": 100}
     run = stage_run(
         folder, model, stage, train=data.train, val=data.val,
-        config={"sync_batch_norm": True, "log_every": 2, "data": {"name": "digits", **own}},
+        config={"sync_batch_norm": together, "log_every": 2, "data": {"name": "digits", **own}},
     )  # fmt: skip
     evaluation = train(run)
-    return {"model": model.state_dict(), "ranges": ranges, "evaluation": vars(evaluation)}
+    again = evaluate(model, data.val, CPU)
+    return {"model": model.state_dict(), "ranges": ranges, "evaluation": vars(evaluation), "again": vars(again)}
 
 
 def on_a_rank(rank: int) -> dict[str, Any]:
-    return trained(rank, Path("ranks"))
+    return {**trained(Path("ranks")), "apart": trained(Path("apart"), together=False)}
 
 
 def test_two_ranks_train_as_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    one, ranks = trained(0, tmp_path / "one"), on_ranks(on_a_rank, tmp_path)
+    one, ranks = trained(tmp_path / "one"), on_ranks(on_a_rank, tmp_path)
     for mine in ranks:
         torch.testing.assert_close(mine["ranges"], one["ranges"], rtol=0, atol=0)
         torch.testing.assert_close(mine["model"], one["model"], rtol=1e-3, atol=1e-4)
         assert mine["evaluation"] == ranks[0]["evaluation"]
+        # What was evaluated is what rank 0 keeps, also where each rank had statistics of its own.
+        assert mine["apart"]["evaluation"] == mine["apart"]["again"]
+        torch.testing.assert_close(mine["apart"]["model"], ranks[0]["apart"]["model"], rtol=0, atol=0)
     drawn = [curves(tmp_path / name) for name in ("one", "ranks")]
     assert drawn[0].keys() == drawn[1].keys()
     for name in ("qat/train_loss", "qat/train_top1", "qat/val_loss", "qat/grad_norm", "qat/val_top1"):
