@@ -29,18 +29,19 @@ AIDS: dict[str, dict[str, Any]] = {
     },
     "mixup and cutmix": {"mixup_alpha": 0.4, "cutmix_alpha": 1.0, "label_smoothing": 0.1},
     "accumulation": {"accumulate": 3},
+    "a delta from the Hessian": {},
     "distillation": {"distillation": {"features": {"0": 0.5}}},
 }
 
 
-def model(seed: int) -> nn.Module:
+def model(seed: int, ewgs: str) -> nn.Module:
     torch.manual_seed(seed)
     layers = nn.Sequential(
         nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
         nn.Dropout(0.3), nn.Linear(8, 2),
     )  # fmt: skip
     images = TinyBatches().images
-    prepared = qat.prepare(layers, qat.QuantRecipe({"bits": 2}), images[:2])
+    prepared = qat.prepare(layers, qat.QuantRecipe({"bits": 2, "ewgs": ewgs}), images[:2])
     qat.calibrate(prepared, [images])
     return prepared
 
@@ -58,7 +59,8 @@ def test_a_resumed_stage_is_bitwise_the_uninterrupted_one(aid: str, tmp_path: Pa
         distillation = None if block is None else Distillation(teacher(), features=block.features)
         mixing = build_mixing(stage, 2)
         changes |= {"mixing": mixing, "distillation": distillation, "sample": TinyBatches()}
-        return stage_run(tmp_path / name, model(seed), stage, **changes)
+        ewgs = "hessian" if "Hessian" in aid and fields is AIDS[aid] else "none"
+        return stage_run(tmp_path / name, model(seed, ewgs), stage, **changes)
 
     train(run("without", {}))
     whole = run("whole", AIDS[aid])
