@@ -137,9 +137,17 @@ def sync_batch_norm(model: nn.Module) -> int:
     expect_model(sync_batch_norm, model)
     norms = batch_norms(model) + batch_norms(model, frozen=True)
     for norm in norms:
-        norm.__class__ = nn.SyncBatchNorm if norm.running_mean.is_cuda else SyncBatchNorm
+        norm.__class__ = CUDASyncBatchNorm if norm.running_mean.is_cuda else SyncBatchNorm
         norm.process_group = None
     return len(norms)
+
+
+class CUDASyncBatchNorm(nn.SyncBatchNorm):
+    """torch's, which asks torch.distributed itself how many ranks there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x of shape (N, C, ...), normalised for each channel."""
+        return super().forward(x) if rank_count() > 1 else AnyBatchNorm.forward(self, x)
 
 
 class SyncBatchNorm(AnyBatchNorm):

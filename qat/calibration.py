@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from qat.collectives import of_all_ranks, reshard
+from qat.collectives import of_all_ranks, reshard, this_rank_alone
 from qat.contexts import evaluating, first_calls
 from qat.inputs import Batch, as_batches, inputs_and_labels, run_batch
 from qat.layers import QuantFunction, QuantLayer
@@ -74,8 +74,9 @@ def calibrate(
         functions = [module for _, module in open_weights if isinstance(module, QuantFunction)]
         observers = _observe(model, quantizers, functions, given, limit)
         _set_ranges(_not_frozen(model, quantizers), observers)
-    check_own_twins(model, calls)
-    check_parts(model, calls)
+    with this_rank_alone():  # the others may have no batches
+        check_own_twins(model, calls)
+        check_parts(model, calls)
     reshard(model)  # an optimizer may be created next
 
 

@@ -1,5 +1,7 @@
 """What the ranks of torch.distributed tell each other; a process on its own is a group of one."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -9,10 +11,24 @@ from torch.autograd.function import FunctionCtx
 
 T = TypeVar("T")
 
+_alone = False
+"""Set by `this_rank_alone`."""
+
 
 def rank_count() -> int:
     """How many ranks there are."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() and not _alone else 1
+
+
+@contextmanager
+def this_rank_alone() -> Iterator[None]:
+    """A context for what one rank may do without the others, such as a check: nothing in it waits for them."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
 
 
 def rank() -> int:

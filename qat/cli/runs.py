@@ -30,7 +30,7 @@ from qat.training.loop.evaluation import split_output
 from qat.training.model.building import build_model
 from qat.training.model.weights import load_weights
 from qat.training.run.checkpoint import preprocessing_of
-from qat.training.run.folder import FLOAT_WEIGHTS, MODEL, RESOLVED_CONFIG, read_summary
+from qat.training.run.folder import FLOAT_WEIGHTS, LAST_CHECKPOINT, MODEL, RESOLVED_CONFIG, read_summary
 
 Array = npt.NDArray[Any]
 
@@ -214,6 +214,8 @@ class Run:
             about = {key: json.loads(text) for key, text in noted.items()}
         else:
             about = (read_summary(self.folder) or {}).get("about", {})
+        if "classes" not in about and (self.folder / LAST_CHECKPOINT).is_file():
+            raise UserError(f"RUN: '{self.path}': the run is not finished; train.py finishes it with resume=auto")
         if "classes" not in about:
             raise UserError(f"RUN: '{self.path}' does not say its classes and preprocessing; is it of train.py?")
         return about

@@ -36,7 +36,7 @@ TRANSFORMERS = (
     nn.TransformerDecoderLayer,
 )  # fmt: skip
 
-KEPT_WHOLE = ("StochasticDepth", "FrozenBatchNorm2d", "SyncBatchNorm")
+KEPT_WHOLE = ("StochasticDepth", "FrozenBatchNorm2d", "SyncBatchNorm", "CUDASyncBatchNorm")
 """Modules that stay whole: tracing would fix the mode of torchvision's first, and the BatchNorms fold as modules."""
 
 FOREIGN = ("torch", "math", "builtins", "_operator", "operator", "qat")

@@ -108,10 +108,11 @@ def _run(config: RunConfig, device: torch.device) -> int:
     seed_everything(config.seed)
     import_extensions(config.imports)
     build_recipe(config.quantization)  # a wrong recipe shows before the data are read or downloaded
+    anew = from_first(not goes_on(config))  # else the weights come from the run's folder, which rank 0 sees
     with first_rank_first():
         data = load_data(config.data, config.seed, device, config.channels_last)
-        model = build_model(config.model, len(data.classes), with_weights=not goes_on(config))
-    check_early(config, data, model)
+        model = build_model(config.model, len(data.classes), with_weights=anew)
+    check_early(config, data, model, anew)
     with from_first(open_run_folder(config) if rank() == 0 else None) as folder:  # no other run can write there
         remember_folder(str(folder.path))
         if folder.finished is None:
@@ -125,12 +126,12 @@ def _run(config: RunConfig, device: torch.device) -> int:
     return _verdict(folder.path, (read_summary(folder.path) or {})["problem"] or "")
 
 
-def check_early(config: RunConfig, data: Data, model: nn.Module) -> None:
+def check_early(config: RunConfig, data: Data, model: nn.Module, anew: bool) -> None:
     """Show what is wrong with the recipe, the stages before the last and the aids before hours of training."""
     shape, classes = data.image_shape, len(data.classes)
     check_forward(model, config, shape, classes)
     prepared = prepare_model(model, config, shape)
-    check_distillation(config, model, prepared, shape, classes, with_weights=not goes_on(config))
+    check_distillation(config, model, prepared, shape, classes, with_weights=anew)
     Aids(prepared, config.qat)  # there is something to watch, and to quantize by degrees
     for name, stage in progressive_stages(config.qat).items():
         with problems_of(key_of(name)):

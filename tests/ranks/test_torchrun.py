@@ -22,6 +22,7 @@ data: {name: digits, image_size: 12, batch_size: 32, limit_train: 480, limit_val
 float: {epochs: 2, lr: 0.05}
 qat: {epochs: 3, lr: 0.02, ema_decay: 0.9}
 checkpoint_every: 4
+sync_batch_norm: true
 log_every: 3
 device: cpu
 """

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from qat.collectives import this_rank_alone
 from qat.fused.functions.codes import Codes, PreQuantizer, decode, encode
 from qat.fused.functions.curves import before_curve, before_softmax, quantize_curve, quantize_softmax
 from qat.fused.functions.movement import drop, max_pool, reshape, reshape_by, shape_of
@@ -70,7 +71,7 @@ def judge(model: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     distrusted: tuple[str, ...] = ()
     reason = ""
     try:
-        with rewinding() as rewind, unseen_by_hooks():
+        with rewinding() as rewind, unseen_by_hooks(), this_rank_alone():
             base = copied(model)
             sample = _sampled(base, _bound(model, args, kwargs), rewind)
             if sample is None:

@@ -4,9 +4,10 @@ Each section of the file is a class. `qat.training.config.file` reads a file int
 what a valid config is. Unknown keys are refused everywhere (`extra="forbid"`).
 """
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from qat.targets import profile_of
 from qat.text import did_you_mean
@@ -38,6 +39,16 @@ def _dataset_name(name: str) -> str:
 
 
 DatasetName = Annotated[str, AfterValidator(_dataset_name)]
+
+
+def _interval(value: Any) -> Any:
+    is_steps = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    if not is_steps and not (isinstance(value, str) and re.fullmatch(r"[1-9]\d* ?min", value)):
+        raise ValueError(f"expected a number of steps (500) or of minutes (10min), got {value!r}")
+    return value
+
+
+Interval = Annotated[int | str, BeforeValidator(_interval)]
 
 
 class AugmentConfig(Section):
@@ -175,7 +186,7 @@ class RunConfig(Section):
     """Run compiled steps as CUDA graphs, which saves launch time where kernels are short."""
     sync_batch_norm: bool = False
     """On many ranks: BatchNorm normalises with the statistics of the whole batch, and not of each rank's share."""
-    checkpoint_every: Count | Annotated[str, Field(pattern=r"^[1-9]\d* ?min$")] | None = None
+    checkpoint_every: Interval | None = None
     """Also write last.pt within an epoch: after so many training steps (500) or minutes (10min). SIGTERM and SIGUSR1
     write it after the step in any case."""
     log_every: Count = 10

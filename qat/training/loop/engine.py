@@ -143,7 +143,7 @@ class _Training:
         """Train, evaluate, save and log one epoch."""
         run = self.run
         self.steps(epoch)
-        training, self.done, self.whole = self.whole, 0, Meter()
+        training, self.done = self.whole, 0
         with self.averaged():
             notes = [settle_statistics(run, epoch + 1)]
             share_state(run.model)
@@ -162,6 +162,7 @@ class _Training:
 
     def save(self, epoch: int, evaluation: Evaluation | None = None, statistics: Any = None) -> None:
         """Write last.pt, after whole epochs or within one."""
+        self.aids.before_evaluation()  # a checkpoint is of the whole model on its grids
         share_state(self.run.model)
         state = vars(self.state(epoch))
         _save(self.run, LAST_CHECKPOINT, epoch, evaluation, state=state, statistics=statistics)
@@ -174,6 +175,7 @@ class _Training:
             due = self.run.step(epoch, self.done) % every == 0
         elif every is not None:
             due = time.monotonic() - self.saved >= 60 * int(every.removesuffix("min"))
+        due = due and self.done < self.run.steps_per_epoch  # else an evaluation and its last.pt are next
         if any(largest(due or bool(self.signals))):
             self.read(epoch)
             self.save(epoch)
@@ -204,6 +206,7 @@ class _Training:
         if learning != self.learning:  # neither torch.compile nor DistributedDataParallel follows a change of them
             self.model, self.forward, self.learning = self.aids.student, None, learning
         if not self.done:
+            self.whole, self.window = Meter(), Meter()
             self.aids.before_epoch(lambda batch: self.loss_of(self.on_device(batch))[0], run.train)
         steps, count = run.steps_per_epoch, rank_count()
         with progress_bar(run.train, f"{run.name} {epoch + 1}/{run.stage.epochs}") as bar:

@@ -16,6 +16,10 @@ SYNC_BUFFERS = next(
 )  # fmt: skip
 
 
+ONE_BUCKET = 2**20
+"""Megabytes, more than any model has."""
+
+
 def averaged(model: nn.Module, loss_of: Callable[[Callable[[Tensor], Any]], Tensor]) -> nn.Module:
     """What a step calls so that its backward leaves the means of all ranks' gradients: the model itself on one rank.
 
@@ -28,6 +32,8 @@ def averaged(model: nn.Module, loss_of: Callable[[Callable[[Tensor], Any]], Tens
     [unused] = largest(bool(learning - trial_step(model, model, loss_of).learning))
     # Each rank has BatchNorm statistics of its own in training; evaluations and checkpoints are of rank 0's.
     more: dict[str, Any] = {SYNC_BUFFERS: False, "find_unused_parameters": bool(unused)}
+    if next(model.parameters()).device.type == "cpu":
+        more["bucket_cap_mb"] = ONE_BUCKET  # sums beside the backward would take its processor away
     ddp = DistributedDataParallel(model, **more)
     # After its first backward it sorts the gradients into other buckets, in which sums round otherwise. A resumed run
     # has to add as the first one did: in both, that backward is a trial's.

@@ -2,6 +2,7 @@
 what they say of a model, and resuming only by the run that they belong to."""
 
 import hashlib
+import random
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -10,6 +11,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -56,21 +58,26 @@ class StageState:
     schedule: dict[str, Any]
     scaler: dict[str, Any]
     ema: dict[str, Tensor] | None
-    rng: list[dict[str, Tensor]]
+    rng: list[dict[str, Any]]
     aids: dict[str, Any] = field(default_factory=dict)
 
 
-def capture_rng(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of torch's generators on the CPU and, for a CUDA device, on the device."""
-    states = {"cpu": torch.get_rng_state()}
+def capture_rng(device: torch.device) -> dict[str, Any]:
+    """Return the states of Python's and NumPy's generators, and of torch's on the CPU and on a CUDA device."""
+    known: Any = np.random.get_state()
+    _, keys, *rest = known
+    states = {"cpu": torch.get_rng_state(), "python": random.getstate(), "numpy": (keys.tolist(), *rest)}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
-def restore_rng(states: dict[str, Tensor], device: torch.device) -> None:
-    """Restore the states of torch's generators; a CUDA state is only used on a CUDA device."""
+def restore_rng(states: dict[str, Any], device: torch.device) -> None:
+    """Restore what `capture_rng` returned; a CUDA state is only used on a CUDA device."""
     torch.set_rng_state(states["cpu"])
+    random.setstate(states["python"])
+    keys, *rest = states["numpy"]
+    np.random.set_state(("MT19937", keys, *rest))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
 
