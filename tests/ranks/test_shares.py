@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import qat
+from qat.collectives import rank
 from qat.training.config.schema import AugmentConfig, DataConfig
 from qat.training.config.stages import QATStageConfig
 from qat.training.data.loaders import load_data
@@ -27,8 +28,8 @@ def test_the_shares_of_a_batch_make_it_up(
 ) -> None:
     def shares(first: int, alone: bool = False) -> list[list[list[int]]]:
         found = []
-        for rank in range(count):
-            monkeypatch.setattr(order, "rank", lambda rank=rank: rank)
+        for number in range(count):
+            monkeypatch.setattr(order, "rank", lambda number=number: number)
             batches = RankBatches(range(images), 8, whole, alone)
             batches.first = first
             found.append(list(batches))
@@ -73,6 +74,8 @@ def trained(folder: Path, together: bool = True) -> dict[str, Any]:
     )  # fmt: skip
     evaluation = train(run)
     again = evaluate(model, data.val, CPU)
+    calibrating = [len(labels) for _, labels in data.calibration(2, alone=True)]
+    assert calibrating == ([16, 16] if rank() == 0 else [])
     return {"model": model.state_dict(), "ranges": ranges, "evaluation": vars(evaluation), "again": vars(again)}
 
 

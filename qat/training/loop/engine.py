@@ -176,7 +176,8 @@ class _Training:
         elif every is not None:
             due = time.monotonic() - self.saved >= 60 * int(every.removesuffix("min"))
         due = due and self.done < self.run.steps_per_epoch  # else an evaluation and its last.pt are next
-        if any(largest(due or bool(self.signals))):
+        [wanted] = largest(due or bool(self.signals))
+        if wanted:
             self.read(epoch)
             self.save(epoch)
             self.end_if_asked()

@@ -11,13 +11,12 @@ from qat.collectives import largest, rank_count
 from qat.training.loop.trial import trial_step
 
 SYNC_BUFFERS = next(
-    name for name in ("forward_sync_buffers", "broadcast_buffers")  # the second is its name up to torch 2.14
+    name for name in ("forward_sync_buffers", "broadcast_buffers")  # the second is its older name, as in torch 2.11
     if name in inspect.signature(DistributedDataParallel).parameters
 )  # fmt: skip
 
-
 ONE_BUCKET = 2**20
-"""Megabytes, more than any model has."""
+"""Megabytes, more than any model's gradients have."""
 
 
 def averaged(model: nn.Module, loss_of: Callable[[Callable[[Tensor], Any]], Tensor]) -> nn.Module:

@@ -30,11 +30,6 @@ def is_launched() -> bool:
     return dist.is_available() and dist.is_torchelastic_launched()
 
 
-def is_restarted() -> bool:
-    """Whether torchrun started this run's ranks anew (`--max-restarts`)."""
-    return is_launched() and int(os.environ[RESTARTS]) > 0
-
-
 def ranks_here() -> int:
     """How many ranks share this machine."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if is_launched() else 1
@@ -106,7 +101,7 @@ def share_state(model: nn.Module) -> None:
 
 def remembered_folder() -> str | None:
     """The run folder of this run's ranks before torchrun started them anew; None if they had none yet."""
-    store = _agent_store() if is_restarted() else None
+    store = _agent_store() if is_launched() and int(os.environ[RESTARTS]) else None
     return store.get(RUN_DIR).decode() if store and store.check([RUN_DIR]) else None
 
 
