@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qat.finetuning.grid_weights import GridWeight, grid_weights
+from qat.analysis.grid_weights import GridWeight, grid_weights
 from qat.inputs import expect_model
 
 OSCILLATES = 0.005

@@ -49,7 +49,7 @@ from qat.training.run.folder import (
     open_run_folder,
     read_summary,
 )
-from qat.training.run.logging import RunLog
+from qat.training.run.logging import CURVES, RunLog
 from qat.training.run.report import report_lines, write_summary
 from qat.training.run.stages import Stages
 
@@ -151,8 +151,8 @@ def run_stages(
     if rank() == 0:
         (folder.path / SUMMARY).unlink(missing_ok=True)  # a folder without it is not finished
 
-    with RunLog(folder.path, anew=resumed is None) as log:
-        curves = f"tensorboard --logdir {shlex.quote(str(folder.path))}"
+    with RunLog(folder.path) as log:
+        curves = f"tensorboard --logdir {shlex.quote(str(folder.path / CURVES))}"
         write_text(
             folder.path / RESOLVED_CONFIG, dump_config(config)
         )  # first: with it a start that ended here is repeated

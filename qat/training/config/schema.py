@@ -191,6 +191,9 @@ class RunConfig(Section):
     write it after the step in any case."""
     log_every: Count = 10
     """Training steps between two points of the curves. The host waits for the device only at these points."""
+    watch: Literal["off", "scales", "all"] = "all"
+    """What is drawn of the quantizers: nothing; what they learn; or also what they clip and lose, weights that turn
+    round, and the pictures of the report. See docs/curves.md."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     float: StageConfig = StageConfig(epochs=0)

@@ -107,17 +107,16 @@ class Aids:
             self.oscillations.update(self.progress)
 
     def after_epoch(self, log: RunLog, stage: str, step: int) -> str:
-        """Draw the shares of oscillating and frozen weights, in percent, and return them for the epoch's line."""
+        """Draw the shares of oscillating and frozen weights, and return them in percent for the epoch's line."""
         if self.oscillations is None:
             return ""
-        for name, (weights, oscillating, _) in self.oscillations.by_layer().items():
-            log.scalar(f"oscillating/{name}", 100 * oscillating / weights, step)
+        by_layer = self.oscillations.by_layer().items()
+        curves = {f"oscillating/{name}.weight_quantizer": each.oscillating / each.weights for name, each in by_layer}
         weights, oscillating, frozen = self.oscillations.count()
         shares = {"oscillating": 100 * oscillating / weights}
         if self.oscillations.freeze is not None:
             shares["frozen_weights"] = 100 * frozen / weights
-        for name, share in shares.items():
-            log.scalar(f"{stage}/{name}", share, step)
+        log.scalars(stage, "train", curves | shares, step)
         return ", ".join(f"{name.replace('_', ' ')} {share:.1f} %" for name, share in shares.items())
 
     def state_dict(self) -> dict[str, Any]:

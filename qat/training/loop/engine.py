@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -24,10 +24,11 @@ from qat.training.loop.aids import Aids
 from qat.training.loop.compiled import compiled
 from qat.training.loop.device import autocast, compile_mode
 from qat.training.loop.evaluation import Evaluation, evaluate, split_output, to_device
-from qat.training.loop.metrics import Meter, log_epoch, log_window
+from qat.training.loop.metrics import Meter, Pace, log_epoch, log_window
 from qat.training.loop.norm_statistics import settle_statistics
 from qat.training.loop.optimizer import build_optimizer, build_schedule, describe_groups
 from qat.training.loop.stage import StageRun, rate_key
+from qat.training.loop.watching import Watch
 from qat.training.ranks.gradients import averaged
 from qat.training.ranks.group import share_state
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
@@ -53,6 +54,7 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
         sync_batch_norm(run.model)
     if run.config.channels_last:
         run.model.to(memory_format=torch.channels_last)
+    run.log.begin(run.name, run.first_step if state is None else run.step(state.epoch, state.step) + 1)
     if state is None:
         for sentence in without_effect(run):
             run.log.say(f"{run.name}: {sentence}")
@@ -64,7 +66,8 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     training.say_what_is_special()
     if state is not None:
         training.load(state)
-        run.log.resume(run.step(state.epoch, state.step))
+    else:
+        training.watch.tensors(run.first_step)
     evaluation = None
     with signals_deferred() as training.signals:
         for epoch in range(state.epoch if state else 0, run.stage.epochs):
@@ -86,6 +89,7 @@ class _Training:
         self.scaler = torch.amp.GradScaler(run.device.type, enabled=run.config.amp == "fp16")
         self.ema = None if run.stage.ema_decay is None else EMA(run.model, run.stage.ema_decay)
         self.aids = Aids(run.model, run.stage, run.distillation)
+        self.watch, self.pace = Watch(run), Pace()
         self.model, self.learning = self.aids.student, 0
         """What leaves the gradients of all ranks: DistributedDataParallel, where there are many."""
         self.forward: Forward | None = None
@@ -155,10 +159,15 @@ class _Training:
                     _save(run, BEST_CHECKPOINT, epoch + 1, evaluation)
             statistics = None if self.ema is None else copied_statistics(run.model)
         notes.append(self.aids.after_epoch(run.log, run.name, run.step(epoch + 1)))
-        log_epoch(run, epoch, training, evaluation, "; ".join(filter(None, notes)))
+        log_epoch(run, epoch, training, evaluation, self.left(epoch), "; ".join(filter(None, notes)))
         self.save(epoch + 1, evaluation, statistics)
         self.end_if_asked()
         return evaluation
+
+    def left(self, epoch: int) -> str:
+        """The time that the run still takes."""
+        own = (self.run.stage.epochs - epoch) * self.run.steps_per_epoch - (self.done or self.run.steps_per_epoch)
+        return self.pace.left(own + self.run.later_steps)
 
     def save(self, epoch: int, evaluation: Evaluation | None = None, statistics: Any = None) -> None:
         """Write last.pt, after whole epochs or within one."""
@@ -211,25 +220,39 @@ class _Training:
             self.aids.before_epoch(lambda batch: self.loss_of(self.on_device(batch))[0], run.train)
         steps, count = run.steps_per_epoch, rank_count()
         with progress_bar(run.train, f"{run.name} {epoch + 1}/{run.stage.epochs}") as bar:
-            for number, batches in enumerate(grouped(bar, run.stage.accumulate), self.done + 1):
+            for number, batches in enumerate(grouped(self.arriving(bar), run.stage.accumulate), self.done + 1):
                 group = [self.on_device(batch) for batch in batches]
                 if run.mixing is not None:
                     group = [run.mixing(images, labels) for images, labels in group]
                 lr = self.optimizer.param_groups[0]["lr"]
                 self.aids.before_step((epoch * steps + number - 1) / max(run.stage.epochs * steps - 1, 1))
-                row, self.window.added = self.step(group)
+                row, self.window.added = self.step(group, watched=self.watch.is_due(number, steps))
                 self.window.rows.append(row)
                 self.window.sizes.append(count * sum(len(labels) for _, labels in group))
-                self.done = number
+                self.done, self.pace.steps = number, self.pace.steps + 1
                 if number % run.config.log_every == 0 or number == steps:
                     self.read(epoch)
                     log_window(run, run.step(epoch, number), self.window, lr)
+                    self.watch.point(run.step(epoch, number), whole_epoch=number == steps)
                     loss, top1 = self.window.mean_loss, self.window.top1
-                    bar.set_postfix({"loss": f"{loss:.3f}", "top1": f"{top1:.1f} %", "lr": f"{lr:.2g}"}, refresh=False)
+                    shown = {"loss": f"{loss:.3f}", "top1": f"{top1:.1f} %", "lr": f"{lr:.2g}", "run": self.left(epoch)}
+                    bar.set_postfix(shown, refresh=False)
                     self.whole.merge(self.window)
                     self.window = Meter()
                 self.save_if_due(epoch)
         self.aids.before_evaluation()
+
+    def arriving(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches, with the time that each was waited for."""
+        waiting = iter(batches)
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(waiting)
+            except StopIteration:
+                return
+            self.window.waited += time.perf_counter() - began
+            yield batch
 
     def read(self, epoch: int) -> None:
         """Wait for the results of the steps so far."""
@@ -240,7 +263,7 @@ class _Training:
         """The batch on the device, in its memory format."""
         return to_device(batch, self.run.device, channels_last=self.run.config.channels_last)
 
-    def step(self, group: list[Batch]) -> tuple[Tensor, list[str]]:
+    def step(self, group: list[Batch], watched: bool = False) -> tuple[Tensor, list[str]]:
         """One optimizer step: (loss, correct, gradient norm, added losses ...) on the device, and their names."""
         if self.forward is None:
             self.forward = self.first_forward(group[0])
@@ -258,7 +281,9 @@ class _Training:
         if self.run.stage.clip_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             norm = nn.utils.clip_grad_norm_(self.parameters, self.run.stage.clip_grad_norm)
-        self.scaler.step(self.optimizer)
+        self.scaler.step(self.optimizer)  # it also takes the factor out of fp16's gradients
+        if watched:
+            self.watch.keep_gradients()
         self.scaler.update()
         self.aids.after_step()
         self.schedule.step()

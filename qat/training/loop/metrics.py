@@ -1,6 +1,8 @@
 """The metrics of a stage: sums over training images, a point every few steps, a line per epoch, and warnings."""
 
 import math
+import resource
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +11,6 @@ import torch
 from torch import Tensor
 
 from qat.collectives import rank_count, summed
-from qat.quantizer import Quantizer
 from qat.quantizer.training import scales_at_minimum
 from qat.training.config.stages import StageConfig
 from qat.training.loop.evaluation import Evaluation
@@ -27,6 +28,8 @@ class Meter:
     correct: float = 0.0
     images: int = 0
     seconds: float = 0.0
+    waited: float = 0.0
+    """Seconds of them in which the next batch was not there yet."""
     grad_norm: float = 0.0
     added: list[str] = field(default_factory=list)
     """Names of what aids and rules add to the loss."""
@@ -82,37 +85,69 @@ class Meter:
         self.correct += other.correct
         self.images += other.images
         self.seconds += other.seconds
+        self.waited += other.waited
 
 
 def log_window(run: StageRun, step: int, window: Meter, lr: float) -> None:
     """Log the metrics of the last few steps."""
     curves = {
-        "train_loss": window.mean_loss,
-        "train_top1": window.top1,
+        "loss": window.mean_loss,
+        "top1": window.top1,
         "lr": lr,
         "images_per_second": window.images_per_second,
+        "data_wait": window.waited / window.seconds,
+        "memory_mb": peak_memory(run.device) / 1e6,
         **{name: total / window.images for name, total in zip(window.added, window.losses, strict=True)},
     }
     if run.stage.clip_grad_norm is not None:
         curves["grad_norm"] = window.grad_norm
-    for name, value in curves.items():
-        run.log.scalar(f"{run.name}/{name}", value, step)
+    run.log.scalars(run.name, "train", curves, step)
 
 
-def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation, note: str = "") -> None:
-    """Log the validation metrics and the quantizers, and print one line about the epoch, with the note at its end."""
-    step = run.step(epoch + 1)
-    run.log.scalar(f"{run.name}/val_loss", validation.loss, step)
-    run.log.scalar(f"{run.name}/val_top1", validation.top1, step)
-    _log_quantizers(run, step)
+def peak_memory(device: torch.device) -> int:
+    """The most bytes so far: that torch has taken on a CUDA device, or that the process has taken of the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def log_epoch(run: StageRun, epoch: int, training: Meter, validation: Evaluation, left: str, note: str = "") -> None:
+    """Log the validation metrics, and print one line about the epoch, with the time left and the note at its end."""
+    log_validation(run, run.step(epoch + 1), validation)
     parts = [
-        f"{run.name} {epoch + 1}/{run.stage.epochs}: train loss {training.mean_loss:.3f}, top1 {training.top1:.2f} %",
-        f"val loss {validation.loss:.3f}, top1 {validation.top1:.2f} %",
+        f"{run.name} {epoch + 1}/{run.stage.epochs}: val top1 {validation.top1:.2f} %, loss {validation.loss:.3f}",
+        f"train {training.top1:.2f} %, {training.mean_loss:.3f}",
         f"{training.images_per_second:.0f} images/s",
+        left,
         note,
         _floor_note(run),
     ]
     run.log.say("; ".join(part for part in parts if part))
+
+
+class Pace:
+    """How fast a stage has gone since its construction."""
+
+    def __init__(self) -> None:
+        self.began, self.steps = time.perf_counter(), 0
+
+    def left(self, steps: int) -> str:
+        """How long so many further steps will take, in words, evaluations included; "" for none.
+
+        >>> pace = Pace()
+        >>> pace.began, pace.steps = time.perf_counter() - 60, 100
+        >>> pace.left(50), pace.left(600), pace.left(20000), pace.left(0)
+        ('30 s left', '6 min left', '3 h 20 min left', '')
+        """
+        seconds = (time.perf_counter() - self.began) / max(self.steps, 1) * steps
+        minutes = round(seconds / 60)
+        words = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+        return "" if not steps else f"{words if seconds >= 90 else f'{seconds:.0f} s'} left"
+
+
+def log_validation(run: StageRun, step: int, validation: Evaluation) -> None:
+    """Add a point to the curves of the validation split."""
+    run.log.scalars(run.name, "val", {"loss": validation.loss, "top1": validation.top1}, step)
 
 
 def _floor_note(run: StageRun) -> str:
@@ -126,22 +161,6 @@ def _floor_note(run: StageRun) -> str:
         f"{resting:,} of {total:,} learned scales rest on their floor ({worst} has most): a lower"
         f" {rate_key(run.config, run.name)} or qat.quantizer_lr_factor may help"
     )
-
-
-def _log_quantizers(run: StageRun, step: int) -> None:
-    """Log what the quantizers learn."""
-    quantizers = {name: module for name, module in run.model.named_modules() if isinstance(module, Quantizer)}
-    curves = {
-        f"{kind}/{name}": values for name, module in quantizers.items() for kind, values in module.curves().items()
-    }
-    curves |= {
-        f"ewgs_delta/{name}": module.ewgs_delta for name, module in quantizers.items() if module.spec.ewgs == "hessian"
-    }
-    if not curves:
-        return
-    means = torch.stack([values.detach().float().mean() for values in curves.values()]).tolist()
-    for name, mean in zip(curves, means, strict=True):
-        run.log.scalar(name, mean, step)
 
 
 SIGMAS = 2.0

@@ -46,8 +46,7 @@ def settle_statistics(run: StageRun, epochs: int) -> str:
             restore_statistics(run.model, kept)
             return ""
     count = _reestimate(run, epochs, math.ceil(IMAGES / run.config.data.batch_size))
-    why = ", since the running ones lag behind weights that change fast" if choice == "auto" else ""
-    return f"statistics of {count} BatchNorms estimated anew{why}"
+    return f"statistics of {count} BatchNorms estimated anew"
 
 
 def _loss(run: StageRun, batches: Batches) -> float:

@@ -43,6 +43,8 @@ class StageRun:
     results: dict[str, Any] = field(default_factory=dict)
     first_step: int = 0
     epochs_before: int = 0
+    later_steps: int = 0
+    """Of the stages after it, for the time left."""
     keep_best: bool = True
     sample: Batches | None = None
     distillation: Distillation | None = None

@@ -12,6 +12,7 @@ from qat.training.config.schema import RunConfig
 from qat.training.errors import UserError
 from qat.training.run.checkpoint import check_same_config
 from qat.training.run.files import FolderInUseError, RunLock
+from qat.training.run.logging import CURVES
 
 RUNS = Path("runs")
 """Parent of the default run folders, relative to the current folder."""
@@ -22,9 +23,6 @@ BEST_CHECKPOINT = "best.pt"
 
 RESOLVED_CONFIG = "config.yaml"
 """The config with all defaults, written at the start."""
-
-CURVES = "events.out.tfevents."
-"""How the names of TensorBoard's files begin."""
 
 FLOAT_WEIGHTS = "float.safetensors"
 LAYERS = "layers.txt"
@@ -132,7 +130,7 @@ def _nothing_trained(path: Path, resume: bool) -> bool:
     if RESOLVED_CONFIG not in names or not file.read_text(encoding="utf-8").startswith(f"# {NULLS}"):
         return not names  # a config.yaml may be the user's own
     saved = load_config(str(file))
-    again = {RESOLVED_CONFIG, LAYERS, *(name for name in names if name.startswith(CURVES))}
+    again = {RESOLVED_CONFIG, LAYERS, CURVES}
     if saved.float.epochs == 0:
         again.add(FLOAT_WEIGHTS)
         if saved.qat.epochs == 0 and resume:

@@ -1,7 +1,7 @@
 """A run's output: TensorBoard curves, lines and tables on standard output, progress bars on the terminal."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,39 +9,45 @@ from tqdm import tqdm
 
 from qat.collectives import rank
 
+CURVES = "curves"
+"""The folder of TensorBoard's files in a run folder: a folder for each stage and split, so that one chart has all."""
+
 
 class RunLog:
-    """The curves and the text of a run; `anew` hides the curves that an earlier start left in the folder.
+    """The curves and the text of a run. Of many ranks, the first writes; it goes on alone at the end."""
 
-    Of many ranks, the first writes; it goes on alone at the end.
-    """
-
-    def __init__(self, folder: Path, anew: bool = False) -> None:
-        self.folder, self._purge_step, self._writes = folder, 0 if anew else None, rank() == 0
-        self._writer: Any = None
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._writes = folder, rank() == 0
+        self._first: dict[str, int] = {}
+        self._writers: dict[str, Any] = {}
 
     def __enter__(self) -> "RunLog":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
 
-    def resume(self, step: int) -> None:
-        """Continue after this step, before the first point; TensorBoard hides later points of the interrupted run."""
-        self._purge_step = step + 1
+    def begin(self, stage: str, step: int) -> None:
+        """Say where the curves of a stage begin, before its first point; TensorBoard hides what an earlier start drew."""
+        self._first.setdefault(stage, step)
 
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        """Add a point to the curve `tag`; TensorBoard groups curves by the part before the first slash."""
-        if not self._writes:
-            return
-        if self._writer is None:
+    def scalars(self, stage: str, split: str, values: Mapping[str, float], step: int) -> None:
+        """Add a point to each curve of a stage, on `train` or `val`; curves of one name share a chart."""
+        if self._writes and values:
+            writer = self.writer(f"{stage}/{split}", self._first.get(stage))
+            for tag, value in values.items():
+                writer.add_scalar(tag, value, step)
+            writer.flush()  # a run that is killed goes on from last.pt, and so must its curves
+
+    def writer(self, run: str = "", first: int | None = None) -> Any:
+        """torch's SummaryWriter of a run in TensorBoard; "" for what is of no stage."""
+        if run not in self._writers:
             from torch.utils.tensorboard import SummaryWriter  # late, since TensorBoard takes time
 
-            self._writer = SummaryWriter(str(self.folder), purge_step=self._purge_step)
-        self._writer.add_scalar(tag, value, step)
-        self._writer.flush()  # a run that is killed goes on from last.pt, and so must its curves
+            self._writers[run] = SummaryWriter(str(self.folder / CURVES / run), purge_step=first)
+        return self._writers[run]
 
     def say(self, text: str) -> None:
         """Print text on standard output, above a progress bar if there is one."""

@@ -117,8 +117,8 @@ class Stages:
         found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
         self.results["calibrated"] = {"top1": found.top1}
         self.log.say(f"calibrated: val top1 {found.top1:.2f} %")
-        self.log.scalar("qat/val_top1", found.top1, self.steps)
-        self.log.scalar("qat/val_loss", found.loss, self.steps)
+        self.log.begin(self.order[2], self.steps)
+        self.log.scalars(self.order[2], "val", {"loss": found.loss, "top1": found.top1}, self.steps)
 
     def progressive(self, float_model: nn.Module, model: nn.Module) -> None:
         """Train on the grids of `qat.progressive` in turn, each from the last one's weights; hand the last on."""
@@ -179,7 +179,9 @@ class Stages:
 
     def _train(self, name: str, model: nn.Module, stage: StageConfig) -> None:
         """Train one stage; if the checkpoint is from this stage, resume in it."""
-        first_step, self.steps = self.steps, self.steps + stage.epochs * steps_per_epoch(stage, self.data.train)
+        first_step, own_steps = self.steps, self._steps_of(stage)
+        if name != "float_finetune":  # its curves lie over those of QAT, which starts from the same weights
+            self.steps += own_steps
         epochs_before = self.qat_epochs
         if name.startswith("qat"):
             self.qat_epochs += stage.epochs
@@ -200,7 +202,8 @@ class Stages:
             distillation = build_distillation(self.config, stage, classes, self.float_weights, self.device)
         run = StageRun(
             name, stage, self.config, model, self.data.train, self.data.val, self.device, self.log, self.folder.path,
-            self.results, first_step, epochs_before, keep_best=name == "qat", sample=self._sample(),
+            self.results, first_step, epochs_before, self._steps_after(name), keep_best=name == "qat",
+            sample=self._sample(),
             distillation=distillation, mixing=build_mixing(stage, classes), about=self.about,
         )  # fmt: skip
         evaluation = train_stage(run, state)
@@ -212,6 +215,19 @@ class Stages:
         self.results[name] = {"top1": evaluation.top1, "loss": evaluation.loss, "epochs": stage.epochs, **choice}
         self.results["val_images"] = evaluation.count
         self.warn(warnings_about(name, rate_key(self.config, name), stage, evaluation, start))
+
+    def _steps_of(self, stage: StageConfig) -> int:
+        return stage.epochs * steps_per_epoch(stage, self.data.train)
+
+    def _steps_after(self, name: str) -> int:
+        """How many steps of training the stages after this one have."""
+        last = self.config.qat
+        stages: dict[str, StageConfig] = {"float": self.config.float}
+        if self.config.float_finetune:
+            stages["float_finetune"] = float_counterpart(last)
+        stages |= {key: training_of(last, each) for key, each in progressive_stages(last).items()} | {"qat": last}
+        later = self.order[self.order.index(name) + 1 :]
+        return sum(self._steps_of(stages[key]) for key in later if key in stages)
 
     def _sample(self, alone: bool = False) -> Loader:
         """Training images without augmentation; ranges are estimated by rank 0 alone, to be one process's."""

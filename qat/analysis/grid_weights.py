@@ -23,6 +23,11 @@ class GridWeight:
     read: Callable[[], Tensor]
 
     @property
+    def is_known(self) -> bool:
+        """Whether the weight can be read; that of a function outside of a graph only its caller knows."""
+        return self.read is not _unknown
+
+    @property
     def quantizer(self) -> Quantizer:
         """The weight's quantizer."""
         return self.layer.weight_quantizer
@@ -52,8 +57,8 @@ def grid_weights(model: nn.Module, most_bits: int) -> tuple[dict[str, GridWeight
     """The weights on integer grids of so many bits, and why the others are not, by layer; a shared one counts once."""
     owned = {each.untyped_storage().data_ptr() for each in model.parameters() if not is_sharded(each)}
     found, left_out, first = dict[str, GridWeight](), dict[str, str](), dict[tuple[int, int], str]()
-    for name, each in _weights(model):
-        weight = None if each.read is _unknown else each.read()
+    for name, each in weights_of(model):
+        weight = each.read() if each.is_known else None
         reason = _refusal(each.quantizer, most_bits)
         if reason is None and weight is not None and is_sharded(weight):
             reason = "is sharded over the ranks"
@@ -88,7 +93,7 @@ def _unknown() -> Tensor:
     raise TypeError("GridWeight: the weight of this function is not known")
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, GridWeight]]:
+def weights_of(model: nn.Module) -> Iterator[tuple[str, GridWeight]]:
     """Every weight that has a quantizer, with the name of its layer."""
     seen = set[int]()
     for name, module in model.named_modules():

@@ -1,0 +1,89 @@
+"""What a stage draws of its quantizers while it trains: what they learn and clip, and weights that turn round."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qat.analysis.statistics import learned_statistics, quantizer_statistics, weight_samples
+from qat.collectives import rank
+from qat.quantizer import Quantizer
+from qat.training.loop.evaluation import to_device
+from qat.training.loop.stage import StageRun
+
+IMAGES = 8
+"""Shown to the model for the statistics of its tensors."""
+
+POINTS_APART = 50
+"""Points of the other curves between two of these statistics, within a long epoch."""
+
+
+class Watch:
+    """Draws the curves of a stage's quantizers, as far as `watch` asks for them; rank 0 draws for all.
+
+    `point` belongs to the points of the other curves and reads parameters; `tensors` runs the model on a few images.
+    """
+
+    def __init__(self, run: StageRun) -> None:
+        self.run, self.detail = run, run.config.watch if rank() == 0 else "off"
+        found = {name: each for name, each in run.model.named_modules() if isinstance(each, Quantizer)}
+        self.quantizers = {} if self.detail == "off" else found
+        self.gradients: dict[str, Tensor] = {}
+        self.points = 0
+        self.images: Tensor | None = None
+        self.codes: dict[str, Tensor] = {}
+        self.directions: dict[str, Tensor] = {}
+
+    def is_due(self, number: int, last: int) -> bool:
+        """Whether a point follows this step of an epoch."""
+        return bool(self.quantizers) and (number % self.run.config.log_every == 0 or number == last)
+
+    def keep_gradients(self) -> None:
+        """Take note of the gradients of a step, before they are gone."""
+        learned = {
+            f"gradient/{name}": [p.grad for p in each.parameters() if p.grad is not None]
+            for name, each in self.quantizers.items()
+        }
+        norms = {tag: torch._foreach_norm(gradients) for tag, gradients in learned.items() if gradients}
+        self.gradients = {tag: torch.stack(each).norm() for tag, each in norms.items()}
+
+    @torch.no_grad()
+    def point(self, step: int, *, whole_epoch: bool) -> None:
+        """Draw what the quantizers have learned by this step, and now and then what they do to their tensors."""
+        if not self.quantizers:
+            return
+        curves = {**learned_statistics(self.quantizers), **self.gradients}
+        if self.detail == "all":
+            curves |= self._turned()
+        numbers = torch.stack([each.float() for each in curves.values()]).tolist() if curves else []
+        self.run.log.scalars(self.run.name, "train", dict(zip(curves, numbers, strict=True)), step)
+        self.points += 1
+        if self.detail == "all" and (whole_epoch or self.points % POINTS_APART == 0):
+            self.tensors(step)
+
+    def tensors(self, step: int) -> None:
+        """Draw the statistics of every quantizer's tensor."""
+        if self.detail != "all" or not self.quantizers or self.run.sample is None:
+            return
+        if self.images is None:
+            batch: Any = next(iter(self.run.sample))
+            self.images = to_device(batch, self.run.device, channels_last=self.run.config.channels_last)[0][:IMAGES]
+        found = quantizer_statistics(self.run.model, self.images)
+        curves = {f"{key}/{name}": value for name, row in found.items() for key, value in row.items()}
+        self.run.log.scalars(self.run.name, "train", curves, step)
+
+    def _turned(self) -> dict[str, Tensor]:
+        """By weight, the share of a sample whose integer moved since the last point, against its move before."""
+        names = {each: name for name, each in self.quantizers.items()}
+        curves = {}
+        for quantizer, read in weight_samples(self.run.model).items():
+            if not (quantizer.uniform and quantizer.exportable):
+                continue
+            name, codes = names[quantizer], quantizer.compute_codes(read()).to(torch.int16)
+            if name in self.codes and self.codes[name].shape == codes.shape:
+                moved = torch.sign(codes - self.codes[name]).to(torch.int8)
+                before = self.directions.get(name, torch.zeros_like(moved))
+                curves[f"oscillating/{name}"] = (moved * before < 0).float().mean()
+                self.directions[name] = torch.where(moved == 0, before, moved)
+            self.codes[name] = codes
+        return curves
