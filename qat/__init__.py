@@ -11,8 +11,10 @@
 
 from qat import functional, testing
 from qat.analysis import explain, summary
+from qat.analysis.errors import layer_errors
 from qat.analysis.features import feature_extractor
 from qat.analysis.state import float_state_dict
+from qat.analysis.statistics import quantizer_statistics
 from qat.batch_norm import freeze_batch_norm, reestimate_batch_norm, sync_batch_norm
 from qat.calibration import calibrate
 from qat.export import export_onnx, integer_weights, verify_onnx
@@ -79,10 +81,12 @@ __all__ = [
     "freeze_scales",
     "functional",
     "integer_weights",
+    "layer_errors",
     "load",
     "parameter_groups",
     "penalty",
     "prepare",
+    "quantizer_statistics",
     "reestimate_batch_norm",
     "register_quantizer",
     "replicate_quantizers",

@@ -35,7 +35,7 @@ def layer_errors(model: nn.Module, batch: Batch) -> list[LayerError]:
     """The error that each quantized layer adds, and the one that has gathered behind it, in the order of execution.
 
     Float is the same model with its quantizers switched off. A layer whose `local` is far below its neighbours' is to
-    blame; one whose `cumulative` alone is low inherits its error. Of a layer that is called twice the first call counts.
+    blame; one whose `cumulative` alone is low inherits its error. Of a layer called twice the first call counts.
 
     Args:
         model: prepared and calibrated; it runs twice in evaluation mode, and is then in the mode that it was in.

@@ -118,6 +118,14 @@ def layers_in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, wanted[name]) for name in (*order, *(name for name in wanted if name not in order))]
 
 
+def quantizers_in_order(model: nn.Module) -> list[str]:
+    """The names of the quantizers of `layers_in_order`."""
+    return [
+        f"{name}.weight_quantizer".lstrip(".") if isinstance(module, QuantLayer) else name
+        for name, module in layers_in_order(model)
+    ]
+
+
 def _graphs(model: nn.Module) -> Iterator[tuple[str, fx.GraphModule]]:
     """The traced parts of the model, each with the prefix of its names."""
     for name, module in model.named_modules():

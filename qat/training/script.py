@@ -36,11 +36,15 @@ from qat.training.ranks.group import (
     remember_folder,
     remembered_folder,
 )
+from qat.training.report.board import add_results, add_text
+from qat.training.report.page import REPORT, write_report
+from qat.training.report.run import ReportedRun
 from qat.training.run.checkpoint import about_model, check_same_config, check_same_data, load_checkpoint
 from qat.training.run.exit_status import exit_status
 from qat.training.run.files import write_text
 from qat.training.run.folder import (
     FLOAT_WEIGHTS,
+    LAYERS,
     MODEL,
     RESOLVED_CONFIG,
     SUMMARY,
@@ -176,10 +180,16 @@ def run_stages(
         if not is_first:
             return 0
         problem = stages.export(quantized)
+        stages.analyse(model, quantized)
 
         summary = write_summary(folder.path / SUMMARY, config, about, results, time.perf_counter() - started, problem)
         warnings = [f"warning: {sentence}" for sentence in results["warnings"]]
         log.say("\n".join(["", *report_lines(summary), "", *warnings]))
+        if config.watch != "off":
+            said = write_report(folder.path / REPORT, [ReportedRun.read(folder.path)], pictures=True)
+            add_text(log, dump_config(config), (folder.path / LAYERS).read_text(encoding="utf-8"))
+            add_results(log, config, summary, stages.steps)
+            log.say("\n".join([*said, f"report: {folder.path / REPORT}"]))
     names = sorted(path.name for path in folder.path.iterdir() if path.name[0] != ".")
     log.say(f"in {folder.path}: {', '.join(names)}")
     return _verdict(folder.path, problem)

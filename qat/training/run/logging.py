@@ -17,7 +17,7 @@ class RunLog:
     """The curves and the text of a run. Of many ranks, the first writes; it goes on alone at the end."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._writes = folder, rank() == 0
+        self.folder, self.writes = folder, rank() == 0
         self._first: dict[str, int] = {}
         self._writers: dict[str, Any] = {}
 
@@ -30,12 +30,12 @@ class RunLog:
         self._writers.clear()
 
     def begin(self, stage: str, step: int) -> None:
-        """Say where the curves of a stage begin, before its first point; TensorBoard hides what an earlier start drew."""
+        """Say where the curves of a stage begin, before its first point; what an earlier start drew is hidden."""
         self._first.setdefault(stage, step)
 
     def scalars(self, stage: str, split: str, values: Mapping[str, float], step: int) -> None:
         """Add a point to each curve of a stage, on `train` or `val`; curves of one name share a chart."""
-        if self._writes and values:
+        if self.writes and values:
             writer = self.writer(f"{stage}/{split}", self._first.get(stage))
             for tag, value in values.items():
                 writer.add_scalar(tag, value, step)
@@ -51,7 +51,7 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Print text on standard output, above a progress bar if there is one."""
-        if self._writes:
+        if self.writes:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 

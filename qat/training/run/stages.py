@@ -1,6 +1,6 @@
 """The stages of a run: each trains or computes, writes its result, and is skipped by a run that had finished it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,9 @@ import torch
 from torch import fx, nn
 
 import qat
+from qat.analysis.table import quantizers_in_order
 from qat.collectives import rank
+from qat.export import LayerDifference
 from qat.training.config.schema import RunConfig
 from qat.training.config.stages import StageConfig
 from qat.training.data.loaders import Data, Loader
@@ -30,6 +32,8 @@ from qat.training.loop.stage import (
 )
 from qat.training.model.weights import load_float_weights
 from qat.training.ranks.group import from_first
+from qat.training.report.analysis import analyse, write_analysis
+from qat.training.report.board import add_layout
 from qat.training.run.checkpoint import (
     StageState,
     export_metadata,
@@ -66,6 +70,8 @@ class Stages:
     about: dict[str, Any]
     steps: int = 0
     qat_epochs: int = 0
+    compared: list[LayerDifference] = field(default_factory=list)
+    """The integers of the exported file, by layer."""
 
     @property
     def order(self) -> list[str]:
@@ -119,6 +125,10 @@ class Stages:
         self.log.say(f"calibrated: val top1 {found.top1:.2f} %")
         self.log.begin(self.order[2], self.steps)
         self.log.scalars(self.order[2], "val", {"loss": found.loss, "top1": found.top1}, self.steps)
+        if self.config.watch == "all" and rank() == 0:
+            images = next(iter(self._sample(alone=True)))[0].to(self.device)
+            errors = {name: row["sqnr"] for name, row in qat.quantizer_statistics(model, images).items()}
+            add_layout(self.log, quantizers_in_order(model), errors)
 
     def progressive(self, float_model: nn.Module, model: nn.Module) -> None:
         """Train on the grids of `qat.progressive` in turn, each from the last one's weights; hand the last on."""
@@ -161,11 +171,17 @@ class Stages:
         proof = export_and_prove(
             model, self.folder.path / MODEL, example, self.data.val, self.config, metadata, self.log
         )
-        self.results["onnx"] = proof.results
+        self.results["onnx"], self.compared = proof.results, proof.layers
         self.log.say("\n".join(proof.sentences()))
         self._write_layers(model, proof.saturation_table())
         self.results["warnings"].extend(proof.warnings())
         return proof.problem()
+
+    def analyse(self, float_model: nn.Module, model: nn.Module) -> None:
+        """Write what the report shows of the trained model."""
+        if self.config.watch == "all":
+            float_model.to(self.device)
+            write_analysis(self.folder.path, analyse(model, float_model, self.data, self.device, self.compared))
 
     def warn(self, sentences: list[str]) -> None:
         """Log warnings, and keep them for the summary."""

@@ -1,0 +1,196 @@
+"""What the report shows of the trained model besides its curves: errors by layer, histograms, answers that changed."""
+
+import base64
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from qat.analysis.errors import layer_errors
+from qat.analysis.grid_weights import weights_of
+from qat.analysis.statistics import quantizer_statistics, sampled_activation
+from qat.analysis.table import quantizers_in_order
+from qat.batch_norm import batch_norms, copied_statistics, reestimate_batch_norm, restore_statistics
+from qat.contexts import evaluating
+from qat.export import LayerDifference
+from qat.layers import QuantLayer
+from qat.quantizer import Quantizer
+from qat.quantizer.training import scales_at_minimum
+from qat.training.data.loaders import Data
+from qat.training.loop.evaluation import split_output, to_device
+from qat.training.run.files import write_text
+
+ANALYSIS = "analysis.json"
+"""The file in the run folder."""
+
+IMAGES = 16
+"""For the errors of layers and for histograms."""
+
+ANSWERS = 5000
+"""Validation images whose answers are compared with the float model's, at most."""
+
+SHOWN = 24
+"""Images that are kept of those that were right before and are wrong now."""
+
+WORST, BINS = 6, 128
+
+
+def analyse(
+    model: nn.Module, float_model: nn.Module, data: Data, device: torch.device, layers: Iterable[LayerDifference]
+) -> dict[str, Any]:
+    """Everything that `analysis.json` holds; the models are on the device and keep their modes and statistics."""
+    first: Any = next(iter(data.calibration(1)))
+    images = to_device(first, device, channels_last=False)[0][:IMAGES]
+    errors = layer_errors(model, images)
+    worst = sorted((each for each in errors if each.local is not None), key=lambda each: each.local or 0)[:WORST]
+    return {
+        "order": quantizers_in_order(model),
+        "layers": [vars(each) for each in errors],
+        "quantizers": quantizer_statistics(model, images),
+        "at_floor": {name: counts for name, counts in scales_at_minimum(model).items() if counts[0]},
+        "batch_norm": batch_norm_lag(model, data, device),
+        "histograms": histograms(model, float_model, images, [each.name for each in worst]),
+        "answers": compare_answers(model, float_model, data, device),
+        "integers": {"onnxruntime": [vars(each) for each in layers]},
+    }
+
+
+def write_analysis(folder: Path, found: dict[str, Any]) -> None:
+    """Write analysis.json."""
+    write_text(folder / ANALYSIS, json.dumps(found) + "\n")
+
+
+def batch_norm_lag(model: nn.Module, data: Data, device: torch.device) -> dict[str, float]:
+    """How far the running statistics of each BatchNorm are from those of eight training batches.
+
+    The mean over channels of |running mean - mean| / deviation, and of |log2(running variance / variance)|, whichever
+    is larger: 0 if evaluation normalises as training did.
+    """
+    norms = {name: each for name, each in model.named_modules() if each in batch_norms(model)}
+    kept = copied_statistics(model)
+    running = {name: (norm.running_mean.clone(), norm.running_var.clone()) for name, norm in norms.items()}
+    batches = (batch for batch, _ in zip(data.train, range(8), strict=False))
+    images = (to_device(batch, device, channels_last=False)[0] for batch in batches)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        if not norms or not len(data.train) or not reestimate_batch_norm(model, images):
+            return {}
+    lag = {}
+    for name, (mean, variance) in running.items():
+        norm, deviation = norms[name], (norms[name].running_var + norms[name].eps).sqrt()
+        off = ((mean - norm.running_mean).abs() / deviation).mean()
+        wider = ((variance + norm.eps) / (norm.running_var + norm.eps)).log2().abs().mean()
+        lag[name] = float(torch.maximum(off, wider))
+    restore_statistics(model, kept)
+    return lag
+
+
+def histograms(model: nn.Module, float_model: nn.Module, images: Tensor, names: list[str]) -> list[dict[str, Any]]:
+    """For each of these layers how its weight, before and after, and its input lie on their grids, in steps."""
+    seen: dict[Quantizer, dict[str, Any]] = {}
+    inputs: dict[str, Quantizer] = {}
+
+    def note(quantizer: Any, args: tuple[Any, ...], y: Tensor) -> None:
+        if quantizer not in seen and quantizer.uniform and quantizer.exportable and not quantizer.passes:
+            x, _ = sampled_activation(quantizer, args[0], y)
+            scale, zero_point = quantizer.grid(x)
+            seen[quantizer] = histogram(x / scale + zero_point, quantizer)
+
+    with evaluating(model), torch.no_grad(), ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if isinstance(module, Quantizer) and module.role == "activation":
+                hooks.enter_context(module.register_forward_hook(note))
+            if isinstance(module, QuantLayer) and name in names:
+                hooks.enter_context(module.register_forward_hook(_input_noted(inputs, name), with_kwargs=True))
+        model(images)
+    before, weights = dict(float_model.named_parameters()), dict(weights_of(model))
+    found = []
+    for name in names:
+        row: dict[str, Any] = {"layer": name, "input": seen.get(inputs[name]) if name in inputs else None}
+        each = weights.get(name)
+        if each is not None and each.is_known and each.quantizer.uniform and each.quantizer.exportable:
+            scale, zero_point = (value.detach() for value in each.quantizer.grid(each.rows()))
+            row["weight"] = histogram(each.rows().detach() / scale + zero_point, each.quantizer)
+            old = before.get(f"{name}.weight")
+            if old is not None and old.shape == each.read().shape and each.quantizer.spec.granularity != "group":
+                steps = each.layer.channels_first(old.detach().to(scale.device)) / scale + zero_point
+                row["before"] = histogram(steps, each.quantizer, row["weight"])
+        found.append(row)
+    return found
+
+
+def _input_noted(inputs: dict[str, Quantizer], name: str) -> Any:
+    def note(layer: Any, args: Any, kwargs: Any, y: Any) -> None:
+        quantizer = kwargs.get("input_quantizer") or getattr(layer, "input_quantizer", None)
+        if quantizer is not None:
+            inputs[name] = quantizer
+
+    return note
+
+
+def histogram(steps: Tensor, quantizer: Quantizer, like: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Shares of values in equal bins, in steps of the grid, whose ends are `qmin` and `qmax`; `like` gives the bins."""
+    qmin, qmax = quantizer.bounds()
+    reach = (qmax - qmin) * 0.25 + 1
+    low, high = max(float(steps.min()), qmin - reach), min(float(steps.max()), qmax + reach)
+    if like is not None:
+        low, high = like["low"], like["high"]
+    high = max(high, low + 1e-3)
+    counts = torch.histc(steps.float().clamp(low, high), BINS, low, high)
+    shares = (counts / counts.sum()).tolist()
+    return {"low": low, "high": high, "qmin": qmin, "qmax": qmax, "shares": [round(each, 6) for each in shares]}
+
+
+@torch.no_grad()
+def compare_answers(model: nn.Module, float_model: nn.Module, data: Data, device: torch.device) -> dict[str, Any]:
+    """How often each answer became another one, and the images whose right answer was lost."""
+    changes: Counter[tuple[int, int, int]] = Counter()
+    lost: list[dict[str, Any]] = []
+    count = 0
+    with evaluating(model), evaluating(float_model):
+        for batch in data.val:
+            images, labels = to_device(batch, device, channels_last=False)
+            pair = [split_output(each(images), len(labels))[0].argmax(1) for each in (float_model, model)]
+            rows = torch.stack((labels, *pair), 1).tolist()
+            for image, (truth, before, after) in zip(images, rows, strict=True):
+                if before != after:
+                    changes[truth, before, after] += 1
+                    if before == truth and len(lost) < SHOWN:
+                        answer = {"truth": data.classes[truth], "answer": data.classes[after]}
+                        lost.append({**answer, "png": as_png(image, data)})
+            count += len(labels)
+            if count >= ANSWERS:
+                break
+    table = [[*classes, number] for classes, number in changes.most_common()]
+    return {"images": count, "classes": data.classes, "changes": table, "lost": lost}
+
+
+def as_png(image: Tensor, data: Data) -> str:
+    """A normalised image (3, H, W) as the picture that it was, a PNG in base64."""
+    kept, stream = data.preprocessing, io.BytesIO()
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (kept.mean, kept.std))
+    pixels = image.cpu().mul(std).add(mean).mul(255).round().clamp(0, 255).to(torch.uint8)
+    Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(stream, "png")
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of the run; empty if it is missing or no such object."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def each_change(answers: dict[str, Any]) -> Iterator[tuple[str, str, str, int]]:
+    """Truth, answer before, answer now, and how often, by name."""
+    names = answers["classes"]
+    for truth, before, after, number in answers["changes"]:
+        yield names[truth], names[before], names[after], number

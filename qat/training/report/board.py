@@ -1,0 +1,119 @@
+"""What TensorBoard shows besides scalars: curves grouped by part of the network, pictures, text, runs as a table."""
+
+import re
+from itertools import groupby
+from typing import Any
+
+from qat.training.config.schema import RunConfig
+from qat.training.report.page import PICTURES, RESULTS
+from qat.training.run.logging import RunLog
+
+HEADINGS = {
+    "scale": "scales, 1 at the start",
+    "sqnr": "error, dB",
+    "clipped_high": "share clipped above",
+    "clipped_low": "share clipped below",
+    "levels": "share of levels used",
+    "oscillating": "share of weights that turn round",
+    "gradient": "gradient of scales",
+}
+"""The curves that are grouped, and the titles of their charts."""
+
+COMMON = ("loss", "top1", "lr", "images_per_second", "data_wait", "memory_mb")
+
+TOGETHER, WORST = 12, 10
+"""Most curves of a chart, and how many tensors the chart of the worst has."""
+
+SHOWN = ("model.name", "model.weights", "data.name", "data.batch_size", "seed", "qat.epochs", "qat.lr", "qat.optimizer")
+"""Keys that the table of runs always has; others where they differ from their default."""
+
+
+def add_layout(log: RunLog, names: list[str], errors: dict[str, float]) -> None:
+    """Group the curves for the page Custom Scalars; `names` are the quantizers, from input to output."""
+    if not log.writes:
+        return
+    worst = sorted(errors, key=lambda name: errors[name])[:WORST]
+    layout: dict[str, Any] = {
+        "training": {tag: ["Multiline", [f"^{tag}$"]] for tag in COMMON},
+        "what to look at first": {
+            "lowest SQNR after calibration": ["Multiline", [_one_of("sqnr", worst)]],
+            "scales on their floor": ["Multiline", ["^at_floor/"]],
+        },
+    }
+    for kind, title in HEADINGS.items():
+        layout[title] = {
+            f"{kind}: {stage}": ["Multiline", [_one_of(kind, group)]] for stage, group in stages_of(names).items()
+        }
+    log.writer().add_custom_scalars(layout)
+    log.writer().flush()
+
+
+def stages_of(names: list[str]) -> dict[str, list[str]]:
+    """The names by the part of the network that they are in, at most twelve a group, in their order.
+
+    >>> names = ["conv1_quantizer", "layer1.0.conv1_quantizer", "layer1.0.conv2_quantizer", "layer2.0.conv1_quantizer"]
+    >>> stages_of(names)["layer1"]
+    ['layer1.0.conv1_quantizer', 'layer1.0.conv2_quantizer']
+    """
+    stages: dict[str, list[str]] = {}
+    for stage, group in groupby(names, lambda name: name.partition(".")[0]):
+        stages.setdefault(stage, []).extend(group)
+    return {
+        stage if len(group) <= TOGETHER else f"{stage} {1 + first // TOGETHER}": group[first : first + TOGETHER]
+        for stage, group in stages.items()
+        for first in range(0, len(group), TOGETHER)
+    }
+
+
+def _one_of(kind: str, names: list[str]) -> str:
+    return f"^{kind}/({'|'.join(map(re.escape, names))})$"
+
+
+def add_text(log: RunLog, config: str, layers: str) -> None:
+    """The config and the table of layers, on the page Text."""
+    if log.writes:
+        for tag, text in (("config", config), ("layers", layers)):
+            log.writer().add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()))
+        log.writer().flush()
+
+
+def add_results(log: RunLog, config: RunConfig, summary: dict[str, Any], step: int) -> None:
+    """The run as a row of the page HParams, and its figures as images."""
+    import numpy as np
+    from PIL import Image
+    from torch.utils.tensorboard.summary import hparams
+
+    writer = log.writer()
+    metrics = {f"final/{key}": value for key, value in _metrics(summary).items()}
+    for summary_of in hparams(differing(config), metrics):  # type: ignore[no-untyped-call]
+        writer.file_writer.add_summary(summary_of)
+    for tag, value in metrics.items():
+        writer.add_scalar(tag, value, step)
+    for file in (log.folder / RESULTS, *sorted((log.folder / PICTURES).glob("*.png"))):
+        if file.is_file():  # without matplotlib there is none
+            with Image.open(file) as picture:
+                writer.add_image(file.stem, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+    writer.flush()
+
+
+def _metrics(summary: dict[str, Any]) -> dict[str, float]:
+    found = {f"{key}_top1": summary.get(key, {}).get("top1") for key in ("float", "calibrated", "qat", "onnx")}
+    found["agreement"] = summary.get("onnx", {}).get("agreement")
+    return {**{key: float(value) for key, value in found.items() if value is not None}, "seconds": summary["seconds"]}
+
+
+def differing(config: RunConfig) -> dict[str, Any]:
+    """The values of a config that its row shows, by key."""
+    given, default = _flat(config.model_dump(mode="json")), _flat(RunConfig().model_dump(mode="json"))
+    wanted = {key: value for key, value in given.items() if key in SHOWN or value != default.get(key)}
+    return {key: value for key, value in wanted.items() if isinstance(value, bool | int | float | str)}
+
+
+def _flat(section: dict[str, Any], path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{path}{key}.")
+        else:
+            found[f"{path}{key}"] = value
+    return found

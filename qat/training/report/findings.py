@@ -1,0 +1,130 @@
+"""What stands out in a run, in sentences: each names the sign, how large it is, and what usually helps."""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from statistics import median
+
+from qat.training.report.run import ReportedRun
+
+FAR = 4.0
+"""A scale that grew or shrank by more than this factor has left what calibration found."""
+
+LAG = 0.25
+"""Deviations; the statistics of settled BatchNorms are within 0.1 of the batches'."""
+
+CLIPPED, LEVELS, TURNING, WAITING = 0.05, 0.25, 0.05, 0.3
+"""Shares from which on clipping, few levels (8 bits), weights that turn round, and waiting for data are named."""
+
+BEHIND = 12.0
+"""dB below the median of all layers, which is two bits."""
+
+
+def findings(run: ReportedRun) -> list[str]:
+    """The sentences, the gravest first; none if nothing stands out."""
+    return [*_summary(run), *_scales(run), *_statistics(run), *_tensors(run), *_layers(run)]
+
+
+def _summary(run: ReportedRun) -> Iterator[str]:
+    if not run.summary:
+        yield "The run is not finished: what follows is what it has drawn so far."
+    if run.summary.get("problem"):
+        yield f"The file is not the trained model: {run.summary['problem']}."
+    yield from (f"{warning}." for warning in run.summary.get("warnings", []))
+    parts = [run.summary.get(key, {}).get("top1") for key in ("float", "qat")]
+    images = run.summary.get("val_images")
+    if images and None not in parts:
+        before, after = parts
+        noise = 2 * math.sqrt(max(before * (100 - before), after * (100 - after)) / images)
+        if before - after > math.sqrt(2) * noise:
+            yield (
+                f"QAT ends {before - after:.1f} points below the float model, more than chance explains"
+                f" (±{math.sqrt(2) * noise:.1f} on {images:,} images)."
+            )
+
+
+def _scales(run: ReportedRun) -> Iterator[str]:
+    resting = {name: points[-1][1] for name, points in run.by_quantizer("at_floor").items() if points[-1][1] > 0}
+    if resting:
+        yield (
+            f"Scales have collapsed onto their floor in {_named(resting)}: these tensors are as good as switched off;"
+            " lower qat.lr or qat.quantizer_lr_factor, or calibrate on more images."
+        )
+    curves = run.by_quantizer("scale")
+    moved = {name: abs(math.log2(max(points[-1][1], 1e-6))) for name, points in curves.items()}
+    far = {name: value for name, value in moved.items() if value > math.log2(FAR) and name not in resting}
+    if far:
+        yield (
+            f"{len(far)} of {len(curves)} scales moved by more than a factor of {FAR:g} ({_named(far)}): the rate of"
+            " the scales is too high; leave qat.quantizer_lr_factor and qat.quantizer_lr out, or lower them."
+        )
+    jumping = {name: jump for name, points in curves.items() if (jump := _largest_jump(points)) > 1}
+    if jumping:
+        yield (
+            f"{len(jumping)} scales double or halve between two points of the curve ({_named(jumping)}), while healthy"
+            " ones move by percents: the rate of the scales is too high (qat.quantizer_lr_factor, qat.quantizer_lr)."
+        )
+
+
+def _largest_jump(points: list[tuple[int, float]]) -> float:
+    """The largest step of a curve, as a power of two."""
+    values = [math.log2(max(value, 1e-6)) for _, value in points]
+    return max((abs(b - a) for a, b in pairwise(values)), default=0.0)
+
+
+def _statistics(run: ReportedRun) -> Iterator[str]:
+    lag = {name: value for name, value in run.analysis.get("batch_norm", {}).items() if value > LAG}
+    if lag:
+        yield (
+            f"The running statistics of {len(lag)} BatchNorms are not those of the training batches ({_named(lag)}):"
+            " evaluation computes another function than training; set qat.bn_reestimate: always, or train longer."
+        )
+
+
+def _tensors(run: ReportedRun) -> Iterator[str]:
+    last = {kind: _last(run, kind) for kind in ("clipped_low", "clipped_high", "levels", "oscillating")}
+    clipped = {name: low + last["clipped_high"].get(name, 0) for name, low in last["clipped_low"].items()}
+    much = {name: share for name, share in clipped.items() if share > CLIPPED}
+    if much:
+        yield (
+            f"More than {100 * CLIPPED:.0f} % of the values are clipped in {_named(much)}: normal below 4 bits, at 8"
+            " bits the range is too narrow."
+        )
+    few = {name: -share for name, share in last["levels"].items() if share < LEVELS}
+    if few:
+        yield (
+            f"Less than {100 * LEVELS:.0f} % of the levels occur in {_named(few)}: a few large values stretch the"
+            " range, or the tensor is nearly constant."
+        )
+    turning = {name: share for name, share in last["oscillating"].items() if share > TURNING}
+    if turning:
+        yield (
+            f"More than {100 * TURNING:.0f} % of the weights still turn round at the end in {_named(turning)}: try"
+            " qat.oscillation with freeze, or a lower rate at the end."
+        )
+    waited = [value for (name, tag), points in run.curves.items() if tag == "data_wait" for _, value in points]
+    if waited and median(waited) > WAITING:
+        yield f"Training waits for data {100 * median(waited):.0f} % of the time: more data.workers, or smaller images."
+
+
+def _layers(run: ReportedRun) -> Iterator[str]:
+    local = {row["name"]: row["local"] for row in run.analysis.get("layers", []) if row["local"] is not None}
+    if len(local) < 3:
+        return
+    middle = median(local.values())
+    behind = {name: middle - value for name, value in local.items() if middle - value > BEHIND}
+    if behind:
+        yield (
+            f"{_named(behind)} lose{'s' if len(behind) == 1 else ''} more than {BEHIND:.0f} dB beyond the other layers:"
+            " give more bits there (quantization.overrides); python -m qat sensitivity says what that gains."
+        )
+
+
+def _last(run: ReportedRun, kind: str) -> dict[str, float]:
+    return {name: points[-1][1] for name, points in run.by_quantizer(kind).items()}
+
+
+def _named(found: dict[str, float], most: int = 3) -> str:
+    """The names with the largest values."""
+    names = sorted(found, key=lambda name: -found[name])
+    return f"{', '.join(names[:most])}{f' and {len(names) - most} more' if len(names) > most else ''}"

@@ -1,0 +1,64 @@
+"""A run folder as its report reads it: only files, so that a report can be drawn at any time."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from qat.training.report.analysis import ANALYSIS, read_json
+from qat.training.report.curves import Curves, Points, read_curves
+from qat.training.run.folder import RESOLVED_CONFIG, SUMMARY
+
+SENSITIVITY, EVALUATION, LATENCY = "sensitivity.json", "evaluation.json", "benchmark.json"
+"""What the verbs `sensitivity`, `evaluate` and `benchmark` leave in a run folder."""
+
+
+@dataclass
+class ReportedRun:
+    """The files of a run; what is missing is empty."""
+
+    path: Path
+    summary: dict[str, Any] = field(default_factory=dict)
+    analysis: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> "ReportedRun":
+        """The run in a folder."""
+        return cls(path, read_json(path / SUMMARY), read_json(path / ANALYSIS))
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.resolve().name
+
+    @cached_property
+    def curves(self) -> Curves:
+        """What TensorBoard shows."""
+        return read_curves(self.path)
+
+    @cached_property
+    def config(self) -> str:
+        """The resolved config, as text."""
+        file = self.path / RESOLVED_CONFIG
+        return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+    def of_verb(self, file: str) -> dict[str, Any]:
+        """What a verb has left."""
+        return read_json(self.path / file)
+
+    def by_quantizer(self, kind: str, role: str = "") -> dict[str, Points]:
+        """The curves under a heading, such as `scale`, by quantizer, from input to output; `role` picks weights."""
+        found = {
+            (run, tag.partition("/")[2]): points
+            for (run, tag), points in self.curves.items()
+            if tag.startswith(f"{kind}/")
+        }
+        last = max((run for run, _ in found), key=lambda run: (run == "qat/train", run), default="")
+        named = {name: points for (run, name), points in found.items() if run == last}
+        order = {name: number for number, name in enumerate(self.analysis.get("order", []))}
+        weights = {"weight": True, "activation": False}.get(role)
+        return {
+            name: named[name]
+            for name in sorted(named, key=lambda name: order.get(name, len(order)))
+            if weights is None or name.endswith("weight_quantizer") == weights
+        }
