@@ -61,7 +61,9 @@ def panels(rows: int = 1, columns: int = 1, height: float = 2.6, **options: Any)
 
 
 def as_svg(figure: Any) -> str:
-    """The figure as an SVG element for a page."""
+    """The figure as an SVG element for a page; what it consists of has its final place from now on."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # else every format would be laid out again, which takes most of the time
     stream = io.StringIO()
     figure.savefig(stream, format="svg", metadata={"Date": None})
     text = DATE.sub("", stream.getvalue()[stream.getvalue().index("<svg") :])

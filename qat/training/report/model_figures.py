@@ -6,6 +6,7 @@ import numpy as np
 
 from qat.training.report.analysis import each_change
 from qat.training.report.drawing import COLOURS, INK, QUIET, SICK, name_axis, panels
+from qat.training.report.findings import LAG
 from qat.training.report.run import LATENCY, ReportedRun
 
 FEW_LEVELS = 33
@@ -113,10 +114,9 @@ def batch_norm(run: ReportedRun) -> Any:
         return None
     figure, axes = panels(height=2.6)
     [axis] = axes[0]
-    axis.bar(
-        range(len(lag)), list(lag.values()), color=[SICK if value > 0.25 else COLOURS[0] for value in lag.values()]
-    )
-    axis.axhline(0.25, color=SICK, ls=":", lw=0.8)
+    colours = [SICK if value > LAG else COLOURS[0] for value in lag.values()]
+    axis.bar(range(len(lag)), list(lag.values()), color=colours)
+    axis.axhline(LAG, color=SICK, ls=":", lw=0.8)
     axis.set(ylabel="lag, in deviations", ylim=(0, None))
     name_axis(axis, list(lag))
     return figure
@@ -129,7 +129,7 @@ def costs(run: ReportedRun) -> Any:
         return None
     figure, axes = panels(2, 1, height=1.7, sharex=True)
     for [axis], (key, label, unit) in zip(
-        axes, (("bops", "10^9 bit operations", 1e9), ("bytes", "kB", 1e3)), strict=True
+        axes, (("bops", "10^9 bit operations", 1e9), ("weight_bytes", "kB", 1e3)), strict=True
     ):
         axis.bar(range(len(rows)), [row[key] / unit for row in rows], color=COLOURS[0], alpha=0.75)
         axis.set(ylabel=label)

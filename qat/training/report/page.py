@@ -65,7 +65,7 @@ def _page(runs: list[ReportedRun], drawn: dict[str, list[str]]) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<nav>{links}<a href="#images">Images</a><a href="#config">Config</a></nav>',
         _side_by_side(runs, "summary", _overview),
-        *sections,
+        f'<main class="{"one" if len(runs) == 1 else "several"}">{"".join(sections)}</main>',
         _side_by_side(runs, "images", _images),
         _side_by_side(runs, "config", _details),
     ]

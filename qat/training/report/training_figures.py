@@ -19,7 +19,7 @@ def results(run: ReportedRun) -> Any:
     stages = list(dict.fromkeys(name.partition("/")[0] for name, tag in run.curves if tag == "loss"))
     if not stages:
         return None
-    figure, axes = panels(1, 3)
+    figure, axes = panels(1, 3, height=2.9)
     for axis, (tag, title) in zip(
         axes[0], (("loss", "loss"), ("top1", "top-1 %"), ("lr", "learning rate")), strict=True
     ):
@@ -36,7 +36,8 @@ def results(run: ReportedRun) -> Any:
     top1 = [value for (_, tag), points in run.curves.items() if tag == "top1" for _, value in points]
     axes[0][1].set_ylim(max(0, sorted(top1)[len(top1) // 4] - 5), min(101, max(top1) + 2))
     axes[0][0].set_yscale("log")
-    axes[0][1].legend()
+    axes[0][2].set(yscale="log", ylim=(max(axes[0][2].get_ylim()[1], 1e-12) * 1e-4, None))
+    figure.legend(*axes[0][1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
 
