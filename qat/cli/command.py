@@ -27,7 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all verbs."""
-    parser = argparse.ArgumentParser(prog="python -m qat", description="Train, use, check and measure.")
+    example = f"example: {train.EXAMPLE}; VERB --help has one for each"
+    parser = argparse.ArgumentParser(prog="python -m qat", description="Train, use, check and measure.", epilog=example)
     parser.add_argument("--version", action="version", version=qat.__version__)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     for name, module in VERBS.items():
