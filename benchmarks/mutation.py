@@ -211,7 +211,7 @@ def _tried(mutation: Mutation, files: list[str], finds: Counter[str], copy: Path
 def _copy_to(copy: Path) -> None:
     for name in ("qat", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "train.py", "README.md", "configs", "docs", "benchmarks"):
+    for name in ("pyproject.toml", "train.py", "README.md", "configs", "docs", "benchmarks", "examples"):
         (copy / name).symlink_to(ROOT / name)
 
 

@@ -120,16 +120,18 @@ def sqnr(x: Tensor, y: Tensor) -> Tensor:
 def learned_statistics(quantizers: dict[str, Quantizer]) -> dict[str, Tensor]:
     """What the quantizers have learned, by curve and name, each of shape (): `scale/fc.weight_quantizer`.
 
-    What starts from a calibrated value is drawn relative to that, as the mean over channels: 1 at the start.
+    What starts from a calibrated value is drawn relative to that, as the geometric mean over channels: 1 at the start.
     `at_floor` is the share of scales that rest on their floor, 1/32.
     """
     curves: dict[str, Tensor] = {}
     for name, each in quantizers.items():
         for kind, values in each.curves().items():
             floor = getattr(each, f"smallest_{kind}", None)
-            curves[f"{kind}/{name}"] = values if floor is None else values * (FLOOR_SHARE / floor)
-        if each.zero_point is not None:
-            curves[f"zero_point/{name}"] = each.zero_point
+            relative = None if floor is None else torch.maximum(values.detach() / floor, torch.ones_like(floor))
+            curves[f"{kind}/{name}"] = values if relative is None else relative.log().mean().exp() * FLOOR_SHARE
+        zero_point = getattr(each, "zero_point", None)  # rules that follow the data, or learn bits, have none of their own
+        if zero_point is not None:
+            curves[f"zero_point/{name}"] = zero_point
         resting = each.scales_at_minimum()
         if resting is not None:
             curves[f"at_floor/{name}"] = resting / sum(p.numel() for p in each.positive_parameters())

@@ -4,11 +4,11 @@ import argparse
 import logging
 
 import qat
-from qat.cli import benchmark, evaluate, export, predict, train, verify
+from qat.cli import benchmark, evaluate, export, predict, report, train, verify
 from qat.training.run.exit_status import exit_status
 from qat.training.script import OVERRIDE
 
-VERBS = {each.__name__.rpartition(".")[2]: each for each in (train, predict, evaluate, verify, benchmark, export)}
+VERBS = {each.__name__.rpartition(".")[2]: each for each in (train, report, predict, evaluate, verify, benchmark, export)}
 """Each is a module with `EXAMPLE`, `add_arguments(parser)` and `run(given) -> int`; its docstring is the help, and
 `WAY_ON`, if it has that, says what a user does who was interrupted."""
 
@@ -27,7 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all verbs."""
-    parser = argparse.ArgumentParser(prog="python -m qat", description="Train, use, check and measure.")
+    example = f"example: {train.EXAMPLE}; VERB --help has one for each"
+    parser = argparse.ArgumentParser(prog="python -m qat", description="Train, use, check and measure.", epilog=example)
     parser.add_argument("--version", action="version", version=qat.__version__)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     for name, module in VERBS.items():

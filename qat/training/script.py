@@ -62,13 +62,13 @@ WHAT = "Fine-tune a torchvision model with quantization, export it to integers, 
 OVERRIDE = re.compile(r"[a-z_][\w.\[\]]*=")
 """How `key.path=value` begins."""
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-"""Where a bare name of a config is looked for too."""
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+"""Where a bare name of a config is looked for too: a link to the repository's configs/, whose files a wheel holds."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Read the command line and run; return 0 if all went well, 1 if the proof failed, else see `exit_status`."""
-    parser = argparse.ArgumentParser(description=WHAT)
+    parser = argparse.ArgumentParser(description=WHAT, epilog="example: python train.py resnet_int8.yaml qat.epochs=2")
     add_arguments(parser)
     parsed = parser.parse_intermixed_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The config, and changes of it."""
-    parser.add_argument("named", nargs="?", metavar="CONFIG", help="a YAML file, or the name of one in configs/")
+    parser.add_argument("named", nargs="?", metavar="CONFIG", help="a YAML file, or the name of a shipped one")
     parser.add_argument("--config", help="the same")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change one value of the config")
 

@@ -15,7 +15,8 @@ from PIL import Image
 
 import qat
 from qat.cli import export, runs
-from qat.cli.command import VERBS
+from qat.cli.command import VERBS, build_parser
+from qat.training import script
 from qat.training.run.checkpoint import state_digest
 
 Verb = Callable[..., tuple[int, str, str]]
@@ -26,7 +27,16 @@ def test_every_verb_has_help_with_an_example(verb: Verb) -> None:
         status, out, _ = verb(name, "--help")
         assert status == 0 and f"example: python -m qat {name} {'' if name == 'train' else 'runs/'}" in out
         assert str(module.__doc__) in out
-    assert all(name in verb("--help")[1] for name in VERBS)
+        assert build_parser().parse_args(module.EXAMPLE.split()[3:]).run == module.run
+    status, out, _ = verb("--help")
+    assert status == 0 and all(name in out for name in VERBS)
+    assert "example: python -m qat train resnet_int8.yaml" in out
+
+
+def test_train_py_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        script.main(["--help"])
+    assert "example: python train.py resnet_int8.yaml" in capsys.readouterr().out
 
 
 def test_it_is_a_module_that_python_runs() -> None:

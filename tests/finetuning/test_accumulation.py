@@ -53,7 +53,7 @@ def test_small_batches_accumulated_are_large_batches(small: int, accumulate: int
         )  # fmt: skip
         train(run)
         drawn = curves(tmp_path / name)
-        assert drawn.pop("qat/images_per_second")
+        assert drawn.pop("qat/train/images_per_second")
         found[name] = dict(run.model.state_dict()), drawn
     assert found["large"][1]["qat/train_loss"][-1][0] == 3 * -(-24 // large)
     torch.testing.assert_close(found["small"][0], found["large"][0], rtol=1e-4, atol=1e-6)

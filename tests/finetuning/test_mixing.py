@@ -45,9 +45,9 @@ def test_loss_accuracy_and_teacher_are_of_the_mixed_images(outputs: int, tmp_pat
     logits = F.linear(mixed.flatten(1), weight, bias)
     own, other = (F.cross_entropy(logits, y, label_smoothing=0.2) for y in (labels, labels.roll(1)))
     drawn = curves(tmp_path)
-    assert drawn["qat/train_loss"] == [(1, pytest.approx(float(0.3 * own + 0.7 * other), rel=1e-5))]
+    assert drawn["qat/train/loss"] == [(1, pytest.approx(float(0.3 * own + 0.7 * other), rel=1e-5))]
     right = 100 * float((logits.argmax(1) == labels.roll(1)).float().mean())  # of the stronger label
-    assert drawn["qat/train_top1"] == [(1, pytest.approx(right))]
+    assert drawn["qat/train/top1"] == [(1, pytest.approx(right))]
     assert all(torch.equal(seen, original) for seen, (original, _) in zip(model.asked[1:], run.val, strict=True))
 
 

@@ -10,7 +10,7 @@ import pytest
 from qat.training.config.stages import QATStageConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("qat", "tests", "docs", "benchmarks", "configs")
+FOLDERS = ("qat", "tests", "docs", "benchmarks", "configs", "examples")
 PATHS = re.compile(rf"(?<![\w/.])(?:{'|'.join(FOLDERS)})/[\w/-]+\.(?:py|md|c|h|yaml|json|jsonl|png)\b")
 ELSEWHERE = {
     "benchmarks/results/speed_gpu.jsonl",  # written by a run on a GPU

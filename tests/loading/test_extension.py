@@ -36,7 +36,7 @@ def test_the_rate_goes_to_the_longer_schedule(place: Path, tiny: Callable[..., n
     after = summary(run)
     assert after["float"] == before["float"] and after["calibrated"] == before["calibrated"]
     assert after["epochs"] == after["qat"]["epoch"] == 4
-    rates = [value for _, value in curves(run)["qat/lr"]]
+    rates = [value for _, value in curves(run)["qat/train/lr"]]
     assert len(rates) == 16  # 4 steps an epoch, one point each
     assert rates[8] == pytest.approx(0.025) and rates[7] < 0.002 and rates[15] < 0.001
     model: Any = qat.load(run, tiny())

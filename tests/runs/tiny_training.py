@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
 from qat.quantizer import create_quantizer
@@ -23,6 +22,7 @@ from qat.training.config.stages import StageConfig
 from qat.training.errors import UserError
 from qat.training.loop.engine import train_stage
 from qat.training.loop.stage import StageRun
+from qat.training.report.curves import read_curves
 from qat.training.run.checkpoint import StageState, load_checkpoint, restore_model
 from qat.training.run.logging import RunLog
 
@@ -42,10 +42,8 @@ def user_error(call: Callable[..., object], *arguments: Any, **named: Any) -> st
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """The points (step, value) that TensorBoard reads in a folder."""
-    events = EventAccumulator(str(folder)).Reload()
-    # Sorted: two files that a test writes within a second are read in any order.
-    return {tag: sorted((point.step, point.value) for point in events.Scalars(tag)) for tag in events.Tags()["scalars"]}
+    """The points (step, value) that TensorBoard reads in a run folder, by `stage/split/tag`."""
+    return {f"{run}/{tag}": points for (run, tag), points in read_curves(folder).items()}
 
 
 class TinyBatches:

@@ -12,10 +12,11 @@ from qat.targets import PROFILES
 from qat.training.config.file import dump_config, load_config
 from qat.training.config.schema import RunConfig
 from qat.training.loop.preparation import build_recipe
+from qat.training.script import CONFIGS
 from tests.runs.tiny_training import user_error
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-SHIPPED = sorted(file.name for file in CONFIGS.glob("*.yaml"))
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted(file.name for file in (ROOT / "configs").glob("*.yaml"))
 pytestmark = pytest.mark.usefixtures("folder")
 
 
@@ -34,7 +35,7 @@ def problems(text: str, *overrides: str) -> list[str]:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_config_is_a_recipe_and_survives_a_round_trip_through_yaml(name: str) -> None:
     config = load_config(name, config_folder=CONFIGS)
-    assert config.name == Path(name).stem and f"| `{name}` |" in (CONFIGS.parent / "docs" / "config.md").read_text()
+    assert config.name == Path(name).stem and f"| `{name}` |" in (ROOT / "docs" / "config.md").read_text()
     text = dump_config(config)
     Path("resolved.yaml").write_text(text, encoding="utf-8")
     assert load_config("resolved.yaml") == config

@@ -46,10 +46,10 @@ def test_a_step_is_smoothed_cross_entropy_with_auxiliary_losses_and_clipping(tmp
     torch.testing.assert_close(model.fc.weight.detach(), (weight - 0.25 * gradients[0]).detach(), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(model.fc.bias.detach(), (bias - 0.25 * gradients[1]).detach(), rtol=1e-4, atol=1e-6)
     drawn = curves(tmp_path)
-    assert drawn["qat/grad_norm"] == [(1, pytest.approx(norm, rel=1e-4))]
-    assert drawn["qat/train_loss"] == [(1, pytest.approx(loss.item(), rel=1e-5))]
+    assert drawn["qat/train/grad_norm"] == [(1, pytest.approx(norm, rel=1e-4))]
+    assert drawn["qat/train/loss"] == [(1, pytest.approx(loss.item(), rel=1e-5))]
     accuracy = 100 * (logits.argmax(1) == labels).float().mean().item()
-    assert drawn["qat/train_top1"] == [(1, pytest.approx(accuracy))]
+    assert drawn["qat/train/top1"] == [(1, pytest.approx(accuracy))]
 
 
 def test_training_learns_and_logs_its_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,15 +63,15 @@ def test_training_learns_and_logs_its_curves(tmp_path: Path, capsys: pytest.Capt
 
     drawn = curves(tmp_path)
     windows = [102, 104, 105, 107, 109, 110, 112, 114, 115]  # 5 steps an epoch, every second one and the last
-    for tag in ("qat/train_loss", "qat/train_top1", "qat/lr", "qat/images_per_second"):
+    for tag in ("qat/train/loss", "qat/train/top1", "qat/train/lr", "qat/train/images_per_second"):
         assert [step for step, _ in drawn[tag]] == windows
-    for tag in ("qat/val_loss", "qat/val_top1", "scale/quantizer"):
+    for tag in ("qat/val/loss", "qat/val/top1", "scale/quantizer"):
         assert [step for step, _ in drawn[tag]] == [105, 110, 115]
-    assert "qat/grad_norm" not in drawn
+    assert "qat/train/grad_norm" not in drawn
     warmup = [0.1 * (0.01 + 0.99 * s / 5) for s in (1, 3, 4)]  # the rate that step s + 1 used
     decay = [0.05 * (1 + math.cos(math.pi * s / 10)) for s in (1, 3, 4, 6, 8, 9)]
-    assert [value for _, value in drawn["qat/lr"]] == pytest.approx([*warmup, *decay])
-    assert drawn["qat/val_loss"][-1][1] == pytest.approx(result.loss)
+    assert [value for _, value in drawn["qat/train/lr"]] == pytest.approx([*warmup, *decay])
+    assert drawn["qat/val/loss"][-1][1] == pytest.approx(result.loss)
     assert drawn["scale/quantizer"][-1][1] == pytest.approx(model.quantizer.scale.item())
 
     captured = capsys.readouterr()
@@ -93,7 +93,7 @@ def test_a_compiled_run_learns_like_a_plain_one(accumulate: int, tmp_path: Path)
             tmp_path / name, model, QATStageConfig(epochs=2, lr=0.1, accumulate=accumulate), config={"compile": wanted}
         )
         train(run)
-        losses[name] = [value for _, value in curves(tmp_path / name)["qat/train_loss"]]
+        losses[name] = [value for _, value in curves(tmp_path / name)["qat/train/loss"]]
     assert losses["compiled"] == pytest.approx(losses["plain"], rel=1e-3) and len(set(losses["plain"])) > 1
 
 

@@ -124,6 +124,7 @@ class _Training:
             ema=None if self.ema is None else self.ema.state_dict(),
             rng=of_all_ranks(capture_rng(self.run.device)),
             aids=self.aids.state_dict(),
+            watch=self.watch.state_dict(),
         )
 
     def load(self, state: StageState) -> None:
@@ -138,6 +139,7 @@ class _Training:
         if self.ema is not None and state.ema is not None:
             self.ema.load_state_dict(state.ema)
         self.aids.load_state_dict(state.aids)
+        self.watch.load_state_dict(state.watch)
         self.best_top1, self.done = state.best_top1, state.step
         self.whole, self.window = (Meter(**sums) for sums in state.meters)
         if rank() < len(state.rng):  # else there were fewer ranks
@@ -231,9 +233,9 @@ class _Training:
                 self.window.sizes.append(count * sum(len(labels) for _, labels in group))
                 self.done, self.pace.steps = number, self.pace.steps + 1
                 if number % run.config.log_every == 0 or number == steps:
-                    self.read(epoch)
-                    log_window(run, run.step(epoch, number), self.window, lr)
-                    self.watch.point(run.step(epoch, number), whole_epoch=number == steps)
+                    curves = self.read(epoch, self.watch.curves())
+                    log_window(run, run.step(epoch, number), self.window, lr, curves)
+                    self.watch.after_point(run.step(epoch, number), whole_epoch=number == steps)
                     loss, top1 = self.window.mean_loss, self.window.top1
                     shown = {"loss": f"{loss:.3f}", "top1": f"{top1:.1f} %", "lr": f"{lr:.2g}", "run": self.left(epoch)}
                     bar.set_postfix(shown, refresh=False)
@@ -254,10 +256,11 @@ class _Training:
             self.window.waited += time.perf_counter() - began
             yield batch
 
-    def read(self, epoch: int) -> None:
-        """Wait for the results of the steps so far."""
-        losses = self.window.read()
+    def read(self, epoch: int, curves: dict[str, Tensor] | None = None) -> dict[str, float]:
+        """Wait for the results of the steps so far, and for the values of curves, which are returned."""
+        losses, values = self.window.read(curves)
         _check_finite(self.run, "training", losses, epoch, first_step=self.done - len(losses) + 1)
+        return values
 
     def on_device(self, batch: Any) -> Batch:
         """The batch on the device, in its memory format."""

@@ -4,6 +4,7 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,16 +55,22 @@ class Meter:
         """Speed, including data loading."""
         return self.images / self.seconds
 
-    def read(self) -> list[float]:
-        """Wait for the device, add the rows (loss, correct, gradient norm, added ...) up, and return the losses.
+    def read(self, curves: Mapping[str, Tensor] | None = None) -> tuple[list[float], dict[str, float]]:
+        """Wait for the device, and add the rows (loss, correct, gradient norm, added ...) up.
 
         All ranks read at the same time, and have the same results: each has its share of the images.
+
+        Returns:
+            The losses, and the values of curves, which are of this rank alone.
         """
         if not self.rows:
-            return []
+            return [], {}
         total = summed(torch.stack(self.rows))
         total[:, [column for column in range(total.shape[1]) if column != CORRECT]] /= rank_count()  # means
-        rows = total.tolist()  # the one host-device synchronisation
+        more = [] if curves is None else [value.to(total.dtype) for value in curves.values()]
+        numbers = torch.cat((total.flatten(), *(each.view(1) for each in more))).tolist()  # the one synchronisation
+        width = total.shape[1]
+        rows = [numbers[first : first + width] for first in range(0, total.numel(), width)]
         for (loss, correct, _, *added), size in zip(rows, self.sizes, strict=True):
             self.loss += loss * size
             self.correct += correct
@@ -73,7 +80,7 @@ class Meter:
         self.grad_norm = rows[-1][2]
         now = time.perf_counter()
         self.seconds, self.since, self.rows, self.sizes = self.seconds + now - self.since, now, [], []
-        return [row[0] for row in rows]
+        return [row[0] for row in rows], dict(zip(curves or {}, numbers[total.numel() :], strict=True))
 
     def sums(self) -> dict[str, Any]:
         """What a checkpoint keeps of it: `Meter(**sums)` goes on. It has been read."""
@@ -88,8 +95,8 @@ class Meter:
         self.waited += other.waited
 
 
-def log_window(run: StageRun, step: int, window: Meter, lr: float) -> None:
-    """Log the metrics of the last few steps."""
+def log_window(run: StageRun, step: int, window: Meter, lr: float, more: Mapping[str, float]) -> None:
+    """Log the metrics of the last few steps, and more curves."""
     curves = {
         "loss": window.mean_loss,
         "top1": window.top1,
@@ -98,6 +105,7 @@ def log_window(run: StageRun, step: int, window: Meter, lr: float) -> None:
         "data_wait": window.waited / window.seconds,
         "memory_mb": peak_memory(run.device) / 1e6,
         **{name: total / window.images for name, total in zip(window.added, window.losses, strict=True)},
+        **more,
     }
     if run.stage.clip_grad_norm is not None:
         curves["grad_norm"] = window.grad_norm

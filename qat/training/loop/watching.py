@@ -19,9 +19,9 @@ POINTS_APART = 50
 
 
 class Watch:
-    """Draws the curves of a stage's quantizers, as far as `watch` asks for them; rank 0 draws for all.
+    """The curves of a stage's quantizers, as far as `watch` asks for them; rank 0 draws for all.
 
-    `point` belongs to the points of the other curves and reads parameters; `tensors` runs the model on a few images.
+    `curves` go with the points of the other curves and read parameters; `tensors` runs the model on a few images.
     """
 
     def __init__(self, run: StageRun) -> None:
@@ -30,9 +30,12 @@ class Watch:
         self.quantizers = {} if self.detail == "off" else found
         self.gradients: dict[str, Tensor] = {}
         self.points = 0
-        self.images: Tensor | None = None
         self.codes: dict[str, Tensor] = {}
         self.directions: dict[str, Tensor] = {}
+        self.images: Tensor | None = None
+        if self.quantizers and self.detail == "all" and run.sample is not None:
+            batch: Any = next(iter(run.sample))
+            self.images = to_device(batch, run.device, channels_last=run.config.channels_last)[0][:IMAGES]
 
     def is_due(self, number: int, last: int) -> bool:
         """Whether a point follows this step of an epoch."""
@@ -48,29 +51,33 @@ class Watch:
         self.gradients = {tag: torch.stack(each).norm() for tag, each in norms.items()}
 
     @torch.no_grad()
-    def point(self, step: int, *, whole_epoch: bool) -> None:
-        """Draw what the quantizers have learned by this step, and now and then what they do to their tensors."""
-        if not self.quantizers:
-            return
-        curves = {**learned_statistics(self.quantizers), **self.gradients}
-        if self.detail == "all":
-            curves |= self._turned()
-        numbers = torch.stack([each.float() for each in curves.values()]).tolist() if curves else []
-        self.run.log.scalars(self.run.name, "train", dict(zip(curves, numbers, strict=True)), step)
+    def curves(self) -> dict[str, Tensor]:
+        """What the quantizers have learned by now, and their gradients, each of shape () on the device."""
+        turned = self._turned() if self.quantizers and self.detail == "all" else {}
+        return {**learned_statistics(self.quantizers), **self.gradients, **turned}
+
+    def after_point(self, step: int, *, whole_epoch: bool) -> None:
+        """Now and then, draw what the quantizers do to their tensors."""
         self.points += 1
-        if self.detail == "all" and (whole_epoch or self.points % POINTS_APART == 0):
+        if whole_epoch or self.points % POINTS_APART == 0:
             self.tensors(step)
 
     def tensors(self, step: int) -> None:
         """Draw the statistics of every quantizer's tensor."""
-        if self.detail != "all" or not self.quantizers or self.run.sample is None:
-            return
-        if self.images is None:
-            batch: Any = next(iter(self.run.sample))
-            self.images = to_device(batch, self.run.device, channels_last=self.run.config.channels_last)[0][:IMAGES]
-        found = quantizer_statistics(self.run.model, self.images)
-        curves = {f"{key}/{name}": value for name, row in found.items() for key, value in row.items()}
-        self.run.log.scalars(self.run.name, "train", curves, step)
+        if self.images is not None:
+            found = quantizer_statistics(self.run.model, self.images)
+            curves = {f"{key}/{name}": value for name, row in found.items() for key, value in row.items()}
+            self.run.log.scalars(self.run.name, "train", curves, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What curves that go on need to know of the points before."""
+        return {"points": self.points, "codes": self.codes, "directions": self.directions}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self.points = state["points"]
+        for kept, saved in ((self.codes, state["codes"]), (self.directions, state["directions"])):
+            kept.update({name: values.to(self.run.device) for name, values in saved.items()})
 
     def _turned(self) -> dict[str, Tensor]:
         """By weight, the share of a sample whose integer moved since the last point, against its move before."""

@@ -60,6 +60,7 @@ class StageState:
     ema: dict[str, Tensor] | None
     rng: list[dict[str, Any]]
     aids: dict[str, Any] = field(default_factory=dict)
+    watch: dict[str, Any] = field(default_factory=dict)
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:

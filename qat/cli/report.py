@@ -1,0 +1,33 @@
+"""`report.html` of a run, drawn anew from what lies in its folder, or one page with several runs side by side.
+
+A run writes its own at its end. What the verbs evaluate, sensitivity and benchmark have measured since is drawn too.
+"""
+
+import argparse
+from pathlib import Path
+
+from qat.cli.runs import check_folder_of, open_run
+from qat.training.report.page import REPORT, write_report
+from qat.training.report.run import ReportedRun
+
+EXAMPLE = "python -m qat report runs/resnet_int8 runs/resnet_int8-2 --to both.html"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `report`."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders of train.py, finished or not")
+    parser.add_argument(
+        "--to", metavar="FILE", help="the page to write; default: report.html in the run's folder, or here for several"
+    )
+
+
+def run(given: argparse.Namespace) -> int:
+    """Write the page, and say where it is."""
+    folders = [open_run(path).folder for path in given.runs]
+    alone = len(folders) == 1 and given.to is None
+    path = folders[0] / REPORT if alone else Path(given.to or REPORT).expanduser()
+    check_folder_of("--to", path)
+    for sentence in write_report(path, [ReportedRun.read(folder) for folder in folders], pictures=alone):
+        print(sentence)
+    print(path)
+    return 0
