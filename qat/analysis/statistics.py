@@ -129,7 +129,7 @@ def learned_statistics(quantizers: dict[str, Quantizer]) -> dict[str, Tensor]:
             floor = getattr(each, f"smallest_{kind}", None)
             relative = None if floor is None else torch.maximum(values.detach() / floor, torch.ones_like(floor))
             curves[f"{kind}/{name}"] = values if relative is None else relative.log().mean().exp() * FLOOR_SHARE
-        zero_point = getattr(each, "zero_point", None)  # rules that follow the data, or learn bits, have none of their own
+        zero_point = getattr(each, "zero_point", None)  # some rules have none
         if zero_point is not None:
             curves[f"zero_point/{name}"] = zero_point
         resting = each.scales_at_minimum()

@@ -8,7 +8,9 @@ from qat.cli import benchmark, evaluate, export, predict, report, train, verify
 from qat.training.run.exit_status import exit_status
 from qat.training.script import OVERRIDE
 
-VERBS = {each.__name__.rpartition(".")[2]: each for each in (train, report, predict, evaluate, verify, benchmark, export)}
+VERBS = {
+    each.__name__.rpartition(".")[2]: each for each in (train, report, predict, evaluate, verify, benchmark, export)
+}
 """Each is a module with `EXAMPLE`, `add_arguments(parser)` and `run(given) -> int`; its docstring is the help, and
 `WAY_ON`, if it has that, says what a user does who was interrupted."""
 

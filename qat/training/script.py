@@ -37,7 +37,7 @@ from qat.training.ranks.group import (
     remembered_folder,
 )
 from qat.training.report.board import add_results, add_text
-from qat.training.report.page import REPORT, write_report
+from qat.training.report.page import write_report
 from qat.training.report.run import ReportedRun
 from qat.training.run.checkpoint import about_model, check_same_config, check_same_data, load_checkpoint
 from qat.training.run.exit_status import exit_status
@@ -46,6 +46,7 @@ from qat.training.run.folder import (
     FLOAT_WEIGHTS,
     LAYERS,
     MODEL,
+    REPORT,
     RESOLVED_CONFIG,
     SUMMARY,
     RunFolder,

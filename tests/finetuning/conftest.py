@@ -27,6 +27,7 @@ qat: {epochs: 2, optimizer: sgd, lr: 0.01}
 quantization: {calibration_batches: 2, weight: {bits: 4}, activation: {bits: 4}}
 export: {onnx: false}
 log_every: 2
+watch: "off"
 """
 
 

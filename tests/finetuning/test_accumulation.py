@@ -53,9 +53,9 @@ def test_small_batches_accumulated_are_large_batches(small: int, accumulate: int
         )  # fmt: skip
         train(run)
         drawn = curves(tmp_path / name)
-        assert drawn.pop("qat/train/images_per_second")
+        assert all(drawn.pop(f"qat/train/{tag}") for tag in ("images_per_second", "memory_mb", "data_wait"))
         found[name] = dict(run.model.state_dict()), drawn
-    assert found["large"][1]["qat/train_loss"][-1][0] == 3 * -(-24 // large)
+    assert found["large"][1]["qat/train/loss"][-1][0] == 3 * -(-24 // large)
     torch.testing.assert_close(found["small"][0], found["large"][0], rtol=1e-4, atol=1e-6)
     for tag, points in found["large"][1].items():
         assert found["small"][1][tag] == [(step, pytest.approx(value, rel=1e-3, abs=1e-6)) for step, value in points]

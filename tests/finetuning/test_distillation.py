@@ -145,7 +145,7 @@ def test_what_aids_add_to_the_loss_has_its_curves(folder: Path) -> None:
     aids = "qat.distillation={weight: 1000}", "qat.oscillation={dampen: 10.0, after: 0.5}"
     assert train.main(["--config", "tiny.yaml", "run_dir=run", *aids, "quantization.weight.bits=2"]) == 0
     drawn = curves(folder / "run")
-    assert [step for step, _ in drawn["qat/distillation_loss"]] == [step for step, _ in drawn["qat/train_loss"]]
-    assert all(value > 0.05 for _, value in drawn["qat/distillation_loss"])
-    assert drawn["qat/dampening_loss"][0][1] == 0 < drawn["qat/dampening_loss"][-1][1]
-    assert all(value < 10 for _, value in drawn["qat/train_loss"])
+    assert [step for step, _ in drawn["qat/train/distillation_loss"]] == [step for step, _ in drawn["qat/train/loss"]]
+    assert all(value > 0.05 for _, value in drawn["qat/train/distillation_loss"])
+    assert drawn["qat/train/dampening_loss"][0][1] == 0 < drawn["qat/train/dampening_loss"][-1][1]
+    assert all(value < 10 for _, value in drawn["qat/train/loss"])

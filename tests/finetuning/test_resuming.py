@@ -91,5 +91,7 @@ def test_a_resumed_stage_is_bitwise_the_uninterrupted_one(aid: str, tmp_path: Pa
         frozen = last[0]["oscillations"]["frozen"]
         assert frozen.any() and not frozen.all()
     drawn = [curves(tmp_path / name) for name in ("whole", *cuts)]
-    assert all(each.pop(f"qat/train/{tag}") for each in drawn for tag in ("images_per_second", "memory_mb", "data_wait"))
+    assert all(
+        each.pop(f"qat/train/{tag}") for each in drawn for tag in ("images_per_second", "memory_mb", "data_wait")
+    )
     assert drawn[0] == drawn[1] == drawn[2]

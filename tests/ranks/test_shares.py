@@ -95,6 +95,6 @@ def test_two_ranks_train_as_one_process(tmp_path: Path, monkeypatch: pytest.Monk
         torch.testing.assert_close(mine["apart"]["model"], ranks[0]["apart"]["model"], rtol=0, atol=0)
     drawn = [curves(tmp_path / name) for name in ("one", "ranks")]
     assert drawn[0].keys() == drawn[1].keys()
-    for name in ("qat/train_loss", "qat/train_top1", "qat/val_loss", "qat/grad_norm", "qat/val_top1"):
+    for name in ("qat/train/loss", "qat/train/top1", "qat/val/loss", "qat/train/grad_norm", "qat/val/top1"):
         found, wanted = (torch.tensor(each[name], dtype=torch.float64) for each in drawn)
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)

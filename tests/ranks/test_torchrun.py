@@ -24,6 +24,7 @@ qat: {epochs: 3, lr: 0.02, ema_decay: 0.9}
 checkpoint_every: 4
 sync_batch_norm: true
 log_every: 3
+watch: "off"
 device: cpu
 """
 FAILING = """

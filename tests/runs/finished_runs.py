@@ -23,6 +23,7 @@ float: {epochs: 1, lr: 0.05}
 qat: {epochs: 2, lr: 0.05, ema_decay: 0.9, bn_reestimate: always}
 quantization: {calibration_batches: 2}
 log_every: 1
+watch: scales
 """
 TINY_MODEL = """
 from torch import nn

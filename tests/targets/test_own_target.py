@@ -28,6 +28,7 @@ model: {name: 'tinymodels:tiny'}
 data: {name: digits, image_size: 8, batch_size: 32, limit_train: 64, limit_val: 50}
 qat: {epochs: 1}
 run_dir: run
+watch: "off"
 """
 
 

@@ -40,7 +40,7 @@ def losses_of(folder: Path, compiled: bool) -> list[tuple[int, float]]:
     torch.manual_seed(0)
     run = stage_run(folder, tiny_model(), QATStageConfig(epochs=2, lr=0.1), config={"compile": compiled})
     train(run)
-    return next(values for tag, values in curves(folder).items() if "loss" in tag and "train" in tag)
+    return curves(folder)["qat/train/loss"]
 
 
 @pytest.mark.parametrize("reason", COMPILERS)

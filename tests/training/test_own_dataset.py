@@ -42,6 +42,7 @@ data: {name: 'my_data:bright_or_dark', root: somewhere, image_size: 8, batch_siz
 float: {epochs: 2, lr: 0.1}
 qat: {epochs: 1}
 run_dir: run
+watch: "off"
 """
 
 

@@ -98,14 +98,14 @@ TRAINS, CALIBRATES = {"float": {"epochs": 1}}, {"qat": {"epochs": 0}}
     [
         # What a start leaves that found a broken image, or was killed; with float.epochs: 0, float weights are a copy.
         ([], TRAINS, True, True),
-        (["events.out.tfevents.1", "layers.txt", ".last.pt.tmp", ".lock"], TRAINS, True, True),
+        (["curves", "layers.txt", ".last.pt.tmp", ".lock"], TRAINS, True, True),
         (["float.safetensors", "layers.txt"], {}, True, True),
         (["float.safetensors", "best.pt", "model.onnx", "summary.json"], CALIBRATES, False, True),  # export again
         # Weights whose last.pt was removed, finished runs, and a user's own files stay.
         (["float.safetensors"], TRAINS, False, False),
         (["float.safetensors", "best.pt"], {}, False, False),
         (["model.onnx"], {}, False, False),
-        (["events.out.tfevents.1", "notes.txt"], {}, False, False),
+        (["curves", "notes.txt"], {}, False, False),
     ],
 )
 def test_a_start_is_repeated_where_nothing_was_trained(

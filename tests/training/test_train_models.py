@@ -66,6 +66,7 @@ float: {epochs: 1, lr: 0.01, optimizer: adamw}
 qat: {epochs: 1, lr: 0.001, optimizer: adamw}
 quantization: {calibration_batches: 2}
 log_every: 2
+watch: "off"
 """
 FILES = {"manymodels.py": MODELS, "tiny.yaml": CONFIG}
 FLOAT_PRODUCTS = {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "MatMulNBits", "Einsum"}

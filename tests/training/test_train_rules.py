@@ -77,14 +77,14 @@ def test_learned_bits_fall_and_the_table_shows_them(folder: Path) -> None:
     assert "bits in force" in table and "8 bits in force" not in table
     last = {tag: points[-1][1] for tag, points in curves(folder / "run").items()}
     # The loss that is drawn is the task's: a penalty of several hundred does not show in it.
-    assert last["qat/penalty_loss"] > 100 > 10 > last["qat/train_loss"]
-    assert last["bits/4.weight_quantizer"] < 7.5
+    assert last["qat/train/penalty_loss"] > 100 > 10 > last["qat/train/loss"]
+    assert last["qat/train/bits/4.weight_quantizer"] < 7.5
 
 
 def test_ewgs_finds_its_delta_from_the_hessian(folder: Path) -> None:
     assert run("quantization.weight.ewgs=hessian", "quantization.weight.bits=4", "qat.epochs=1") == 0
     deltas = [tag for tag in curves(folder / "run") if "/ewgs_delta/" in tag]
-    assert deltas == [f"ewgs_delta/{layer}.weight_quantizer" for layer in (0, 4, 8)]
+    assert deltas == [f"qat/train/ewgs_delta/{layer}.weight_quantizer" for layer in (0, 4, 8)]
     state = torch.load(folder / "run" / "last.pt", weights_only=True)["model"]
     assert sum(float(state[f"{layer}.weight_quantizer.ewgs_delta"]) for layer in (0, 4, 8)) > 0
 

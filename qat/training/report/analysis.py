@@ -26,9 +26,7 @@ from qat.quantizer.training import scales_at_minimum
 from qat.training.data.loaders import Data
 from qat.training.loop.evaluation import split_output, to_device
 from qat.training.run.files import write_text
-
-ANALYSIS = "analysis.json"
-"""The file in the run folder."""
+from qat.training.run.folder import ANALYSIS
 
 IMAGES = 16
 """For the errors of layers and for histograms."""

@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from qat.training.config.schema import RunConfig
-from qat.training.report.page import PICTURES, RESULTS
+from qat.training.run.folder import PICTURES, RESULTS
 from qat.training.run.logging import RunLog
 
 HEADINGS = {

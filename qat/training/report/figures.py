@@ -32,8 +32,8 @@ FIGURES = {
     ),
     "accuracy": Shown(
         "Accuracy",
-        "Healthy: QAT and every engine lie within the error bars of float; calibration alone may lie below, and with few"
-        " bits far below.",
+        "Healthy: QAT and every engine lie within the error bars of float; calibration alone may lie below, and with"
+        " few bits far below.",
         of_training.accuracy,
     ),
     "errors": Shown(

@@ -13,10 +13,8 @@ from qat.training.report.findings import findings
 from qat.training.report.model_figures import changed_answers
 from qat.training.report.run import ReportedRun
 from qat.training.run.files import replacing
+from qat.training.run.folder import PICTURES, RESULTS
 from qat.training.run.report import report_lines
-
-REPORT, PICTURES, RESULTS = "report.html", "figures", "results.png"
-"""The page, the folder of its figures as PNG, and the figure of all curves."""
 
 NO_MATPLOTLIB = "report: matplotlib is not installed, so it has no figures; pip install matplotlib"
 

@@ -5,9 +5,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from qat.training.report.analysis import ANALYSIS, read_json
+from qat.training.report.analysis import read_json
 from qat.training.report.curves import Curves, Points, read_curves
-from qat.training.run.folder import RESOLVED_CONFIG, SUMMARY
+from qat.training.run.folder import ANALYSIS, RESOLVED_CONFIG, SUMMARY
 
 SENSITIVITY, EVALUATION, LATENCY = "sensitivity.json", "evaluation.json", "benchmark.json"
 """What the verbs `sensitivity`, `evaluate` and `benchmark` leave in a run folder."""

@@ -27,6 +27,8 @@ RESOLVED_CONFIG = "config.yaml"
 FLOAT_WEIGHTS = "float.safetensors"
 LAYERS = "layers.txt"
 MODEL = "model.onnx"
+REPORT, PICTURES, RESULTS, ANALYSIS = "report.html", "figures", "results.png", "analysis.json"
+"""The report, its figures as PNG and that of all curves, and what the report shows besides curves and results."""
 
 SUMMARY = "summary.json"
 """Written at the very end, and removed by a run that goes on: a folder with it holds the results of a finished run."""
@@ -134,7 +136,7 @@ def _nothing_trained(path: Path, resume: bool) -> bool:
     if saved.float.epochs == 0:
         again.add(FLOAT_WEIGHTS)
         if saved.qat.epochs == 0 and resume:
-            again |= {BEST_CHECKPOINT, MODEL, SUMMARY}
+            again |= {BEST_CHECKPOINT, MODEL, SUMMARY, REPORT, PICTURES, RESULTS, ANALYSIS}
     return names <= again
 
 
