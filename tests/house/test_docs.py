@@ -49,7 +49,7 @@ SHORT = [
 
 TRAINED = {
     "docs/own_data.md": [], "docs/tutorial": [],
-    "docs/start.md": [*SHORT, "model.weights=null", "data.image_size=64"],
+    "docs/start.md": [*SHORT, "model.weights=null", "model.name=squeezenet1_1", "data.workers=0", "data.image_size=64"],
 }  # fmt: skip
 """Where `python train.py` and `python -m qat` run the files of the page, and what makes that short."""
 
