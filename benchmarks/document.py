@@ -18,6 +18,7 @@ from benchmarks.default_rule import rule_table
 from benchmarks.epoch import epoch_table
 from benchmarks.loading import loading_table
 from benchmarks.reference_table import reference_table
+from benchmarks.reliability_table import fuzz_table, mutation_table
 from benchmarks.rules_table import rules_table
 from benchmarks.saturation_table import saturation_table
 from benchmarks.scaling import gradients_table, norms_table
@@ -34,6 +35,7 @@ DOCUMENTS = (
     "docs/config.md",
     "docs/measurements.md",
     "docs/reference.md",
+    "docs/reliability.md",
     "docs/rules.md",
     "docs/speed.md",
     "docs/targets.md",
@@ -47,6 +49,8 @@ FROM_CODE = {
     "config": config_table,
     "configs": configs_table,
     "epoch": epoch_table,
+    "fuzz": fuzz_table,
+    "mutation": mutation_table,
     "models": model_table,
     "loading": loading_table,
     "reference": reference_table,

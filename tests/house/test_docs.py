@@ -2,6 +2,7 @@
 
 import contextlib
 import doctest
+import importlib
 import io
 import re
 import subprocess
@@ -15,7 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.api_pages import ROOMS, api_pages
 from benchmarks.document import DOCUMENTS, with_tables
+from benchmarks.reference_table import PLACES
+from qat.cli import command
 from qat.quantizer import registry
 from qat.training import script as train
 
@@ -24,7 +28,7 @@ README = (ROOT / "README.md").read_text()
 TUTORIAL = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "tutorial").glob("[0-9]*.md"))
 SESSIONS = {
     **{f"docs/{name}.md": [f"docs/{name}.md"] for name in (
-        "rules", "models", "training_loop", "timm_and_huggingface", "coming_over", "own_data",
+        "rules", "models", "training_loop", "timm_and_huggingface", "coming_over", "own_data", "start",
     )},
     "README.md": ["README.md"],
 }  # fmt: skip
@@ -33,8 +37,6 @@ torchrun: tests/ranks/test_page.py."""
 SLOW = {f"docs/{name}.md": [f"docs/{name}.md"] for name in ("deploying", "detection", "low_bits")}
 SLOW |= {"docs/tutorial": TUTORIAL}
 """The tutorial's chapters are one session."""
-TRAINED = ("docs/own_data.md", "docs/tutorial")
-"""Where `python train.py` runs the files of the page."""
 
 FENCE = re.compile(r"^( *)```([\w ]+)\n(.*?)^ *```\n(?:\n?^ *```text\n(.*?)^ *```\n)?", re.DOTALL | re.MULTILINE)
 SHOWN = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -43,6 +45,13 @@ SHORT = [
     "float.epochs=0", "qat.epochs=1", "qat.lr=1e-6", "qat.freeze_bn_epoch=0", "data.limit_train=32",
     "data.limit_val=16", "data.batch_size=16", "quantization.calibration_batches=1",
 ]  # fmt: skip
+
+
+TRAINED = {
+    "docs/own_data.md": [], "docs/tutorial": [],
+    "docs/start.md": [*SHORT, "model.weights=null", "model.name=squeezenet1_1", "data.workers=0", "data.image_size=64"],
+}  # fmt: skip
+"""Where `python train.py` and `python -m qat` run the files of the page, and what makes that short."""
 
 
 @pytest.fixture
@@ -79,7 +88,9 @@ def test_a_page_runs_and_prints_what_it_shows(name: str, session: types.ModuleTy
             check_output(page, run, session, textwrap.dedent(shown).removeprefix(indent))
         elif language == "bash" and name in TRAINED:
             for line in re.findall(r"^python train\.py (?!.*cuda).*$", code, re.MULTILINE):
-                assert train.main([*line.split()[2:], "device=cpu"]) == 0, line
+                assert train.main([*line.split()[2:], *TRAINED[name], "device=cpu"]) == 0, line
+            for line in re.findall(r"^python -m qat .*$", code, re.MULTILINE):
+                assert command.main(line.split()[3:]) == 0, line
 
 
 def check_output(page: str, run: types.CodeType, session: types.ModuleType, shown: str) -> None:
@@ -115,6 +126,19 @@ def test_tables_are_the_measured_ones(name: str) -> None:
     document = (ROOT / name).read_text()
     assert document.count("<!-- table: ") == document.count("<!-- end -->") > 0
     assert with_tables(document) == document
+
+
+def test_the_site_has_every_page() -> None:
+    listed = re.findall(r"^ +- (?:\w+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    written = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted([*written, *(f"api/{room}.md" for room in ROOMS)])
+
+
+def test_every_public_name_has_its_place_in_the_api() -> None:
+    shown = [name for page in api_pages().values() for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
+    assert len(shown) == len(set(shown)) and set(PLACES[1:]) <= set(shown)
+    names = {name for place in PLACES for name in importlib.import_module(place).__all__}
+    assert names <= {name.rpartition(".")[2] for name in shown}
 
 
 def test_links_lead_somewhere() -> None:

@@ -1,0 +1,33 @@
+"""docs/reliability.md's tables: what random programs and wrong edits of the code have found."""
+
+import json
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+VERDICTS = {
+    "agrees": "all ways give the same values and gradients",
+    "fails": "two ways differ",
+    "refused": "the toolkit refuses the model in one sentence, or torch cannot train the plain graph",
+    "unclear": "differences that rounding noise explains for every input",
+}
+"""Keys of fuzz.json's counts, and what they mean."""
+
+
+def fuzz_table() -> str:
+    """How many random programs had which verdict."""
+    kept = json.loads((RESULTS / "fuzz.json").read_text())
+    counts = kept["counts"]
+    rows = [f"| {verdict} | {counts[verdict]:,} | {meaning} |" for verdict, meaning in VERDICTS.items()]
+    about = (
+        f"{kept['cases']:,} programs, of which {counts['exported']:,} were also exported and {counts['compiled']:,}"
+        f" compiled; {kept['processor']}, torch {kept['torch']}, onnxruntime {kept['onnxruntime']}."
+    )
+    return "\n".join([about, "", "| verdict | programs | meaning |", "|---|---:|---|", *rows]) + "\n"
+
+
+def mutation_table() -> str:
+    """How many wrong edits the tests of each room find."""
+    rooms = json.loads((RESULTS / "mutation.json").read_text())["rooms"]
+    rows = [f"| `{room}` | {kept['mutations']} | {kept['found']} |" for room, kept in rooms.items()]
+    return "\n".join(["| room | wrong edits | found |", "|---|---:|---:|", *rows]) + "\n"
