@@ -11,7 +11,9 @@
 
 from qat import functional, testing
 from qat.analysis import explain, summary
+from qat.analysis.cost import cost
 from qat.analysis.features import feature_extractor
+from qat.analysis.sensitivity import sensitivity
 from qat.analysis.state import float_state_dict
 from qat.batch_norm import freeze_batch_norm, reestimate_batch_norm, sync_batch_norm
 from qat.calibration import calibrate
@@ -69,6 +71,7 @@ __all__ = [
     "QuantSpec",
     "Quantizer",
     "calibrate",
+    "cost",
     "disable_fake_quant",
     "enable_fake_quant",
     "explain",
@@ -87,6 +90,7 @@ __all__ = [
     "register_quantizer",
     "replicate_quantizers",
     "self_check",
+    "sensitivity",
     "set_progress",
     "summary",
     "sync_batch_norm",
