@@ -40,7 +40,7 @@ def sensitivity(
     Args:
         model: from `prepare`, calibrated or trained; its modes and switches are put back, after an error too.
         evaluate: from the model to a number, or a dict of numbers; it has to use the same data each time. It is called
-            twice, and at most six times for each layer.
+            for the model as it is, in float, and then at most six times for each layer.
         progress: wraps the list of what is measured, for a bar: `tqdm`.
 
     Returns:

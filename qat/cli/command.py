@@ -4,11 +4,14 @@ import argparse
 import logging
 
 import qat
-from qat.cli import benchmark, evaluate, export, predict, train, verify
+from qat.cli import benchmark, compare, evaluate, export, predict, sensitivity, train, verify
 from qat.training.run.exit_status import exit_status
 from qat.training.script import OVERRIDE
 
-VERBS = {each.__name__.rpartition(".")[2]: each for each in (train, predict, evaluate, verify, benchmark, export)}
+VERBS = {
+    each.__name__.rpartition(".")[2]: each
+    for each in (train, predict, evaluate, verify, sensitivity, compare, benchmark, export)
+}
 """Each is a module with `EXAMPLE`, `add_arguments(parser)` and `run(given) -> int`; its docstring is the help, and
 `WAY_ON`, if it has that, says what a user does who was interrupted."""
 

@@ -30,6 +30,9 @@ FLOAT_WEIGHTS = "float.safetensors"
 LAYERS = "layers.txt"
 MODEL = "model.onnx"
 
+SENSITIVITY = "sensitivity.json"
+"""What `python -m qat sensitivity` has measured, with the digest of the weights that it measured."""
+
 SUMMARY = "summary.json"
 """Written at the very end, and removed by a run that goes on: a folder with it holds the results of a finished run."""
 
@@ -136,7 +139,7 @@ def _nothing_trained(path: Path, resume: bool) -> bool:
     if saved.float.epochs == 0:
         again.add(FLOAT_WEIGHTS)
         if saved.qat.epochs == 0 and resume:
-            again |= {BEST_CHECKPOINT, MODEL, SUMMARY}
+            again |= {BEST_CHECKPOINT, MODEL, SUMMARY, SENSITIVITY}
     return names <= again
 
 
