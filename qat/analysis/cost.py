@@ -43,19 +43,17 @@ def cost(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[st
 
         bops = macs * weight_bits * activation_bits
 
-    is the count of bit operations of Bayesian Bits (arXiv:2005.07093); UNIQ (arXiv:1804.10969) adds the accumulator's.
-    Float counts 32 bits. A weight takes its bits for each element, and 4 bytes for each bias: of the layer, or of the
-    BatchNorm that is folded into it. Macs are those of matrix products and convolutions, as torch counts them; sums,
-    norms and activations have none.
+    as Bayesian Bits counts bit operations (arXiv:2005.07093; UNIQ, arXiv:1804.10969, adds those of the accumulator).
+    Macs are those of convolutions and products of matrices. Float has 32 bits. weight_bytes holds the weight at its
+    bits, and 4 bytes for each bias, of the layer or of the BatchNorm that it folds.
 
     Args:
         model: from `prepare`, or a float model; it is left as it was.
         example_inputs: as of `prepare`; a batch of one image for the cost of an image.
 
     Returns:
-        A row for each quantized layer that runs, and for each float layer that multiplies, in the order in which they
-        run: name, macs, weight_bits, activation_bits, weight_bytes, and the property bops. The last one may be the sum
-        of all products of activations, on the widest of their grids.
+        A row for each quantized layer that runs, and each float layer that multiplies, in the order in which they run.
+        The last one may be the sum of all products of activations, on the widest of their grids.
 
     Raises:
         ValueError: if the inputs do not fit the model's call.
@@ -67,34 +65,33 @@ def cost(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[st
     ('0', 32, 1024, 32)
     """
     expect_model(cost, model)
-    call = bind_inputs("cost", model, example_inputs)
-    names = {module: name for name, module in model.named_modules()}
-    quantizers = {name: owned for name, _, owned in named_quantizers(model)}
-    inside = {each for layer in names if isinstance(layer, QuantLayer) for each in layer.modules() if each is not layer}
+    call, counter = bind_inputs("cost", model, example_inputs), _Macs()  # type: ignore[no-untyped-call]
     found: dict[nn.Module, list[int]] = {}
-    counter = _Macs()  # type: ignore[no-untyped-call]
-    with counter, ExitStack() as hooks:
 
-        def enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
-            found.setdefault(layer, [0, _weight_bytes(layer, args, kwargs)])[0] -= counter.macs
+    def enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        found.setdefault(layer, [0, _weight_bytes(layer, args, kwargs)])[0] -= counter.macs
 
-        def leave(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            found[layer][0] += counter.macs
+    def leave(layer: nn.Module, args: Any, output: Any) -> None:
+        found[layer][0] += counter.macs
 
-        for layer in names:
-            if layer not in inside and (isinstance(layer, QuantLayer) or not any(layer.children())):
+    with counter, ExitStack() as hooks, evaluating(model), torch.no_grad(), warnings_ignored("a quantizer "):
+        for layer in model.modules():
+            if isinstance(layer, QuantLayer) or not any(layer.children()):
                 hooks.enter_context(layer.register_forward_pre_hook(enter, with_kwargs=True))
-                hooks.enter_context(layer.register_forward_hook(leave, with_kwargs=True))
-        with evaluating(model), torch.no_grad(), warnings_ignored("a quantizer "):
-            call_with(model, call)
-    rows = [
-        LayerCost(names[layer], macs, *_bits(layer, quantizers.get(names[layer], [])), size)
-        for layer, (macs, size) in found.items()
-        if macs or isinstance(layer, QuantLayer)
-    ]
+                hooks.enter_context(layer.register_forward_hook(leave))
+        call_with(model, call)
+    names = {layer: name for name, layer in model.named_modules()}
+    owned = {name: quantizers for name, _, quantizers in named_quantizers(model)}
+    rows = []
+    for layer, (macs, size) in found.items():
+        if macs or isinstance(layer, QuantLayer):
+            weight, activation = (_width(owned.get(names[layer], []), role) for role in ("weight", "activation"))
+            rows.append(LayerCost(names[layer], macs, weight, activation, size))
     between = counter.macs - sum(row.macs for row in rows)
-    bits = _product_bits(model)
-    return [*rows, LayerCost(BETWEEN, between, bits, bits, 0)] if between else rows
+    if between:
+        wide = _width(_multiplied(model), "activation")
+        rows.append(LayerCost(BETWEEN, between, wide, wide, 0))
+    return rows
 
 
 class _Macs(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -111,35 +108,27 @@ class _Macs(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
 
-def _bits(layer: nn.Module, quantizers: list[Quantizer]) -> tuple[int, int]:
-    """The bits of a layer's weight and of its inputs, of which the widest counts."""
-    by_role = {role: [_width(each) for each in quantizers if each.role == role] for role in ("weight", "activation")}
-    return max(by_role["weight"], default=FLOAT_BITS), max(by_role["activation"], default=FLOAT_BITS)
-
-
-def _width(quantizer: Quantizer) -> int:
-    return FLOAT_BITS if quantizer.is_disabled else quantizer.spec.bits
+def _width(quantizers: list[Quantizer], role: str) -> int:
+    """The widest grid among quantizers of a role."""
+    widths = (FLOAT_BITS if each.is_disabled else each.spec.bits for each in quantizers if each.role == role)
+    return max(widths, default=FLOAT_BITS)
 
 
 def _weight_bytes(layer: nn.Module, args: Any, kwargs: Any) -> int:
-    """The bytes of a layer's weight as it is called, with its bias or that of the BatchNorm that it folds."""
+    """Bytes of the weight of a call, which may be an argument, and of its bias, or that of the norm that it folds."""
     own = {key: getattr(layer, key, None) for key in ("weight", "bias")}
     given = own if own["weight"] is not None else dict(zip(own, args[1:3], strict=False)) | kwargs
     weight, bias, norm = given.get("weight"), given.get("bias"), kwargs.get("norm")
     if not isinstance(weight, Tensor):
         return 0
-    bits = _width(layer.weight_quantizer) if isinstance(layer, QuantLayer) else FLOAT_BITS
+    bits = _width([layer.weight_quantizer], "weight") if isinstance(layer, QuantLayer) else FLOAT_BITS
     biases = norm.num_features if norm is not None else bias.numel() if isinstance(bias, Tensor) else 0
     return -(-weight.numel() * bits // 8) + 4 * biases
 
 
-def _product_bits(model: nn.Module) -> int:
-    """The widest grid of what the model's products of two activations read; 32 if one reads float."""
-    widths = []
-    for _, part in graphs_of(model):
-        for node in part.graph.nodes:
-            for operand in node.all_input_nodes if is_product(node, part) else ():
-                grid = grid_of(operand, part)
-                quantizer = None if grid is None else submodule_of(part, grid)
-                widths.append(_width(quantizer) if isinstance(quantizer, Quantizer) else FLOAT_BITS)
-    return max(widths, default=FLOAT_BITS)
+def _multiplied(model: nn.Module) -> list[Quantizer]:
+    """The quantizers of what products of two activations read."""
+    products = ((node, part) for _, part in graphs_of(model) for node in part.graph.nodes if is_product(node, part))
+    grids = ((grid_of(each, part), part) for node, part in products for each in node.all_input_nodes)
+    found = [submodule_of(part, grid) for grid, part in grids if grid is not None]
+    return [each for each in found if isinstance(each, Quantizer)]

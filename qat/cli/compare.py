@@ -6,7 +6,6 @@ It reads config.yaml and summary.json alone. Rows of the config in which all run
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from qat.cli.runs import open_run
@@ -17,7 +16,7 @@ from qat.training.run.report import ROWS
 
 EXAMPLE = "python -m qat compare runs/resnet_int8 runs/resnet_int8-2"
 
-PLACE = ("run_dir", "resume")
+PLACE = {"run_dir", "resume"}
 """Keys that say where a run is, and not what it does."""
 
 Values = dict[str, list[Any]]
@@ -30,7 +29,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "size": lambda size: f"{size / 1e6:.2f} MB",
     "seconds": "{:.0f}".format,
 }
-"""How a row is written, by the first word of its name."""
+"""How a row of results is written, by the first word of its name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,51 +44,39 @@ def run(given: argparse.Namespace) -> int:
         raise UserError("RUN: one run has nothing to be compared with; name two or more")
     opened = [open_run(path) for path in given.runs]
     summaries = [read_summary(each.folder) for each in opened]
-    configs = _beside([_flat(each.config.model_dump(mode="json", exclude=set(PLACE))) for each in opened])
+    configs = _beside([_flat(each.config.model_dump(mode="json", exclude=PLACE)) for each in opened])
     versions = _beside([(summary or {}).get("versions", {}) for summary in summaries])
-    names = _names(given.runs)
-    found = {
+    found: dict[str, Any] = {
         "runs": given.runs,
         "unfinished": [path for path, summary in zip(given.runs, summaries, strict=True) if summary is None],
         "config": {key: values for key, values in configs.items() if any(each != values[0] for each in values)},
         "results": _beside([_results(summary or {}) for summary in summaries]),
         "versions": {key: values for key, values in versions.items() if len({*values} - {None}) > 1},
     }
-    print(json.dumps(found, indent=1) if given.json else "\n".join(_table(names, found)))
+    print(json.dumps(found, indent=1) if given.json else "\n".join(_lines(found)))
     return 0
 
 
-def _table(names: list[str], found: dict[str, Any]) -> list[str]:
-    parts = [[[key, *map(_word, values)] for key, values in found[part].items()] for part in ("config", "versions")]
-    results = [
-        [key, *(_word(each, FORMATS.get(key.split()[0])) for each in row)] for key, row in found["results"].items()
+def _lines(found: dict[str, Any]) -> list[str]:
+    rows = [
+        [key, *("-" if each is None else FORMATS.get(key.split()[0], _word)(each) for each in values)]
+        for part in ("config", "results", "versions")
+        for key, values in found[part].items()
     ]
-    head, ruler, *rows = table([["", *names], *parts[0], *results, *parts[1]], numbers=True)
-    middle, end = len(parts[0]), len(parts[0]) + len(results)
-    blocks = [block for block in (rows[:middle], rows[middle:end], rows[end:]) if block]
-    said = [] if parts[0] else ["the configs are equal"]
+    said = [] if found["config"] else ["", "the configs are equal"]
     said += [f"{path}: not finished; train.py finishes it with resume=auto" for path in found["unfinished"]]
-    lines = [head, *(line for block in blocks for line in (ruler, *block))]
-    return [*lines, *(["", *said] if said else [])]
+    return [*table([["", *found["runs"]], *rows], numbers=True), *said]
 
 
-def _word(value: Any, written: Callable[[Any], str] | None = None) -> str:
-    if value is None:
-        return "-"
-    return written(value) if written else value if isinstance(value, str) else json.dumps(value)
-
-
-def _names(paths: list[str]) -> list[str]:
-    """The names of the folders, or their paths where two have the same name."""
-    names = [Path(path).absolute().name for path in paths]
-    return names if len(set(names)) == len(names) else [str(Path(path)) for path in paths]
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested keys, joined by dots."""
     found: dict[str, Any] = {}
     for key, value in section.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
 
 

@@ -27,6 +27,7 @@ from qat.training.data.images import InputTransform
 from qat.training.data.loaders import Data, load_data
 from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
 from qat.training.loop.evaluation import split_output
+from qat.training.loop.preparation import prepare_model
 from qat.training.model.building import build_model
 from qat.training.model.weights import load_weights
 from qat.training.run.checkpoint import preprocessing_of
@@ -272,6 +273,13 @@ class Run:
         model = self._build()
         load_weights(model, str(file), self.config.model.name, "RUN")
         return model.eval()
+
+    def calibrated(self, data: Data) -> nn.Module:
+        """The model as QAT began with it: the float weights on grids, with ranges from training images."""
+        model = prepare_model(self.float_model, self.config, data.image_shape)
+        with value_errors_reported("RUN: "):
+            qat.calibrate(model, data.calibration(self.config.quantization.calibration_batches))
+        return model
 
     def data(self, overrides: list[str]) -> Data:
         """The data of the run, whose folder may have moved since: `data.root=...`."""

@@ -1,6 +1,7 @@
 """Which layers quantization costs accuracy: each with only it quantized, and with all but it, on validation images.
 
-The run is measured as it is, without training: a change of bits needs a new run, whose training recovers some of it.
+It measures the calibrated model, before QAT, whose weights are those of the float model. After QAT (`--trained`) the
+weights live on their grids: at few bits they make no float model, and only the last column says something.
 RUN/sensitivity.json keeps the results.
 """
 
@@ -16,7 +17,7 @@ import yaml
 from torch import Tensor, nn
 
 import qat
-from qat.analysis.sensitivity import operands_of
+from qat.analysis.sensitivity import ROLES, operands_of
 from qat.cli.runs import Run, add_outputs, add_overrides, add_run, check_outputs, count, in_torch, open_run, save_figure
 from qat.layers.twins import CompositeTwin
 from qat.quantizer import Quantizer
@@ -24,7 +25,6 @@ from qat.text import table
 from qat.training.config.file import load_config
 from qat.training.errors import value_errors_reported
 from qat.training.report.sensitivity import sensitivity_figure
-from qat.training.run.checkpoint import state_digest
 from qat.training.run.files import write_text
 from qat.training.run.folder import RESOLVED_CONFIG, SENSITIVITY, read_summary
 from qat.training.run.logging import progress_bar
@@ -44,9 +44,6 @@ MOST = 5
 SHARE = 0.1
 """Of what quantization costs in all, the least that a layer must give back to get one."""
 
-REFERENCES = ("baseline", "float")
-"""What `qat.sensitivity` measures first."""
-
 Result = dict[str, Any]
 
 
@@ -57,39 +54,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batches", type=count, metavar="N", help=f"validation batches, drawn at random; default: {IMAGES:,} images"
     )
+    parser.add_argument("--trained", action="store_true", help="measure the model after QAT")
     add_outputs(parser)
 
 
 def run(given: argparse.Namespace) -> int:
     """Measure, print the table and what it suggests, and write the results."""
     opened = open_run(given.run_path, given.model)
-    folder = opened.folder
+    file = opened.folder / SENSITIVITY
     check_outputs(given)
-    batches = _batches(opened, given)
-    measured = _Evaluation(batches)
+    data = opened.data([*given.overrides, *_limit(opened, given)])
+    model = opened.quantized if given.trained else opened.calibrated(data)
+    evaluate = _Evaluation(list(data.val))
     with value_errors_reported(f"RUN: '{opened.path}': "):
-        found = qat.sensitivity(opened.quantized, measured, lambda jobs: progress_bar(jobs, "sensitivity"))
-    images = sum(len(labels) for _, labels in batches)
-    digest = state_digest(opened.quantized.state_dict())
-    result = {"images": images, "state_sha256": digest, **found}
-    print("\n".join([*_table(result), "", *_suggestions(opened, result)]))
-    text = json.dumps(result, indent=1) + "\n"
-    for path in (folder / SENSITIVITY, *([Path(given.json).expanduser()] if given.json else [])):
-        write_text(path, text)
+        found = qat.sensitivity(model, evaluate, lambda jobs: progress_bar(jobs, "sensitivity"))
+    result = {"images": evaluate.images, "weights": "trained" if given.trained else "calibrated", **found}
+    print("\n".join([*_table(result), "", *_suggestions(opened, result, model)]))
+    for path in (file, *([Path(given.json).expanduser()] if given.json else [])):
+        write_text(path, json.dumps(result, indent=1) + "\n")
     if given.plot:
         save_figure(sensitivity_figure(result), Path(given.plot).expanduser())
     return 0
 
 
-def _batches(opened: Run, given: argparse.Namespace) -> list[Any]:
-    """The batches to measure on, kept for all measurements; a part of the split is a random one, since files are
-    often sorted by class."""
+def _limit(opened: Run, given: argparse.Namespace) -> list[str]:
+    """The override for a part of the split: a random one, since files are often sorted by class."""
     config = load_config(str(opened.folder / RESOLVED_CONFIG), given.overrides).data
     size = config.eval_batch_size or 2 * config.batch_size
     wanted = size * (given.batches or math.ceil(IMAGES / size))
     there = (read_summary(opened.folder) or {}).get("val_images", wanted)
-    limit = [f"data.limit_val={wanted}"] if wanted < min(there, config.limit_val or there) else []
-    return list(opened.data([*given.overrides, *limit]).val)
+    return [f"data.limit_val={wanted}"] if wanted < min(there, config.limit_val or there) else []
 
 
 class _Evaluation:
@@ -100,7 +94,7 @@ class _Evaluation:
     """
 
     def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
+        self.batches, self.images = batches, sum(len(labels) for _, labels in batches)
         self.first: dict[str, Tensor] = {}
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
@@ -110,20 +104,17 @@ class _Evaluation:
             losses.append(F.cross_entropy(scores.double(), labels, reduction="none"))
             correct += int((scores.argmax(1) == labels).sum())
         loss = torch.cat(losses)
-        if len(self.first) < len(REFERENCES):
-            self.first[REFERENCES[len(self.first)]] = loss
-        spread = 2 / math.sqrt(max(len(loss) - 1, 1))
-        noise = {
-            f"noise_to_{name}": spread * float((loss - kept).std(correction=0)) for name, kept in self.first.items()
-        }
-        return {"top1": 100 * correct / len(loss), "loss": float(loss.mean()), **noise}
+        if len(self.first) < 2:
+            self.first["noise_to_float" if self.first else "noise_to_baseline"] = loss
+        noise = {key: 2 * float((loss - kept).std()) / math.sqrt(self.images) for key, kept in self.first.items()}
+        return {"top1": 100 * correct / self.images, "loss": float(loss.mean()), **noise}
 
 
 def _change(result: Result, row: Result, side: str, part: str) -> tuple[float, float, bool]:
     """Points of top-1 and loss against float (`only`) or the whole model (`all_but`), and if the latter is no noise."""
     reference, score = {"only": "float", "all_but": "baseline"}[side], row[side][part]
-    loss = score["loss"] - result[reference]["loss"]
-    return score["top1"] - result[reference]["top1"], loss, abs(loss) > score[f"noise_to_{reference}"]
+    top1, loss = (score[key] - result[reference][key] for key in ("top1", "loss"))
+    return top1, loss, abs(loss) > score[f"noise_to_{reference}"]
 
 
 def _cell(result: Result, row: Result, side: str, part: str) -> str:
@@ -136,17 +127,16 @@ def _cell(result: Result, row: Result, side: str, part: str) -> str:
 def _table(result: Result) -> list[str]:
     """The layers, those first whose grids cost most accuracy, and what has to be known to read them."""
     layers = sorted(result["layers"], key=lambda row: (row["only"]["both"]["top1"], -row["only"]["both"]["loss"]))
-    head = ["layer", "only its weights", "only its activations", "both", "all but it"]
     columns = (("only", "weight"), ("only", "activation"), ("only", "both"), ("all_but", "both"))
     rows = [[row["name"], *(_cell(result, row, *column) for column in columns)] for row in layers]
     whole, plain = result["baseline"], result["float"]
     shared = sorted({", ".join(sorted([row["name"], *row["shared_with"]])) for row in layers if row["shared_with"]})
     return [
-        *table([head, *rows], numbers=True), "",
-        f"top1 {whole['top1']:.2f} %, loss {whole['loss']:.4f}; with all quantizers off, in float,"
-        f" {plain['top1']:.2f} % and {plain['loss']:.4f}",
-        "points of top1 / loss: of what is quantized alone, against float; of all but it, against the whole model",
-        "*: the loss differs by more than two standard deviations of its differences by image",
+        *table([["layer", "only its weights", "only its activations", "both", "all but it"], *rows], numbers=True), "",
+        f"{result['weights']}: top1 {whole['top1']:.2f} %, loss {whole['loss']:.4f}; with all quantizers off:"
+        f" {plain['top1']:.2f} %, {plain['loss']:.4f}",
+        "top1 in points / loss: of only it against all off, of all but it against all on; *: the loss differs beyond"
+        " noise, two standard deviations of its differences by image",
         noise_of(whole["top1"], result["images"]),
         *([f"layers that read one quantized tensor: {'; '.join(shared)}"] if shared else []),
     ]  # fmt: skip
@@ -155,55 +145,48 @@ def _table(result: Result) -> list[str]:
 def suggested(result: Result, model: nn.Module) -> Result:
     """The changes of `quantization` that the measurement supports: 8 bits for what has fewer, float for what has 8.
 
-    A part of a layer stands out if the model is worse with only it quantized, better with all but it, both beyond
+    A part of a layer stands out if the model is worse with only it quantized and better with all but it, both beyond
     noise, and the latter gives back at least `SHARE` of what quantization costs in all.
     """
     cost = result["baseline"]["loss"] - result["float"]["loss"]
-    if cost <= result["float"]["noise_to_baseline"]:
-        return {}
-    operands = operands_of(model)
-    changes: Result = {}
     overrides: Result = {}
+    residual: Result = {}
     for row in sorted(result["layers"], key=lambda row: row["all_but"]["both"]["loss"]):
-        parts = [part for part in row["only"] if _stands_out(result, row, part, cost)]
-        if not parts or len(overrides) == MOST:
-            continue
-        split = [part for part in parts if part != "both"] or [part for part in row["only"] if part != "both"]
-        owned = {part: getattr(operands[row["name"]], part) for part in split}
-        grids: Result = {part: _wider(each) for part, each in owned.items() if min(q.spec.bits for q in each) < BITS}
-        if not isinstance(model.get_submodule(row["name"]), Quantizer):
-            overrides[_key(model, row["name"])] = grids or {"skip": True}
-        elif grids:  # what sums and averages read
-            changes["residual_bits"] = BITS
-    return {**changes, **({"overrides": overrides} if overrides else {})}
+        name, parts = row["name"], operands_of(model)[row["name"]]
+        found = [part for part in row["only"] if _stands_out(result, row, part, cost)]
+        low = {
+            part: {"bits": BITS} if quantizers[0].uniform else {"bits": BITS, "rule": "lsq"}
+            for part, quantizers in parts.items()
+            if (part in found or found == ["both"]) and quantizers[0].spec.bits < BITS
+        }
+        ends = [name[:place] for place, letter in enumerate(name) if letter == "."]
+        key = next((end for end in ends if isinstance(model.get_submodule(end), CompositeTwin)), name)
+        if key == name and isinstance(model.get_submodule(name), Quantizer):  # sums and averages read it
+            residual |= {"residual_bits": BITS} if low else {}
+        elif found and len(overrides) < MOST:
+            overrides[key] = overrides.get(key, {}) | (low or {"skip": True})
+    return {**residual, **({"overrides": overrides} if overrides else {})}
 
 
 def _stands_out(result: Result, row: Result, part: str, cost: float) -> bool:
     _, worse, alone = _change(result, row, "only", part)
     _, better, without = _change(result, row, "all_but", part)
-    return alone and without and worse > 0 and -better >= SHARE * cost
+    return alone and without and worse > 0 and -better >= SHARE * max(cost, 0)
 
 
-def _wider(quantizers: list[Quantizer]) -> Result:
-    """The fields of 8 bits; rules of few levels have no such grid."""
-    return {"bits": BITS, **({} if all(each.uniform for each in quantizers) else {"rule": "lsq"})}
-
-
-def _key(model: nn.Module, name: str) -> str:
-    """The key of a layer in `overrides`: of a product in a layer (attention, LSTM), that layer."""
-    ends = [index for index, letter in enumerate(name) if letter == "."]
-    return next((name[:end] for end in ends if isinstance(model.get_submodule(name[:end]), CompositeTwin)), name)
-
-
-def _suggestions(opened: Run, result: Result) -> list[str]:
-    found = suggested(result, opened.quantized)
+def _suggestions(opened: Run, result: Result, model: nn.Module) -> list[str]:
     if result["baseline"]["top1"] >= result["float"]["top1"]:
         return ["quantization costs no accuracy on these images: nothing to change"]
+    found = suggested(result, model)
     if not found:
-        return ["no layer stands out beyond the noise of these images: nothing to suggest; more images may show more"]
-    if "overrides" in found:
-        own = opened.config.quantization.model_dump(mode="json", exclude_unset=True).get("overrides", {})
-        kept = {key: value for key, value in own.items() if key not in found["overrides"]}
-        found["overrides"] = kept | {key: {**own.get(key, {}), **value} for key, value in found["overrides"].items()}
+        return ["no layer stands out beyond the noise of these images: nothing to suggest"]
+    own = opened.config.quantization.model_dump(mode="json", exclude_none=True)["overrides"]
+    new = found.get("overrides", {})
+    merged = {key: value for key, value in own.items() if key not in new}  # later keys win
+    for key, change in new.items():
+        grids = {part: own.get(key, {}).get(part, {}) | change.get(part, {}) for part in ROLES}
+        merged[key] = {**change, **{part: grid for part, grid in grids.items() if grid}}
+    if merged:
+        found["overrides"] = merged
     lines = yaml.safe_dump({"quantization": found}, sort_keys=False, default_flow_style=None, width=120).splitlines()
-    return ["these layers stand out; for a new run's config, with the overrides that this one has:", "", *lines]
+    return ["what stands out, for the config of a new run, with the overrides that this one has:", "", *lines]

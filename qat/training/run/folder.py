@@ -31,7 +31,7 @@ LAYERS = "layers.txt"
 MODEL = "model.onnx"
 
 SENSITIVITY = "sensitivity.json"
-"""What `python -m qat sensitivity` has measured, with the digest of the weights that it measured."""
+"""What `python -m qat sensitivity` has measured."""
 
 SUMMARY = "summary.json"
 """Written at the very end, and removed by a run that goes on: a folder with it holds the results of a finished run."""
