@@ -11,8 +11,10 @@
 
 from qat import functional, testing
 from qat.analysis import explain, summary
+from qat.analysis.cost import cost
 from qat.analysis.errors import layer_errors
 from qat.analysis.features import feature_extractor
+from qat.analysis.sensitivity import sensitivity
 from qat.analysis.state import float_state_dict
 from qat.analysis.statistics import quantizer_statistics
 from qat.batch_norm import freeze_batch_norm, reestimate_batch_norm, sync_batch_norm
@@ -71,6 +73,7 @@ __all__ = [
     "QuantSpec",
     "Quantizer",
     "calibrate",
+    "cost",
     "disable_fake_quant",
     "enable_fake_quant",
     "explain",
@@ -91,6 +94,7 @@ __all__ = [
     "register_quantizer",
     "replicate_quantizers",
     "self_check",
+    "sensitivity",
     "set_progress",
     "summary",
     "sync_batch_norm",

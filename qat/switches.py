@@ -55,7 +55,7 @@ def disable_fake_quant(
     False
     """
     expect_model(disable_fake_quant, model)
-    return _switched(_selected("disable_fake_quant", model, layers, weights, activations), True)
+    return switched(_selected("disable_fake_quant", model, layers, weights, activations), True)
 
 
 def enable_fake_quant(
@@ -71,7 +71,7 @@ def enable_fake_quant(
     ['input_quantizer']
     """
     expect_model(enable_fake_quant, model)
-    return _switched(_selected("enable_fake_quant", model, layers, weights, activations), False)
+    return switched(_selected("enable_fake_quant", model, layers, weights, activations), False)
 
 
 def freeze_scales(model: nn.Module, frozen: bool = True) -> int:
@@ -111,7 +111,7 @@ def freeze_scales(model: nn.Module, frozen: bool = True) -> int:
     return len(quantizers)
 
 
-def _switched(quantizers: list[Quantizer], disabled: bool) -> ExitStack:
+def switched(quantizers: list[Quantizer], disabled: bool) -> ExitStack:
     """Switch quantizers; the context's end puts every one back."""
     undo = ExitStack()
     for quantizer in quantizers:
@@ -125,7 +125,7 @@ def _selected(caller: str, model: nn.Module, layers: Layers, weights: bool, acti
     roles = {role for role, wanted in (("weight", weights), ("activation", activations)) if wanted}
     if not roles:
         raise ValueError(f"{caller}: weights and activations are both False; one of them must be True")
-    named = list(_named(model))
+    named = list(named_quantizers(model))
     if not named:
         raise ValueError(f"{caller}: the model has no quantizer; call qat.prepare first")
     found: dict[Quantizer, None] = {}
@@ -147,7 +147,7 @@ def _selected(caller: str, model: nn.Module, layers: Layers, weights: bool, acti
     return list(found)
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, str | None, list[Quantizer]]]:
+def named_quantizers(model: nn.Module) -> Iterator[tuple[str, str | None, list[Quantizer]]]:
     """(name, name of float class, quantizers) of layers, those of the inputs included, and of quantizers."""
     handed = _handed(model)
     for name, module in model.named_modules(remove_duplicate=False):

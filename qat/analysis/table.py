@@ -73,7 +73,7 @@ def summary(model: nn.Module) -> str:
 
 def _between(model: nn.Module) -> Iterator[str]:
     """The operations without parameters that the target computes in float between integers, and why."""
-    for prefix, part in _graphs(model):
+    for prefix, part in graphs_of(model):
         profile: TargetProfile | None = vars(part).get(PROFILE)
         if not profile:  # a graph of the user's own
             continue
@@ -89,7 +89,7 @@ def _between(model: nn.Module) -> Iterator[str]:
 
 def _verdicts(model: nn.Module) -> Iterator[str]:
     """The result of the self-check of each traced part; it may be of the time before something was switched off."""
-    for prefix, graph_module in _graphs(model):
+    for prefix, graph_module in graphs_of(model):
         name = prefix.rstrip(".") or "the model"
         off = sum(isinstance(module, Quantizer) and module.is_disabled for module in graph_module.modules())
         verdict = next(reversed(vars(graph_module).get(VERDICTS, {}).values()), None)
@@ -107,7 +107,7 @@ def layers_in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if isinstance(module, QuantLayer) or (isinstance(module, Quantizer) and module.role == "activation")
     }
     order: dict[str, None] = {}
-    for prefix, graph_module in _graphs(model):
+    for prefix, graph_module in graphs_of(model):
         for node in graph_module.graph.nodes:
             if submodule_of(graph_module, node) is not None:
                 called = f"{prefix}{node.target}"
@@ -126,7 +126,7 @@ def quantizers_in_order(model: nn.Module) -> list[str]:
     ]
 
 
-def _graphs(model: nn.Module) -> Iterator[tuple[str, fx.GraphModule]]:
+def graphs_of(model: nn.Module) -> Iterator[tuple[str, fx.GraphModule]]:
     """The traced parts of the model, each with the prefix of its names."""
     for name, module in model.named_modules():
         if isinstance(module, fx.GraphModule):
@@ -136,7 +136,7 @@ def _graphs(model: nn.Module) -> Iterator[tuple[str, fx.GraphModule]]:
 def _inputs(model: nn.Module) -> dict[str, str]:
     """For every layer called in a graph: the quantizer of its input, and the BatchNorm that it folds."""
     found: dict[str, str] = {}
-    for prefix, graph_module in _graphs(model):
+    for prefix, graph_module in graphs_of(model):
         for node in graph_module.graph.nodes:
             if isinstance(submodule_of(graph_module, node), QuantLayer):
                 quantizer, norm = (node.kwargs.get(key) for key in ("input_quantizer", "norm"))

@@ -22,17 +22,19 @@ from qat.cli.runs import (
     RUNTIMES,
     Run,
     Session,
+    add_outputs,
     add_overrides,
     add_run,
-    check_folder_of,
+    check_outputs,
     count,
     counts,
     open_file,
     open_run,
+    save_figure,
 )
 from qat.export.onnx.program import quiet_export
 from qat.export.onnxruntime.default_session import default_is_exact
-from qat.text import first_line, table
+from qat.text import table
 from qat.training.errors import UserError
 
 EXAMPLE = "python -m qat benchmark runs/resnet_int8 --batch 1,16 --threads 1,2 --plot latency.png"
@@ -54,18 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=counts, default=[1], metavar="N,N", help="threads; default: 1")
     parser.add_argument("--rounds", type=count, default=15, help="turns of each model; the median counts; default: 15")
-    parser.add_argument("--json", metavar="FILE", help="also write the results there")
-    parser.add_argument("--plot", metavar="FILE", help="also draw them, .png or .svg (needs matplotlib)")
+    add_outputs(parser)
 
 
 def run(given: argparse.Namespace) -> int:
     """Measure, turn by turn, and print the table."""
     opened = open_run(given.run_path, given.model)
-    if given.plot:
-        _check_plot()
-    for option, file in (("--json", given.json), ("--plot", given.plot)):
-        if file:
-            check_folder_of(option, Path(file).expanduser())
+    check_outputs(given)
     batches = _batches(opened, given)
     agreement = {} if default_is_exact() else {DEFAULT: _agreement(opened, given)}
     with tempfile.TemporaryDirectory(prefix="qat_benchmark_") as folder:
@@ -182,24 +179,14 @@ def _machine(runtime: str) -> dict[str, str]:
     }
 
 
-def _check_plot() -> None:
-    """Refuse to draw, before anything is measured, where matplotlib is missing."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise UserError("--plot: needs matplotlib; pip install matplotlib, or leave --plot out") from None
-
-
 def _draw(results: dict[str, Any], path: Path) -> None:
     """Milliseconds of a call by batch size, a bar for each model; one panel for each number of threads."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = results["rows"]
     threads, batches, models = (list(dict.fromkeys(row[key] for row in rows)) for key in ("threads", "batch", "model"))
     width = 0.8 / len(models)
     figure = Figure(figsize=(1.5 + 2.5 * len(threads), 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, number in zip(figure.subplots(1, len(threads), squeeze=False)[0], threads, strict=True):
         for place, model in enumerate(models):
             heights = [
@@ -214,7 +201,4 @@ def _draw(results: dict[str, Any], path: Path) -> None:
         )
         axes.set(title=f"{number} thread{'s' * (number > 1)}", xlabel="images a call", ylabel="ms", yscale="log")
         axes.legend(frameon=False, fontsize=8)
-    try:
-        figure.savefig(path)
-    except ValueError as error:
-        raise UserError(f"--plot: '{path}': {first_line(error)}") from error
+    save_figure(figure, path)

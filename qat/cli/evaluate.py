@@ -15,7 +15,6 @@ from torch import Tensor
 from qat.cli.runs import RUNTIMES, Engine, add_overrides, add_run, open_run, several
 from qat.export.onnxruntime.default_session import default_is_exact
 from qat.text import table
-from qat.training.errors import UserError
 from qat.training.run.logging import progress_bar
 from qat.training.run.report import noise_of
 
@@ -38,10 +37,6 @@ def run(given: argparse.Namespace) -> int:
     """Print the table."""
     opened = open_run(given.run_path, given.model)
     data = opened.data(given.overrides)
-    if data.classes != opened.classes:
-        raise UserError(
-            f"data: {len(data.classes)} classes, the model has {len(opened.classes)}; set data.root to its own"
-        )
     asked = given.runtime or [name for name in DEFAULT if name != "onnxruntime" or opened.has_onnx]
     twice = () if default_is_exact() else tuple(RUNTIMES)
     ways = [(name, exact) for name in asked for exact in ((True, False) if name in twice else (True,))]

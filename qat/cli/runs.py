@@ -27,6 +27,7 @@ from qat.training.data.images import InputTransform
 from qat.training.data.loaders import Data, load_data
 from qat.training.errors import UserError, looked_in, problems_of, value_errors_reported
 from qat.training.loop.evaluation import split_output
+from qat.training.loop.preparation import prepare_model
 from qat.training.model.building import build_model
 from qat.training.model.weights import load_weights
 from qat.training.run.checkpoint import preprocessing_of
@@ -147,6 +148,32 @@ def check_folder_of(option: str, path: Path) -> None:
         raise UserError(f"{option}: '{path}': there is no folder '{path.parent}' to write to; create it first")
 
 
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Files for the results of a measurement."""
+    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    parser.add_argument("--plot", metavar="FILE", help="also draw them, .png or .svg (needs matplotlib)")
+
+
+def check_outputs(given: argparse.Namespace) -> None:
+    """Refuse what `add_outputs` asks for, before anything is measured, where a folder or matplotlib is missing."""
+    if given.plot:
+        try:
+            import matplotlib.figure  # noqa: F401
+        except ImportError:
+            raise UserError("--plot: needs matplotlib; pip install matplotlib, or leave --plot out") from None
+    for option, file in (("--json", given.json), ("--plot", given.plot)):
+        if file:
+            check_folder_of(option, Path(file).expanduser())
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib's in the format that the file's name ends with."""
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise UserError(f"--plot: '{path}': {first_line(error)}") from error
+
+
 Engine: TypeAlias = Callable[[Tensor], Tensor]
 """From images (N, 3, H, W) float32 to scores (N, classes)."""
 
@@ -247,10 +274,22 @@ class Run:
         load_weights(model, str(file), self.config.model.name, "RUN")
         return model.eval()
 
+    def calibrated(self, data: Data) -> nn.Module:
+        """The model as QAT began with it: the float weights on grids, with ranges from training images."""
+        model = prepare_model(self.float_model, self.config, data.image_shape)
+        with value_errors_reported("RUN: "):
+            qat.calibrate(model, data.calibration(self.config.quantization.calibration_batches))
+        return model
+
     def data(self, overrides: list[str]) -> Data:
         """The data of the run, whose folder may have moved since: `data.root=...`."""
         config = load_config(str(self.folder / RESOLVED_CONFIG), overrides)
-        return load_data(config.data, config.seed, torch.device("cpu"), config.channels_last)
+        data = load_data(config.data, config.seed, torch.device("cpu"), config.channels_last)
+        if data.classes != self.classes:
+            raise UserError(
+                f"data: {len(data.classes)} classes, the model has {len(self.classes)}; set data.root to its own"
+            )
+        return data
 
     def _build(self) -> nn.Module:
         config = self.config.model

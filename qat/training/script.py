@@ -40,6 +40,7 @@ from qat.training.report.board import add_results, add_text
 from qat.training.report.page import write_report
 from qat.training.report.run import ReportedRun
 from qat.training.run.checkpoint import about_model, check_same_config, check_same_data, load_checkpoint
+from qat.training.run.dry_run import dry_run
 from qat.training.run.exit_status import exit_status
 from qat.training.run.files import write_text
 from qat.training.run.folder import (
@@ -78,6 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The config, and changes of it."""
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show layers, cost and time, and train and write nothing"
+    )
     parser.add_argument("named", nargs="?", metavar="CONFIG", help="a YAML file, or the name of a shipped one")
     parser.add_argument("--config", help="the same")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="change one value of the config")
@@ -92,20 +96,20 @@ def run_parsed(parsed: argparse.Namespace) -> int:
         raise UserError("CONFIG: missing; name a YAML file, such as resnet_int8.yaml")
     if parsed.config is None:
         words.remove(config)
-    return run(load_config(config, words, CONFIGS))
+    return run(load_config(config, words, CONFIGS), parsed.dry_run)
 
 
-def run(config: RunConfig) -> int:
+def run(config: RunConfig, dry: bool = False) -> int:
     """Run the whole recipe; ranks that torchrun has started anew go on in the folder that they had."""
     device = pick_device(local_device(config.device))
     with process_group(device):
         if rank():
             logging.getLogger("qat").setLevel(logging.ERROR)  # rank 0 says the rest for all
         folder = remembered_folder()
-        return _run(config.model_copy(update={"run_dir": folder, "resume": "auto"}) if folder else config, device)
+        return _run(config.model_copy(update={"run_dir": folder, "resume": "auto"}) if folder else config, device, dry)
 
 
-def _run(config: RunConfig, device: torch.device) -> int:
+def _run(config: RunConfig, device: torch.device, dry: bool) -> int:
     """Check everything that can be checked early, then train in the run folder."""
     started = time.perf_counter()
     autocast(device, config.amp)  # refuses a precision that the device does not have
@@ -118,6 +122,9 @@ def _run(config: RunConfig, device: torch.device) -> int:
         data = load_data(config.data, config.seed, device, config.channels_last)
         model = build_model(config.model, len(data.classes), with_weights=anew)
     check_early(config, data, model, anew)
+    if dry:
+        dry_run(config, data, device, model)
+        return 0
     with from_first(open_run_folder(config) if rank() == 0 else None) as folder:  # no other run can write there
         remember_folder(str(folder.path))
         if folder.finished is None:

@@ -58,6 +58,9 @@ def test_it_is_a_module_that_python_runs() -> None:
             "--to: 'runs/pets/model.onnx' exists; choose another",
         ),
         (["export", "runs/pets", "--to", "no/model.onnx"], "--to: 'no/model.onnx': there is no folder 'no'"),
+        (["sensitivity", "runs/pets/model.onnx"], "RUN: 'runs/pets/model.onnx' is a file; this needs the folder of"),
+        (["sensitivity", "runs/pets", "--json", "no/x.json"], "--json: 'no/x.json': there is no folder 'no'"),
+        (["compare", "runs/pets"], "RUN: one run has nothing to be compared with; name two or more"),
         (["benchmark", "runs/pets", "--json", "no/x.json"], "--json: 'no/x.json': there is no folder 'no'"),
     ],
 )
@@ -213,13 +216,15 @@ def test_an_override_may_stand_behind_an_option(verb: Verb) -> None:
     assert status == 0 and "torch" in out, err
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(7))
 def test_the_commands_of_the_page_run(number: int, pets: Path, verb: Verb, tmp_path: Path) -> None:
     """docs/run_folder.md's, on a run of the name that it uses, and a picture."""
     page = (Path(qat.__file__).parents[1] / "docs" / "run_folder.md").read_text()
     lines = [line for line in page.splitlines() if line.startswith("python -m qat ")]
-    assert len(lines) == 5 and sorted(["train", *(line.split()[3] for line in lines)]) == sorted(VERBS)
+    assert len(lines) == 7 and sorted(["train", *(line.split()[3] for line in lines)]) == sorted(VERBS)
+    shutil.copytree(pets / "runs" / "pets", tmp_path / "pets-2")
     words = [word.replace("pets.onnx", str(tmp_path / "pets.onnx")) for word in lines[number].split()[3:]]
+    words = [word.replace("runs/pets-2", str(tmp_path / "pets-2")) for word in words]
     if "photo.png" in words:
         words[words.index("photo.png")] = "images/val/cat/0.png"
     status, out, err = verb(*words, *(["--rounds", "1"] if words[0] == "benchmark" else []))

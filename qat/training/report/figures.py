@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from qat.training.report import model_figures as of_model
 from qat.training.report import training_figures as of_training
-from qat.training.report.run import SENSITIVITY, ReportedRun
+from qat.training.report.run import ReportedRun
+from qat.training.run.folder import SENSITIVITY
 
 
 def sensitivity(run: ReportedRun) -> Any:

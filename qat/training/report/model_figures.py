@@ -7,7 +7,8 @@ import numpy as np
 from qat.training.report.analysis import each_change
 from qat.training.report.drawing import COLOURS, INK, QUIET, SICK, name_axis, panels
 from qat.training.report.findings import LAG
-from qat.training.report.run import LATENCY, ReportedRun
+from qat.training.report.run import ReportedRun
+from qat.training.run.folder import LATENCY
 
 FEW_LEVELS = 33
 """Grids of at most so many integers are drawn line by line."""

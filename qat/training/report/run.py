@@ -9,9 +9,6 @@ from qat.training.report.analysis import read_json
 from qat.training.report.curves import Curves, Points, read_curves
 from qat.training.run.folder import ANALYSIS, RESOLVED_CONFIG, SUMMARY
 
-SENSITIVITY, EVALUATION, LATENCY = "sensitivity.json", "evaluation.json", "benchmark.json"
-"""What the verbs `sensitivity`, `evaluate` and `benchmark` leave in a run folder."""
-
 
 @dataclass
 class ReportedRun:

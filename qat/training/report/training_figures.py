@@ -4,7 +4,8 @@ import math
 from typing import Any
 
 from qat.training.report.drawing import COLOURS, QUIET, SICK, heat, panels, percent
-from qat.training.report.run import EVALUATION, ReportedRun
+from qat.training.report.run import ReportedRun
+from qat.training.run.folder import EVALUATION
 from qat.training.run.report import ROWS
 
 NAMED = 5

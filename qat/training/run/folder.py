@@ -30,6 +30,9 @@ MODEL = "model.onnx"
 REPORT, PICTURES, RESULTS, ANALYSIS = "report.html", "figures", "results.png", "analysis.json"
 """The report, its figures as PNG and that of all curves, and what the report shows besides curves and results."""
 
+SENSITIVITY, EVALUATION, LATENCY = "sensitivity.json", "evaluation.json", "benchmark.json"
+"""What the verbs `sensitivity`, `evaluate` and `benchmark` have measured."""
+
 SUMMARY = "summary.json"
 """Written at the very end, and removed by a run that goes on: a folder with it holds the results of a finished run."""
 
@@ -136,7 +139,7 @@ def _nothing_trained(path: Path, resume: bool) -> bool:
     if saved.float.epochs == 0:
         again.add(FLOAT_WEIGHTS)
         if saved.qat.epochs == 0 and resume:
-            again |= {BEST_CHECKPOINT, MODEL, SUMMARY, REPORT, PICTURES, RESULTS, ANALYSIS}
+            again |= {BEST_CHECKPOINT, MODEL, SUMMARY, REPORT, PICTURES, RESULTS, ANALYSIS, SENSITIVITY}
     return names <= again
 
 

@@ -1,0 +1,99 @@
+"""Several runs beside each other: what differs in their configs, and what they reached.
+
+It reads config.yaml and summary.json alone. Rows of the config in which all runs are equal are left out.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+from qat.cli.runs import open_run
+from qat.text import table
+from qat.training.errors import UserError
+from qat.training.run.folder import read_summary
+from qat.training.run.report import ROWS
+
+EXAMPLE = "python -m qat compare runs/resnet_int8 runs/resnet_int8-2"
+
+PLACE = {"run_dir", "resume"}
+"""Keys that say where a run is, and not what it does."""
+
+Values = dict[str, list[Any]]
+"""A value of each run, by key; None: it has none."""
+
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "top1": "{:.2f}".format,
+    "agreement": "{:.2%}".format,
+    "integers": "{:,}".format,
+    "size": lambda size: f"{size / 1e6:.2f} MB",
+    "seconds": "{:.0f}".format,
+}
+"""How a row of results is written, by the first word of its name."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `compare`."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders of train.py, two or more")
+    parser.add_argument("--json", action="store_true", help="write the comparison as JSON")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print one table with a column for each run."""
+    if len(given.runs) < 2:
+        raise UserError("RUN: one run has nothing to be compared with; name two or more")
+    opened = [open_run(path) for path in given.runs]
+    summaries = [read_summary(each.folder) for each in opened]
+    configs = _beside([_flat(each.config.model_dump(mode="json", exclude=PLACE)) for each in opened])
+    versions = _beside([(summary or {}).get("versions", {}) for summary in summaries])
+    found: dict[str, Any] = {
+        "runs": given.runs,
+        "unfinished": [path for path, summary in zip(given.runs, summaries, strict=True) if summary is None],
+        "config": {key: values for key, values in configs.items() if any(each != values[0] for each in values)},
+        "results": _beside([_results(summary or {}) for summary in summaries]),
+        "versions": {key: values for key, values in versions.items() if len({*values} - {None}) > 1},
+    }
+    print(json.dumps(found, indent=1) if given.json else "\n".join(_lines(found)))
+    return 0
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    rows = [
+        [key, *("-" if each is None else FORMATS.get(key.split()[0], _word)(each) for each in values)]
+        for part in ("config", "results", "versions")
+        for key, values in found[part].items()
+    ]
+    said = [] if found["config"] else ["", "the configs are equal"]
+    said += [f"{path}: not finished; train.py finishes it with resume=auto" for path in found["unfinished"]]
+    return [*table([["", *found["runs"]], *rows], numbers=True), *said]
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys, joined by dots."""
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _beside(columns: list[dict[str, Any]]) -> Values:
+    keys = dict.fromkeys(key for column in columns for key in column)
+    return {key: [column.get(key) for column in columns] for key in keys}
+
+
+def _results(summary: dict[str, Any]) -> dict[str, Any]:
+    """What a run reached, by the names of the rows."""
+    onnx = summary.get("onnx", {})
+    found = {
+        **{f"top1 % {words}": summary.get(key, {}).get("top1") for key, words in ROWS.items() if "." not in key},
+        "agreement": onnx.get("agreement"),
+        "integers that differ": onnx.get("layers", {}).get("differing"),
+        "size of model.onnx": onnx.get("size_bytes"),
+        "seconds": summary.get("seconds"),
+        "problem": summary.get("problem"),
+    }
+    return {key: value for key, value in found.items() if value is not None}
