@@ -36,6 +36,7 @@ from qat.export.onnx.program import quiet_export
 from qat.export.onnxruntime.default_session import default_is_exact
 from qat.text import table
 from qat.training.errors import UserError
+from qat.training.run.folder import LATENCY
 
 EXAMPLE = "python -m qat benchmark runs/resnet_int8 --batch 1,16 --threads 1,2 --plot latency.png"
 
@@ -80,6 +81,7 @@ def run(given: argparse.Namespace) -> int:
     rows = [{**row, "agreement": agreement.get(row["model"])} for row in rows]
     results = {"rows": rows, "bytes": sizes, "runtime": given.runtime, **_machine(given.runtime)}
     print("\n".join(_shown(results, RUNTIMES[given.runtime])))
+    opened.keep(LATENCY, results)
     if given.json:
         Path(given.json).expanduser().write_text(json.dumps(results, indent=1) + "\n")
     if given.plot:

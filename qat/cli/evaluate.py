@@ -15,6 +15,7 @@ from torch import Tensor
 from qat.cli.runs import RUNTIMES, Engine, add_overrides, add_run, open_run, several
 from qat.export.onnxruntime.default_session import default_is_exact
 from qat.text import table
+from qat.training.run.folder import EVALUATION
 from qat.training.run.logging import progress_bar
 from qat.training.run.report import noise_of
 
@@ -59,6 +60,7 @@ def run(given: argparse.Namespace) -> int:
         print(json.dumps(results, indent=1))
     else:
         print("\n".join([*_table(results), "", noise_of(results[0]["top1"], results[0]["images"])]))
+    opened.keep(EVALUATION, {"rows": results})
     return 0
 
 

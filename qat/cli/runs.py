@@ -31,6 +31,7 @@ from qat.training.loop.preparation import prepare_model
 from qat.training.model.building import build_model
 from qat.training.model.weights import load_weights
 from qat.training.run.checkpoint import preprocessing_of
+from qat.training.run.files import write_text
 from qat.training.run.folder import FLOAT_WEIGHTS, LAST_CHECKPOINT, MODEL, RESOLVED_CONFIG, read_summary
 
 Array = npt.NDArray[Any]
@@ -280,6 +281,11 @@ class Run:
         with value_errors_reported("RUN: "):
             qat.calibrate(model, data.calibration(self.config.quantization.calibration_batches))
         return model
+
+    def keep(self, file: str, results: dict[str, Any]) -> None:
+        """Leave what a verb has measured in the run folder, for its report."""
+        if self.path.is_dir():
+            write_text(self.path / file, json.dumps(results, indent=1) + "\n")
 
     def data(self, overrides: list[str]) -> Data:
         """The data of the run, whose folder may have moved since: `data.root=...`."""

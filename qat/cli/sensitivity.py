@@ -164,7 +164,8 @@ def suggested(result: Result, model: nn.Module) -> Result:
         if key == name and isinstance(model.get_submodule(name), Quantizer):  # sums and averages read it
             residual |= {"residual_bits": BITS} if low else {}
         elif found and len(overrides) < MOST:
-            overrides[key] = overrides.get(key, {}) | (low or {"skip": True})
+            change: Result = low or {"skip": True}
+            overrides[key] = overrides.get(key, {}) | change
     return {**residual, **({"overrides": overrides} if overrides else {})}
 
 

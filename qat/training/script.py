@@ -44,7 +44,10 @@ from qat.training.run.dry_run import dry_run
 from qat.training.run.exit_status import exit_status
 from qat.training.run.files import write_text
 from qat.training.run.folder import (
+    ANALYSIS,
+    EVALUATION,
     FLOAT_WEIGHTS,
+    LATENCY,
     LAYERS,
     MODEL,
     REPORT,
@@ -161,7 +164,8 @@ def run_stages(
     about = about_model(config, data.classes, data.preprocessing)
     before = read_summary(folder.path) or {}
     if rank() == 0:
-        (folder.path / SUMMARY).unlink(missing_ok=True)  # a folder without it is not finished
+        for name in (SUMMARY, ANALYSIS, EVALUATION, LATENCY):  # a folder without the first is not finished
+            (folder.path / name).unlink(missing_ok=True)
 
     with RunLog(folder.path) as log:
         curves = f"tensorboard --logdir {shlex.quote(str(folder.path / CURVES))}"

@@ -301,7 +301,9 @@ def test_a_run_says_how_many_oscillate_and_counting_changes_nothing(
         torch.load(folder / name / "last.pt", weights_only=True)["model"] for name in ("plain", "counted")
     )
     torch.testing.assert_close(counted, plain, rtol=0, atol=0)
-    assert {"qat/train/oscillating", "qat/train/oscillating/0.weight_quantizer"} <= curves(folder / "counted").keys()
+    assert {"qat/train/oscillating", "qat/train/quantizer_oscillating/0.weight_quantizer"} <= curves(
+        folder / "counted"
+    ).keys()
     # What is evaluated and saved are averages, with scales that are averages too; those of frozen weights are integers.
     assert start("run_dir=frozen", FREEZING, "qat.progressive=[{bits: 4}]", overrides, "qat.ema_decay=0.9") == 0
     said = capsys.readouterr().out

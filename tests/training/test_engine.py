@@ -67,14 +67,14 @@ def test_training_learns_and_logs_its_curves(tmp_path: Path, capsys: pytest.Capt
         assert [step for step, _ in drawn[tag]] == windows
     for tag in ("qat/val/loss", "qat/val/top1"):
         assert [step for step, _ in drawn[tag]] == [105, 110, 115]
-    assert [step for step, _ in drawn["qat/train/scale/quantizer"]] == windows
+    assert [step for step, _ in drawn["qat/train/quantizer_scale/quantizer"]] == windows
     assert "qat/train/grad_norm" not in drawn
     warmup = [0.1 * (0.01 + 0.99 * s / 5) for s in (1, 3, 4)]  # the rate that step s + 1 used
     decay = [0.05 * (1 + math.cos(math.pi * s / 10)) for s in (1, 3, 4, 6, 8, 9)]
     assert [value for _, value in drawn["qat/train/lr"]] == pytest.approx([*warmup, *decay])
     assert drawn["qat/val/loss"][-1][1] == pytest.approx(result.loss)
     start = 32 * model.quantizer.smallest_scale.item()
-    assert drawn["qat/train/scale/quantizer"][-1][1] == pytest.approx(model.quantizer.scale.item() / start)
+    assert drawn["qat/train/quantizer_scale/quantizer"][-1][1] == pytest.approx(model.quantizer.scale.item() / start)
 
     captured = capsys.readouterr()
     assert captured.err == ""  # no terminal: no bar

@@ -55,7 +55,7 @@ def test_a_users_rule_and_an_annealed_one_are_trained_and_exported(folder: Path)
     assert run("imports=[own_rules]", own, annealed, "quantization.weight.bits=4") == 0
     assert summary(folder / "run")["onnx"]["agreement"] == 1.0
     assert "my_lsq" in (folder / "run" / "layers.txt").read_text()
-    temperatures = [value for _, value in curves(folder / "run")["qat/train/temperature/0_quantizer"]]
+    temperatures = [value for _, value in curves(folder / "run")["qat/train/quantizer_temperature/0_quantizer"]]
     assert 5 < temperatures[0] < temperatures[-1] == 100
 
 
@@ -78,13 +78,13 @@ def test_learned_bits_fall_and_the_table_shows_them(folder: Path) -> None:
     last = {tag: points[-1][1] for tag, points in curves(folder / "run").items()}
     # The loss that is drawn is the task's: a penalty of several hundred does not show in it.
     assert last["qat/train/penalty_loss"] > 100 > 10 > last["qat/train/loss"]
-    assert last["qat/train/bits/4.weight_quantizer"] < 7.5
+    assert last["qat/train/quantizer_bits/4.weight_quantizer"] < 7.5
 
 
 def test_ewgs_finds_its_delta_from_the_hessian(folder: Path) -> None:
     assert run("quantization.weight.ewgs=hessian", "quantization.weight.bits=4", "qat.epochs=1") == 0
-    deltas = [tag for tag in curves(folder / "run") if "/ewgs_delta/" in tag]
-    assert deltas == [f"qat/train/ewgs_delta/{layer}.weight_quantizer" for layer in (0, 4, 8)]
+    deltas = [tag for tag in curves(folder / "run") if "quantizer_ewgs_delta/" in tag]
+    assert deltas == [f"qat/train/quantizer_ewgs_delta/{layer}.weight_quantizer" for layer in (0, 4, 8)]
     state = torch.load(folder / "run" / "last.pt", weights_only=True)["model"]
     assert sum(float(state[f"{layer}.weight_quantizer.ewgs_delta"]) for layer in (0, 4, 8)) > 0
 

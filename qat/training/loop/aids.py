@@ -21,7 +21,7 @@ from qat.training.errors import UserError, problems_of, value_errors_reported
 from qat.training.loop.evaluation import TrainBatches
 from qat.training.model.building import build_model
 from qat.training.model.weights import load_float_weights
-from qat.training.run.logging import RunLog
+from qat.training.run.logging import OF_QUANTIZERS, RunLog
 
 Mixing: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """From images (N, C, H, W) and labels (N,) to mixed images and a share of every class for each, (N, classes)."""
@@ -111,7 +111,10 @@ class Aids:
         if self.oscillations is None:
             return ""
         by_layer = self.oscillations.by_layer().items()
-        curves = {f"oscillating/{name}.weight_quantizer": each.oscillating / each.weights for name, each in by_layer}
+        curves = {
+            f"{OF_QUANTIZERS}oscillating/{name}.weight_quantizer": each.oscillating / each.weights
+            for name, each in by_layer
+        }
         weights, oscillating, frozen = self.oscillations.count()
         shares = {"oscillating": 100 * oscillating / weights}
         if self.oscillations.freeze is not None:

@@ -234,7 +234,7 @@ class _Training:
                 self.done, self.pace.steps = number, self.pace.steps + 1
                 if number % run.config.log_every == 0 or number == steps:
                     curves = self.read(epoch, self.watch.curves())
-                    log_window(run, run.step(epoch, number), self.window, lr, curves)
+                    log_window(run, run.step(epoch, number), self.window, lr, self.watch.worth_drawing(curves))
                     self.watch.after_point(run.step(epoch, number), whole_epoch=number == steps)
                     loss, top1 = self.window.mean_loss, self.window.top1
                     shown = {"loss": f"{loss:.3f}", "top1": f"{top1:.1f} %", "lr": f"{lr:.2g}", "run": self.left(epoch)}

@@ -10,6 +10,9 @@ from qat.collectives import rank
 from qat.quantizer import Quantizer
 from qat.training.loop.evaluation import to_device
 from qat.training.loop.stage import StageRun
+from qat.training.run.logging import OF_QUANTIZERS
+
+AT_FLOOR = f"{OF_QUANTIZERS}at_floor/"
 
 IMAGES = 8
 """Shown to the model for the statistics of its tensors."""
@@ -29,7 +32,7 @@ class Watch:
         found = {name: each for name, each in run.model.named_modules() if isinstance(each, Quantizer)}
         self.quantizers = {} if self.detail == "off" else found
         self.gradients: dict[str, Tensor] = {}
-        self.points = 0
+        self.points, self.rested = 0, set[str]()
         self.codes: dict[str, Tensor] = {}
         self.directions: dict[str, Tensor] = {}
         self.images: Tensor | None = None
@@ -54,7 +57,13 @@ class Watch:
     def curves(self) -> dict[str, Tensor]:
         """What the quantizers have learned by now, and their gradients, each of shape () on the device."""
         turned = self._turned() if self.quantizers and self.detail == "all" else {}
-        return {**learned_statistics(self.quantizers), **self.gradients, **turned}
+        curves = {**learned_statistics(self.quantizers), **self.gradients, **turned}
+        return {f"{OF_QUANTIZERS}{tag}": value for tag, value in curves.items()}
+
+    def worth_drawing(self, curves: dict[str, float]) -> dict[str, float]:
+        """The curves without those of scales that have never rested on their floor: what is drawn of them is a sign."""
+        self.rested |= {tag for tag, value in curves.items() if tag.startswith(AT_FLOOR) and value}
+        return {tag: value for tag, value in curves.items() if not tag.startswith(AT_FLOOR) or tag in self.rested}
 
     def after_point(self, step: int, *, whole_epoch: bool) -> None:
         """Now and then, draw what the quantizers do to their tensors."""
@@ -66,16 +75,23 @@ class Watch:
         """Draw the statistics of every quantizer's tensor."""
         if self.images is not None:
             found = quantizer_statistics(self.run.model, self.images)
-            curves = {f"{key}/{name}": value for name, row in found.items() for key, value in row.items()}
+            curves = {
+                f"{OF_QUANTIZERS}{key}/{name}": value for name, row in found.items() for key, value in row.items()
+            }
             self.run.log.scalars(self.run.name, "train", curves, step)
 
     def state_dict(self) -> dict[str, Any]:
         """What curves that go on need to know of the points before."""
-        return {"points": self.points, "codes": self.codes, "directions": self.directions}
+        return {
+            "points": self.points,
+            "rested": sorted(self.rested),
+            "codes": self.codes,
+            "directions": self.directions,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
-        self.points = state["points"]
+        self.points, self.rested = state["points"], set(state["rested"])
         for kept, saved in ((self.codes, state["codes"]), (self.directions, state["directions"])):
             kept.update({name: values.to(self.run.device) for name, values in saved.items()})
 

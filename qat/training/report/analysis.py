@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from qat.analysis.cost import cost
 from qat.analysis.errors import layer_errors
 from qat.analysis.grid_weights import weights_of
 from qat.analysis.statistics import quantizer_statistics, sampled_activation
@@ -51,6 +52,7 @@ def analyse(
     return {
         "order": quantizers_in_order(model),
         "layers": [vars(each) for each in errors],
+        "cost": [{**row._asdict(), "bops": row.bops} for row in cost(model, images[:1])],
         "quantizers": quantizer_statistics(model, images),
         "at_floor": {name: counts for name, counts in scales_at_minimum(model).items() if counts[0]},
         "batch_norm": batch_norm_lag(model, data, device),

@@ -6,7 +6,7 @@ from typing import Any
 
 from qat.training.config.schema import RunConfig
 from qat.training.run.folder import PICTURES, RESULTS
-from qat.training.run.logging import RunLog
+from qat.training.run.logging import OF_QUANTIZERS, RunLog
 
 HEADINGS = {
     "scale": "scales, 1 at the start",
@@ -37,7 +37,7 @@ def add_layout(log: RunLog, names: list[str], errors: dict[str, float]) -> None:
         "training": {tag: ["Multiline", [f"^{tag}$"]] for tag in COMMON},
         "what to look at first": {
             "lowest SQNR after calibration": ["Multiline", [_one_of("sqnr", worst)]],
-            "scales on their floor": ["Multiline", ["^at_floor/"]],
+            "scales on their floor (none is healthy)": ["Multiline", [f"^{OF_QUANTIZERS}at_floor/"]],
         },
     }
     for kind, title in HEADINGS.items():
@@ -66,7 +66,7 @@ def stages_of(names: list[str]) -> dict[str, list[str]]:
 
 
 def _one_of(kind: str, names: list[str]) -> str:
-    return f"^{kind}/({'|'.join(map(re.escape, names))})$"
+    return f"^{OF_QUANTIZERS}{kind}/({'|'.join(map(re.escape, names))})$"
 
 
 def add_text(log: RunLog, config: str, layers: str) -> None:

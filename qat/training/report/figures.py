@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 from qat.training.report import model_figures as of_model
 from qat.training.report import training_figures as of_training
 from qat.training.report.run import ReportedRun
+from qat.training.report.sensitivity import sensitivity_figure
 from qat.training.run.folder import SENSITIVITY
 
 
 def sensitivity(run: ReportedRun) -> Any:
     """What `python -m qat sensitivity` has measured."""
-    from qat.training.report.sensitivity import sensitivity_figure
-
     found = run.of_verb(SENSITIVITY)
     return sensitivity_figure(found) if found else None
 

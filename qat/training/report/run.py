@@ -8,6 +8,7 @@ from typing import Any
 from qat.training.report.analysis import read_json
 from qat.training.report.curves import Curves, Points, read_curves
 from qat.training.run.folder import ANALYSIS, RESOLVED_CONFIG, SUMMARY
+from qat.training.run.logging import OF_QUANTIZERS
 
 
 @dataclass
@@ -48,7 +49,7 @@ class ReportedRun:
         found = {
             (run, tag.partition("/")[2]): points
             for (run, tag), points in self.curves.items()
-            if tag.startswith(f"{kind}/")
+            if tag.startswith(f"{OF_QUANTIZERS}{kind}/")
         }
         last = max((run for run, _ in found), key=lambda run: (run == "qat/train", run), default="")
         named = {name: points for (run, name), points in found.items() if run == last}

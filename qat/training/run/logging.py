@@ -13,6 +13,10 @@ CURVES = "curves"
 """The folder of TensorBoard's files in a run folder: a folder for each stage and split, so that one chart has all."""
 
 
+OF_QUANTIZERS = "quantizer_"
+"""How the headings of quantizers' curves begin, so that TensorBoard shows loss and accuracy before them."""
+
+
 class RunLog:
     """The curves and the text of a run. Of many ranks, the first writes; it goes on alone at the end."""
 
