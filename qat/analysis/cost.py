@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from qat.analysis.table import graphs_of
@@ -16,6 +15,7 @@ from qat.layers import QuantLayer
 from qat.preparation.operations import grid_of, is_product
 from qat.quantizer import Quantizer
 from qat.switches import named_quantizers
+from qat.torch_internals import TorchDispatchMode
 from qat.tracing.nodes import submodule_of
 
 FLOAT_BITS = 32
@@ -102,7 +102,7 @@ class _Macs(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        count = flop_registry.get(func._overloadpacket)
+        count = flop_registry.get(func.overloadpacket)
         if count is not None:
             self.macs += count(*args, **kwargs, out_val=output) // 2
         return output

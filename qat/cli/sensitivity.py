@@ -154,7 +154,7 @@ def suggested(result: Result, model: nn.Module) -> Result:
     for row in sorted(result["layers"], key=lambda row: row["all_but"]["both"]["loss"]):
         name, parts = row["name"], operands_of(model)[row["name"]]
         found = [part for part in row["only"] if _stands_out(result, row, part, cost)]
-        low = {
+        low: Result = {
             part: {"bits": BITS} if quantizers[0].uniform else {"bits": BITS, "rule": "lsq"}
             for part, quantizers in parts.items()
             if (part in found or found == ["both"]) and quantizers[0].spec.bits < BITS

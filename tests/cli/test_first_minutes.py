@@ -48,7 +48,7 @@ def test_it_answers_without_what_is_slow_to_import(pets: Path, program: str, sta
 def test_a_config_needs_no_option(words: list[str], program: str, monkeypatch: pytest.MonkeyPatch, verb: Verb) -> None:
     read: list[object] = []
     monkeypatch.setattr(script, "load_config", lambda path, overrides, folder: read.append((path, overrides)))
-    monkeypatch.setattr(script, "run", lambda config: 0)
+    monkeypatch.setattr(script, "run", lambda config, dry: 0)
     assert script.main(words) == 0 if program == "train.py" else verb("train", *words)[0] == 0
     assert read == [("tiny.yaml", ["qat.epochs=2", "seed=1"])]
 

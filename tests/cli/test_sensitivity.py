@@ -107,8 +107,21 @@ def test_suggestions_go_by_noise_bits_and_rules() -> None:
     assert suggested(result_of(model, {"one": 0.4, "two": 0.3}, noise=0.5), model) == {}
     assert suggested(result_of(model, {"two": -0.3}), model) == {}
     assert suggested(result_of(model, {"two_quantizer": 0.3}, part="activation"), model) == {"residual_bits": 8}
-    inner = {"encoder.self_attn.query_projection": 0.3, "encoder.self_attn.out_proj": 0.2}
-    assert suggested(result_of(model, inner), model) == {"overrides": {"encoder.self_attn": {"weight": {"bits": 8}}}}
+
+
+def test_a_product_in_a_layer_is_overridden_by_the_layers_name() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.fc = nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.fc(self.rnn(x)[0][:, -1])
+            return y
+
+    model = qat.prepare(Net(), qat.QuantRecipe(weight={"bits": 4}), torch.randn(2, 5, 4))
+    found = suggested(result_of(model, {"rnn.product_ih_l0": 0.3, "rnn.product_hh_l0": 0.2}), model)
+    assert found == {"overrides": {"rnn": {"weight": {"bits": 8}}}}
 
 
 def test_the_figure_has_a_bar_for_each_part_of_each_layer() -> None:

@@ -31,10 +31,6 @@ STEPS = 3
 """Steps of a stage that are timed, behind one that is not."""
 
 
-UNITS = ((3600, "h", 7200), (60, "min", 120), (1, "s", 1), (1e-3, "ms", 0))
-"""Of times: seconds, name, and the seconds from which it is used."""
-
-
 def dry_run(config: RunConfig, data: Data, device: torch.device, model: nn.Module) -> None:
     """Print the table of layers, their cost, and the time of a run as some real training steps of each kind have it."""
     if rank_count() > 1:
@@ -128,10 +124,5 @@ def _groups(run: StageRun) -> Iterator[list[Any]]:
 
 
 def _time(seconds: float) -> str:
-    """A time in the unit that suits it.
-
-    >>> _time(0.0212), _time(4.2), _time(100), _time(7200)
-    ('21 ms', '4.2 s', '100 s', '2.0 h')
-    """
-    size, unit = next(each for each in UNITS if seconds >= each[2])[:2]
-    return f"{seconds / size:.{0 if seconds >= 10 * size or unit == 'ms' else 1}f} {unit}"
+    minutes = seconds / 60
+    return f"{minutes / 60:.1f} h" if minutes >= 120 else f"{minutes:.1f} min" if minutes >= 2 else f"{seconds:.3g} s"
