@@ -25,6 +25,7 @@ from benchmarks.scaling import gradients_table, norms_table
 from benchmarks.self_check import self_check_table
 from benchmarks.speed_table import TABLES as SPEED_TABLES
 from benchmarks.targets_table import limits_table, reasons_table, targets_table
+from benchmarks.watch import table as watch_table
 from benchmarks.zoo_table import families_table, library_table, models_table
 from qat.training.run.report import report_lines
 
@@ -33,6 +34,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     "README.md",
     "docs/config.md",
+    "docs/curves.md",
     "docs/measurements.md",
     "docs/reference.md",
     "docs/reliability.md",
@@ -50,6 +52,7 @@ FROM_CODE = {
     "configs": configs_table,
     "epoch": epoch_table,
     "fuzz": fuzz_table,
+    "watch": watch_table,
     "mutation": mutation_table,
     "models": model_table,
     "loading": loading_table,

@@ -36,9 +36,7 @@ from qat.training.ranks.group import (
     remember_folder,
     remembered_folder,
 )
-from qat.training.report.board import add_results, add_text
-from qat.training.report.page import write_report
-from qat.training.report.run import ReportedRun
+from qat.training.report.board import finish
 from qat.training.run.checkpoint import about_model, check_same_config, check_same_data, load_checkpoint
 from qat.training.run.dry_run import dry_run
 from qat.training.run.exit_status import exit_status
@@ -48,9 +46,7 @@ from qat.training.run.folder import (
     EVALUATION,
     FLOAT_WEIGHTS,
     LATENCY,
-    LAYERS,
     MODEL,
-    REPORT,
     RESOLVED_CONFIG,
     SUMMARY,
     RunFolder,
@@ -197,11 +193,7 @@ def run_stages(
         summary = write_summary(folder.path / SUMMARY, config, about, results, time.perf_counter() - started, problem)
         warnings = [f"warning: {sentence}" for sentence in results["warnings"]]
         log.say("\n".join(["", *report_lines(summary), "", *warnings]))
-        if config.watch != "off":
-            said = write_report(folder.path / REPORT, [ReportedRun.read(folder.path)], pictures=True)
-            add_text(log, dump_config(config), (folder.path / LAYERS).read_text(encoding="utf-8"))
-            add_results(log, config, summary, stages.steps)
-            log.say("\n".join([*said, f"report: {folder.path / REPORT}"]))
+        finish(log, config, summary, stages.steps)
     names = sorted(path.name for path in folder.path.iterdir() if path.name[0] != ".")
     log.say(f"in {folder.path}: {', '.join(names)}")
     return _verdict(folder.path, problem)

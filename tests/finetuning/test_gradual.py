@@ -159,12 +159,12 @@ def test_what_is_not_gradual_is_refused(given: dict[str, Any], fact: str) -> Non
 def test_a_stage_evaluates_and_saves_the_whole_model_after_every_epoch(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_step, real_validate, seen = engine._Training.step, engine._validate, list[Any]()
+    real_step, real_validate, seen = engine.Training.step, engine._validate, list[Any]()
 
     def note(what: str) -> None:
         seen.append((what, len(off(model)), sum(len(each._forward_hooks) for each in model.modules())))
 
-    monkeypatch.setattr(engine._Training, "step", lambda *given, **named: (note("step"), real_step(*given, **named))[1])
+    monkeypatch.setattr(engine.Training, "step", lambda *given, **named: (note("step"), real_step(*given, **named))[1])
     monkeypatch.setattr(engine, "_validate", lambda run: (note("validation"), real_validate(run))[1])
     block = {"activations_from": 0.5, "weight_share": 0.5, "weights_from": 0.8}
     batches = TinyBatches(12)

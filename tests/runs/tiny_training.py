@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tensorboard.summary.writer import event_file_writer
 from torch import Tensor, nn
 
 from qat.quantizer import create_quantizer
@@ -27,6 +28,9 @@ from qat.training.run.checkpoint import StageState, load_checkpoint, restore_mod
 from qat.training.run.logging import RunLog
 
 CPU = torch.device("cpu")
+
+# TensorBoard reads files in the order of their names, which end with this count: .10 would come before .9.
+event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
 MOST_SECONDS = 200
 """After which `on_ranks` ends its processes."""

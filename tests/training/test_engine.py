@@ -81,7 +81,7 @@ def test_training_learns_and_logs_its_curves(tmp_path: Path, capsys: pytest.Capt
     lines = captured.out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["qat", "qat 1/3", "qat 2/3", "qat 3/3"]
     assert lines[0].startswith("qat: SGD: weights at lr 0.1 with decay 0.0001, norms at lr 0.1, ")
-    assert f"; val loss {result.loss:.3f}, top1 100.00 %; " in lines[-1]
+    assert f": val top1 100.00 %, loss {result.loss:.3f}; train " in lines[-1]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -24,7 +24,7 @@ from qat.training.loop.aids import Aids
 from qat.training.loop.compiled import compiled
 from qat.training.loop.device import autocast, compile_mode
 from qat.training.loop.evaluation import Evaluation, evaluate, split_output, to_device
-from qat.training.loop.metrics import Meter, Pace, log_epoch, log_window
+from qat.training.loop.metrics import Meter, Pace, arriving, log_epoch, log_window
 from qat.training.loop.norm_statistics import settle_statistics
 from qat.training.loop.optimizer import build_optimizer, build_schedule, describe_groups
 from qat.training.loop.stage import StageRun, rate_key
@@ -62,7 +62,7 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
         return _validate_untrained(run)
     if len(run.train) == 0:
         raise UserError(f"data.batch_size: {run.config.data.batch_size} leaves no whole training batch; reduce it")
-    training = _Training(run)
+    training = Training(run)
     training.say_what_is_special()
     if state is not None:
         training.load(state)
@@ -79,7 +79,7 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     return evaluation or _validate(run)
 
 
-class _Training:
+class Training:
     """Everything that updates the weights of a stage, and whose state is saved with them."""
 
     def __init__(self, run: StageRun) -> None:
@@ -222,7 +222,8 @@ class _Training:
             self.aids.before_epoch(lambda batch: self.loss_of(self.on_device(batch))[0], run.train)
         steps, count = run.steps_per_epoch, rank_count()
         with progress_bar(run.train, f"{run.name} {epoch + 1}/{run.stage.epochs}") as bar:
-            for number, batches in enumerate(grouped(self.arriving(bar), run.stage.accumulate), self.done + 1):
+            groups = grouped(arriving(bar, lambda: self.window), run.stage.accumulate)
+            for number, batches in enumerate(groups, self.done + 1):
                 group = [self.on_device(batch) for batch in batches]
                 if run.mixing is not None:
                     group = [run.mixing(images, labels) for images, labels in group]
@@ -243,18 +244,6 @@ class _Training:
                     self.window = Meter()
                 self.save_if_due(epoch)
         self.aids.before_evaluation()
-
-    def arriving(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches, with the time that each was waited for."""
-        waiting = iter(batches)
-        while True:
-            began = time.perf_counter()
-            try:
-                batch = next(waiting)
-            except StopIteration:
-                return
-            self.window.waited += time.perf_counter() - began
-            yield batch
 
     def read(self, epoch: int, curves: dict[str, Tensor] | None = None) -> dict[str, float]:
         """Wait for the results of the steps so far, and for the values of curves, which are returned."""

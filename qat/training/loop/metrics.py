@@ -4,7 +4,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +93,18 @@ class Meter:
         self.images += other.images
         self.seconds += other.seconds
         self.waited += other.waited
+
+
+def arriving(batches: Iterable[Any], window: Callable[[], Meter]) -> Iterator[Any]:
+    """The batches; the meter in use takes note of how long each was waited for."""
+    waiting, nothing = iter(batches), object()
+    while True:
+        began = time.perf_counter()
+        batch = next(waiting, nothing)
+        if batch is nothing:
+            return
+        window().waited += time.perf_counter() - began
+        yield batch
 
 
 def log_window(run: StageRun, step: int, window: Meter, lr: float, more: Mapping[str, float]) -> None:

@@ -75,6 +75,17 @@ def progressive_stages(config: QATStageConfig) -> dict[str, ProgressiveConfig]:
     return {f"qat_{number}": stage for number, stage in enumerate(config.progressive, 1)}
 
 
+def steps_after(config: RunConfig, name: str, train: TrainBatches) -> int:
+    """How many steps of training the stages after this one have."""
+    stages: dict[str, StageConfig] = {"float": config.float}
+    if config.float_finetune:
+        stages["float_finetune"] = float_counterpart(config.qat)
+    stages |= {key: training_of(config.qat, each) for key, each in progressive_stages(config.qat).items()}
+    stages["qat"] = config.qat
+    later = list(stages)[list(stages).index(name) + 1 :] if name in stages else []
+    return sum(stages[key].epochs * steps_per_epoch(stages[key], train) for key in later)
+
+
 def key_of(name: str) -> str:
     """Where the config says how a stage trains, by the stage's name.
 

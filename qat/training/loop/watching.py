@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qat.analysis.statistics import learned_statistics, quantizer_statistics, weight_samples
 from qat.collectives import rank
@@ -50,8 +50,7 @@ class Watch:
             f"gradient/{name}": [p.grad for p in each.parameters() if p.grad is not None]
             for name, each in self.quantizers.items()
         }
-        norms = {tag: torch._foreach_norm(gradients) for tag, gradients in learned.items() if gradients}
-        self.gradients = {tag: torch.stack(each).norm() for tag, each in norms.items()}
+        self.gradients = {tag: nn.utils.get_total_norm(each) for tag, each in learned.items() if each}
 
     @torch.no_grad()
     def curves(self) -> dict[str, Tensor]:

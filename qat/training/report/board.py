@@ -4,8 +4,17 @@ import re
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+from PIL import Image
+from torch import Tensor, nn
+
+from qat.analysis.statistics import quantizer_statistics
+from qat.analysis.table import quantizers_in_order
+from qat.training.config.file import dump_config
 from qat.training.config.schema import RunConfig
-from qat.training.run.folder import PICTURES, RESULTS
+from qat.training.report.page import write_report
+from qat.training.report.run import ReportedRun
+from qat.training.run.folder import LAYERS, PICTURES, REPORT, RESULTS
 from qat.training.run.logging import OF_QUANTIZERS, RunLog
 
 HEADINGS = {
@@ -28,10 +37,9 @@ SHOWN = ("model.name", "model.weights", "data.name", "data.batch_size", "seed", 
 """Keys that the table of runs always has; others where they differ from their default."""
 
 
-def add_layout(log: RunLog, names: list[str], errors: dict[str, float]) -> None:
-    """Group the curves for the page Custom Scalars; `names` are the quantizers, from input to output."""
-    if not log.writes:
-        return
+def add_layout(log: RunLog, model: nn.Module, images: Tensor) -> None:
+    """Group the curves of a calibrated model's quantizers for the page Custom Scalars."""
+    errors = {name: row["sqnr"] for name, row in quantizer_statistics(model, images).items()}
     worst = sorted(errors, key=lambda name: errors[name])[:WORST]
     layout: dict[str, Any] = {
         "training": {tag: ["Multiline", [f"^{tag}$"]] for tag in COMMON},
@@ -40,10 +48,9 @@ def add_layout(log: RunLog, names: list[str], errors: dict[str, float]) -> None:
             "scales on their floor (none is healthy)": ["Multiline", [f"^{OF_QUANTIZERS}at_floor/"]],
         },
     }
+    stages = stages_of(quantizers_in_order(model))
     for kind, title in HEADINGS.items():
-        layout[title] = {
-            f"{kind}: {stage}": ["Multiline", [_one_of(kind, group)]] for stage, group in stages_of(names).items()
-        }
+        layout[title] = {f"{kind}: {stage}": ["Multiline", [_one_of(kind, group)]] for stage, group in stages.items()}
     log.writer().add_custom_scalars(layout)
     log.writer().flush()
 
@@ -69,21 +76,18 @@ def _one_of(kind: str, names: list[str]) -> str:
     return f"^{OF_QUANTIZERS}{kind}/({'|'.join(map(re.escape, names))})$"
 
 
-def add_text(log: RunLog, config: str, layers: str) -> None:
-    """The config and the table of layers, on the page Text."""
-    if log.writes:
-        for tag, text in (("config", config), ("layers", layers)):
-            log.writer().add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()))
-        log.writer().flush()
-
-
-def add_results(log: RunLog, config: RunConfig, summary: dict[str, Any], step: int) -> None:
-    """The run as a row of the page HParams, and its figures as images."""
-    import numpy as np
-    from PIL import Image
+def finish(log: RunLog, config: RunConfig, summary: dict[str, Any], step: int) -> None:
+    """Write the report of a run, and give TensorBoard its text, its figures, and its row in the table of runs."""
+    if config.watch == "off":
+        return
     from torch.utils.tensorboard.summary import hparams
 
+    said = write_report(log.folder / REPORT, [ReportedRun.read(log.folder)], pictures=True)
+    log.say("\n".join([*said, f"report: {log.folder / REPORT}"]))
     writer = log.writer()
+    layers = (log.folder / LAYERS).read_text(encoding="utf-8")
+    for tag, text in (("config", dump_config(config)), ("layers", layers)):
+        writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()))
     metrics = {f"final/{key}": value for key, value in _metrics(summary).items()}
     for summary_of in hparams(differing(config), metrics):  # type: ignore[no-untyped-call]
         writer.file_writer.add_summary(summary_of)

@@ -19,7 +19,7 @@ from qat.training.config.schema import RunConfig
 from qat.training.data.loaders import Data
 from qat.training.errors import UserError, value_errors_reported
 from qat.training.loop.aids import build_distillation, build_mixing
-from qat.training.loop.engine import _Training
+from qat.training.loop.engine import Training
 from qat.training.loop.evaluation import evaluate
 from qat.training.loop.preparation import prepare_model
 from qat.training.loop.stage import StageRun, float_counterpart, progressive_stages
@@ -95,7 +95,7 @@ def _time_lines(
 
 def _seconds(run: StageRun) -> tuple[float, float]:
     """Seconds of a training step, its batches included, and of a pass over the validation split."""
-    training = _Training(run)
+    training = Training(run)
     training.aids.student.train()
     run.model.train()
     times = []

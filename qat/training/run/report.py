@@ -148,3 +148,21 @@ def _row_name(key: str, words: str, results: dict[str, Any]) -> str:
     if key == "qat" and qat.get("epoch"):  # 0 without training
         return f"{words}, {qat['weights']} epoch ({qat['epoch']} of {epochs})"
     return words
+
+
+def describe_choice(now: dict[str, Any], before: dict[str, Any]) -> str:
+    """Which weights are exported, and which of an earlier export they replace.
+
+    Both are sections `qat` of summary.json; `before` is empty if nothing was exported.
+
+    >>> three = {"weights": "last", "epoch": 3, "epochs": 3}
+    >>> describe_choice(three, {})
+    'epoch 3 of 3 (last)'
+    >>> describe_choice(three, {"weights": "best", "epoch": 2, "epochs": 3})
+    'epoch 3 of 3 (last) replaces epoch 2 of 3 (best) in model.onnx; export.weights=best brings that back'
+    """
+    new, old = ("epoch {epoch} of {epochs} ({weights})".format(**each) if each else "" for each in (now, before))
+    if not before or new == old:
+        return new
+    back = f"; export.weights={before['weights']} brings that back" if now["epochs"] == before["epochs"] else ""
+    return f"{new} replaces {old} in model.onnx{back}"

@@ -8,7 +8,6 @@ import torch
 from torch import fx, nn
 
 import qat
-from qat.analysis.table import quantizers_in_order
 from qat.collectives import rank
 from qat.export import LayerDifference
 from qat.training.config.schema import RunConfig
@@ -26,6 +25,7 @@ from qat.training.loop.stage import (
     on_grids_of,
     progressive_stages,
     rate_key,
+    steps_after,
     steps_per_epoch,
     take_weights,
     training_of,
@@ -46,6 +46,7 @@ from qat.training.run.files import write_text
 from qat.training.run.folder import BEST_CHECKPOINT, FLOAT_WEIGHTS, LAYERS, MODEL, RunFolder
 from qat.training.run.logging import RunLog
 from qat.training.run.proof import export_and_prove
+from qat.training.run.report import describe_choice
 
 HOW_IT_TRAINS = (
     "How it trains: on codes is the fast way, on 8-bit integers in kernels of this library; operation by operation is"
@@ -126,9 +127,7 @@ class Stages:
         self.log.begin(self.order[2], self.steps)
         self.log.scalars(self.order[2], "val", {"loss": found.loss, "top1": found.top1}, self.steps)
         if self.config.watch == "all" and rank() == 0:
-            images = next(iter(self._sample(alone=True)))[0].to(self.device)
-            errors = {name: row["sqnr"] for name, row in qat.quantizer_statistics(model, images).items()}
-            add_layout(self.log, quantizers_in_order(model), errors)
+            add_layout(self.log, model, next(iter(self._sample(alone=True)))[0].to(self.device))
 
     def progressive(self, float_model: nn.Module, model: nn.Module) -> None:
         """Train on the grids of `qat.progressive` in turn, each from the last one's weights; hand the last on."""
@@ -195,7 +194,7 @@ class Stages:
 
     def _train(self, name: str, model: nn.Module, stage: StageConfig) -> None:
         """Train one stage; if the checkpoint is from this stage, resume in it."""
-        first_step, own_steps = self.steps, self._steps_of(stage)
+        first_step, own_steps = self.steps, stage.epochs * steps_per_epoch(stage, self.data.train)
         if name != "float_finetune":  # its curves lie over those of QAT, which starts from the same weights
             self.steps += own_steps
         epochs_before = self.qat_epochs
@@ -218,9 +217,9 @@ class Stages:
             distillation = build_distillation(self.config, stage, classes, self.float_weights, self.device)
         run = StageRun(
             name, stage, self.config, model, self.data.train, self.data.val, self.device, self.log, self.folder.path,
-            self.results, first_step, epochs_before, self._steps_after(name), keep_best=name == "qat",
-            sample=self._sample(),
-            distillation=distillation, mixing=build_mixing(stage, classes), about=self.about,
+            self.results, first_step, epochs_before, steps_after(self.config, name, self.data.train),
+            keep_best=name == "qat", sample=self._sample(), distillation=distillation,
+            mixing=build_mixing(stage, classes), about=self.about,
         )  # fmt: skip
         evaluation = train_stage(run, state)
         choice: dict[str, Any] = {}
@@ -231,19 +230,6 @@ class Stages:
         self.results[name] = {"top1": evaluation.top1, "loss": evaluation.loss, "epochs": stage.epochs, **choice}
         self.results["val_images"] = evaluation.count
         self.warn(warnings_about(name, rate_key(self.config, name), stage, evaluation, start))
-
-    def _steps_of(self, stage: StageConfig) -> int:
-        return stage.epochs * steps_per_epoch(stage, self.data.train)
-
-    def _steps_after(self, name: str) -> int:
-        """How many steps of training the stages after this one have."""
-        last = self.config.qat
-        stages: dict[str, StageConfig] = {"float": self.config.float}
-        if self.config.float_finetune:
-            stages["float_finetune"] = float_counterpart(last)
-        stages |= {key: training_of(last, each) for key, each in progressive_stages(last).items()} | {"qat": last}
-        later = self.order[self.order.index(name) + 1 :]
-        return sum(self._steps_of(stages[key]) for key in later if key in stages)
 
     def _sample(self, alone: bool = False) -> Loader:
         """Training images without augmentation; ranges are estimated by rank 0 alone, to be one process's."""
@@ -273,21 +259,3 @@ def _best(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"export.weights: 'best' needs {path}, which is missing; set export.weights=last")
     return load_checkpoint(path, "set export.weights=last")
-
-
-def describe_choice(now: dict[str, Any], before: dict[str, Any]) -> str:
-    """Which weights are exported, and which of an earlier export they replace.
-
-    Both are sections `qat` of summary.json; `before` is empty if nothing was exported.
-
-    >>> three = {"weights": "last", "epoch": 3, "epochs": 3}
-    >>> describe_choice(three, {})
-    'epoch 3 of 3 (last)'
-    >>> describe_choice(three, {"weights": "best", "epoch": 2, "epochs": 3})
-    'epoch 3 of 3 (last) replaces epoch 2 of 3 (best) in model.onnx; export.weights=best brings that back'
-    """
-    new, old = ("epoch {epoch} of {epochs} ({weights})".format(**each) if each else "" for each in (now, before))
-    if not before or new == old:
-        return new
-    back = f"; export.weights={before['weights']} brings that back" if now["epochs"] == before["epochs"] else ""
-    return f"{new} replaces {old} in model.onnx{back}"
