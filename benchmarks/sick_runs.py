@@ -21,9 +21,15 @@ HEALTHY = "healthy"
 COLLAPSED = "layer2.0.conv2_quantizer"
 
 ILL = {
-    "fast_scales": ["qat.quantizer_lr_factor=10"],  # at 8 bits 0.1 is the default
+    "fast_scales": ["qat.quantizer_lr_factor=100"],  # at 8 bits 0.1 is the default
     "collapsed": [],
-    "unsettled": ["float.bn_reestimate=never", "qat.bn_reestimate=never", "qat.lr=0.02", "qat.epochs=1"],
+    "unsettled": [
+        "float.bn_reestimate=never",
+        "qat.bn_reestimate=never",
+        "data.batch_size=256",
+        "qat.lr=0.1",
+        "qat.epochs=2",
+    ],
     "two_bits": ["quantization.weight.bits=2", "quantization.activation.bits=2", "qat.lr=0.01"],
 }
 SHOWN = {

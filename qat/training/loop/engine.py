@@ -28,7 +28,7 @@ from qat.training.loop.metrics import Meter, Pace, arriving, log_epoch, log_wind
 from qat.training.loop.norm_statistics import settle_statistics
 from qat.training.loop.optimizer import build_optimizer, build_schedule, describe_groups
 from qat.training.loop.stage import StageRun, rate_key
-from qat.training.loop.watching import Watch
+from qat.training.loop.watching import Watch, looking
 from qat.training.ranks.gradients import averaged
 from qat.training.ranks.group import share_state
 from qat.training.run.checkpoint import StageState, capture_rng, restore_rng, save_checkpoint
@@ -66,8 +66,6 @@ def train_stage(run: StageRun, state: StageState | None = None) -> Evaluation:
     training.say_what_is_special()
     if state is not None:
         training.load(state)
-    else:
-        training.watch.tensors(run.first_step)
     evaluation = None
     with signals_deferred() as training.signals:
         for epoch in range(state.epoch if state else 0, run.stage.epochs):
@@ -153,7 +151,8 @@ class Training:
         with self.averaged():
             notes = [settle_statistics(run, epoch + 1)]
             share_state(run.model)
-            evaluation = _validate(run)
+            with looking(run.config, run.model, run.log, run.name, run.step(epoch + 1)):
+                evaluation = _validate(run)
             _check_finite(run, "validation", [evaluation.loss], epoch)
             if evaluation.top1 > self.best_top1:
                 self.best_top1 = evaluation.top1
@@ -236,7 +235,6 @@ class Training:
                 if number % run.config.log_every == 0 or number == steps:
                     curves = self.read(epoch, self.watch.curves())
                     log_window(run, run.step(epoch, number), self.window, lr, self.watch.worth_drawing(curves))
-                    self.watch.after_point(run.step(epoch, number), whole_epoch=number == steps)
                     loss, top1 = self.window.mean_loss, self.window.top1
                     shown = {"loss": f"{loss:.3f}", "top1": f"{top1:.1f} %", "lr": f"{lr:.2g}", "run": self.left(epoch)}
                     bar.set_postfix(shown, refresh=False)

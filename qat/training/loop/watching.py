@@ -1,30 +1,26 @@
 """What a stage draws of its quantizers while it trains: what they learn and clip, and weights that turn round."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qat.analysis.statistics import learned_statistics, quantizer_statistics, weight_samples
+from qat.analysis.statistics import learned_statistics, statistics_collected, weight_samples
 from qat.collectives import rank
 from qat.quantizer import Quantizer
-from qat.training.loop.evaluation import to_device
+from qat.training.config.schema import RunConfig
 from qat.training.loop.stage import StageRun
-from qat.training.run.logging import OF_QUANTIZERS
+from qat.training.run.logging import OF_QUANTIZERS, RunLog
 
 AT_FLOOR = f"{OF_QUANTIZERS}at_floor/"
-
-IMAGES = 8
-"""Shown to the model for the statistics of its tensors."""
-
-POINTS_APART = 50
-"""Points of the other curves between two of these statistics, within a long epoch."""
 
 
 class Watch:
     """The curves of a stage's quantizers, as far as `watch` asks for them; rank 0 draws for all.
 
-    `curves` go with the points of the other curves and read parameters; `tensors` runs the model on a few images.
+    `curves` go with the points of the other curves, and read parameters alone; `looking` is for evaluations.
     """
 
     def __init__(self, run: StageRun) -> None:
@@ -32,13 +28,9 @@ class Watch:
         found = {name: each for name, each in run.model.named_modules() if isinstance(each, Quantizer)}
         self.quantizers = {} if self.detail == "off" else found
         self.gradients: dict[str, Tensor] = {}
-        self.points, self.rested = 0, set[str]()
+        self.rested = set[str]()
         self.codes: dict[str, Tensor] = {}
         self.directions: dict[str, Tensor] = {}
-        self.images: Tensor | None = None
-        if self.quantizers and self.detail == "all" and run.sample is not None:
-            batch: Any = next(iter(run.sample))
-            self.images = to_device(batch, run.device, channels_last=run.config.channels_last)[0][:IMAGES]
 
     def is_due(self, number: int, last: int) -> bool:
         """Whether a point follows this step of an epoch."""
@@ -64,33 +56,13 @@ class Watch:
         self.rested |= {tag for tag, value in curves.items() if tag.startswith(AT_FLOOR) and value}
         return {tag: value for tag, value in curves.items() if not tag.startswith(AT_FLOOR) or tag in self.rested}
 
-    def after_point(self, step: int, *, whole_epoch: bool) -> None:
-        """Now and then, draw what the quantizers do to their tensors."""
-        self.points += 1
-        if whole_epoch or self.points % POINTS_APART == 0:
-            self.tensors(step)
-
-    def tensors(self, step: int) -> None:
-        """Draw the statistics of every quantizer's tensor."""
-        if self.images is not None:
-            found = quantizer_statistics(self.run.model, self.images)
-            curves = {
-                f"{OF_QUANTIZERS}{key}/{name}": value for name, row in found.items() for key, value in row.items()
-            }
-            self.run.log.scalars(self.run.name, "train", curves, step)
-
     def state_dict(self) -> dict[str, Any]:
         """What curves that go on need to know of the points before."""
-        return {
-            "points": self.points,
-            "rested": sorted(self.rested),
-            "codes": self.codes,
-            "directions": self.directions,
-        }
+        return {"rested": sorted(self.rested), "codes": self.codes, "directions": self.directions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
-        self.points, self.rested = state["points"], set(state["rested"])
+        self.rested = set(state["rested"])
         for kept, saved in ((self.codes, state["codes"]), (self.directions, state["directions"])):
             kept.update({name: values.to(self.run.device) for name, values in saved.items()})
 
@@ -109,3 +81,18 @@ class Watch:
                 self.directions[name] = torch.where(moved == 0, before, moved)
             self.codes[name] = codes
         return curves
+
+
+@contextmanager
+def looking(config: RunConfig, model: nn.Module, log: RunLog, stage: str, step: int) -> Iterator[dict[str, Any]]:
+    """A context for an evaluation, whose first batch shows what the quantizers do to their tensors; it ends as curves.
+
+    It yields what `statistics_collected` does; empty where nothing is watched.
+    """
+    if config.watch != "all" or rank() != 0:
+        yield {}
+        return
+    with statistics_collected(model) as found:
+        yield found
+    curves = {f"{OF_QUANTIZERS}{key}/{name}": row[key] for name, row in found.items() for key in row}
+    log.scalars(stage, "train", curves, step)

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
-from qat.analysis.statistics import quantizer_statistics
 from qat.analysis.table import quantizers_in_order
 from qat.training.config.file import dump_config
 from qat.training.config.schema import RunConfig
@@ -37,10 +36,9 @@ SHOWN = ("model.name", "model.weights", "data.name", "data.batch_size", "seed", 
 """Keys that the table of runs always has; others where they differ from their default."""
 
 
-def add_layout(log: RunLog, model: nn.Module, images: Tensor) -> None:
+def add_layout(log: RunLog, model: nn.Module, statistics: dict[str, dict[str, float]]) -> None:
     """Group the curves of a calibrated model's quantizers for the page Custom Scalars."""
-    errors = {name: row["sqnr"] for name, row in quantizer_statistics(model, images).items()}
-    worst = sorted(errors, key=lambda name: errors[name])[:WORST]
+    worst = sorted(statistics, key=lambda name: statistics[name]["sqnr"])[:WORST]
     layout: dict[str, Any] = {
         "training": {tag: ["Multiline", [f"^{tag}$"]] for tag in COMMON},
         "what to look at first": {

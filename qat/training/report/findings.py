@@ -7,8 +7,11 @@ from statistics import median
 
 from qat.training.report.run import ReportedRun
 
-FAR = 4.0
+FAR = 2.0
 """A scale that grew or shrank by more than this factor has left what calibration found."""
+
+JUMP = 0.5
+"""Of a scale between two points of its curve, as a power of two; healthy ones move by percents."""
 
 LAG = 0.25
 """Deviations; the statistics of settled BatchNorms are within 0.1 of the batches'."""
@@ -22,7 +25,8 @@ BEHIND = 12.0
 
 def findings(run: ReportedRun) -> list[str]:
     """The sentences, the gravest first; none if nothing stands out."""
-    return [*_summary(run), *_scales(run), *_statistics(run), *_tensors(run), *_layers(run)]
+    sick = [*_scales(run), *_statistics(run)]  # which show in the errors of layers too
+    return [*_summary(run), *sick, *_tensors(run), *(() if sick else _layers(run))]
 
 
 def _summary(run: ReportedRun) -> Iterator[str]:
@@ -58,17 +62,18 @@ def _scales(run: ReportedRun) -> Iterator[str]:
             f"{len(far)} of {len(curves)} scales moved by more than a factor of {FAR:g} ({_named(far)}): the rate of"
             " the scales is too high; leave qat.quantizer_lr_factor and qat.quantizer_lr out, or lower them."
         )
-    jumping = {name: jump for name, points in curves.items() if (jump := _largest_jump(points)) > 1}
+    jumps = {name: _largest_jump(points) for name, points in curves.items() if name not in resting}
+    jumping = {name: jump for name, jump in jumps.items() if jump > JUMP}
     if jumping:
         yield (
-            f"{len(jumping)} scales double or halve between two points of the curve ({_named(jumping)}), while healthy"
-            " ones move by percents: the rate of the scales is too high (qat.quantizer_lr_factor, qat.quantizer_lr)."
+            f"{len(jumping)} of {len(curves)} scales jump by half or more between two points of the curve"
+            f" ({_named(jumping)}), while healthy ones move by percents: the rate of the scales is too high."
         )
 
 
 def _largest_jump(points: list[tuple[int, float]]) -> float:
     """The largest step of a curve, as a power of two."""
-    values = [math.log2(max(value, 1e-6)) for _, value in points]
+    values = [0.0, *(math.log2(max(value, 1e-6)) for _, value in points)]
     return max((abs(b - a) for a, b in pairwise(values)), default=0.0)
 
 

@@ -40,9 +40,11 @@ class RunLog:
     def scalars(self, stage: str, split: str, values: Mapping[str, float], step: int) -> None:
         """Add a point to each curve of a stage, on `train` or `val`; curves of one name share a chart."""
         if self.writes and values:
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
             writer = self.writer(f"{stage}/{split}", self._first.get(stage))
-            for tag, value in values.items():
-                writer.add_scalar(tag, value, step)
+            points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+            writer.file_writer.add_summary(Summary(value=points), step)  # one event; add_scalar writes one for each
             writer.flush()  # a run that is killed goes on from last.pt, and so must its curves
 
     def writer(self, run: str = "", first: int | None = None) -> Any:

@@ -30,6 +30,7 @@ from qat.training.loop.stage import (
     take_weights,
     training_of,
 )
+from qat.training.loop.watching import looking
 from qat.training.model.weights import load_float_weights
 from qat.training.ranks.group import from_first
 from qat.training.report.analysis import analyse, write_analysis
@@ -121,13 +122,14 @@ class Stages:
         with value_errors_reported():
             qat.calibrate(model, self._sample(alone=True), only_missing=self.config.float.epochs == 0)
         self._write_layers(model)
-        found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
+        self.log.begin(self.order[2], self.steps)
+        with looking(self.config, model, self.log, self.order[2], self.steps) as statistics:
+            found = evaluate(model, self.data.val, self.device, channels_last=self.config.channels_last)
         self.results["calibrated"] = {"top1": found.top1}
         self.log.say(f"calibrated: val top1 {found.top1:.2f} %")
-        self.log.begin(self.order[2], self.steps)
         self.log.scalars(self.order[2], "val", {"loss": found.loss, "top1": found.top1}, self.steps)
-        if self.config.watch == "all" and rank() == 0:
-            add_layout(self.log, model, next(iter(self._sample(alone=True)))[0].to(self.device))
+        if statistics:
+            add_layout(self.log, model, statistics)
 
     def progressive(self, float_model: nn.Module, model: nn.Module) -> None:
         """Train on the grids of `qat.progressive` in turn, each from the last one's weights; hand the last on."""
