@@ -1,0 +1,165 @@
+"""The report of a run folder: what stands out, which figures there are, and that the page needs nothing else."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qat.training.report import drawing, page
+from qat.training.report.figures import FIGURES
+from qat.training.report.findings import findings
+from qat.training.report.page import NO_MATPLOTLIB, write_report
+from qat.training.report.run import ReportedRun
+from qat.training.run.logging import RunLog
+
+NAMES = ("conv1_quantizer", "conv1.weight_quantizer", "fc.weight_quantizer")
+GRID = {"low": -3.0, "high": 3.0, "qmin": -2, "qmax": 1, "shares": [0.25] * 4}
+HEALTHY: dict[str, dict[str, list[float]]] = {
+    "scale": dict.fromkeys(NAMES, [1.0, 1.05, 1.1]),
+    "levels": dict.fromkeys(NAMES, [0.9, 0.9, 0.9]),
+    "clipped_low": dict.fromkeys(NAMES, [0.0, 0.0, 0.0]),
+    "clipped_high": dict.fromkeys(NAMES, [0.0, 0.001, 0.001]),
+    "sqnr": dict.fromkeys(NAMES, [40.0, 40.0, 40.0]),
+    "oscillating": dict.fromkeys(NAMES[1:], [0.02, 0.01, 0.0]),
+}
+SUMMARY = {
+    "float": {"top1": 98.0, "size_bytes": 4000}, "calibrated": {"top1": 97.0}, "epochs": 3, "val_images": 1000,
+    "qat": {"top1": 98.2, "epochs": 3, "epoch": 3, "weights": "last"}, "seconds": 12.0, "warnings": [], "problem": None,
+    "onnx": {"top1": 98.2, "agreement": 1.0, "size_bytes": 1000, "layers": {"differing": 1, "elements": 9, "compared": 2}},
+    "versions": {"qat": "0.1.0"}, "machine": {"threads": 2},
+}  # fmt: skip
+ANALYSIS: dict[str, Any] = {
+    "order": list(NAMES),
+    "layers": [{"name": name, "local": 40.0, "cumulative": 38.0} for name in ("conv1", "conv2", "fc")]
+    + [{"name": "output", "local": None, "cumulative": 37.0}],
+    "cost": [{"name": "conv1", "macs": 5, "weight_bits": 8, "activation_bits": 8, "weight_bytes": 9, "bops": 320}],
+    "batch_norm": {"bn1": 0.02},
+    "histograms": [{"layer": "conv1", "weight": GRID, "before": GRID, "input": None}],
+    "answers": {"images": 1000, "classes": ["<cat>", "dog"], "changes": [[0, 0, 1, 3]],
+                "lost": [{"truth": "<cat>", "answer": "dog", "png": "iVBORw0KGgo="}]},
+    "integers": {"onnxruntime": [{"name": "conv1_quantizer", "elements": 9, "differing": 1, "beyond_ties": 0}]},
+}  # fmt: skip
+
+
+def write_run(folder: Path, curves: dict[str, dict[str, list[float]]], summary: Any = SUMMARY, **analysis: Any) -> Path:
+    """A run folder with these curves of quantizers, and with what a healthy run has otherwise."""
+    with RunLog(folder) as log:
+        for number in range(3):
+            plain = {"loss": 1 / (number + 1), "top1": 90.0 + number, "lr": 0.1, "data_wait": 0.05}
+            drawn = {
+                f"quantizer_{kind}/{name}": points[number]
+                for kind, rows in (HEALTHY | curves).items()
+                for name, points in rows.items()
+            }
+            log.scalars("float", "train", plain, number)
+            log.scalars("qat", "train", plain | drawn, 10 * (number + 1))
+            log.scalars("qat", "val", {"loss": 0.5, "top1": 92.0}, 10 * (number + 1))
+    (folder / "config.yaml").write_text("name: <tiny>\n")
+    if summary:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "analysis.json").write_text(json.dumps(ANALYSIS | analysis))
+    return folder
+
+
+class Page(HTMLParser):
+    """What a page loads, which sections it has, and whether its elements close."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads, self.sections, self.open = list[str](), list[str](), list[str]()
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.loads += [str(found[key]) for key in ("src", "href", "xlink:href", "data") if key in found]
+        if tag == "section":
+            self.sections.append(str(found["id"]))
+        if tag not in ("meta", "link", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_page_has_every_figure_and_needs_nothing_else(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {})
+    (run / "sensitivity.json").write_text(
+        json.dumps({"images": 9, "float": {"loss": 1.0}, "layers": [{"name": "fc", "only": {"weight": {"loss": 2.0}}}]})
+    )
+    (run / "evaluation.json").write_text(json.dumps({"rows": [{"runtime": "openvino", "top1": 98.1, "images": 1000}]}))
+    row = {"model": "integers", "batch": 1, "threads": 1, "milliseconds": 0.5}
+    (run / "benchmark.json").write_text(json.dumps({"rows": [row, row | {"model": "float"}]}))
+    assert write_report(run / "report.html", [ReportedRun.read(run)], pictures=True) == []
+    text = (run / "report.html").read_text()
+    found = Page(text)
+    assert found.sections == ["summary", *FIGURES, "images", "config"]
+    assert all(each.startswith(("#", "data:")) for each in found.loads)
+    assert not re.search(r"@import|url\(\s*['\"]?https?:", text)
+    assert {path.stem for path in (run / "figures").iterdir()} == FIGURES.keys() - {"results"}
+    assert (run / "results.png").read_bytes().startswith(b"\x89PNG")
+    assert drawing.INK not in text and "currentColor" in text  # figures take the colours of the page
+    assert "&lt;cat&gt;" in text and "<cat>" not in text and "&lt;tiny&gt;" in text
+    assert "Nothing stands out." in text and "openvino" in text
+
+
+def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
+    runs = [ReportedRun.read(write_run(tmp_path / name, {})) for name in ("one", "two")]
+    write_report(tmp_path / "both.html", runs)
+    text = (tmp_path / "both.html").read_text()
+    assert Page(text).sections[:2] == ["summary", "results"]
+    assert text.count("<h3>one</h3>") == text.count("<h3>two</h3>") == text.count("<svg") / 2 + 3
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "both.html"}
+
+
+def test_a_run_that_is_not_finished_shows_what_it_has(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {}, summary=None)
+    (run / "analysis.json").write_text('{"layers": [{"na')  # killed while it was written by hand
+    write_report(run / "report.html", [ReportedRun.read(run)])
+    found = Page((run / "report.html").read_text())
+    assert found.sections == ["summary", "results", "scales", "clipping", "levels", "oscillation", "images", "config"]
+    (empty := tmp_path / "empty").mkdir()
+    write_report(empty / "report.html", [ReportedRun.read(empty)])
+    assert "The run is not finished" in (empty / "report.html").read_text()
+
+
+def test_without_matplotlib_the_page_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "can_draw", lambda: False)
+    run = write_run(tmp_path / "run", {})
+    assert write_report(run / "report.html", [ReportedRun.read(run)], pictures=True) == [NO_MATPLOTLIB]
+    assert Page((run / "report.html").read_text()).sections == ["summary", "images", "config"]
+    assert not (run / "figures").exists()
+
+
+ALL = dict.fromkeys(NAMES, [0.6, 1.2, 0.7])
+SICK: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("collapsed", {"at_floor": {NAMES[0]: [0.0, 1.0, 1.0]}}, {}, "Scales have collapsed onto their floor in conv1_quantizer"),
+    ("a rate too high", {"scale": {NAMES[2]: [1.2, 1.6, 2.1]}}, {}, "1 of 1 scales moved by more than a factor of 2"),
+    ("jumps", {"scale": ALL}, {}, "3 of 3 scales jump by half or more between two points of the curve"),
+    ("BatchNorm", {}, {"batch_norm": {"bn1": 0.9, "bn2": 0.1}}, "The running statistics of 1 BatchNorms are not those"),
+    ("clipping", {"clipped_low": {NAMES[0]: [0, 0, 0.2]}}, {}, "More than 5 % of the values are clipped in conv1_quantizer"),
+    ("levels", {"levels": {NAMES[1]: [0.1, 0.1, 0.1]}}, {}, "Less than 25 % of the levels occur in conv1.weight_quantizer"),
+    ("oscillation", {"oscillating": {NAMES[2]: [0, 0.1, 0.1]}}, {}, "More than 5 % of the weights still turn round"),
+    ("a layer", {}, {"layers": [{**row, "local": 20.0 if row["name"] == "fc" else row["local"]}
+                                for row in ANALYSIS["layers"]]}, "fc loses more than 12 dB beyond the other layers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("curves", "analysis", "sentence"), [row[1:] for row in SICK], ids=[row[0] for row in SICK])
+def test_every_illness_has_its_sentence(
+    curves: dict[str, Any], analysis: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    assert findings(ReportedRun.read(write_run(tmp_path / "healthy", {}))) == []
+    found = findings(ReportedRun.read(write_run(tmp_path / "sick", curves, **analysis)))
+    assert len(found) == 1 and found[0].startswith(sentence)
+
+
+def test_what_the_run_itself_says_comes_first(tmp_path: Path) -> None:
+    worse = {**SUMMARY, "qat": {**SUMMARY["qat"], "top1": 90.0}, "problem": "it differs", "warnings": ["qat: slow"]}  # type: ignore[dict-item]
+    found = findings(ReportedRun.read(write_run(tmp_path / "run", {}, worse)))
+    assert found[:2] == ["The file is not the trained model: it differs.", "qat: slow."]
+    assert found[2].startswith("QAT ends 8.0 points below the float model, more than chance explains (±2.7 on 1,000")
