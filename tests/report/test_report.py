@@ -18,17 +18,18 @@ from qat.training.run.logging import RunLog
 NAMES = ("conv1_quantizer", "conv1.weight_quantizer", "fc.weight_quantizer")
 GRID = {"low": -3.0, "high": 3.0, "qmin": -2, "qmax": 1, "shares": [0.25] * 4}
 HEALTHY: dict[str, dict[str, list[float]]] = {
-    "scale": dict.fromkeys(NAMES, [1.0, 1.05, 1.1]),
-    "levels": dict.fromkeys(NAMES, [0.9, 0.9, 0.9]),
-    "clipped_low": dict.fromkeys(NAMES, [0.0, 0.0, 0.0]),
-    "clipped_high": dict.fromkeys(NAMES, [0.0, 0.001, 0.001]),
-    "sqnr": dict.fromkeys(NAMES, [40.0, 40.0, 40.0]),
-    "oscillating": dict.fromkeys(NAMES[1:], [0.02, 0.01, 0.0]),
+    "scale": {key: [1.0, 1.05, 1.1] for key in NAMES},
+    "levels": {key: [0.9, 0.9, 0.9] for key in NAMES},
+    "clipped_low": {key: [0.0, 0.0, 0.0] for key in NAMES},
+    "clipped_high": {key: [0.0, 0.001, 0.001] for key in NAMES},
+    "sqnr": {key: [40.0, 40.0, 40.0] for key in NAMES},
+    "oscillating": {key: [0.02, 0.01, 0.0] for key in NAMES[1:]},
 }
 SUMMARY = {
     "float": {"top1": 98.0, "size_bytes": 4000}, "calibrated": {"top1": 97.0}, "epochs": 3, "val_images": 1000,
     "qat": {"top1": 98.2, "epochs": 3, "epoch": 3, "weights": "last"}, "seconds": 12.0, "warnings": [], "problem": None,
-    "onnx": {"top1": 98.2, "agreement": 1.0, "size_bytes": 1000, "layers": {"differing": 1, "elements": 9, "compared": 2}},
+    "onnx": {"top1": 98.2, "agreement": 1.0, "size_bytes": 1000,
+             "layers": {"differing": 1, "elements": 9, "compared": 2}},
     "versions": {"qat": "0.1.0"}, "machine": {"threads": 2},
 }  # fmt: skip
 ANALYSIS: dict[str, Any] = {
@@ -135,14 +136,14 @@ def test_without_matplotlib_the_page_says_so(tmp_path: Path, monkeypatch: pytest
     assert not (run / "figures").exists()
 
 
-ALL = dict.fromkeys(NAMES, [0.6, 1.2, 0.7])
+ALL = {key: [0.6, 1.2, 0.7] for key in NAMES}
 SICK: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("collapsed", {"at_floor": {NAMES[0]: [0.0, 1.0, 1.0]}}, {}, "Scales have collapsed onto their floor in conv1_quantizer"),
+    ("collapsed", {"at_floor": {NAMES[0]: [0.0, 1.0, 1.0]}}, {}, "Scales have collapsed onto their floor in conv1_"),
     ("a rate too high", {"scale": {NAMES[2]: [1.2, 1.6, 2.1]}}, {}, "1 of 1 scales moved by more than a factor of 2"),
     ("jumps", {"scale": ALL}, {}, "3 of 3 scales jump by half or more between two points of the curve"),
     ("BatchNorm", {}, {"batch_norm": {"bn1": 0.9, "bn2": 0.1}}, "The running statistics of 1 BatchNorms are not those"),
-    ("clipping", {"clipped_low": {NAMES[0]: [0, 0, 0.2]}}, {}, "More than 5 % of the values are clipped in conv1_quantizer"),
-    ("levels", {"levels": {NAMES[1]: [0.1, 0.1, 0.1]}}, {}, "Less than 25 % of the levels occur in conv1.weight_quantizer"),
+    ("clipping", {"clipped_low": {NAMES[0]: [0, 0, 0.2]}}, {}, "More than 5 % of the values are clipped in conv1"),
+    ("levels", {"levels": {NAMES[1]: [0.1, 0.1, 0.1]}}, {}, "Less than 25 % of the levels occur in conv1.weight"),
     ("oscillation", {"oscillating": {NAMES[2]: [0, 0.1, 0.1]}}, {}, "More than 5 % of the weights still turn round"),
     ("a layer", {}, {"layers": [{**row, "local": 20.0 if row["name"] == "fc" else row["local"]}
                                 for row in ANALYSIS["layers"]]}, "fc loses more than 12 dB beyond the other layers"),
