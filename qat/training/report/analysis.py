@@ -4,7 +4,7 @@ import base64
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -187,10 +187,3 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def each_change(answers: dict[str, Any]) -> Iterator[tuple[str, str, str, int]]:
-    """Truth, answer before, answer now, and how often, by name."""
-    names = answers["classes"]
-    for truth, before, after, number in answers["changes"]:
-        yield names[truth], names[before], names[after], number

@@ -32,9 +32,6 @@ COMMON = ("loss", "top1", "lr", "images_per_second", "data_wait", "memory_mb")
 TOGETHER, WORST = 12, 10
 """Most curves of a chart, and how many tensors the chart of the worst has."""
 
-SHOWN = ("model.name", "model.weights", "data.name", "data.batch_size", "seed", "qat.epochs", "qat.lr", "qat.optimizer")
-"""Keys that the table of runs always has; others where they differ from their default."""
-
 
 def add_layout(log: RunLog, model: nn.Module, statistics: dict[str, dict[str, float]]) -> None:
     """Group the curves of a calibrated model's quantizers for the page Custom Scalars."""
@@ -86,8 +83,8 @@ def finish(log: RunLog, config: RunConfig, summary: dict[str, Any], step: int) -
     layers = (log.folder / LAYERS).read_text(encoding="utf-8")
     for tag, text in (("config", dump_config(config)), ("layers", layers)):
         writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()))
-    metrics = {f"final/{key}": value for key, value in _metrics(summary).items()}
-    for summary_of in hparams(differing(config), metrics):  # type: ignore[no-untyped-call]
+    metrics = _metrics(summary)
+    for summary_of in hparams(differing(config.model_dump(mode="json", exclude_defaults=True)), metrics):  # type: ignore[no-untyped-call]
         writer.file_writer.add_summary(summary_of)
     for tag, value in metrics.items():
         writer.add_scalar(tag, value, step)
@@ -100,22 +97,20 @@ def finish(log: RunLog, config: RunConfig, summary: dict[str, Any], step: int) -
 
 def _metrics(summary: dict[str, Any]) -> dict[str, float]:
     found = {f"{key}_top1": summary.get(key, {}).get("top1") for key in ("float", "calibrated", "qat", "onnx")}
-    found["agreement"] = summary.get("onnx", {}).get("agreement")
-    return {**{key: float(value) for key, value in found.items() if value is not None}, "seconds": summary["seconds"]}
+    found |= {"agreement": summary.get("onnx", {}).get("agreement"), "seconds": summary["seconds"]}
+    return {f"final/{key}": float(value) for key, value in found.items() if value is not None}
 
 
-def differing(config: RunConfig) -> dict[str, Any]:
-    """The values of a config that its row shows, by key."""
-    given, default = _flat(config.model_dump(mode="json")), _flat(RunConfig().model_dump(mode="json"))
-    wanted = {key: value for key, value in given.items() if key in SHOWN or value != default.get(key)}
-    return {key: value for key, value in wanted.items() if isinstance(value, bool | int | float | str)}
+def differing(section: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """The values of a config's `model_dump(exclude_defaults=True)`, by key, as far as a table can show them.
 
-
-def _flat(section: dict[str, Any], path: str = "") -> dict[str, Any]:
+    >>> differing({"qat": {"lr": 0.1}, "imports": ["a"], "seed": 3})
+    {'qat.lr': 0.1, 'seed': 3}
+    """
     found: dict[str, Any] = {}
     for key, value in section.items():
         if isinstance(value, dict):
-            found |= _flat(value, f"{path}{key}.")
-        else:
+            found |= differing(value, f"{path}{key}.")
+        elif isinstance(value, bool | int | float | str):
             found[f"{path}{key}"] = value
     return found

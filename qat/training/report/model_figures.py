@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 
-from qat.training.report.analysis import each_change
 from qat.training.report.drawing import COLOURS, INK, QUIET, SICK, name_axis, panels
 from qat.training.report.findings import LAG
 from qat.training.report.run import ReportedRun
@@ -154,10 +153,3 @@ def latency(run: ReportedRun) -> Any:
     axis.invert_yaxis()
     axis.set(xlabel="ms a call")
     return figure
-
-
-def changed_answers(run: ReportedRun, most: int = 12) -> list[list[str]]:
-    """The most frequent changes of an answer, as a table."""
-    answers = run.analysis.get("answers")
-    rows = [] if not answers else [[t, b, a, str(n)] for t, b, a, n in each_change(answers)][:most]
-    return [["truth", "float says", "integers say", "images"], *rows] if rows else []

@@ -10,13 +10,15 @@ from qat.text import table
 from qat.training.report.drawing import as_svg, can_draw, save_png, styled
 from qat.training.report.figures import FIGURES
 from qat.training.report.findings import findings
-from qat.training.report.model_figures import changed_answers
 from qat.training.report.run import ReportedRun
 from qat.training.run.files import replacing
 from qat.training.run.folder import PICTURES, RESULTS
 from qat.training.run.report import report_lines
 
 NO_MATPLOTLIB = "report: matplotlib is not installed, so it has no figures; pip install matplotlib"
+
+MOST_CHANGES = 12
+"""Rows of the table of changed answers."""
 
 CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
@@ -97,15 +99,16 @@ def _images(run: ReportedRun) -> str:
     answers = run.analysis.get("answers")
     if not answers:
         return ""
-    changes = changed_answers(run)
-    total = sum(number for *_, number in answers["changes"])
+    names, changes = answers["classes"], answers["changes"]
+    total = sum(number for *_, number in changes)
+    rows = [[*(names[each] for each in classes), str(number)] for *classes, number in changes[:MOST_CHANGES]]
     said = f"{total:,} of {answers['images']:,} answers are not the float model's; healthy: few, and hard images."
     shown = "".join(
         f'<figure><img alt="{escape(each["truth"])}" src="data:image/png;base64,{each["png"]}">'
         f"<figcaption>{escape(each['truth'])} → {escape(each['answer'])}</figcaption></figure>"
         for each in answers["lost"]
     )
-    lines = escape("\n".join(table(changes))) if changes else ""
+    lines = escape("\n".join(table([["truth", "float says", "integers say", "images"], *rows]))) if rows else ""
     return (
         f'<h2>Images: float was right, integers are wrong</h2><p class="healthy">{said}</p>'
         f'<div class="images">{shown}</div><pre>{lines}</pre>'
