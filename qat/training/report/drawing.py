@@ -4,10 +4,10 @@ import io
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 INK, FAINT = "#010203", "#d0d1d2"
 """Lines and text, and what lies behind; the SVG takes the page's own colours for them, light or dark."""
@@ -22,13 +22,13 @@ STYLE: dict[str, Any] = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": FAINT, "grid.linewidth": 0.5,
     "axes.axisbelow": True, "font.size": 9, "axes.titlesize": 9, "axes.labelsize": 8, "xtick.labelsize": 7,
     "ytick.labelsize": 7, "legend.fontsize": 7, "legend.frameon": False, "lines.linewidth": 1.2, "svg.fonttype": "none",
-    "savefig.transparent": True, "svg.hashsalt": "qat",
+    "figure.facecolor": "none", "axes.facecolor": "none", "figure.dpi": 120, "svg.hashsalt": "qat",
 }  # fmt: skip
 
 WIDTH = 7.2
 """Of a figure, in inches."""
 
-DATE = re.compile(r"<metadata>.*?</metadata>\s*", re.DOTALL)
+METADATA, SIZE = re.compile(r"<metadata>.*?</metadata>\s*", re.DOTALL), re.compile(r' (?:width|height)="[\d.]+pt"')
 
 
 def can_draw() -> bool:
@@ -60,20 +60,21 @@ def panels(rows: int = 1, columns: int = 1, height: float = 2.6, **options: Any)
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def as_svg(figure: Any) -> str:
-    """The figure as an SVG element for a page; what it consists of has its final place from now on."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # else every format would be laid out again, which takes most of the time
-    stream = io.StringIO()
-    figure.savefig(stream, format="svg", metadata={"Date": None})
-    text = DATE.sub("", stream.getvalue()[stream.getvalue().index("<svg") :])
-    text = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"| height="[\d.]+pt"| width="[\d.]+pt"', "", text, count=2)
-    return text.replace(INK, "currentColor").replace(FAINT, "var(--faint)")
+def rendered(figure: Any) -> tuple[str, Image.Image]:
+    """The figure as an SVG element for a page, and as a picture on white.
 
+    Each is drawn once, and laid out once: `savefig` would draw it twice for each.
+    """
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-def save_png(figure: Any, path: Path) -> None:
-    """The figure as a picture on white."""
-    figure.savefig(path, dpi=120, facecolor="white", transparent=False)
+    figure.canvas.draw()
+    picture = Image.fromarray(np.array(figure.canvas.buffer_rgba()))
+    figure.set_layout_engine("none")
+    stream, canvas = io.StringIO(), FigureCanvasSVG(figure)
+    canvas.print_svg(stream, metadata={"Date": None})  # type: ignore[no-untyped-call]
+    text = METADATA.sub("", stream.getvalue()[stream.getvalue().index("<svg") :])
+    text = SIZE.sub("", text, count=2).replace(INK, "currentColor").replace(FAINT, "var(--faint)")
+    return text, Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
 
 
 def name_axis(axes: Any, names: list[str], most: int = 60) -> None:

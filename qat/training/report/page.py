@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qat.text import table
-from qat.training.report.drawing import as_svg, can_draw, save_png, styled
+from qat.training.report.drawing import can_draw, rendered, styled
 from qat.training.report.figures import FIGURES
 from qat.training.report.findings import findings
 from qat.training.report.run import ReportedRun
@@ -31,9 +31,12 @@ def write_report(path: Path, runs: list[ReportedRun], *, pictures: bool = False)
         with styled():
             for run in runs:
                 for key, figure in _drawn(run):
-                    drawn[key].append(f"<div>{_run_name(run, runs)}{as_svg(figure)}</div>")
+                    svg, picture = rendered(figure)
+                    drawn[key].append(f"<div>{_run_name(run, runs)}{svg}</div>")
                     if pictures:
-                        _save(figure, key, path.parent)
+                        place = path.parent / (RESULTS if key == "results" else f"{PICTURES}/{key}.png")
+                        place.parent.mkdir(exist_ok=True)
+                        picture.save(place)
     with replacing(path) as temporary:
         temporary.write_text(_page(runs, drawn), encoding="utf-8")
     return said
@@ -44,12 +47,6 @@ def _drawn(run: ReportedRun) -> Iterable[tuple[str, Any]]:
         figure = shown.draw(run)
         if figure is not None:
             yield key, figure
-
-
-def _save(figure: Any, key: str, folder: Path) -> None:
-    place = folder if key == "results" else folder / PICTURES
-    place.mkdir(exist_ok=True)
-    save_png(figure, place / (RESULTS if key == "results" else f"{key}.png"))
 
 
 def _page(runs: list[ReportedRun], drawn: dict[str, list[str]]) -> str:
