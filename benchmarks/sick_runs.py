@@ -27,8 +27,9 @@ ILL = {
         "float.bn_reestimate=never",
         "qat.bn_reestimate=never",
         "data.batch_size=256",
-        "qat.lr=0.1",
-        "qat.epochs=2",
+        "float.epochs=3",
+        "qat.lr=0.005",
+        "qat.epochs=1",
     ],
     "two_bits": ["quantization.weight.bits=2", "quantization.activation.bits=2", "qat.lr=0.01"],
 }

@@ -163,4 +163,4 @@ def test_what_the_run_itself_says_comes_first(tmp_path: Path) -> None:
     worse = {**SUMMARY, "qat": {**SUMMARY["qat"], "top1": 90.0}, "problem": "it differs", "warnings": ["qat: slow"]}  # type: ignore[dict-item]
     found = findings(ReportedRun.read(write_run(tmp_path / "run", {}, worse)))
     assert found[:2] == ["The file is not the trained model: it differs.", "qat: slow."]
-    assert found[2].startswith("QAT ends 8.0 points below the float model, more than chance explains (±2.7 on 1,000")
+    assert found[2].startswith("QAT ends 8.0 points below the float model, more than chance explains (±2.1 on 1,000")

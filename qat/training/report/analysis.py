@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qat.analysis.cost import cost
 from qat.analysis.errors import layer_errors
 from qat.analysis.grid_weights import weights_of
-from qat.analysis.statistics import quantizer_statistics, sampled_activation
+from qat.analysis.statistics import sampled_activation
 from qat.analysis.table import quantizers_in_order
 from qat.batch_norm import batch_norms, copied_statistics, reestimate_batch_norm, restore_statistics
 from qat.contexts import evaluating
@@ -53,7 +53,7 @@ def analyse(
         "order": quantizers_in_order(model),
         "layers": [vars(each) for each in errors],
         "cost": [{**row._asdict(), "bops": row.bops} for row in cost(model, images[:1])],
-        "quantizers": quantizer_statistics(model, images),
+        "bits": {name: each.spec.bits for name, each in model.named_modules() if isinstance(each, Quantizer)},
         "at_floor": {name: counts for name, counts in scales_at_minimum(model).items() if counts[0]},
         "batch_norm": batch_norm_lag(model, data, device),
         "histograms": histograms(model, float_model, images, [each.name for each in worst]),

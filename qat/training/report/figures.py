@@ -27,7 +27,7 @@ class Shown(NamedTuple):
 FIGURES = {
     "results": Shown(
         "All curves",
-        "Healthy: QAT begins near where float ended, its loss falls smoothly, and train and val stay together.",
+        "Healthy: QAT begins near where float ended, and its validation loss does not jump up.",
         of_training.results,
     ),
     "accuracy": Shown(
@@ -65,8 +65,8 @@ FIGURES = {
     ),
     "oscillation": Shown(
         "Weights that turn round",
-        "Healthy: falls towards 0 with the learning rate; a line that stays up is a layer whose weights jump between"
-        " two integers, which is common below 4 bits.",
+        "Healthy: near 0 at the end, as the learning rate is; a line that stays up is a layer whose weights jump"
+        " between two integers, which is common below 4 bits.",
         of_training.oscillation,
     ),
     "histograms": Shown(

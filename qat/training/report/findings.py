@@ -6,6 +6,7 @@ from itertools import pairwise
 from statistics import median
 
 from qat.training.report.run import ReportedRun
+from qat.training.run.report import deviation_of
 
 FAR = 2.0
 """A scale that grew or shrank by more than this factor has left what calibration found."""
@@ -18,6 +19,9 @@ LAG = 0.25
 
 CLIPPED, LEVELS, TURNING, WAITING = 0.05, 0.25, 0.05, 0.3
 """Shares from which on clipping, few levels (8 bits), weights that turn round, and waiting for data are named."""
+
+FEW_BITS = 4
+"""Below, much is clipped, and rightly so."""
 
 BEHIND = 12.0
 """dB below the median of all layers, which is two bits."""
@@ -39,11 +43,11 @@ def _summary(run: ReportedRun) -> Iterator[str]:
     images = run.summary.get("val_images")
     if images and None not in parts:
         before, after = parts
-        noise = 2 * math.sqrt(max(before * (100 - before), after * (100 - after)) / images)
-        if before - after > math.sqrt(2) * noise:
+        noise = math.hypot(deviation_of(before, images), deviation_of(after, images))
+        if before - after > noise:
             yield (
                 f"QAT ends {before - after:.1f} points below the float model, more than chance explains"
-                f" (±{math.sqrt(2) * noise:.1f} on {images:,} images)."
+                f" (±{noise:.1f} on {images:,} images)."
             )
 
 
@@ -89,11 +93,12 @@ def _statistics(run: ReportedRun) -> Iterator[str]:
 def _tensors(run: ReportedRun) -> Iterator[str]:
     last = {kind: _last(run, kind) for kind in ("clipped_low", "clipped_high", "levels", "oscillating")}
     clipped = {name: low + last["clipped_high"].get(name, 0) for name, low in last["clipped_low"].items()}
-    much = {name: share for name, share in clipped.items() if share > CLIPPED}
+    bits = run.analysis.get("bits", {})
+    much = {name: share for name, share in clipped.items() if share > CLIPPED and bits.get(name, 8) >= FEW_BITS}
     if much:
         yield (
-            f"More than {100 * CLIPPED:.0f} % of the values are clipped in {_named(much)}: normal below 4 bits, at 8"
-            " bits the range is too narrow."
+            f"More than {100 * CLIPPED:.0f} % of the values are clipped in {_named(much)}: the range is too narrow;"
+            " calibrate on more images, or with init: minmax."
         )
     few = {name: -share for name, share in last["levels"].items() if share < LEVELS}
     if few:

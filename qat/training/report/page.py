@@ -107,8 +107,8 @@ def _images(run: ReportedRun) -> str:
     )
     lines = escape("\n".join(table([["truth", "float says", "integers say", "images"], *rows]))) if rows else ""
     return (
-        f'<h2>Images: float was right, integers are wrong</h2><p class="healthy">{said}</p>'
-        f'<div class="images">{shown}</div><pre>{lines}</pre>'
+        f'<h2>Images whose right answer was lost</h2><p class="healthy">{said}</p><div class="images">{shown}</div>'
+        + (f"<pre>{lines}</pre>" if lines else "")
     )
 
 

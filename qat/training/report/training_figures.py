@@ -6,10 +6,13 @@ from typing import Any
 from qat.training.report.drawing import COLOURS, QUIET, SICK, heat, panels, percent
 from qat.training.report.run import ReportedRun
 from qat.training.run.folder import EVALUATION
-from qat.training.run.report import ROWS
+from qat.training.run.report import ROWS, deviation_of
 
 NAMED = 5
 """Curves with a name of their own in a figure of many."""
+
+MOVED = 0.01
+"""Scales that have moved less have no name."""
 
 AT_FLOOR = 0.01
 """From this share of its scales on, a tensor counts as collapsed."""
@@ -59,13 +62,13 @@ def accuracy(run: ReportedRun) -> Any:
         return None
     figure, axes = panels(height=0.6 + 0.28 * len(found))
     [axis] = axes[0]
-    errors = [2 * math.sqrt(top1 * (100 - top1) / images) for _, top1 in found]
+    errors = [deviation_of(top1, images) for _, top1 in found]
     values = [top1 for _, top1 in found]
     axis.barh(range(len(found)), values, color=COLOURS[0], alpha=0.75, height=0.6)
     axis.errorbar(values, range(len(found)), xerr=errors, fmt="none", ecolor=QUIET, capsize=2)
     low = max(0, min(values) - max(4, 3 * max(errors)))
     for place, (value, error) in enumerate(zip(values, errors, strict=True)):
-        axis.text(low, place, f" {value:.2f}", va="center", fontsize=7, color="white")
+        axis.text(low, place, f" {value:.2f}", va="center", fontsize=8, weight="bold", color="white")
         axis.set_xlim(low, min(100.5, max(axis.get_xlim()[1], value + error)))
     axis.set_yticks(range(len(found)), [words for words, _ in found])
     axis.invert_yaxis()
@@ -80,7 +83,8 @@ def scales(run: ReportedRun) -> Any:
     for axis, role in zip(axes[0], ("weight", "activation"), strict=True):
         curves, resting = run.by_quantizer("scale", role), run.by_quantizer("at_floor", role)
         floor = {name for name, points in resting.items() if points[-1][1] > AT_FLOOR}
-        far = sorted(curves, key=lambda name: -abs(math.log(max(curves[name][-1][1], 1e-6))))[:NAMED]
+        moved = {name: abs(math.log(max(points[-1][1], 1e-6))) for name, points in curves.items()}
+        far = sorted((name for name in moved if moved[name] > MOVED), key=lambda name: -moved[name])[:NAMED]
         for name, points in curves.items():
             special = name in floor or name in far
             colour = SICK if name in floor else COLOURS[far.index(name)] if name in far else QUIET
@@ -90,11 +94,14 @@ def scales(run: ReportedRun) -> Any:
         axis.set(yscale="log", xlabel="step", title=f"scales of {role}s, 1 at the start")
         if floor:
             axis.axhline(1 / 32, color=SICK, ls=":", lw=0.8)
-        if curves:
+        if far or floor:
             axis.legend(loc="best")
         drawn += len(curves)
     low, high = axes[0][0].get_ylim()
     axes[0][0].set_ylim(low if low < 0.3 else 0.5, max(high, 2))
+    ticks = [each for each in (1 / 32, 0.1, 0.5, 1, 2, 10, 100) if low / 2 <= each <= 2 * high]
+    axes[0][0].set_yticks(ticks, [f"{each:.2g}" for each in ticks])
+    axes[0][0].minorticks_off()
     return figure if drawn else None
 
 
@@ -106,7 +113,8 @@ def clipping(run: ReportedRun) -> Any:
         for name in low
         if name in high
     }
-    return _over_time(both, "values clipped, %", 5)
+    name = max(both, key=lambda name: both[name][-1][1], default="")
+    return _over_time(both, f"values clipped, %; most at the end: {both[name][-1][1]:.2g} in {name}" if name else "", 5)
 
 
 def levels(run: ReportedRun) -> Any:
@@ -130,7 +138,7 @@ def oscillation(run: ReportedRun) -> Any:
         return None
     figure, axes = panels()
     [axis] = axes[0]
-    most = sorted(curves, key=lambda name: -curves[name][-1][1])[:NAMED]
+    most = sorted(curves, key=lambda name: -max(value for _, value in curves[name]))[:NAMED]
     for name, points in curves.items():
         named = {"color": COLOURS[most.index(name)], "label": name} if name in most else {"color": QUIET, "alpha": 0.35}
         steps, values = zip(*points, strict=True)

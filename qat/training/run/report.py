@@ -122,8 +122,18 @@ def report_lines(summary: dict[str, Any]) -> list[str]:
 
 def noise_of(top1: float, images: int) -> str:
     """How far an accuracy in percent may be from that on other images of the same kind."""
-    noise = 2 * math.sqrt(top1 * (100 - top1) / images)
-    return f"top1 is of {images:,} images: +-{noise:.1f} points (two standard deviations) on others"
+    return (
+        f"top1 is of {images:,} images: +-{deviation_of(top1, images):.1f} points (two standard deviations) on others"
+    )
+
+
+def deviation_of(top1: float, images: int) -> float:
+    """Two standard deviations of an accuracy in percent; near 0 and 100 the rule of three, 3 in n.
+
+    >>> round(deviation_of(90, 1000), 2), deviation_of(100, 40)
+    (1.9, 7.5)
+    """
+    return max(2 * math.sqrt(top1 * (100 - top1) / images), 300 / images)
 
 
 def table_rows(results: dict[str, Any]) -> list[list[str]]:
