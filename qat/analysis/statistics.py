@@ -99,8 +99,8 @@ def _sample_of_rows(rows_of: Callable[[], Tensor], quantizer: Quantizer) -> Tens
 
 
 def sampled_activation(quantizer: Quantizer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Some values before and after, of a tensor with one scale; else all, as the quantizer's grid has them."""
-    if quantizer.scale.numel() > 1:
+    """Some values before and after, of a tensor with one grid; else all, as the quantizer sees them."""
+    if quantizer.spec.granularity != "tensor":
         return to_groups(x, quantizer.spec), to_groups(y, quantizer.spec)
     step = 1 + x.numel() // SAMPLE
     return x.flatten()[::step], y.flatten()[::step]
@@ -113,7 +113,7 @@ def _of(quantizer: Quantizer, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     if quantizer.uniform and quantizer.exportable:
         qmin, qmax = quantizer.bounds()
         scale, zero_point = quantizer.grid(x)
-        integers = (x / scale).round() + zero_point
+        integers = ((x / scale).round() + zero_point).nan_to_num(0.0)
         used = torch.bincount((integers.clamp(qmin, qmax) - qmin).flatten().long(), minlength=qmax - qmin + 1)
         row |= {"clipped_low": (integers < qmin).float().mean(), "clipped_high": (integers > qmax).float().mean()}
         row["levels"] = (used > 0).float().mean()
@@ -123,7 +123,9 @@ def _of(quantizer: Quantizer, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 def sqnr(x: Tensor, y: Tensor) -> Tensor:
     """10 * log10(sum(x^2) / sum((x - y)^2)) in dB, a scalar between -120 and 120."""
     signal, noise = x.double().square().sum(), (x.double() - y.double()).square().sum()
-    return (10 * torch.log10(signal / noise)).nan_to_num(BEST_SQNR).clamp(-BEST_SQNR, BEST_SQNR).float()
+    exact = noise == 0  # NaN is no such thing, and the worst of all
+    found = torch.where(exact, BEST_SQNR, 10 * torch.log10(signal / noise)).nan_to_num(-BEST_SQNR)
+    return found.clamp(-BEST_SQNR, BEST_SQNR).float()
 
 
 def learned_statistics(quantizers: dict[str, Quantizer]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 from qat.cli.runs import check_folder_of, open_run
+from qat.training.errors import UserError
 from qat.training.report.page import write_report
 from qat.training.report.run import ReportedRun
 from qat.training.run.folder import REPORT
@@ -17,18 +18,17 @@ EXAMPLE = "python -m qat report runs/resnet_int8 runs/resnet_int8-2 --to both.ht
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `report`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders of train.py, finished or not")
-    parser.add_argument(
-        "--to", metavar="FILE", help="the page to write; default: report.html in the run's folder, or here for several"
-    )
+    parser.add_argument("--to", metavar="FILE", help="the page to write; default: report.html in the run's folder")
 
 
 def run(given: argparse.Namespace) -> int:
     """Write the page, and say where it is."""
     folders = [open_run(path).folder for path in given.runs]
-    alone = len(folders) == 1 and given.to is None
-    path = folders[0] / REPORT if alone else Path(given.to or REPORT).expanduser()
+    if given.to is None and len(folders) > 1:
+        raise UserError("--to: missing; name the page of several runs, such as --to both.html")
+    path = folders[0] / REPORT if given.to is None else Path(given.to).expanduser()
     check_folder_of("--to", path)
-    for sentence in write_report(path, [ReportedRun.read(folder) for folder in folders], pictures=alone):
+    for sentence in write_report(path, [ReportedRun.read(folder) for folder in folders], pictures=given.to is None):
         print(sentence)
     print(path)
     return 0

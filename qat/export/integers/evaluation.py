@@ -30,6 +30,7 @@ def evaluation_copy(model: nn.Module, fold_quantizers: bool = False) -> nn.Modul
             evaluation_only(part)
             drop_unread(part.graph, part)
             _fold(part, fold_quantizers)
+            part.recompile()
     return evaluated
 
 
@@ -103,4 +104,3 @@ def _fold(model: fx.GraphModule, fold_quantizers: bool) -> None:
         if node in fixed and not node.users and written_by(node, model) is None:
             model.graph.erase_node(node)
     drop_unread(model.graph, model)
-    model.recompile()

@@ -235,9 +235,7 @@ class Training:
                 if number % run.config.log_every == 0 or number == steps:
                     curves = self.read(epoch, self.watch.curves())
                     log_window(run, run.step(epoch, number), self.window, lr, self.watch.worth_drawing(curves))
-                    loss, top1 = self.window.mean_loss, self.window.top1
-                    shown = {"loss": f"{loss:.3f}", "top1": f"{top1:.1f} %", "lr": f"{lr:.2g}", "run": self.left(epoch)}
-                    bar.set_postfix(shown, refresh=False)
+                    bar.set_postfix_str(f"loss {self.window.mean_loss:.3f}, run: {self.left(epoch)}", refresh=False)
                     self.whole.merge(self.window)
                     self.window = Meter()
                 self.save_if_due(epoch)

@@ -21,6 +21,7 @@ from qat.analysis.table import quantizers_in_order
 from qat.batch_norm import batch_norms, copied_statistics, reestimate_batch_norm, restore_statistics
 from qat.contexts import evaluating
 from qat.export import LayerDifference
+from qat.export.integers.evaluation import evaluation_copy
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
 from qat.quantizer.training import scales_at_minimum
@@ -38,7 +39,7 @@ ANSWERS = 5000
 SHOWN = 24
 """Images that are kept of those that were right before and are wrong now."""
 
-WORST, BINS = 6, 128
+WORST, BINS, COSTS = 6, 128, ("name", "bops", "weight_bytes")
 
 
 def analyse(
@@ -47,12 +48,13 @@ def analyse(
     """Everything that `analysis.json` holds; the models are on the device and keep their modes and statistics."""
     first: Any = next(iter(data.calibration(1)))
     images = to_device(first, device, channels_last=False)[0][:IMAGES]
-    errors = layer_errors(model, images)
+    inferred, example = evaluation_copy(model), images[:1].cpu()  # without auxiliary classifiers
+    errors = layer_errors(inferred, images.cpu())
     worst = sorted((each for each in errors if each.local is not None), key=lambda each: each.local or 0)[:WORST]
     return {
         "order": quantizers_in_order(model),
         "layers": [vars(each) for each in errors],
-        "cost": [{**row._asdict(), "bops": row.bops} for row in cost(model, images[:1])],
+        "cost": [{key: getattr(row, key) for key in COSTS} for row in cost(inferred, example)],
         "bits": {name: each.spec.bits for name, each in model.named_modules() if isinstance(each, Quantizer)},
         "at_floor": {name: counts for name, counts in scales_at_minimum(model).items() if counts[0]},
         "batch_norm": batch_norm_lag(model, data, device),
@@ -178,12 +180,3 @@ def as_png(image: Tensor, data: Data) -> str:
     pixels = image.cpu().mul(std).add(mean).mul(255).round().clamp(0, 255).to(torch.uint8)
     Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(stream, "png")
     return base64.b64encode(stream.getvalue()).decode()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the run; empty if it is missing or no such object."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

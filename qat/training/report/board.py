@@ -11,6 +11,7 @@ from torch import nn
 from qat.analysis.table import quantizers_in_order
 from qat.training.config.file import dump_config
 from qat.training.config.schema import RunConfig
+from qat.training.report.figures import FIGURES
 from qat.training.report.page import write_report
 from qat.training.report.run import ReportedRun
 from qat.training.run.folder import LAYERS, PICTURES, REPORT, RESULTS
@@ -88,7 +89,7 @@ def finish(log: RunLog, config: RunConfig, summary: dict[str, Any], step: int) -
         writer.file_writer.add_summary(summary_of)
     for tag, value in metrics.items():
         writer.add_scalar(tag, value, step)
-    for file in (log.folder / RESULTS, *sorted((log.folder / PICTURES).glob("*.png"))):
+    for file in (log.folder / RESULTS, *(log.folder / PICTURES / f"{key}.png" for key in FIGURES)):
         if file.is_file():  # without matplotlib there is none
             with Image.open(file) as picture:
                 writer.add_image(file.stem, np.asarray(picture.convert("RGB")), step, dataformats="HWC")

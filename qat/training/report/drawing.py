@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from qat.contexts import warnings_ignored
+
 INK, FAINT = "#010203", "#d0d1d2"
 """Lines and text, and what lies behind; the SVG takes the page's own colours for them, light or dark."""
 
@@ -46,7 +48,7 @@ def styled() -> Iterator[None]:
     import matplotlib
 
     style: Any = STYLE
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(style), warnings_ignored(category=UserWarning):  # letters that its font lacks
         yield
 
 

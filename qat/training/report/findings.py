@@ -20,6 +20,9 @@ LAG = 0.25
 CLIPPED, LEVELS, TURNING, WAITING = 0.05, 0.25, 0.05, 0.3
 """Shares from which on clipping, few levels (8 bits), weights that turn round, and waiting for data are named."""
 
+AT_FLOOR = 0.1
+"""The share of a tensor's scales from which on it has collapsed; of many channels a few are dead in float too."""
+
 FEW_BITS = 4
 """Below, much is clipped, and rightly so."""
 
@@ -52,7 +55,7 @@ def _summary(run: ReportedRun) -> Iterator[str]:
 
 
 def _scales(run: ReportedRun) -> Iterator[str]:
-    resting = {name: points[-1][1] for name, points in run.by_quantizer("at_floor").items() if points[-1][1] > 0}
+    resting = {name: points[-1][1] for name, points in run.by_quantizer("at_floor").items() if points[-1][1] > AT_FLOOR}
     if resting:
         yield (
             f"Scales have collapsed onto their floor in {_named(resting)}: these tensors are as good as switched off;"

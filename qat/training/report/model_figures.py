@@ -66,7 +66,7 @@ def confusion(run: ReportedRun) -> Any:
     answers = run.analysis.get("answers")
     if not answers or len(answers["classes"]) > MATRIX or not answers["changes"]:
         return None
-    names = answers["classes"]
+    names = [name.replace("$", r"\$") for name in answers["classes"]]  # else a formula
     change = np.zeros((len(names), len(names)), int)
     for truth, before, after, number in answers["changes"]:
         change[truth, before] -= number

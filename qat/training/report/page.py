@@ -1,7 +1,6 @@
 """`report.html`: one or several runs on a page that needs nothing else."""
 
 import json
-from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -30,23 +29,21 @@ def write_report(path: Path, runs: list[ReportedRun], *, pictures: bool = False)
     if not said:
         with styled():
             for run in runs:
-                for key, figure in _drawn(run):
+                for key, shown in FIGURES.items():
+                    place = path.parent / (RESULTS if key == "results" else f"{PICTURES}/{key}.png")
+                    if pictures:
+                        place.unlink(missing_ok=True)  # of an earlier report
+                    figure = shown.draw(run)
+                    if figure is None:
+                        continue
                     svg, picture = rendered(figure)
                     drawn[key].append(f"<div>{_run_name(run, runs)}{svg}</div>")
                     if pictures:
-                        place = path.parent / (RESULTS if key == "results" else f"{PICTURES}/{key}.png")
                         place.parent.mkdir(exist_ok=True)
                         picture.save(place)
     with replacing(path) as temporary:
         temporary.write_text(_page(runs, drawn), encoding="utf-8")
     return said
-
-
-def _drawn(run: ReportedRun) -> Iterable[tuple[str, Any]]:
-    for key, shown in FIGURES.items():
-        figure = shown.draw(run)
-        if figure is not None:
-            yield key, figure
 
 
 def _page(runs: list[ReportedRun], drawn: dict[str, list[str]]) -> str:
@@ -60,7 +57,7 @@ def _page(runs: list[ReportedRun], drawn: dict[str, list[str]]) -> str:
     links = "".join(f'<a href="#{key}">{shown.title}</a>' for key, shown in FIGURES.items() if drawn[key])
     body = [
         f"<h1>{escape(title)}</h1>",
-        f'<nav>{links}<a href="#images">Images</a><a href="#config">Config</a></nav>',
+        f'<nav>{links}<a href="#config">Config</a></nav>',
         _side_by_side(runs, "summary", _overview),
         f'<main class="{"one" if len(runs) == 1 else "several"}">{"".join(sections)}</main>',
         _side_by_side(runs, "images", _images),

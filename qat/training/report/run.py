@@ -1,11 +1,12 @@
 """A run folder as its report reads it: only files, so that a report can be drawn at any time."""
 
+import json
+import logging
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from qat.training.report.analysis import read_json
 from qat.training.run.folder import ANALYSIS, RESOLVED_CONFIG, SUMMARY
 from qat.training.run.logging import CURVES, OF_QUANTIZERS
 
@@ -20,6 +21,7 @@ def read_curves(folder: Path) -> Curves:
     """Every curve, without the points that a resumed run has drawn anew."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # that a resumed run hides points is no news
     found: Curves = {}
     for place in sorted({file.parent for file in (folder / CURVES).glob("*/*/events.out.tfevents.*")}):
         events = EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()
@@ -27,6 +29,15 @@ def read_curves(folder: Path) -> Curves:
             points = {point.step: point.value for point in events.Scalars(tag)}  # the last one of a step counts
             found[place.relative_to(folder / CURVES).as_posix(), tag] = sorted(points.items())
     return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of the run; empty if it is missing or no such object."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @dataclass

@@ -13,6 +13,7 @@ def sensitivity_figure(result: dict[str, Any]) -> Any:
     Args:
         result: what sensitivity.json has; a bar is the loss with only this part quantized, less that in float.
     """
+    weights = f"{result.get('weights', 'calibrated')} weights"
     layers, floor = result["layers"], result["float"]["loss"]
     figure, [[axes]] = panels(height=1 + 0.22 * len(layers))
     for number, (part, words) in enumerate(PARTS.items()):
@@ -21,6 +22,6 @@ def sensitivity_figure(result: dict[str, Any]) -> Any:
         axes.barh(places, losses, height=0.4, label=words, color=COLOURS[number])
     axes.set_yticks(range(len(layers)), [row["name"] for row in layers])
     axes.set_ylim(len(layers) - 0.4, -0.6)
-    axes.set(xlabel=f"loss above float, with only this quantized ({result['images']:,} images)")
+    axes.set(xlabel=f"loss above float, with only this quantized ({result['images']:,} images; {weights})")
     axes.legend()
     return figure

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from qat.training.report.drawing import COLOURS, QUIET, SICK, heat, panels, percent
+from qat.training.report.findings import AT_FLOOR
 from qat.training.report.run import ReportedRun
 from qat.training.run.folder import EVALUATION
 from qat.training.run.report import ROWS, deviation_of
@@ -13,9 +14,6 @@ NAMED = 5
 
 MOVED = 0.01
 """Scales that have moved less have no name."""
-
-AT_FLOOR = 0.01
-"""From this share of its scales on, a tensor counts as collapsed."""
 
 
 def results(run: ReportedRun) -> Any:

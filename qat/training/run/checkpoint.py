@@ -33,7 +33,8 @@ PAYLOAD_KEYS = ("stage", "epochs", "model", "state", "results", "config", "evalu
 
 KEYS_FREE_ON_RESUME = (
     "name", "run_dir", "resume", "device", "log_every", "export", "channels_last", "compile", "cuda_graphs",
-    "checkpoint_every", "integer_forward", "data.root", "data.workers", "data.download", "data.eval_batch_size",
+    "checkpoint_every", "watch", "integer_forward", "data.root", "data.workers", "data.download",
+    "data.eval_batch_size",
 )  # fmt: skip
 """Keys of the config that may differ when a run is resumed, because they do not change what is trained: they say where
 and how fast. What lies in data.root is compared by `check_same_data`."""

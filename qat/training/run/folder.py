@@ -139,7 +139,8 @@ def _nothing_trained(path: Path, resume: bool) -> bool:
     if saved.float.epochs == 0:
         again.add(FLOAT_WEIGHTS)
         if saved.qat.epochs == 0 and resume:
-            again |= {BEST_CHECKPOINT, MODEL, SUMMARY, REPORT, PICTURES, RESULTS, ANALYSIS, SENSITIVITY}
+            again |= {BEST_CHECKPOINT, MODEL, SUMMARY, REPORT, PICTURES, RESULTS, ANALYSIS}
+            again |= {SENSITIVITY, EVALUATION, LATENCY}
     return names <= again
 
 

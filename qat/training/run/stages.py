@@ -73,7 +73,6 @@ class Stages:
     steps: int = 0
     qat_epochs: int = 0
     compared: list[LayerDifference] = field(default_factory=list)
-    """The integers of the exported file, by layer."""
 
     @property
     def order(self) -> list[str]:
@@ -181,8 +180,8 @@ class Stages:
     def analyse(self, float_model: nn.Module, model: nn.Module) -> None:
         """Write what the report shows of the trained model."""
         if self.config.watch == "all":
-            float_model.to(self.device)
-            write_analysis(self.folder.path, analyse(model, float_model, self.data, self.device, self.compared))
+            found = analyse(model, float_model.to(self.device), self.data, self.device, self.compared)
+            write_analysis(self.folder.path, found)
 
     def warn(self, sentences: list[str]) -> None:
         """Log warnings, and keep them for the summary."""
