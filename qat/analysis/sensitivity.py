@@ -75,9 +75,9 @@ def operands_of(model: nn.Module) -> dict[str, dict[str, list[Quantizer]]]:
     owned = {name: [each for each in found if not each.is_disabled] for name, _, found in named_quantizers(model)}
     order = layers_in_order(model)
     read = {each for name, module in order if isinstance(module, QuantLayer) for each in owned[name]}
-    rows = {}
+    rows: dict[str, dict[str, list[Quantizer]]] = {}
     for name, module in order:
         parts = {role: [each for each in owned[name] if each.role == role] for role in ("weight", "activation")}
         if owned[name] and module not in read:
-            rows[name] = {**parts, "both": owned[name]} if all(parts.values()) else {owned[name][0].role: owned[name]}
+            rows[name] = {**parts, "both": owned[name]} if all(parts.values()) else {str(owned[name][0].role): owned[name]}
     return rows

@@ -70,7 +70,9 @@ def test_products_of_activations_have_a_row_and_switched_off_is_float() -> None:
 def test_a_layer_with_two_names_and_a_model_of_one_layer() -> None:
     shared = nn.Linear(4, 4)
     twice = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(nn.ReLU(), shared)})
-    assert [(row.name, row.macs) for row in qat.cost(nn.Sequential(*twice.values()), torch.zeros(1, 4))] == [("0.0", 32)]
+    assert [(row.name, row.macs) for row in qat.cost(nn.Sequential(*twice.values()), torch.zeros(1, 4))] == [
+        ("0.0", 32)
+    ]
     assert [(row.name, row.macs) for row in qat.cost(shared, torch.zeros(1, 4))] == [("", 16)]
 
 
