@@ -61,9 +61,9 @@ def cost(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[st
     expect_model(cost, model)
     call, counter = bind_inputs("cost", model, example_inputs), FlopCounterMode(display=False)
     layers = [each for each in model.modules() if isinstance(each, QuantLayer) or not any(each.children())]
-    with counter, first_calls(layers) as calls, evaluating(model), warnings_ignored("a quantizer "):
-        with torch.enable_grad():  # torch's counter fails at views of weights without
-            call_with(model, call)
+    grad = torch.enable_grad()  # torch's counter fails at views of weights without
+    with counter, first_calls(layers) as calls, evaluating(model), grad, warnings_ignored("a quantizer "):
+        call_with(model, call)
     names: dict[nn.Module, list[str]] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         names.setdefault(layer, []).append(name)
@@ -75,7 +75,9 @@ def cost(model: nn.Module, example_inputs: Tensor | tuple[Any, ...] | Mapping[st
         macs = sum(sum(each.values()) for each in counts) // 2
         if macs or isinstance(layer, QuantLayer):
             bits, activation = (_width(owned.get(name, []), role) for role in ("weight", "activation"))
-            weight = [*args, *kwargs.values()][1] if isinstance(layer, QuantFunction) else getattr(layer, "weight", None)
+            weight = (
+                [*args, *kwargs.values()][1] if isinstance(layer, QuantFunction) else getattr(layer, "weight", None)
+            )
             size = -(-weight.numel() * bits // 8) if isinstance(weight, Tensor) else 0
             rows.append(LayerCost(name, macs, bits, activation, size))
     between = counter.get_total_flops() // 2 - sum(row.macs for row in rows)

@@ -79,5 +79,7 @@ def operands_of(model: nn.Module) -> dict[str, dict[str, list[Quantizer]]]:
     for name, module in order:
         parts = {role: [each for each in owned[name] if each.role == role] for role in ("weight", "activation")}
         if owned[name] and module not in read:
-            rows[name] = {**parts, "both": owned[name]} if all(parts.values()) else {str(owned[name][0].role): owned[name]}
+            rows[name] = (
+                {**parts, "both": owned[name]} if all(parts.values()) else {str(owned[name][0].role): owned[name]}
+            )
     return rows

@@ -19,8 +19,6 @@ EXAMPLE = "python -m qat compare runs/resnet_int8 runs/resnet_int8-2"
 PLACE = {"run_dir", "resume"}
 """Keys that say where a run is, and not what it does."""
 
-Columns = list[dict[str, Any]]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `compare`."""
@@ -34,24 +32,25 @@ def run(given: argparse.Namespace) -> int:
         raise UserError("RUN: one run has nothing to be compared with; name two or more")
     opened = [open_run(path) for path in given.runs]
     summaries = [read_summary(each.folder) for each in opened]
+    configs = _beside([_flat(each.config.model_dump(mode="json", exclude=PLACE)) for each in opened])
+    versions = _beside([(summary or {}).get("versions", {}) for summary in summaries])
     found: dict[str, Any] = {
         "runs": given.runs,
         "unfinished": [path for path, summary in zip(given.runs, summaries, strict=True) if summary is None],
-        "config": _differing([_flat(each.config.model_dump(mode="json", exclude=PLACE)) for each in opened]),
+        "config": {key: values for key, values in configs.items() if any(each != values[0] for each in values)},
         "results": _beside([_results(summary or {}) for summary in summaries]),
-        "versions": _differing([summary["versions"] for summary in summaries if summary]),
+        "versions": {key: values for key, values in versions.items() if len({*values} - {None}) > 1},
     }
     print(json.dumps(found, indent=1) if given.json else "\n".join(_lines(found)))
     return 0
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    rows = {**found["config"], **found["results"]}
+    rows = {**found["config"], **found["results"], **found["versions"]}
     cells = [[key, *("-" if each is None else str(each) for each in values)] for key, values in rows.items()]
-    said = [] if found["config"] else ["the configs are equal"]
-    said += [f"{key}: {', '.join(map(str, values))}" for key, values in found["versions"].items()]
+    said = [] if found["config"] else ["", "the configs are equal"]
     said += [f"{path}: not finished; train.py finishes it with resume=auto" for path in found["unfinished"]]
-    return [*table([["", *found["runs"]], *cells], numbers=True), "", *said]
+    return [*table([["", *found["runs"]], *cells], numbers=True), *said]
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -62,13 +61,9 @@ def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _beside(columns: Columns) -> dict[str, list[Any]]:
+def _beside(columns: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """The values of all columns by key; None where one has none."""
     return {key: [column.get(key) for column in columns] for key in dict.fromkeys(itertools.chain(*columns))}
-
-
-def _differing(columns: Columns) -> dict[str, list[Any]]:
-    return {key: values for key, values in _beside(columns).items() if any(each != values[0] for each in values)}
 
 
 def _results(summary: dict[str, Any]) -> dict[str, Any]:

@@ -36,8 +36,8 @@ def test_an_unfinished_run_is_named_and_versions_that_differ_are_shown(pets: Pat
     status, out, err = verb("compare", "old", "begun", str(pets / "runs" / "pets"), place=tmp_path)
     assert status == 0 and "begun: not finished; train.py finishes it with resume=auto" in out.splitlines(), err
     assert "the configs are equal" in out
-    [torch_row] = [line for line in out.splitlines() if line.startswith("torch: ")]
-    assert torch_row.startswith("torch: 2.0.0, ")
+    [torch_row] = [line for line in out.splitlines() if line.startswith("torch ")]
+    assert torch_row.split()[1:3] == ["2.0.0", "-"]
 
 
 def test_a_dry_run_shows_cost_and_time_and_leaves_nothing(
@@ -50,8 +50,8 @@ def test_a_dry_run_shows_cost_and_time_and_leaves_nothing(
     more = ("qat.accumulate=2", "qat.progressive=[{bits: 6, epochs: 1}]", "qat.distillation={}", "float_finetune=true")
     status, out, err = verb("train", "--dry-run", "pets.yaml", "run_dir=runs/new", *more)
     assert status == 0 and "features.0" in out, err
-    for said in ("1 quantized layer", "million MACs", "one image: ", "MB in float", "qat_1 + qat", "\nabout "):
-        assert said in out or said == "1 quantized layer"
+    for said in ("weight bits", "one image: ", "MB at their bits", "\nfloat: ", "\nqat: 4 epochs", "\nabout "):
+        assert said in out
     monkeypatch.chdir(pets)
     assert script.main(["--config", "pets.yaml", "--dry-run", "run_dir=runs/pets"]) == 0
     assert "\nabout " in capsys.readouterr().out
