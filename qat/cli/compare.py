@@ -4,8 +4,8 @@ It reads config.yaml and summary.json alone. Rows of the config in which all run
 """
 
 import argparse
+import itertools
 import json
-from collections.abc import Callable
 from typing import Any
 
 from qat.cli.runs import open_run
@@ -18,18 +18,6 @@ EXAMPLE = "python -m qat compare runs/resnet_int8 runs/resnet_int8-2"
 
 PLACE = {"run_dir", "resume"}
 """Keys that say where a run is, and not what it does."""
-
-Values = dict[str, list[Any]]
-"""A value of each run, by key; None: it has none."""
-
-FORMATS: dict[str, Callable[[Any], str]] = {
-    "top1": "{:.2f}".format,
-    "agreement": "{:.2%}".format,
-    "integers": "{:,}".format,
-    "size": lambda size: f"{size / 1e6:.2f} MB",
-    "seconds": "{:.0f}".format,
-}
-"""How a row of results is written, by the first word of its name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,18 +46,11 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    rows = [
-        [key, *("-" if each is None else FORMATS.get(key.split()[0], _word)(each) for each in values)]
-        for part in ("config", "results", "versions")
-        for key, values in found[part].items()
-    ]
+    rows = {**found["config"], **found["results"], **found["versions"]}
+    cells = [[key, *("-" if each is None else str(each) for each in values)] for key, values in rows.items()]
     said = [] if found["config"] else ["", "the configs are equal"]
     said += [f"{path}: not finished; train.py finishes it with resume=auto" for path in found["unfinished"]]
-    return [*table([["", *found["runs"]], *rows], numbers=True), *said]
-
-
-def _word(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return [*table([["", *found["runs"]], *cells], numbers=True), *said]
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -80,20 +61,17 @@ def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _beside(columns: list[dict[str, Any]]) -> Values:
-    keys = dict.fromkeys(key for column in columns for key in column)
-    return {key: [column.get(key) for column in columns] for key in keys}
+def _beside(columns: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The values of all columns by key; None where one has none."""
+    return {key: [column.get(key) for column in columns] for key in dict.fromkeys(itertools.chain(*columns))}
 
 
 def _results(summary: dict[str, Any]) -> dict[str, Any]:
-    """What a run reached, by the names of the rows."""
+    """What a run reached, rounded, by the names of the rows."""
     onnx = summary.get("onnx", {})
-    found = {
-        **{f"top1 % {words}": summary.get(key, {}).get("top1") for key, words in ROWS.items() if "." not in key},
-        "agreement": onnx.get("agreement"),
-        "integers that differ": onnx.get("layers", {}).get("differing"),
-        "size of model.onnx": onnx.get("size_bytes"),
-        "seconds": summary.get("seconds"),
-        "problem": summary.get("problem"),
-    }
-    return {key: value for key, value in found.items() if value is not None}
+    top1 = {f"top1 % {words}": summary[key]["top1"] for key, words in ROWS.items() if key in summary}
+    found = {**top1, "seconds": summary.get("seconds"), "problem": summary.get("problem")}
+    if onnx:
+        differing, size = onnx["layers"]["differing"], onnx["size_bytes"] / 1e6
+        found |= {"agreement %": 100 * onnx["agreement"], "integers that differ": differing, "model.onnx MB": size}
+    return {key: round(each, 2) if isinstance(each, float) else each for key, each in found.items() if each is not None}

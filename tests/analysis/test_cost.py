@@ -21,7 +21,7 @@ def test_resnet18_has_the_macs_of_its_shapes() -> None:
     model = qat.prepare(float_model, qat.QuantRecipe(weight={"bits": 4}), image[..., :64, :64])
     rows = {row.name: row for row in qat.cost(model, image)}
     assert sum(row.macs for row in rows.values()) == stem + stages + head == 1_814_073_344
-    assert len(rows) == 21 and rows["conv1"] == LayerCost("conv1", stem, 4, 8, 64 * 3 * 49 // 2 + 4 * 64)
+    assert len(rows) == 21 and rows["conv1"] == LayerCost("conv1", stem, 4, 8, 64 * 3 * 49 // 2)
     assert rows["conv1"].bops == stem * 4 * 8
     floats = qat.cost(float_model, image)
     assert [(row.name, row.macs) for row in floats][:2] == [("conv1", stem), ("layer1.0.conv1", 56 * 56 * 64 * 64 * 9)]
@@ -49,21 +49,31 @@ def test_groups_transposed_and_shared_layers() -> None:
         "up": 25 * 8 * 4 * 4,
         "fc": 2 * 16,
     }
-    assert rows["up"] == LayerCost("up", 25 * 8 * 4 * 4, 32, 32, 4 * (8 * 4 * 4 + 4))
-    assert rows["fc"].weight_bytes == 16 + 4 * 4
+    assert rows["up"] == LayerCost("up", 25 * 8 * 4 * 4, 32, 32, 4 * 8 * 4 * 4)
+    assert rows["fc"].weight_bytes == 16
 
 
 def test_products_of_activations_have_a_row_and_switched_off_is_float() -> None:
     x = torch.randn(1, 5, 8)
     model = qat.prepare(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), example_inputs=x)
-    rows = {row.name: row for row in qat.cost(model, x)}
-    assert rows[BETWEEN] == LayerCost(BETWEEN, 2 * 5 * 5 * 8, 8, 8, 0)
-    assert sum(row.macs for row in rows.values()) == 5 * (4 * 8 * 8 + 2 * 8 * 16) + 2 * 5 * 5 * 8
+    *rows, between = qat.cost(model, x)
+    assert sum(row.macs for row in rows) == 5 * (4 * 8 * 8 + 2 * 8 * 16)
+    assert between == LayerCost(BETWEEN, 2 * 5 * 5 * 8, 8, 8, 0)
+    assert sum(row.weight_bytes for row in rows) == 4 * 8 * 8 + 2 * 8 * 16
     with qat.disable_fake_quant(model):
         assert {(row.weight_bits, row.activation_bits) for row in qat.cost(model, x)} == {(32, 32)}
     assert {row.weight_bits for row in qat.cost(model, x)} == {8}
     with pytest.raises(ValueError, match="cost: example_inputs do not fit"):
         qat.cost(model, {"images": x})
+
+
+def test_a_layer_with_two_names_and_a_model_of_one_layer() -> None:
+    shared = nn.Linear(4, 4)
+    twice = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(nn.ReLU(), shared)})
+    assert [(row.name, row.macs) for row in qat.cost(nn.Sequential(*twice.values()), torch.zeros(1, 4))] == [
+        ("0.0", 32)
+    ]
+    assert [(row.name, row.macs) for row in qat.cost(shared, torch.zeros(1, 4))] == [("", 16)]
 
 
 def test_the_model_is_left_as_it_was() -> None:

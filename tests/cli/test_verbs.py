@@ -59,7 +59,6 @@ def test_it_is_a_module_that_python_runs() -> None:
         ),
         (["export", "runs/pets", "--to", "no/model.onnx"], "--to: 'no/model.onnx': there is no folder 'no'"),
         (["sensitivity", "runs/pets/model.onnx"], "RUN: 'runs/pets/model.onnx' is a file; this needs the folder of"),
-        (["sensitivity", "runs/pets", "--json", "no/x.json"], "--json: 'no/x.json': there is no folder 'no'"),
         (["compare", "runs/pets"], "RUN: one run has nothing to be compared with; name two or more"),
         (["benchmark", "runs/pets", "--json", "no/x.json"], "--json: 'no/x.json': there is no folder 'no'"),
     ],
