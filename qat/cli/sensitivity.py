@@ -21,7 +21,9 @@ from qat.layers import QuantLayer
 from qat.layers.twins import CompositeTwin
 from qat.text import table
 from qat.training.errors import value_errors_reported
-from qat.training.run.folder import SENSITIVITY, read_summary
+from qat.training.report.page import write_report
+from qat.training.report.run import ReportedRun
+from qat.training.run.folder import REPORT, SENSITIVITY, read_summary
 from qat.training.run.logging import progress_bar
 
 EXAMPLE = "python -m qat sensitivity runs/resnet_int8"
@@ -53,6 +55,8 @@ def run(given: argparse.Namespace) -> int:
     result = {"images": evaluate.images, "weights": "trained" if given.trained else "calibrated", **found}
     print("\n".join([*_table(result), "", *_suggestions(suggested(result, model))]), flush=True)
     opened.keep(SENSITIVITY, result)
+    write_report(opened.folder / REPORT, [ReportedRun.read(opened.folder)], pictures=True)
+    print(f"figure: {opened.folder / REPORT}#sensitivity")
     return 0
 
 

@@ -215,12 +215,12 @@ def test_an_override_may_stand_behind_an_option(verb: Verb) -> None:
     assert status == 0 and "torch" in out, err
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(8))
 def test_the_commands_of_the_page_run(number: int, pets: Path, verb: Verb, tmp_path: Path) -> None:
     """docs/run_folder.md's, on a run of the name that it uses, and a picture."""
     page = (Path(qat.__file__).parents[1] / "docs" / "run_folder.md").read_text()
     lines = [line for line in page.splitlines() if line.startswith("python -m qat ")]
-    assert len(lines) == 7 and sorted(["train", *(line.split()[3] for line in lines)]) == sorted(VERBS)
+    assert len(lines) == 8 and sorted(["train", *(line.split()[3] for line in lines)]) == sorted(VERBS)
     shutil.copytree(pets / "runs" / "pets", tmp_path / "pets-2")
     words = [word.replace("pets.onnx", str(tmp_path / "pets.onnx")) for word in lines[number].split()[3:]]
     words = [word.replace("runs/pets-2", str(tmp_path / "pets-2")) for word in words]

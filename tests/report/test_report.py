@@ -140,7 +140,7 @@ ALL = {key: [0.6, 1.2, 0.7] for key in NAMES}
 SICK: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("collapsed", {"at_floor": {NAMES[0]: [0.0, 1.0, 1.0]}}, {}, "Scales have collapsed onto their floor in conv1_"),
     ("a rate too high", {"scale": {NAMES[2]: [1.2, 1.6, 2.1]}}, {}, "1 of 1 scales moved by more than a factor of 2"),
-    ("jumps", {"scale": ALL}, {}, "3 of 3 scales jump by half or more between two points of the curve"),
+    ("jumps", {"scale": ALL}, {}, "3 of 3 scales moved by more than a factor of 2, or by half"),
     ("BatchNorm", {}, {"batch_norm": {"bn1": 0.9, "bn2": 0.1}}, "The running statistics of 1 BatchNorms are not those"),
     ("clipping", {"clipped_low": {NAMES[0]: [0, 0, 0.2]}}, {}, "More than 5 % of the values are clipped in conv1"),
     ("levels", {"levels": {NAMES[1]: [0.1, 0.1, 0.1]}}, {}, "Less than 25 % of the levels occur in conv1.weight"),

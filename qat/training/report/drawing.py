@@ -102,7 +102,7 @@ def heat(figure: Any, axes: Any, rows: dict[str, list[tuple[int, float]]], label
     shown = range(0, len(steps), 1 + len(steps) // 8)
     axes.set_xticks([each + 0.5 for each in shown], [str(steps[each]) for each in shown])
     axes.set(xlabel="step", title=label)
-    figure.colorbar(picture, ax=axes, fraction=0.04)
+    figure.colorbar(picture, ax=axes, fraction=0.04, extend="max" if most < 100 else "neither")
 
 
 def percent(values: Iterable[float]) -> list[float]:

@@ -71,7 +71,8 @@ FIGURES = {
     ),
     "histograms": Shown(
         "The six worst layers on their grids",
-        "Healthy: the values (blue; orange: before QAT) fill the grid (green) from end to end; little lies outside.",
+        "Healthy: the values (blue; orange: before QAT) fill the grid (green), little lies outside; peaks"
+        " at the ends of a weight are the largest value of each channel.",
         of_model.histograms,
     ),
     "batch_norm": Shown(

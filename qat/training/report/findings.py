@@ -32,15 +32,18 @@ BEHIND = 12.0
 
 def findings(run: ReportedRun) -> list[str]:
     """The sentences, the gravest first; none if nothing stands out."""
-    sick = [*_scales(run), *_statistics(run)]  # which show in the errors of layers too
-    return [*_summary(run), *sick, *_tensors(run), *(() if sick else _layers(run))]
+    sick = [*_scales(run), *_statistics(run)]  # which show in tensors and layers too
+    return [*_proof(run), *sick, *_summary(run), *(() if sick else [*_tensors(run), *_layers(run)])]
 
 
-def _summary(run: ReportedRun) -> Iterator[str]:
+def _proof(run: ReportedRun) -> Iterator[str]:
     if not run.summary:
         yield "The run is not finished: what follows is what it has drawn so far."
     if run.summary.get("problem"):
         yield f"The file is not the trained model: {run.summary['problem']}."
+
+
+def _summary(run: ReportedRun) -> Iterator[str]:
     yield from (f"{warning}." for warning in run.summary.get("warnings", []))
     parts = [run.summary.get(key, {}).get("top1") for key in ("float", "qat")]
     images = run.summary.get("val_images")
@@ -58,23 +61,22 @@ def _scales(run: ReportedRun) -> Iterator[str]:
     resting = {name: points[-1][1] for name, points in run.by_quantizer("at_floor").items() if points[-1][1] > AT_FLOOR}
     if resting:
         yield (
-            f"Scales have collapsed onto their floor in {_named(resting)}: these tensors are as good as switched off;"
+            f"Scales have collapsed onto their floor in {_named(resting)}: all but small values are clipped there;"
             " lower qat.lr or qat.quantizer_lr_factor, or calibrate on more images."
         )
     curves = run.by_quantizer("scale")
     moved = {name: abs(math.log2(max(points[-1][1], 1e-6))) for name, points in curves.items()}
-    far = {name: value for name, value in moved.items() if value > math.log2(FAR) and name not in resting}
+    jumps = {name: _largest_jump(points) for name, points in curves.items()}
+    far = {
+        name: value
+        for name, value in moved.items()
+        if (value > math.log2(FAR) or jumps[name] > JUMP) and name not in resting
+    }
     if far:
         yield (
-            f"{len(far)} of {len(curves)} scales moved by more than a factor of {FAR:g} ({_named(far)}): the rate of"
-            " the scales is too high; leave qat.quantizer_lr_factor and qat.quantizer_lr out, or lower them."
-        )
-    jumps = {name: _largest_jump(points) for name, points in curves.items() if name not in resting}
-    jumping = {name: jump for name, jump in jumps.items() if jump > JUMP}
-    if jumping:
-        yield (
-            f"{len(jumping)} of {len(curves)} scales jump by half or more between two points of the curve"
-            f" ({_named(jumping)}), while healthy ones move by percents: the rate of the scales is too high."
+            f"{len(far)} of {len(curves)} scales moved by more than a factor of {FAR:g}, or by half between two points"
+            f" ({_named(far)}; the first by {2 ** max(far.values()):.3g}), while healthy ones move by percents: the"
+            " rate of the scales is too high; leave qat.quantizer_lr_factor and qat.quantizer_lr out, or lower them."
         )
 
 

@@ -35,8 +35,8 @@ def results(run: ReportedRun) -> Any:
     exported = run.summary.get("onnx", {}).get("top1")
     if exported is not None:
         axes[0][1].axhline(exported, color=QUIET, ls="--", label="integers")
-    top1 = [value for (_, tag), points in run.curves.items() if tag == "top1" for _, value in points]
-    axes[0][1].set_ylim(max(0, sorted(top1)[len(top1) // 4] - 5), min(101, max(top1) + 2))
+    ends = [points[-1][1] for (_, tag), points in run.curves.items() if tag == "top1"] + [exported or 100]
+    axes[0][1].set_ylim(max(0, min(ends) - 5), 101)  # without the beginning of float
     axes[0][0].set_yscale("log")
     axes[0][2].set(yscale="log", ylim=(max(axes[0][2].get_ylim()[1], 1e-12) * 1e-4, None))
     figure.legend(*axes[0][1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
@@ -84,6 +84,7 @@ def scales(run: ReportedRun) -> Any:
         moved = {name: abs(math.log(max(points[-1][1], 1e-6))) for name, points in curves.items()}
         far = sorted((name for name in moved if moved[name] > MOVED), key=lambda name: -moved[name])[:NAMED]
         for name, points in curves.items():
+            points = [(points[0][0] - 1, 1.0), *points]  # where calibration put it
             special = name in floor or name in far
             colour = SICK if name in floor else COLOURS[far.index(name)] if name in far else QUIET
             values = [max(value, 1 / 64) for _, value in points]

@@ -34,6 +34,7 @@ def dry_run(config: RunConfig, data: Data, device: torch.device, model: nn.Modul
     if len(data.train) == 0:
         raise UserError(f"data.batch_size: {config.data.batch_size} leaves no whole training batch; reduce it")
     prepared = prepare_model(model, config, data.image_shape)
+    print(qat.summary(prepared), end="\n\n")
     rows = qat.cost(prepared, torch.zeros(1, *data.image_shape))
     cells = [[row.name, *(f"{value:,}" for value in (*row[1:], row.bops))] for row in rows]
     macs, bops, size = (sum(getattr(row, key) for row in rows) for key in ("macs", "bops", "weight_bytes"))
@@ -41,7 +42,8 @@ def dry_run(config: RunConfig, data: Data, device: torch.device, model: nn.Modul
         *table([["layer", "MACs", "weight bits", "input bits", "weight bytes", "BOPs"], *cells], numbers=True), sep="\n"
     )
     print(f"\none image: {macs / 1e9:.3f} G MACs; {bops / 1e9:,.1f} G bit operations (MACs * bits * bits)")
-    print(f"weights: {size / 1e6:.2f} MB at their bits", flush=True)
+    whole = sum(each.numel() * each.element_size() for each in model.parameters())
+    print(f"weights: {size / 1e6:.2f} MB at their bits; the float model has {whole / 1e6:.2f} MB", flush=True)
     with value_errors_reported():
         qat.calibrate(prepared.to(device), data.calibration(1))
     epochs = float_counterpart(config.qat).epochs  # of all stages on grids
