@@ -35,9 +35,9 @@ ILL = {
 }
 SHOWN = {
     "fast_scales": ("scales", "results"),
-    "collapsed": ("scales", "errors", "levels"),
+    "collapsed": ("scales", "errors"),
     "unsettled": ("batch_norm", "results"),
-    "two_bits": ("oscillation", "errors", "clipping", "histograms"),
+    "two_bits": ("oscillation", "errors"),
 }
 
 

@@ -142,7 +142,8 @@ SICK: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("a rate too high", {"scale": {NAMES[2]: [1.2, 1.6, 2.1]}}, {}, "1 of 1 scales moved by more than a factor of 2"),
     ("jumps", {"scale": ALL}, {}, "3 of 3 scales moved by more than a factor of 2, or by half"),
     ("BatchNorm", {}, {"batch_norm": {"bn1": 0.9, "bn2": 0.1}}, "The running statistics of 1 BatchNorms are not those"),
-    ("clipping", {"clipped_low": {NAMES[0]: [0, 0, 0.2]}}, {}, "More than 5 % of the values are clipped in conv1"),
+    ("clipping", {"clipped_low": {NAMES[0]: [0, 0, 0.2]}, "sqnr": {NAMES[0]: [40, 40, 20]}}, {},
+     "More than 5 % of the values are clipped in conv1"),
     ("levels", {"levels": {NAMES[1]: [0.1, 0.1, 0.1]}}, {}, "Less than 25 % of the levels occur in conv1.weight"),
     ("oscillation", {"oscillating": {NAMES[2]: [0, 0.1, 0.1]}}, {}, "More than 5 % of the weights still turn round"),
     ("a layer", {}, {"layers": [{**row, "local": 20.0 if row["name"] == "fc" else row["local"]}

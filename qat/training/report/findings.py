@@ -26,6 +26,9 @@ AT_FLOOR = 0.1
 FEW_BITS = 4
 """Below, much is clipped, and rightly so."""
 
+HURT = 25.0
+"""dB: clipping that leaves more is by a level or so, as of black pixels at the end of the range."""
+
 BEHIND = 12.0
 """dB below the median of all layers, which is two bits."""
 
@@ -98,8 +101,9 @@ def _statistics(run: ReportedRun) -> Iterator[str]:
 def _tensors(run: ReportedRun) -> Iterator[str]:
     last = {kind: _last(run, kind) for kind in ("clipped_low", "clipped_high", "levels", "oscillating")}
     clipped = {name: low + last["clipped_high"].get(name, 0) for name, low in last["clipped_low"].items()}
-    bits = run.analysis.get("bits", {})
-    much = {name: share for name, share in clipped.items() if share > CLIPPED and bits.get(name, 8) >= FEW_BITS}
+    bits, sqnr = run.analysis.get("bits", {}), _last(run, "sqnr")
+    hurt = {name for name in clipped if bits.get(name, 8) >= FEW_BITS and sqnr.get(name, 0) < HURT}
+    much = {name: clipped[name] for name in hurt if clipped[name] > CLIPPED}
     if much:
         yield (
             f"More than {100 * CLIPPED:.0f} % of the values are clipped in {_named(much)}: the range is too narrow;"
