@@ -53,10 +53,10 @@ def run(given: argparse.Namespace) -> int:
     with value_errors_reported(f"RUN: '{opened.path}': "):
         found = qat.sensitivity(model, evaluate, lambda jobs: progress_bar(jobs, "sensitivity"))
     result = {"images": evaluate.images, "weights": "trained" if given.trained else "calibrated", **found}
-    print("\n".join([*_table(result), "", *_suggestions(suggested(result, model))]), flush=True)
     opened.keep(SENSITIVITY, result)
-    write_report(opened.folder / REPORT, [ReportedRun.read(opened.folder)], pictures=True)
-    print(f"figure: {opened.folder / REPORT}#sensitivity")
+    page = opened.folder / REPORT
+    said = write_report(page, [ReportedRun.read(opened.folder)], pictures=True) or [f"figure: {page}#sensitivity"]
+    print("\n".join([*_table(result), *said, "", *_suggestions(suggested(result, model))]))
     return 0
 
 

@@ -120,7 +120,7 @@ def test_predict_needs_no_more_than_the_file(pets: Path, verb: Verb, tmp_path: P
 
 
 def test_export_writes_the_same_integers_again_and_proves_them(pets: Path, verb: Verb, tmp_path: Path) -> None:
-    before = {path: path.read_bytes() for path in (pets / "runs" / "pets").iterdir()}
+    before = {path: path.read_bytes() for path in (pets / "runs" / "pets").rglob("*") if path.is_file()}
     options = ["--opset", "20", "--input", "photo", "--output", "scores", "--unpacked", "--exact-sums"]
     status, out, err = verb("export", "runs/pets", "--to", str(tmp_path / "other.onnx"), *options)
     graph = onnx.load(tmp_path / "other.onnx")
@@ -138,7 +138,7 @@ def test_export_writes_the_same_integers_again_and_proves_them(pets: Path, verb:
         == state_digest(qat.load(pets / "runs" / "pets").state_dict())
     )
     assert noted[0]["classes"] == noted[1]["classes"] and noted[0]["accuracy"]["qat"] == noted[1]["accuracy"]["qat"]
-    assert before == {path: path.read_bytes() for path in (pets / "runs" / "pets").iterdir()}
+    assert before == {path: path.read_bytes() for path in (pets / "runs" / "pets").rglob("*") if path.is_file()}
 
 
 def test_benchmark_compares_with_float_in_the_same_runtime(verb: Verb, tmp_path: Path) -> None:
