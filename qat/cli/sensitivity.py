@@ -53,10 +53,11 @@ def run(given: argparse.Namespace) -> int:
     with value_errors_reported(f"RUN: '{opened.path}': "):
         found = qat.sensitivity(model, evaluate, lambda jobs: progress_bar(jobs, "sensitivity"))
     result = {"images": evaluate.images, "weights": "trained" if given.trained else "calibrated", **found}
+    print("\n".join(_table(result)), flush=True)
     opened.keep(SENSITIVITY, result)
     page = opened.folder / REPORT
     said = write_report(page, [ReportedRun.read(opened.folder)], pictures=True) or [f"figure: {page}#sensitivity"]
-    print("\n".join([*_table(result), *said, "", *_suggestions(suggested(result, model))]))
+    print("\n".join([*said, "", *_suggestions(suggested(result, model))]))
     return 0
 
 
