@@ -81,7 +81,7 @@ def table() -> str:
     return (
         f"Measured on the default config (ResNet-18, {found['steps']} steps an epoch, the shortest that we have): `all`"
         f" adds {cost['all']} to the time of the steps, `scales` {cost['scales']}\n(medians of {found['rounds']} epochs"
-        f" each, in turns; {found['processor']}, {found['threads']} threads)."
+        f" each, in turns; {found['processor']}, {found['threads']} threads).\n"
     )
 
 

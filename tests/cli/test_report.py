@@ -20,7 +20,7 @@ from qat.training.report.figures import FIGURES
 from tests.runs.tiny_training import curves
 
 Verb = Callable[..., tuple[int, str, str]]
-MEASURED = {"sensitivity", "latency", "confusion", "oscillation"}
+MEASURED = {"sensitivity", "latency", "confusion", "lost", "oscillation"}
 """Figures that a run may lack: of verbs, of a model whose answers are float's, of weights too short a time."""
 
 

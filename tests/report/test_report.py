@@ -1,5 +1,6 @@
 """The report of a run folder: what stands out, which figures there are, and that the page needs nothing else."""
 
+import base64
 import json
 import re
 from html.parser import HTMLParser
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from qat.training.data import datasets as digits
 from qat.training.report import drawing, page
 from qat.training.report.figures import FIGURES
 from qat.training.report.findings import findings
@@ -16,6 +18,7 @@ from qat.training.report.run import ReportedRun
 from qat.training.run.logging import RunLog
 
 NAMES = ("conv1_quantizer", "conv1.weight_quantizer", "fc.weight_quantizer")
+PNG = base64.b64encode((Path(digits.__file__).parent / "digits.png").read_bytes()).decode()
 GRID = {"low": -3.0, "high": 3.0, "qmin": -2, "qmax": 1, "shares": [0.25] * 4}
 HEALTHY: dict[str, dict[str, list[float]]] = {
     "scale": {key: [1.0, 1.05, 1.1] for key in NAMES},
@@ -40,7 +43,7 @@ ANALYSIS: dict[str, Any] = {
     "batch_norm": {"bn1": 0.02},
     "histograms": [{"layer": "conv1", "weight": GRID, "before": GRID, "input": None}],
     "answers": {"images": 1000, "classes": ["<cat>", "dog"], "changes": [[0, 0, 1, 3]],
-                "lost": [{"truth": "<cat>", "answer": "dog", "png": "iVBORw0KGgo="}]},
+                "lost": [{"truth": "<cat>", "answer": "dog", "png": PNG}]},
     "integers": {"onnxruntime": [{"name": "conv1_quantizer", "elements": 9, "differing": 1, "beyond_ties": 0}]},
 }  # fmt: skip
 
@@ -98,7 +101,7 @@ def test_a_page_has_every_figure_and_needs_nothing_else(tmp_path: Path) -> None:
     assert write_report(run / "report.html", [ReportedRun.read(run)], pictures=True) == []
     text = (run / "report.html").read_text()
     found = Page(text)
-    assert found.sections == ["summary", *FIGURES, "images", "config"]
+    assert found.sections == ["summary", *FIGURES, "answers", "config"]
     assert all(each.startswith(("#", "data:")) for each in found.loads)
     assert not re.search(r"@import|url\(\s*['\"]?https?:", text)
     assert {path.stem for path in (run / "figures").iterdir()} == FIGURES.keys() - {"results"}
@@ -122,7 +125,7 @@ def test_a_run_that_is_not_finished_shows_what_it_has(tmp_path: Path) -> None:
     (run / "analysis.json").write_text('{"layers": [{"na')  # killed while it was written by hand
     write_report(run / "report.html", [ReportedRun.read(run)])
     found = Page((run / "report.html").read_text())
-    assert found.sections == ["summary", "results", "scales", "clipping", "levels", "oscillation", "images", "config"]
+    assert found.sections == ["summary", "results", "scales", "clipping", "levels", "oscillation", "answers", "config"]
     (empty := tmp_path / "empty").mkdir()
     write_report(empty / "report.html", [ReportedRun.read(empty)])
     assert "The run is not finished" in (empty / "report.html").read_text()
@@ -132,7 +135,7 @@ def test_without_matplotlib_the_page_says_so(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(page, "can_draw", lambda: False)
     run = write_run(tmp_path / "run", {})
     assert write_report(run / "report.html", [ReportedRun.read(run)], pictures=True) == [NO_MATPLOTLIB]
-    assert Page((run / "report.html").read_text()).sections == ["summary", "images", "config"]
+    assert Page((run / "report.html").read_text()).sections == ["summary", "answers", "config"]
     assert not (run / "figures").exists()
 
 

@@ -85,6 +85,11 @@ FIGURES = {
         "Healthy: few, and scattered; a whole column in red is a class that now wins where it should not.",
         of_model.confusion,
     ),
+    "lost": Shown(
+        "Images whose right answer was lost",
+        "Healthy: few, and hard ones; the float model named them rightly (first line), the integers do not (second).",
+        of_model.lost,
+    ),
     "integers": Shown(
         "Integers that differ",
         "Healthy: none, or some in a million, which are near-ties; red ones are no ties: the file is another function.",

@@ -1,8 +1,11 @@
 """Figures of the trained model: errors by layer, histograms on their grids, changed answers, differing integers."""
 
+import base64
+import io
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from qat.training.report.drawing import COLOURS, INK, QUIET, SICK, name_axis, panels
 from qat.training.report.findings import LAG
@@ -11,6 +14,9 @@ from qat.training.run.folder import LATENCY
 
 FEW_LEVELS = 33
 """Grids of at most so many integers are drawn line by line."""
+
+IN_A_ROW = 8
+"""Images of a row."""
 
 MATRIX = 30
 """Most classes of which a matrix can be read."""
@@ -82,6 +88,20 @@ def confusion(run: ReportedRun) -> Any:
     axis.grid(False)
     axis.set(xlabel="answer", ylabel="truth")
     figure.colorbar(picture, ax=axis, fraction=0.04)
+    return figure
+
+
+def lost(run: ReportedRun) -> Any:
+    """Images that the float model names rightly and the integers do not."""
+    images = run.analysis.get("answers", {}).get("lost")
+    if not images:
+        return None
+    figure, axes = panels(-(-len(images) // IN_A_ROW), IN_A_ROW, height=1.3)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for axis, each in zip(axes.flat, images, strict=False):
+        axis.imshow(Image.open(io.BytesIO(base64.b64decode(each["png"]))))
+        axis.set_title(f"{each['truth']}\n→ {each['answer']}".replace("$", r"\$"), fontsize=6)
     return figure
 
 
