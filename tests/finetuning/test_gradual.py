@@ -169,7 +169,10 @@ def test_a_stage_evaluates_and_saves_the_whole_model_after_every_epoch(
     block = {"activations_from": 0.5, "weight_share": 0.5, "weights_from": 0.8}
     batches = TinyBatches(12)
     batches.images = batches.images[:, :, :6, :6]
-    train(stage_run(tmp_path, model, QATStageConfig(epochs=2, gradual=block), train=batches, val=batches))
+    config = {"watch": "scales"}  # else an evaluation is looked at by hooks of its own
+    train(
+        stage_run(tmp_path, model, QATStageConfig(epochs=2, gradual=block), train=batches, val=batches, config=config)
+    )
     whole = ("validation", 0, 0)
     assert seen == [("step", 3, 3), ("step", 3, 3), whole, ("step", 0, 3), ("step", 0, 0), whole]
     for file in ("last.pt", "best.pt"):

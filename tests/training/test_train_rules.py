@@ -47,7 +47,7 @@ def rules_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*arguments: str) -> int:
-    return start("run_dir=run", *arguments)
+    return start("run_dir=run", "watch=scales", *arguments)
 
 
 def test_a_users_rule_and_an_annealed_one_are_trained_and_exported(folder: Path) -> None:
