@@ -22,19 +22,17 @@ from qat.cli.runs import (
     RUNTIMES,
     Run,
     Session,
-    add_outputs,
     add_overrides,
     add_run,
-    check_outputs,
+    check_folder_of,
     count,
     counts,
     open_file,
     open_run,
-    save_figure,
 )
 from qat.export.onnx.program import quiet_export
 from qat.export.onnxruntime.default_session import default_is_exact
-from qat.text import table
+from qat.text import first_line, table
 from qat.training.errors import UserError
 from qat.training.run.folder import LATENCY
 
@@ -57,13 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=counts, default=[1], metavar="N,N", help="threads; default: 1")
     parser.add_argument("--rounds", type=count, default=15, help="turns of each model; the median counts; default: 15")
-    add_outputs(parser)
+    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    parser.add_argument("--plot", metavar="FILE", help="also draw them, .png or .svg (needs matplotlib)")
 
 
 def run(given: argparse.Namespace) -> int:
     """Measure, turn by turn, and print the table."""
     opened = open_run(given.run_path, given.model)
-    check_outputs(given)
+    _check_outputs(given)
     batches = _batches(opened, given)
     agreement = {} if default_is_exact() else {DEFAULT: _agreement(opened, given)}
     with tempfile.TemporaryDirectory(prefix="qat_benchmark_") as folder:
@@ -181,6 +180,18 @@ def _machine(runtime: str) -> dict[str, str]:
     }
 
 
+def _check_outputs(given: argparse.Namespace) -> None:
+    """Refuse what --json and --plot ask for, before anything is measured, where a folder or matplotlib is missing."""
+    if given.plot:
+        try:
+            import matplotlib.figure  # noqa: F401
+        except ImportError:
+            raise UserError("--plot: needs matplotlib; pip install matplotlib, or leave --plot out") from None
+    for option, file in (("--json", given.json), ("--plot", given.plot)):
+        if file:
+            check_folder_of(option, Path(file).expanduser())
+
+
 def _draw(results: dict[str, Any], path: Path) -> None:
     """Milliseconds of a call by batch size, a bar for each model; one panel for each number of threads."""
     from matplotlib.figure import Figure
@@ -203,4 +214,7 @@ def _draw(results: dict[str, Any], path: Path) -> None:
         )
         axes.set(title=f"{number} thread{'s' * (number > 1)}", xlabel="images a call", ylabel="ms", yscale="log")
         axes.legend(frameon=False, fontsize=8)
-    save_figure(figure, path)
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise UserError(f"--plot: '{path}': {first_line(error)}") from error

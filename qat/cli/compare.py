@@ -10,6 +10,7 @@ from typing import Any
 
 from qat.cli.runs import open_run
 from qat.text import table
+from qat.training.config.file import flat
 from qat.training.errors import UserError
 from qat.training.run.folder import read_summary
 from qat.training.run.report import ROWS
@@ -32,7 +33,7 @@ def run(given: argparse.Namespace) -> int:
         raise UserError("RUN: one run has nothing to be compared with; name two or more")
     opened = [open_run(path) for path in given.runs]
     summaries = [read_summary(each.folder) for each in opened]
-    configs = _beside([_flat(each.config.model_dump(mode="json", exclude=PLACE)) for each in opened])
+    configs = _beside([flat(each.config.model_dump(mode="json", exclude=PLACE)) for each in opened])
     versions = _beside([(summary or {}).get("versions", {}) for summary in summaries])
     found: dict[str, Any] = {
         "runs": given.runs,
@@ -51,14 +52,6 @@ def _lines(found: dict[str, Any]) -> list[str]:
     said = [] if found["config"] else ["", "the configs are equal"]
     said += [f"{path}: not finished; train.py finishes it with resume=auto" for path in found["unfinished"]]
     return [*table([["", *found["runs"]], *cells], numbers=True), *said]
-
-
-def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys, joined by dots."""
-    found: dict[str, Any] = {}
-    for key, value in section.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
 
 
 def _beside(columns: list[dict[str, Any]]) -> dict[str, list[Any]]:

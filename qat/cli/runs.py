@@ -149,32 +149,6 @@ def check_folder_of(option: str, path: Path) -> None:
         raise UserError(f"{option}: '{path}': there is no folder '{path.parent}' to write to; create it first")
 
 
-def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Files for the results of a measurement."""
-    parser.add_argument("--json", metavar="FILE", help="also write the results there")
-    parser.add_argument("--plot", metavar="FILE", help="also draw them, .png or .svg (needs matplotlib)")
-
-
-def check_outputs(given: argparse.Namespace) -> None:
-    """Refuse what `add_outputs` asks for, before anything is measured, where a folder or matplotlib is missing."""
-    if given.plot:
-        try:
-            import matplotlib.figure  # noqa: F401
-        except ImportError:
-            raise UserError("--plot: needs matplotlib; pip install matplotlib, or leave --plot out") from None
-    for option, file in (("--json", given.json), ("--plot", given.plot)):
-        if file:
-            check_folder_of(option, Path(file).expanduser())
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure of matplotlib's in the format that the file's name ends with."""
-    try:
-        figure.savefig(path)
-    except ValueError as error:
-        raise UserError(f"--plot: '{path}': {first_line(error)}") from error
-
-
 Engine: TypeAlias = Callable[[Tensor], Tensor]
 """From images (N, 3, H, W) float32 to scores (N, classes)."""
 

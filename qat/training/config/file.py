@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -229,3 +229,15 @@ def _key_hint(location: Location) -> str:
     if inside:
         return f"did you mean {' or '.join(map(repr, inside))}?"
     return did_you_mean(key, keys) or f"valid keys: {', '.join(keys)}"
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested sections, their keys joined by dots.
+
+    >>> flat({"qat": {"lr": 0.1}, "seed": 3})
+    {'qat.lr': 0.1, 'seed': 3}
+    """
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found

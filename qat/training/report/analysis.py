@@ -24,7 +24,6 @@ from qat.export import LayerDifference
 from qat.export.integers.evaluation import evaluation_copy
 from qat.layers import QuantLayer
 from qat.quantizer import Quantizer
-from qat.quantizer.training import scales_at_minimum
 from qat.training.data.loaders import Data
 from qat.training.loop.evaluation import split_output, to_device
 from qat.training.run.files import write_text
@@ -56,7 +55,6 @@ def analyse(
         "layers": [vars(each) for each in errors],
         "cost": [{key: getattr(row, key) for key in COSTS} for row in cost(inferred, example)],
         "bits": {name: each.spec.bits for name, each in model.named_modules() if isinstance(each, Quantizer)},
-        "at_floor": {name: counts for name, counts in scales_at_minimum(model).items() if counts[0]},
         "batch_norm": batch_norm_lag(model, data, device),
         "histograms": histograms(model, float_model, images, [each.name for each in worst]),
         "answers": compare_answers(model, float_model, data, device),

@@ -9,7 +9,7 @@ from PIL import Image
 from torch import nn
 
 from qat.analysis.table import quantizers_in_order
-from qat.training.config.file import dump_config
+from qat.training.config.file import dump_config, flat
 from qat.training.config.schema import RunConfig
 from qat.training.report.figures import FIGURES
 from qat.training.report.page import write_report
@@ -85,7 +85,9 @@ def finish(log: RunLog, config: RunConfig, summary: dict[str, Any], step: int) -
     for tag, text in (("config", dump_config(config)), ("layers", layers)):
         writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()))
     metrics = _metrics(summary)
-    for summary_of in hparams(differing(config.model_dump(mode="json", exclude_defaults=True)), metrics):  # type: ignore[no-untyped-call]
+    given = flat(config.model_dump(mode="json", exclude_defaults=True))
+    row = {key: value for key, value in given.items() if isinstance(value, bool | int | float | str)}
+    for summary_of in hparams(row, metrics):  # type: ignore[no-untyped-call]
         writer.file_writer.add_summary(summary_of)
     for tag, value in metrics.items():
         writer.add_scalar(tag, value, step)
@@ -100,18 +102,3 @@ def _metrics(summary: dict[str, Any]) -> dict[str, float]:
     found = {f"{key}_top1": summary.get(key, {}).get("top1") for key in ("float", "calibrated", "qat", "onnx")}
     found |= {"agreement": summary.get("onnx", {}).get("agreement"), "seconds": summary["seconds"]}
     return {f"final/{key}": float(value) for key, value in found.items() if value is not None}
-
-
-def differing(section: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """The values of a config's `model_dump(exclude_defaults=True)`, by key, as far as a table can show them.
-
-    >>> differing({"qat": {"lr": 0.1}, "imports": ["a"], "seed": 3})
-    {'qat.lr': 0.1, 'seed': 3}
-    """
-    found: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, dict):
-            found |= differing(value, f"{path}{key}.")
-        elif isinstance(value, bool | int | float | str):
-            found[f"{path}{key}"] = value
-    return found

@@ -122,7 +122,8 @@ def integers(run: ReportedRun) -> Any:
         axis.bar([place + number * width for place in range(len(rows))], shares, width, color=colours, label=engine)
     axis.set_yscale("symlog", linthresh=1)
     axis.set(ylabel="of a million differ", ylim=(0, max(10, axis.get_ylim()[1])))
-    axis.set_yticks([0, 1, 2, 5, 10], ["0", "1", "2", "5", "10"]) if axis.get_ylim()[1] <= 10 else None
+    if axis.get_ylim()[1] <= 10:
+        axis.set_yticks([0, 1, 2, 5, 10], ["0", "1", "2", "5", "10"])
     name_axis(axis, names)
     axis.legend()
     return figure
